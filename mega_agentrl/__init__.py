@@ -1,0 +1,1 @@
+"""Reinforcement learning of tool-using language-model agents at Megatron scale."""

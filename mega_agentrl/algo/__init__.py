@@ -1,0 +1,1 @@
+"""Pure maths of the algorithms: tensors in, tensors out."""

@@ -1,0 +1,1 @@
+"""The one configuration schema; imports no torch, validates on a login node."""

@@ -1,0 +1,403 @@
+"""The one schema: every setting of a run, its type, default and meaning.
+
+Yaml files only set values; defaults live here. Ranges of one section are checked in its
+`__post_init__` (run by `OmegaConf.to_object`), conditions across sections in
+`config.check`. Imports no torch, so that a login node can validate a configuration.
+Units are in the names: `_s` seconds, `_mib` mebibytes, `_gib` gibibytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Branching(StrEnum):
+    """Rule that decides where a trajectory forks."""
+
+    none = "none"
+    after_result = "after_result"
+
+
+class Advantage(StrEnum):
+    """Estimator of the advantage."""
+
+    grpo = "grpo"
+    rloo = "rloo"
+    arpo_hard = "arpo_hard"
+
+
+class Aggregation(StrEnum):
+    """How per-token losses become one number."""
+
+    token_mean = "token_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_mean = "seq_mean_token_mean"
+    seq_sum_norm = "seq_sum_norm"
+
+
+class KlKind(StrEnum):
+    """Estimator of the KL divergence from the reference policy."""
+
+    k1 = "k1"
+    abs = "abs"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class RewardRule(StrEnum):
+    """Which text the ARPO reward reads: all of it, or only what the model wrote."""
+
+    released = "released"
+    strict = "strict"
+
+
+class Overlong(StrEnum):
+    """What happens to a prompt longer than `data.max_prompt_tokens`."""
+
+    error = "error"
+    drop = "drop"
+
+
+def _require(ok: bool, key: str, got: object, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"{key}={got}: expected {expected}")
+
+
+@dataclass
+class ModelConfig:
+    """path: Hugging Face checkpoint folder the run starts from."""
+
+    path: str = ""
+
+
+@dataclass
+class ParallelConfig:
+    """How the policy is cut: ranks = tensor * pipeline * data.
+
+    threads: CPU threads per rank (ignored on GPUs).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("tensor", "pipeline", "data", "threads"):
+            _require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "at least 1")
+
+
+@dataclass
+class EngineConfig:
+    """One vLLM engine.
+
+    tensor: its tensor-parallel size. max_model_len: prompt plus response, tokens.
+    kv_cache_gib: KV cache on a CPU. memory_fraction: share of GPU memory on a GPU.
+    block_size: tokens per KV block; short prompts need small blocks to share prefixes.
+    max_concurrent: requests that run at once. start_deadline_s, call_deadline_s: limits for
+    start-up and for one request. eager: no graph capture (always so on a CPU).
+    """
+
+    tensor: int = 1
+    max_model_len: int = 4096
+    kv_cache_gib: int = 4
+    memory_fraction: float = 0.6
+    block_size: int = 32
+    max_concurrent: int = 256
+    eager: bool = True
+    start_deadline_s: float = 600.0
+    call_deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require(self.tensor >= 1, "engine.tensor", self.tensor, "at least 1")
+        _require(self.max_model_len >= 16, "engine.max_model_len", self.max_model_len, ">= 16")
+        _require(self.kv_cache_gib >= 1, "engine.kv_cache_gib", self.kv_cache_gib, "at least 1")
+        _require(
+            0 < self.memory_fraction < 1,
+            "engine.memory_fraction",
+            self.memory_fraction,
+            "between 0 and 1",
+        )
+        _require(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, ">= 1")
+
+
+@dataclass
+class BranchConfig:
+    """ARPO's rule: fork when alpha + beta * (H - H_root) > tau (arXiv 2507.19849).
+
+    probe_tokens: tokens after a tool's answer whose mean entropy (nats) is H.
+    min_probe_tokens: with fewer tokens in the turn there is no fork.
+    initial_rollouts: N roots per prompt; null means half of rollout.num_trajectories.
+    forks_per_decision: Z extra paths per decision.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.2
+    tau: float = 0.5
+    probe_tokens: int = 20
+    min_probe_tokens: int = 5
+    initial_rollouts: int | None = None
+    forks_per_decision: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.min_probe_tokens <= self.probe_tokens,
+            "rollout.branch.min_probe_tokens",
+            self.min_probe_tokens,
+            f"between 1 and rollout.branch.probe_tokens={self.probe_tokens}",
+        )
+        _require(
+            self.forks_per_decision >= 1,
+            "rollout.branch.forks_per_decision",
+            self.forks_per_decision,
+            "at least 1",
+        )
+
+
+@dataclass
+class RolloutConfig:
+    """How trajectories are sampled.
+
+    num_trajectories: M per prompt. max_response_tokens: per trajectory, tool answers
+    included. max_turns, max_calls: per trajectory.
+    """
+
+    num_trajectories: int = 8
+    branching: Branching = Branching.after_result
+    branch: BranchConfig = field(default_factory=BranchConfig)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int = 2048
+    max_turns: int = 8
+    max_calls: int = 3
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_trajectories >= 1,
+            "rollout.num_trajectories",
+            self.num_trajectories,
+            "at least 1",
+        )
+        _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
+        for key in ("max_response_tokens", "max_turns"):
+            _require(getattr(self, key) >= 1, f"rollout.{key}", getattr(self, key), "at least 1")
+        _require(self.max_calls >= 0, "rollout.max_calls", self.max_calls, "at least 0")
+
+
+@dataclass
+class PythonToolConfig:
+    """The sandboxed interpreter.
+
+    workers: interpreters kept warm. timeout_s: wall time of one call. output_chars: an
+    answer beyond it is cut with a note.
+    """
+
+    workers: int = 2
+    timeout_s: float = 10.0
+    memory_mib: int = 512
+    output_chars: int = 4000
+
+    def __post_init__(self) -> None:
+        _require(self.workers >= 1, "tool.python.workers", self.workers, "at least 1")
+        _require(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
+        _require(self.memory_mib >= 64, "tool.python.memory_mib", self.memory_mib, ">= 64")
+        _require(self.output_chars >= 16, "tool.python.output_chars", self.output_chars, ">= 16")
+
+
+@dataclass
+class SearchToolConfig:
+    """The local search. corpus: JSONL file of documents with `id`, `title` and `text`.
+
+    top_k: documents per answer. snippet_chars: characters of each. timeout_s: per call.
+    """
+
+    corpus: str = ""
+    top_k: int = 1
+    snippet_chars: int = 1000
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _require(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
+
+
+@dataclass
+class ToolConfig:
+    """The tools of the run."""
+
+    python: PythonToolConfig = field(default_factory=PythonToolConfig)
+    search: SearchToolConfig = field(default_factory=SearchToolConfig)
+
+
+@dataclass
+class RewardConfig:
+    """rule: see `RewardRule`. correct_threshold: token F1 from which an answer is correct."""
+
+    rule: RewardRule = RewardRule.strict
+    correct_threshold: float = 1.0
+
+
+@dataclass
+class AlgoConfig:
+    """The objective.
+
+    clip_low, clip_high: PPO clip range below and above 1. clip_dual: lower bound on the
+    loss of negative advantages (null: none). kl_coef 0 needs no reference pass.
+    """
+
+    advantage: Advantage = Advantage.grpo
+    norm_by_std: bool = True
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float | None = 3.0
+    aggregation: Aggregation = Aggregation.token_mean
+    kl_coef: float = 0.0
+    kl_kind: KlKind = KlKind.k3
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(0 < self.clip_low < 1, "algo.clip_low", self.clip_low, "between 0 and 1")
+        _require(self.clip_high > 0, "algo.clip_high", self.clip_high, "above 0")
+        if self.clip_dual is not None:
+            _require(self.clip_dual > 1, "algo.clip_dual", self.clip_dual, "above 1, or null")
+        _require(self.kl_coef >= 0, "algo.kl_coef", self.kl_coef, "at least 0")
+
+
+@dataclass
+class OptimConfig:
+    """Adam. micro_batch_tokens: token budget of one forward pass on one rank.
+
+    num_minibatches: optimizer steps per batch of rollouts.
+    """
+
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    grad_clip: float = 1.0
+    micro_batch_tokens: int = 16384
+    num_minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.lr >= 0, "optim.lr", self.lr, "at least 0")
+        _require(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
+        for key in ("micro_batch_tokens", "num_minibatches"):
+            _require(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")
+
+
+@dataclass
+class SftConfig:
+    """Supervised warm start before RL; max_steps 0 skips it.
+
+    data: parquet of chat messages (column `messages`). dev: parquet in the RL format whose
+    sampled success stops it. It stops when success on dev_questions questions is at least
+    target_success twice in a row and every data source reaches min_source_success (so that
+    no skill is still at zero); checked every check_every steps from first_check on.
+    """
+
+    max_steps: int = 0
+    data: str = ""
+    dev: str = ""
+    batch_size: int = 32
+    lr: float = 1e-3
+    first_check: int = 0
+    check_every: int = 50
+    dev_questions: int = 150
+    target_success: float = 0.3
+    min_source_success: float = 0.05
+
+    def __post_init__(self) -> None:
+        _require(self.max_steps >= 0, "sft.max_steps", self.max_steps, "at least 0")
+        for key in ("batch_size", "check_every", "dev_questions"):
+            _require(getattr(self, key) >= 1, f"sft.{key}", getattr(self, key), "at least 1")
+        _require(0 < self.target_success <= 1, "sft.target_success", self.target_success, "(0, 1]")
+
+
+@dataclass
+class DataConfig:
+    """train, validation: parquet files in the RL format.
+
+    max_prompt_tokens and overlong: longer prompts are an error, or counted and dropped.
+    """
+
+    train: str = ""
+    validation: str = ""
+    prompts_per_step: int = 32
+    max_prompt_tokens: int = 1024
+    overlong: Overlong = Overlong.error
+
+    def __post_init__(self) -> None:
+        for key in ("prompts_per_step", "max_prompt_tokens"):
+            _require(getattr(self, key) >= 1, f"data.{key}", getattr(self, key), "at least 1")
+
+
+@dataclass
+class EvaluateConfig:
+    """Held-out evaluation before and after RL.
+
+    num_questions: taken from validation in order, 0 for all. num_samples: per question at
+    `temperature`. greedy: one greedy answer per question beside it.
+    """
+
+    num_questions: int = 0
+    num_samples: int = 1
+    temperature: float = 1.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.num_questions >= 0, "evaluate.num_questions", self.num_questions, ">= 0")
+        _require(self.num_samples >= 1, "evaluate.num_samples", self.num_samples, "at least 1")
+
+
+@dataclass
+class ClusterConfig:
+    """Where the run happens. address: Ray cluster to join; empty starts one here.
+
+    actor_deadline_s: limit of one remote call on a policy rank.
+    num_engines: vLLM engines beside the policy.
+    """
+
+    address: str = ""
+    num_engines: int = 1
+    actor_deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require(self.num_engines >= 1, "cluster.num_engines", self.num_engines, "at least 1")
+
+
+@dataclass
+class ReportConfig:
+    """What is shown and kept. num_rollouts: trajectories printed at the end."""
+
+    num_rollouts: int = 3
+    tensorboard: bool = True
+
+
+@dataclass
+class TrainConfig:
+    """The whole run.
+
+    run_dir: folder of the run's files. seed: of every random stream. total_steps: RL steps.
+    """
+
+    run_dir: str = "runs/default"
+    seed: int = 1
+    total_steps: int = 100
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tool: ToolConfig = field(default_factory=ToolConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.total_steps >= 0, "total_steps", self.total_steps, "at least 0")

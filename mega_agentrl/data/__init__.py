@@ -1,0 +1,1 @@
+"""Datasets, resumable sampling, chat templates and tokenization."""

@@ -1,0 +1,1 @@
+"""Tool-QA: the small task of the smoke run, generated here."""

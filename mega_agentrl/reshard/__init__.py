@@ -1,0 +1,1 @@
+"""Which rectangle of which Hugging Face tensor lives where, and how it moves."""

@@ -1,0 +1,1 @@
+"""Trajectories, trees, branching under a budget, collection."""

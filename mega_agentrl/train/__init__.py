@@ -1,0 +1,1 @@
+"""The loop, its phases, evaluation and metrics."""

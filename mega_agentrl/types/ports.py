@@ -1,0 +1,176 @@
+"""Ports: the Protocols through which the layers meet.
+
+`rollout/` talks to engines and tools only through `Generator` and `ToolSession`, `train/`
+to the actors only through `Policy`; weights move from a `WeightSource` to a `WeightSink`
+along a plan that both sides hold. Everything that must survive a restart is `Stateful`.
+Concrete classes live in `generator/`, `tool/`, `actor/` and `runtime/`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.records import (
+        GenerateRequest,
+        Generation,
+        Prompt,
+        Score,
+        ToolCall,
+        ToolOutcome,
+        Trajectory,
+    )
+
+LayoutT_co = TypeVar("LayoutT_co", covariant=True)
+PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
+
+
+class Generator(Protocol):
+    """Samples from the current policy. One or many engines behind one name."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that is served now."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Run one request to its end.
+
+        Waits for: the engine. Unblocked by: completion, `abort`, engine death.
+        Raises `RuntimeError` naming the engine when it is dead or past its deadline.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its `generate` returns what it has with finish `aborted`."""
+
+    async def entropies(self, request_id: str) -> tuple[float, ...]:
+        """Exact entropies in nats of the tokens a running request has sampled so far."""
+
+    async def pause(self) -> None:
+        """Finish or freeze running requests, admit none, drop the prefix cache."""
+
+    async def resume(self) -> None:
+        """Serve again."""
+
+
+class ToolSession(Protocol):
+    """All tools of one trajectory, alive as long as it is.
+
+    `create` once, `execute` per call, `calc_reward` then `release` once at the end.
+    """
+
+    async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make the tools' state; raises `ValueError` for a tool the registry lacks."""
+
+    async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
+        """Run one call to a typed outcome; never raises for what the policy wrote."""
+
+    async def fork(self) -> ToolSession:
+        """A session with the same state that diverges from here on."""
+
+    async def calc_reward(self) -> dict[str, float]:
+        """Final reward by tool name; empty where no tool gives one."""
+
+    async def release(self) -> None:
+        """Free everything; safe to call twice."""
+
+
+class ToolProvider(Protocol):
+    """Opens tool sessions and tells the rollout what ends a call."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Closing tags after which the engine must stop."""
+
+    def open(self) -> ToolSession:
+        """A new session, not yet created."""
+
+    def parse(self, turn_text: str) -> ToolCall | None:
+        """The call that an assistant turn ends in; None where there is none or it is empty."""
+
+    def render(self, outcome: ToolOutcome) -> str:
+        """The text appended to the context for an outcome, its control tags escaped."""
+
+
+class TextCodec(Protocol):
+    """Text to token ids and back, without special tokens sneaking in."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends an assistant turn."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of exactly this text, nothing added."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+
+
+class Rubric(Protocol):
+    """Scores a finished trajectory."""
+
+    def score(self, trajectory: Trajectory) -> Score:
+        """The reward; raises nothing for what the policy wrote."""
+
+
+class Policy(Protocol):
+    """The trained model, however many ranks it is cut over. Calls are synchronous."""
+
+    def add_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Fill `old_logp_BT`, `entropy_BT` and, with a reference, `ref_logp_BT`."""
+
+    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+        """One policy-gradient update; needs `advantage_BT` and `old_logp_BT`."""
+
+    def supervise(self, batch: TrainBatch) -> UpdateStats:
+        """One step of maximum likelihood on the masked tokens."""
+
+    def send_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
+        """Put the current weights into every engine; returns bytes and seconds."""
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint folder that transformers and vLLM load."""
+
+    def close(self) -> None:
+        """End every rank; safe to call twice."""
+
+
+class WeightSource(Protocol[LayoutT_co, PlanT_contra]):
+    """One rank that holds a shard of the trained weights."""
+
+    def layout(self) -> LayoutT_co:
+        """Which rectangles of which Hugging Face tensors this rank holds."""
+
+    def send(self, plan: PlanT_contra, version: int) -> None:
+        """Send this rank's part of the plan to every destination in it."""
+
+
+class WeightSink(Protocol[LayoutT_co, PlanT_contra]):
+    """One rollout rank that receives weights."""
+
+    def layout(self) -> LayoutT_co:
+        """Which rectangles of which Hugging Face tensors this rank needs."""
+
+    def receive(self, plan: PlanT_contra, version: int) -> None:
+        """Receive and load this rank's part; serve nothing until it is complete."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything a checkpoint must hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that `load_state_dict` takes back."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore exactly; raises `ValueError` naming a missing or unknown key."""
+
+
+class PromptSource(Stateful, Protocol):
+    """Gives the prompts of a step; resumable."""
+
+    def next(self, num_prompts: int) -> Sequence[Prompt]:
+        """The next prompts of the endless shuffled stream."""

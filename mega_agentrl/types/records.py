@@ -1,0 +1,249 @@
+"""Records of a rollout: prompts, engine requests, tool outcomes, trajectories and trees.
+
+A token carries where it came from for life: its id, whether the policy sampled it, the
+engine's log-prob and exact entropy, the weight version it was sampled with and its turn.
+Lengths are checked on construction. Text is for people and rewards; training reads ids only.
+
+Example, a trajectory of one tool call (response tokens only)::
+
+    turn 0 assistant  <think> a </think> <python> 1+1 </python>      loss_mask 1
+    turn 1 tool       <result> 2 </result>                           loss_mask 0
+    turn 2 assistant  <answer> \\boxed{2} </answer> <eos>             loss_mask 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message: ``{"role": str, "content": str}``."""
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    eos = "eos"
+    stop = "stop"
+    length = "length"
+    turn_limit = "turn_limit"
+    call_limit = "call_limit"
+    tool_failure = "tool_failure"
+    aborted = "aborted"
+
+
+class Finish(StrEnum):
+    """Why one engine call ended."""
+
+    eos = "eos"
+    stop = "stop"
+    length = "length"
+    aborted = "aborted"
+
+
+class ToolStatus(StrEnum):
+    """How one tool call went. `infra_error` is ours, `user_error` the policy's."""
+
+    ok = "ok"
+    user_error = "user_error"
+    timeout = "timeout"
+    infra_error = "infra_error"
+
+
+class Author(StrEnum):
+    """Who wrote a span of a response."""
+
+    assistant = "assistant"
+    tool = "tool"
+
+
+def _check_lengths(record: str, **lengths: int) -> None:
+    if len(set(lengths.values())) > 1:
+        got = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{record}: all of these must have one length, got {got}")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Prompt:
+    """One question as the dataset gives it, with its token ids.
+
+    prompt_id: stable over runs and epochs (data source and index).
+    token_ids: [P] the chat template's output with the generation prompt.
+    tools_kwargs: per tool name, its create/execute/calc_reward/release kwargs; the keys
+        choose the tools the prompt is offered.
+    """
+
+    prompt_id: str
+    data_source: str
+    messages: tuple[Message, ...]
+    ground_truth: str | tuple[str, ...]
+    token_ids: tuple[int, ...]
+    tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GenerateRequest:
+    """One engine call. `temperature` 0 is greedy; `seed` None is unseeded sampling.
+
+    stop: strings after which generation ends; the string itself stays in the output.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Generation:
+    """What one engine call produced; all sequences have length N.
+
+    logps: log-prob of each sampled token at the sampling temperature, before top-k / top-p.
+    entropies: exact full-vocabulary entropy in nats of the same distribution (at
+        temperature 1 for greedy requests).
+    argmax_ids: most probable token at each position.
+    version: weight version the tokens were sampled with.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    entropies: tuple[float, ...]
+    argmax_ids: tuple[int, ...]
+    finish: Finish
+    stop_string: str | None
+    version: int
+
+    def __post_init__(self) -> None:
+        _check_lengths(
+            f"Generation {self.request_id}",
+            token_ids=len(self.token_ids),
+            logps=len(self.logps),
+            entropies=len(self.entropies),
+            argmax_ids=len(self.argmax_ids),
+        )
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ToolCall:
+    """One call as parsed from what the policy wrote."""
+
+    tool: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ToolOutcome:
+    """The typed result of one tool call; `answer` is the text the policy sees."""
+
+    tool: str
+    status: ToolStatus
+    answer: str
+    latency_s: float
+    step_reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Turn:
+    """A span [start, stop) of response tokens written by one author."""
+
+    index: int
+    author: Author
+    start: int
+    stop: int
+    text: str
+    outcome: ToolOutcome | None = None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Score:
+    """What a trajectory earned and why.
+
+    value: the reward. correct: accuracy reached the threshold. f1: token F1 in [0, 1].
+    """
+
+    value: float
+    correct: bool
+    f1: float
+    answer: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One path of a rollout tree from the prompt to its end; sequences have length N.
+
+    path: position in the tree: root r is ``(r,)``, the c-th fork of a path appends c.
+    parent_id / fork_len: the trajectory it was forked from and how many response tokens
+        the two physically share; None / 0 for a root.
+    versions: weight version per token (tool tokens carry the version of their turn's call).
+    turn_ids: index into `turns` per token.
+    baseline_entropy: mean entropy of the root's first probe, nats; inherited by forks.
+    failed: ended through our own fault: kept, shown, and masked from the loss.
+    """
+
+    trajectory_id: str
+    prompt: Prompt
+    path: tuple[int, ...]
+    token_ids: list[int]
+    loss_mask: list[int]
+    logps: list[float]
+    entropies: list[float]
+    versions: list[int]
+    turn_ids: list[int]
+    turns: list[Turn]
+    stop_reason: StopReason
+    parent_id: str | None = None
+    fork_len: int = 0
+    num_calls: int = 0
+    baseline_entropy: float | None = None
+    score: Score | None = None
+    tool_rewards: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_lengths(
+            f"Trajectory {self.trajectory_id}",
+            token_ids=len(self.token_ids),
+            loss_mask=len(self.loss_mask),
+            logps=len(self.logps),
+            entropies=len(self.entropies),
+            versions=len(self.versions),
+            turn_ids=len(self.turn_ids),
+        )
+        if not 0 <= self.fork_len <= len(self.token_ids):
+            raise ValueError(
+                f"Trajectory {self.trajectory_id}: fork_len {self.fork_len} is outside "
+                f"0..{len(self.token_ids)}, the number of its response tokens"
+            )
+
+    @property
+    def failed(self) -> bool:
+        """True where the environment, not the policy, ended it."""
+        return self.stop_reason in (StopReason.tool_failure, StopReason.aborted)
+
+    @property
+    def response_text(self) -> str:
+        """Everything after the prompt as text, tool answers included."""
+        return "".join(turn.text for turn in self.turns)
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutTree:
+    """All trajectories of one prompt, in creation order, and how they came to be.
+
+    num_forks / num_top_ups: how many of them were forked and how many fresh roots filled
+        the group up after the forks.
+    """
+
+    prompt: Prompt
+    trajectories: Sequence[Trajectory]
+    num_forks: int = 0
+    num_top_ups: int = 0
