@@ -9,54 +9,15 @@ Units are in the names: `_s` seconds, `_mib` mebibytes, `_gib` gibibytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Branching(StrEnum):
-    """Rule that decides where a trajectory forks."""
-
-    none = "none"
-    after_result = "after_result"
-
-
-class Advantage(StrEnum):
-    """Estimator of the advantage."""
-
-    grpo = "grpo"
-    rloo = "rloo"
-    arpo_hard = "arpo_hard"
-
-
-class Aggregation(StrEnum):
-    """How per-token losses become one number."""
-
-    token_mean = "token_mean"
-    seq_mean_token_sum = "seq_mean_token_sum"
-    seq_mean_token_mean = "seq_mean_token_mean"
-    seq_sum_norm = "seq_sum_norm"
-
-
-class KlKind(StrEnum):
-    """Estimator of the KL divergence from the reference policy."""
-
-    k1 = "k1"
-    abs = "abs"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class RewardRule(StrEnum):
-    """Which text the ARPO reward reads: all of it, or only what the model wrote."""
-
-    released = "released"
-    strict = "strict"
-
-
-class Overlong(StrEnum):
-    """What happens to a prompt longer than `data.max_prompt_tokens`."""
-
-    error = "error"
-    drop = "drop"
+from mega_agentrl.config.choices import (
+    Advantage,
+    Aggregation,
+    Branching,
+    KlKind,
+    Overlong,
+    RewardRule,
+)
 
 
 def _require(ok: bool, key: str, got: object, expected: str) -> None:
@@ -192,13 +153,15 @@ class PythonToolConfig:
     """The sandboxed interpreter.
 
     workers: interpreters kept warm. timeout_s: wall time of one call. output_chars: an
-    answer beyond it is cut with a note.
+    answer beyond it is cut with a note. preload: modules imported once into every warm
+    interpreter; the more it holds, the more each call's fork costs.
     """
 
     workers: int = 2
     timeout_s: float = 10.0
     memory_mib: int = 512
     output_chars: int = 4000
+    preload: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
 
     def __post_init__(self) -> None:
         _require(self.workers >= 1, "tool.python.workers", self.workers, "at least 1")
@@ -356,11 +319,12 @@ class ClusterConfig:
     """Where the run happens. address: Ray cluster to join; empty starts one here.
 
     actor_deadline_s: limit of one remote call on a policy rank.
-    num_engines: vLLM engines beside the policy.
+    num_engines: vLLM engines beside the policy. oversubscribe: let ranks share cores.
     """
 
     address: str = ""
     num_engines: int = 1
+    oversubscribe: bool = False
     actor_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:

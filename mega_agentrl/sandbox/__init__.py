@@ -1,1 +1,1 @@
-"""The only package that starts child processes."""
+"""Isolated execution of untrusted code; the only place that starts child processes."""

@@ -128,6 +128,9 @@ class Policy(Protocol):
     def supervise(self, batch: TrainBatch) -> UpdateStats:
         """One step of maximum likelihood on the masked tokens."""
 
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments; the next step starts a new stage."""
+
     def send_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
         """Put the current weights into every engine; returns bytes and seconds."""
 

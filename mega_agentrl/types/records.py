@@ -237,7 +237,7 @@ class Trajectory:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutTree:
-    """All trajectories of one prompt, in creation order, and how they came to be.
+    """All trajectories of one prompt, in path order (parents first), and how they came to be.
 
     num_forks / num_top_ups: how many of them were forked and how many fresh roots filled
         the group up after the forks.

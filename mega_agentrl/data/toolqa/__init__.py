@@ -1,1 +1,1 @@
-"""Tool-QA: the small task of the smoke run, generated here."""
+"""The smoke task: questions that need a calculator, a look-up, or both, made from a seed."""

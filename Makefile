@@ -1,0 +1,37 @@
+# Everyday commands. `make smoke` and `make test` make the environment first when it is missing.
+SHELL := /bin/bash
+PY := .venv/bin/python
+EXPERIMENT ?= smoke
+ARGS ?=
+
+.PHONY: help env model smoke train test test-slow lint clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+env: ## make .venv and install bubblewrap (DEVICE=cpu|gpu, PYTHON=..., TORCH_INDEX_URL=...)
+	@tools/setup_env.sh
+
+model: env ## make the tiny model and the data of the smoke run under runs/toolqa
+	@$(PY) tools/make_tiny_model.py --out runs/toolqa
+
+smoke: model ## the main job on this machine: an agent learns to use its tools
+	@$(PY) -m mega_agentrl experiment=$(EXPERIMENT) $(ARGS)
+
+train: env ## any run: make train ARGS="experiment=... key=value ..."
+	@$(PY) -m mega_agentrl $(ARGS)
+
+test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." goes to pytest)
+	@$(PY) -m pytest -m "not gpu and not slurm and not slow" $(ARGS)
+
+test-slow: env ## the tests that take minutes
+	@$(PY) -m pytest -m "slow and not gpu and not slurm" $(ARGS)
+
+lint: env ## ruff, mypy, import contracts
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@.venv/bin/lint-imports
+
+clean: ## remove what was made here, except .venv and runs
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

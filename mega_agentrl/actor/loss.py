@@ -1,0 +1,117 @@
+"""The objectives: what a micro-batch adds to the loss, and what it reports.
+
+Policy gradient: clipped loss, plus weighted KL to the reference, minus an entropy bonus, all
+aggregated with one denominator counted over the whole optimizer step, so that neither the
+cut into micro-batches nor the number of data ranks changes the gradient. Supervised: mean
+negative log-prob over the masked tokens. The formulas themselves are in `algo/`.
+
+Suffixes: R rows of a micro-batch, B rows of the batch, T response positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mega_agentrl.algo.kl import kl_penalty
+from mega_agentrl.algo.policy_loss import aggregate, clipped, count
+
+if TYPE_CHECKING:
+    from mega_agentrl.actor.packing import MicroBatch
+    from mega_agentrl.config.schema import AlgoConfig
+    from mega_agentrl.types.batch import TrainBatch
+
+POLICY_METRICS = ("policy_loss", "clipfrac", "clipfrac_lower", "approx_kl", "entropy", "ref_kl")
+SUPERVISED_METRICS = ("entropy",)
+
+Share = dict[str, torch.Tensor]
+"""0-d shares of a micro-batch: `loss`, which adds up to the step's loss, `num_tokens`, and
+metrics summed over tokens, to be divided by the global number of tokens."""
+
+Objective = Callable[["MicroBatch", torch.Tensor, torch.Tensor], tuple[torch.Tensor, Share]]
+"""Maps a micro-batch and its [R, T] log-probs and entropies to loss and shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """Clipped policy loss of one optimizer step.
+
+    batch: all rows; `old_logp_BT` and `advantage_BT` are needed, `ref_logp_BT` with a KL term.
+    mask_BT: [B, T] the tokens of this step's rows. kl_weight_BT: [B, T] weight of the KL term
+    per token, in place of algo.kl_coef.
+    """
+
+    algo: AlgoConfig
+    batch: TrainBatch
+    mask_BT: torch.Tensor
+    kl_weight_BT: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        needed = ["old_logp_BT", "advantage_BT"] + (["ref_logp_BT"] if self.with_kl else [])
+        missing = [name for name in needed if getattr(self.batch, name) is None]
+        if missing:
+            raise ValueError(
+                f"update: the batch has no {', '.join(missing)}; expected them from add_logprobs "
+                "and add_advantages before the update"
+            )
+
+    @property
+    def with_kl(self) -> bool:
+        """Whether a reference is needed."""
+        return self.kl_weight_BT is not None or self.algo.kl_coef > 0
+
+    def __call__(
+        self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
+    ) -> tuple[torch.Tensor, Share]:
+        rows, device = list(micro.rows), logp_RT.device
+        mask_RT = self.mask_BT[rows].to(device)
+        loss_RT, info = clipped(
+            logp_RT,
+            self.batch.old_logp_BT[rows].to(device),
+            self.batch.advantage_BT[rows].to(device),
+            mask_RT,
+            clip_low=self.algo.clip_low,
+            clip_high=self.algo.clip_high,
+            clip_dual=self.algo.clip_dual,
+        )
+        num_tokens = mask_RT.sum().float()
+        sums = {name: value * num_tokens for name, value in info.items()}
+        sums["policy_loss"] = loss_RT.detach().sum()
+        sums["ref_kl"] = torch.zeros((), device=device)
+        if self.with_kl:
+            kl_RT = kl_penalty(logp_RT, self.batch.ref_logp_BT[rows].to(device), self.algo.kl_kind)
+            loss_RT = loss_RT + self._kl_weight(rows, device) * kl_RT
+            sums["ref_kl"] = (kl_RT.detach() * mask_RT).sum()
+        if self.algo.entropy_coef:
+            loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
+        sums["entropy"] = (entropy_RT.detach() * mask_RT).sum()
+        mode = str(self.algo.aggregation)
+        loss = aggregate(loss_RT, mask_RT, mode, denominator=count(self.mask_BT, mode).item())
+        return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
+
+    def _kl_weight(self, rows: list[int], device: torch.device) -> torch.Tensor | float:
+        if self.kl_weight_BT is None:
+            return self.algo.kl_coef
+        return self.kl_weight_BT[rows].to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedObjective:
+    """Mean negative log-prob of the masked tokens of the batch. mask_BT: [B, T]."""
+
+    mask_BT: torch.Tensor
+
+    def __call__(
+        self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
+    ) -> tuple[torch.Tensor, Share]:
+        mask_RT = self.mask_BT[list(micro.rows)].to(logp_RT.device)
+        mode = "token_mean"
+        loss = aggregate(-logp_RT, mask_RT, mode, denominator=count(self.mask_BT, mode).item())
+        return loss, {
+            "loss": loss.detach(),
+            "num_tokens": mask_RT.sum().float(),
+            "entropy": (entropy_RT.detach() * mask_RT).sum(),
+        }

@@ -1,0 +1,159 @@
+"""Advantages: what each trajectory, or each token, earned beyond its baseline.
+
+B trajectories, T response positions. `group_B` is an integer tensor: equal value = same
+prompt; the values themselves do not matter. Sums run in float64 and come back in the
+dtype of the input: a group of equal rewards gives exactly 0 and the order of the members
+does not show. No gradients, no whitening unless the function says so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.masking import masked_whiten
+from mega_agentrl.algo.shapes import same_rows, same_shape
+
+
+def grpo(
+    reward_B: torch.Tensor,
+    group_B: torch.Tensor,
+    *,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """[B] (r - mean) / (std + eps) within the group (GRPO, arXiv 2402.03300).
+
+    The std is the unbiased one. A group of one keeps mean 0 and std 1. Without
+    `norm_by_std` the division is left out (Dr. GRPO, arXiv 2503.20783).
+    """
+    same_shape(reward_B=reward_B, group_B=group_B)
+    index_B, size_B = _groups(group_B)
+    reward64_B = reward_B.double()
+    single_B = size_B == 1
+    mean_B = torch.where(single_B, 0.0, _group_sum(reward64_B, index_B) / size_B)
+    centred_B = reward64_B - mean_B
+    if norm_by_std:
+        square_B = _group_sum(centred_B * centred_B, index_B) / (size_B - 1).clamp(min=1)
+        std_B = torch.where(single_B, 1.0, square_B.sqrt())
+        centred_B = centred_B / (std_B + eps)
+    return centred_B.to(reward_B.dtype)
+
+
+def rloo(reward_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """[B] reward minus the mean of the others in the group (arXiv 2402.14740).
+
+    A group of one has no others and keeps its reward.
+    """
+    same_shape(reward_B=reward_B, group_B=group_B)
+    index_B, size_B = _groups(group_B)
+    reward64_B = reward_B.double()
+    others_B = (_group_sum(reward64_B, index_B) - reward64_B) / (size_B - 1).clamp(min=1)
+    baseline_B = torch.where(size_B == 1, 0.0, others_B)
+    return (reward64_B - baseline_B).to(reward_B.dtype)
+
+
+def remax(reward_B: torch.Tensor, baseline_B: torch.Tensor) -> torch.Tensor:
+    """[B] reward minus that of the greedy answer to the same prompt (arXiv 2310.10505)."""
+    same_shape(reward_B=reward_B, baseline_B=baseline_B)
+    return reward_B - baseline_B
+
+
+def reinforce_plus_plus(
+    reward_BT: torch.Tensor, mask_BT: torch.Tensor, *, gamma: float = 1.0
+) -> torch.Tensor:
+    """[B, T] discounted return, whitened over the batch's unmasked tokens (arXiv 2501.03262).
+
+    Tool tokens are skipped: they neither discount nor stop the return, so what is earned
+    after a tool's answer reaches the tokens before it.
+    """
+    same_shape(reward_BT=reward_BT, mask_BT=mask_BT)
+    on_BT = mask_BT.bool()
+    reward64_BT = torch.where(on_BT, reward_BT, torch.zeros_like(reward_BT)).double()
+    running_B = reward64_BT.new_zeros(reward_BT.shape[0])
+    columns: list[torch.Tensor] = []
+    for reward_B, on_B in zip(reversed(reward64_BT.T), reversed(on_BT.T), strict=True):
+        running_B = torch.where(on_B, reward_B + gamma * running_B, running_B)
+        columns.append(running_B)
+    return_BT = _columns(columns, reward64_BT)
+    return masked_whiten(return_BT, on_BT).to(reward_BT.dtype)
+
+
+def reinforce_plus_plus_baseline(
+    reward_B: torch.Tensor, group_B: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """[B, T] reward minus the group's mean, whitened over the batch's unmasked tokens."""
+    centred_B = grpo(reward_B, group_B, norm_by_std=False)
+    return masked_whiten(broadcast(centred_B, mask_BT), mask_BT)
+
+
+def gae(
+    reward_BT: torch.Tensor,
+    value_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T] advantage and [B, T] return, 0 where masked (GAE, arXiv 1506.02438).
+
+    Tool tokens are no states: the token before a tool's answer has the first token after it
+    as its successor.
+    """
+    same_shape(reward_BT=reward_BT, value_BT=value_BT, mask_BT=mask_BT)
+    on_BT = mask_BT.bool()
+    zero_BT = torch.zeros_like(reward_BT)
+    reward64_BT = torch.where(on_BT, reward_BT, zero_BT).double()
+    value64_BT = torch.where(on_BT, value_BT, zero_BT).double()
+    running_B = reward64_BT.new_zeros(reward_BT.shape[0])
+    next_value_B = running_B
+    columns: list[torch.Tensor] = []
+    steps = zip(reversed(reward64_BT.T), reversed(value64_BT.T), reversed(on_BT.T), strict=True)
+    for reward_B, value_B, on_B in steps:
+        delta_B = reward_B + gamma * next_value_B - value_B
+        running_B = torch.where(on_B, delta_B + gamma * lam * running_B, running_B)
+        next_value_B = torch.where(on_B, value_B, next_value_B)
+        columns.append(torch.where(on_B, running_B, torch.zeros_like(running_B)))
+    advantage_BT = _columns(columns, reward64_BT)
+    return advantage_BT.to(reward_BT.dtype), (advantage_BT + value64_BT).to(reward_BT.dtype)
+
+
+def broadcast(advantage_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T] the trajectory's advantage on its unmasked tokens, 0 elsewhere."""
+    same_rows(advantage_B, mask_BT)
+    grid_BT = advantage_B.unsqueeze(1).expand(mask_BT.shape)
+    return torch.where(mask_BT.bool(), grid_BT, torch.zeros_like(grid_BT))
+
+
+def arpo_hard(
+    advantage_B: torch.Tensor, node_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """[B, T] mean advantage of the trajectories that hold the token (ARPO, arXiv 2507.19849).
+
+    node_BT: [B, T] integer id of the tree token; equal id = physically the same token, so
+    tokens that are equal by chance are not shared. Masked positions neither give nor get.
+    """
+    same_shape(node_BT=node_BT, mask_BT=mask_BT)
+    grid_BT = broadcast(advantage_B, mask_BT).double()
+    on_BT = mask_BT.bool()
+    index_N = torch.unique(node_BT[on_BT], return_inverse=True)[1]
+    advantage_N = grid_BT[on_BT]
+    holders_N = _group_sum(torch.ones_like(advantage_N), index_N)
+    mean_N = _group_sum(advantage_N, index_N) / holders_N
+    return torch.zeros_like(grid_BT).masked_scatter(on_BT, mean_N).to(advantage_B.dtype)
+
+
+def _groups(group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group index of each row from 0, and the size of its group."""
+    _, index_B, count_G = torch.unique(group_B, return_inverse=True, return_counts=True)
+    return index_B, count_G[index_B]
+
+
+def _group_sum(value_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+    """The sum over its group, for each row."""
+    total_B = torch.zeros_like(value_B).index_add(0, index_B, value_B)  # at most B groups
+    return total_B[index_B]
+
+
+def _columns(columns: list[torch.Tensor], like_BT: torch.Tensor) -> torch.Tensor:
+    """Columns collected from the last position to the first, as a grid."""
+    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like_BT)

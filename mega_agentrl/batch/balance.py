@@ -1,0 +1,55 @@
+"""Which row is trained on which data rank in which micro-batch.
+
+Rows are dealt to data ranks longest first, each to the rank with the fewest tokens so far;
+each rank's rows are then cut the same way into micro-batches within the token budget. All
+data ranks get the same number of micro-batches, because the pipeline schedule and the
+gradient all-reduce go in step. Pure and deterministic: ties go to the lowest index.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], *, num_data: int, budget_tokens: int
+) -> list[list[list[int]]]:
+    """Row indices by [data rank][micro-batch]; every row exactly once.
+
+    lengths: tokens of each row. budget_tokens: most tokens in one micro-batch.
+    With fewer rows than micro-batches some are empty: the rank then runs a forward pass
+    that adds nothing. Rows inside a micro-batch keep their order.
+    Raises `ValueError` for no rows, a row that alone exceeds the budget, or a bad count.
+    """
+    if num_data < 1 or not lengths:
+        raise ValueError(
+            f"plan_micro_batches: {len(lengths)} rows over {num_data} data ranks; expected at "
+            "least one of each; probable cause: every trajectory was filtered out"
+        )
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if lengths[longest] > budget_tokens:
+        raise ValueError(
+            f"optim.micro_batch_tokens={budget_tokens}: row {longest} alone has "
+            f"{lengths[longest]} tokens; expected a budget of at least the longest prompt "
+            "plus response"
+        )
+    ranks = _deal(range(len(lengths)), lengths, num_data)
+    totals = [sum(lengths[row] for row in rows) for rows in ranks]
+    num_micro = max(1, -(-max(totals) // budget_tokens))
+    while True:
+        cut = [_deal(rows, lengths, num_micro) for rows in ranks]
+        if all(sum(lengths[r] for r in micro) <= budget_tokens for rows in cut for micro in rows):
+            return cut
+        num_micro += 1
+
+
+def _deal(rows: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Rows into bins of about equal tokens: longest first, to the emptiest bin."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    load = [(0, 0, index) for index in range(num_bins)]
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        tokens, count, index = heapq.heappop(load)
+        bins[index].append(row)
+        heapq.heappush(load, (tokens + lengths[row], count + 1, index))
+    return [sorted(rows) for rows in bins]

@@ -1,0 +1,113 @@
+"""Rollout trees as one training batch: rows in tree order, right-padded to the longest.
+
+Every trajectory becomes a row, also a failed one, whose mask is all zero. `group_B` numbers
+the prompts from 0; a failed row gets a number of its own behind them, so that its missing
+reward stays out of its group's mean. `node_BT` numbers the tokens of all trees: a fork holds
+the ids of its parent's tokens up to `fork_len`, everything else is new; padding is -1.
+Cutting into micro-batches is `batch.balance`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from mega_agentrl.types.batch import TrainBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mega_agentrl.types.records import RolloutTree, Trajectory
+
+PAD_NODE = -1
+
+
+def pack(trees: Sequence[RolloutTree]) -> TrainBatch:
+    """The batch of all trajectories; raises `ValueError` when no token is left to train on."""
+    rows = [trajectory for tree in trees for trajectory in tree.trajectories]
+    width = max((len(row.token_ids) for row in rows), default=0)
+    kept_B = torch.tensor([not row.failed for row in rows], dtype=torch.bool)
+    mask_BT = _grid([row.loss_mask for row in rows], width, torch.bool, 0) & kept_B.unsqueeze(1)
+    if not bool(mask_BT.any()):
+        reasons = dict(Counter(row.stop_reason.value for row in rows))
+        raise ValueError(
+            f"trees: got {len(trees)} with {len(rows)} trajectories and no token to train on, "
+            f"expected at least one; they ended by {reasons}; if they were aborted or failed, "
+            "the logs of the engines and tools say why"
+        )
+    return TrainBatch(
+        prompt_ids=tuple(row.prompt.token_ids for row in rows),
+        response_BT=_grid([row.token_ids for row in rows], width, torch.int64, 0),
+        length_B=torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64),
+        mask_BT=mask_BT,
+        group_B=torch.tensor(_groups(trees), dtype=torch.int64),
+        reward_B=torch.tensor([_reward(row) for row in rows], dtype=torch.float32),
+        node_BT=_grid(_nodes(trees), width, torch.int64, PAD_NODE),
+        rollout_logp_BT=_grid([row.logps for row in rows], width, torch.float32, 0),
+        rollout_entropy_BT=_grid([row.entropies for row in rows], width, torch.float32, 0),
+        version_BT=_grid([row.versions for row in rows], width, torch.int64, 0),
+    )
+
+
+def _grid(
+    rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype, fill: int
+) -> torch.Tensor:
+    """Rows of unequal length as [B, T], padded on the right."""
+    grid_BT = torch.full((len(rows), width), fill, dtype=dtype)
+    for index, row in enumerate(rows):
+        grid_BT[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return grid_BT
+
+
+def _groups(trees: Sequence[RolloutTree]) -> list[int]:
+    """The number of its tree for each row; failed rows are numbered on from there."""
+    alone = count(len(trees))
+    return [
+        next(alone) if trajectory.failed else index
+        for index, tree in enumerate(trees)
+        for trajectory in tree.trajectories
+    ]
+
+
+def _nodes(trees: Sequence[RolloutTree]) -> list[list[int]]:
+    """Ids of the tree tokens of each row."""
+    fresh = count()
+    return [nodes for tree in trees for nodes in _tree_nodes(tree, fresh)]
+
+
+def _tree_nodes(tree: RolloutTree, fresh: Iterator[int]) -> Iterator[list[int]]:
+    known: dict[str, tuple[Trajectory, list[int]]] = {}
+    for trajectory in tree.trajectories:
+        nodes: list[int] = []
+        if trajectory.parent_id is not None:
+            if trajectory.parent_id not in known:
+                raise ValueError(
+                    f"trajectory {trajectory.trajectory_id}: got the parent "
+                    f"{trajectory.parent_id}, expected one that comes earlier in its tree"
+                )
+            parent, parent_nodes = known[trajectory.parent_id]
+            size = trajectory.fork_len
+            if parent.token_ids[:size] != trajectory.token_ids[:size]:
+                raise ValueError(
+                    f"trajectory {trajectory.trajectory_id}: its first {size} tokens differ "
+                    f"from those of {trajectory.parent_id}, expected the same (fork_len={size})"
+                )
+            nodes = parent_nodes[:size]
+        nodes += [next(fresh) for _ in range(len(trajectory.token_ids) - len(nodes))]
+        known[trajectory.trajectory_id] = (trajectory, nodes)
+        yield nodes
+
+
+def _reward(trajectory: Trajectory) -> float:
+    """Its reward; 0 for a failed one, which nothing reads."""
+    if trajectory.score is not None:
+        return trajectory.score.value
+    if trajectory.failed:
+        return 0.0
+    raise ValueError(
+        f"trajectory {trajectory.trajectory_id}: got no score, expected one; "
+        "was it collected without a rubric?"
+    )

@@ -1,0 +1,193 @@
+"""Conditions across sections of a configuration, checked before anything starts.
+
+Reads only file names and the model's `config.json`: no torch, no tokenizer, no data, so it
+answers in milliseconds on a login node. Ranges of single sections are in the schema; what the
+data files hold is checked by `data/`, free space and cluster health by the preflight.
+Every error is a `ValueError` with the key, what was got, what was expected, a probable cause.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.config.choices import Branching
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def check(config: TrainConfig, *, num_slots: int | None = None) -> None:
+    """Raise `ValueError` for the first condition that `config` breaks.
+
+    num_slots: how many ranks the cluster has room for (GPUs, or processes on a CPU machine);
+    None leaves that to the start of the cluster.
+    """
+    _check_files(config)
+    model = read_model_config(Path(config.model.path))
+    _check_cuts(config, model)
+    _check_lengths(config, model)
+    _check_groups(config)
+    _check_machine(config, num_slots)
+
+
+def num_ranks(config: TrainConfig) -> int:
+    """Processes that hold a piece of the model: policy ranks and engine workers."""
+    policy = config.parallel.tensor * config.parallel.pipeline * config.parallel.data
+    return policy + config.cluster.num_engines * config.engine.tensor
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a supported Hugging Face checkpoint folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model.path={str(folder)!r}: there is no config.json in it; expected a local "
+            "Hugging Face checkpoint folder; probable cause: it has not been downloaded or made "
+            "yet (`make smoke` makes runs/toolqa/model), or the run was started elsewhere"
+        )
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"model.path={str(folder)!r}: config.json is no JSON ({error}); expected the file "
+            "that transformers writes; probable cause: an interrupted copy"
+        ) from error
+    got = model.get("architectures") if isinstance(model, dict) else None
+    if not isinstance(got, list) or not set(got) & set(SUPPORTED_ARCHITECTURES):
+        raise ValueError(
+            f"model.path={str(folder)!r}: architectures={got}; expected one of "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}; probable cause: another model family"
+        )
+    return dict(model)
+
+
+def _check_files(config: TrainConfig) -> None:
+    needed = {"data.train": config.data.train, "data.validation": config.data.validation}
+    if config.sft.max_steps:
+        needed |= {"sft.data": config.sft.data, "sft.dev": config.sft.dev}
+    if config.tool.search.corpus:
+        needed["tool.search.corpus"] = config.tool.search.corpus
+    for key, value in needed.items():
+        if not value:
+            raise ValueError(f"{key} is empty: expected a file; probable cause: it was never set")
+        if not Path(value).is_file():
+            raise ValueError(
+                f"{key}={value!r}: there is no such file; expected one below "
+                f"{Path.cwd()} or an absolute path; probable cause: it has not been made yet "
+                "(`make smoke` makes those under runs/toolqa), or the run was started elsewhere"
+            )
+    if Path(config.run_dir).exists() and not Path(config.run_dir).is_dir():
+        raise ValueError(
+            f"run_dir={config.run_dir!r}: it is a file; expected a folder, new or old; probable "
+            "cause: a mistyped path"
+        )
+
+
+def _check_cuts(config: TrainConfig, model: dict[str, Any]) -> None:
+    heads = _number(config, model, "num_attention_heads")
+    kv_heads = _number(config, model, "num_key_value_heads")
+    layers = _number(config, model, "num_hidden_layers")
+    feed_forward = _number(config, model, "intermediate_size")
+    tensor, pipeline, engine = config.parallel.tensor, config.parallel.pipeline, config.engine
+    _check_division("parallel.tensor", tensor, "attention heads", heads)
+    _check_division("parallel.tensor", tensor, "key/value heads", kv_heads)
+    _check_division("parallel.tensor", tensor, "feed-forward channels", feed_forward)
+    _check_division("parallel.pipeline", pipeline, "layers", layers)
+    _check_division("engine.tensor", engine.tensor, "attention heads", heads)
+    _check_division("engine.tensor", engine.tensor, "feed-forward channels", feed_forward)
+    if kv_heads % engine.tensor and engine.tensor % kv_heads:
+        raise ValueError(
+            f"engine.tensor={engine.tensor}: the model's {kv_heads} key/value heads are neither a "
+            "multiple nor a divisor of it; expected a size that divides them or that they divide; "
+            "probable cause: a size chosen for another model"
+        )
+
+
+def _check_division(key: str, size: int, what: str, total: int) -> None:
+    if total % size:
+        fits = [n for n in range(1, total + 1) if total % n == 0]
+        shown = ", ".join(map(str, fits[:12]))
+        raise ValueError(
+            f"{key}={size}: the model has {total} {what}, which it does not divide; expected a "
+            f"divisor ({shown}); probable cause: a size chosen for another model"
+        )
+
+
+def _number(config: TrainConfig, model: dict[str, Any], name: str) -> int:
+    value = model.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"model.path={config.model.path!r}: config.json has {name}={value}; expected a "
+            "positive number; probable cause: an incomplete config.json"
+        )
+    return value
+
+
+def _check_lengths(config: TrainConfig, model: dict[str, Any]) -> None:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    limit = config.engine.max_model_len
+    if prompt + response > limit:
+        raise ValueError(
+            f"engine.max_model_len={limit}: expected at least {prompt + response} = "
+            f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}; probable "
+            "cause: one of the three was raised alone"
+        )
+    positions = _number(config, model, "max_position_embeddings")
+    if limit > positions:
+        raise ValueError(
+            f"engine.max_model_len={limit}: expected at most {positions}, the model's "
+            "max_position_embeddings; probable cause: a length chosen for another model"
+        )
+
+
+def _check_groups(config: TrainConfig) -> None:
+    size = config.rollout.num_trajectories
+    roots = config.rollout.branch.initial_rollouts
+    branches = config.rollout.branching is not Branching.none
+    if branches and roots is not None and not 1 <= roots <= size:
+        raise ValueError(
+            f"rollout.branch.initial_rollouts={roots}: expected 1 to "
+            f"rollout.num_trajectories={size}; probable cause: one of them was changed alone"
+        )
+    if config.total_steps and size < 2:
+        raise ValueError(
+            f"rollout.num_trajectories={size}: expected at least 2; probable cause: "
+            f"algo.advantage={config.algo.advantage} compares the trajectories "
+            "of one prompt and learns nothing from one"
+        )
+    rows, parts = config.data.prompts_per_step * size, config.optim.num_minibatches
+    if rows % parts:
+        raise ValueError(
+            f"optim.num_minibatches={parts}: expected a divisor of {rows} = "
+            f"data.prompts_per_step={config.data.prompts_per_step} * "
+            f"rollout.num_trajectories={size}; probable cause: one of the three was changed alone"
+        )
+    if rows // parts < config.parallel.data:
+        raise ValueError(
+            f"parallel.data={config.parallel.data}: expected at most {rows // parts}, the "
+            "trajectories of one optimizer step; probable cause: too many data-parallel ranks "
+            "for data.prompts_per_step * rollout.num_trajectories / optim.num_minibatches"
+        )
+
+
+def _check_machine(config: TrainConfig, num_slots: int | None) -> None:
+    if num_slots is not None and num_ranks(config) > num_slots:
+        shape = config.parallel
+        raise ValueError(
+            f"parallel.tensor={shape.tensor} * parallel.pipeline={shape.pipeline} * "
+            f"parallel.data={shape.data} + cluster.num_engines={config.cluster.num_engines} * "
+            f"engine.tensor={config.engine.tensor} = {num_ranks(config)} ranks: expected at most "
+            f"{num_slots}, the room in the cluster; probable cause: a configuration for a larger "
+            "cluster, or nodes that have not joined"
+        )
+    if shutil.which("bwrap") is None:
+        raise ValueError(
+            "tool.python: the program bwrap is not on PATH; expected bubblewrap, which isolates "
+            "the Python tool; probable cause: it is not installed (Debian, Ubuntu: "
+            "`apt-get install bubblewrap`, or `make env`)"
+        )

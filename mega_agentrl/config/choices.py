@@ -1,0 +1,52 @@
+"""The named choices of the configuration; every name equals its value, as Hydra needs it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Branching(StrEnum):
+    """Rule that decides where a trajectory forks."""
+
+    none = "none"
+    after_result = "after_result"
+
+
+class Advantage(StrEnum):
+    """Estimator of the advantage."""
+
+    grpo = "grpo"
+    rloo = "rloo"
+    arpo_hard = "arpo_hard"
+
+
+class Aggregation(StrEnum):
+    """How per-token losses become one number."""
+
+    token_mean = "token_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_mean = "seq_mean_token_mean"
+    seq_sum_norm = "seq_sum_norm"
+
+
+class KlKind(StrEnum):
+    """Estimator of the KL divergence from the reference policy."""
+
+    k1 = "k1"
+    abs = "abs"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class RewardRule(StrEnum):
+    """Which text the ARPO reward reads: all of it, or only what the model wrote."""
+
+    released = "released"
+    strict = "strict"
+
+
+class Overlong(StrEnum):
+    """What happens to a prompt longer than `data.max_prompt_tokens`."""
+
+    error = "error"
+    drop = "drop"

@@ -1,0 +1,176 @@
+"""The names a user may write: schema keys, config groups and their options.
+
+Checks command-line overrides and yaml files before Hydra composes them, so that a misspelt
+name fails with the nearest known one instead of advice to append it. Types and ranges of the
+values are not looked at here: Hydra and the schema do that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+
+from mega_agentrl.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from hydra.core.override_parser.types import Override
+
+_HYDRA = "hydra"
+_GLOBAL_PACKAGE = "# @package _global_"
+
+
+def known_keys(schema: type = TrainConfig) -> dict[str, Any]:
+    """Type of every leaf by its dotted key, in the order of the schema."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind) and isinstance(kind, type):
+            found |= {f"{name}.{key}": leaf for key, leaf in known_keys(kind).items()}
+        else:
+            found[name] = kind
+    return found
+
+
+def known_sections(schema: type = TrainConfig) -> set[str]:
+    """Dotted keys that hold other keys: `rollout`, `rollout.branch`, ..."""
+    parents: set[str] = set()
+    for key in known_keys(schema):
+        parts = key.split(".")[:-1]
+        parents |= {".".join(parts[: end + 1]) for end in range(len(parts))}
+    return parents
+
+
+def known_groups(config_dir: Path) -> dict[str, list[str]]:
+    """Option names by config group; a group is a folder below `config_dir`, `a/b` nested."""
+    groups: dict[str, list[str]] = {}
+    for path in sorted(config_dir.rglob("*.yaml")):
+        group = path.parent.relative_to(config_dir).as_posix()
+        if group != ".":
+            groups.setdefault(group, []).append(path.stem)
+    return groups
+
+
+def nearest(name: str, names: Iterable[str] | None = None) -> str:
+    """The name most like `name`; of all schema keys and sections where `names` is None.
+
+    A known last part beats likeness of the whole: `optm.clip_low` is nearest to `algo.clip_low`.
+    """
+    pool = sorted(names if names is not None else {*known_keys(), *known_sections()})
+    close = get_close_matches(name, _same_leaf(name, pool) or pool, n=1, cutoff=0.0)
+    return close[0] if close else ""
+
+
+def _same_leaf(name: str, names: Iterable[str]) -> list[str]:
+    leaf = name.rsplit(".", maxsplit=1)[-1]
+    return [known for known in names if known.rsplit(".", maxsplit=1)[-1] == leaf]
+
+
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    """`'a.b'`, or all of `'a.b' or 'c.b'` where only the section is in doubt."""
+    pool = sorted(names)
+    return " or ".join(map(repr, _same_leaf(name, pool) or [nearest(name, pool)]))
+
+
+def read_command_line(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Overrides and extra configuration folders (`--config-dir`) among Hydra's arguments.
+
+    arguments: `sys.argv[1:]`. Ends the process with Hydra's usage text for an unknown flag.
+    """
+    parsed = get_args_parser().parse_args(list(arguments))
+    return list(parsed.overrides), [Path(parsed.config_dir)] if parsed.config_dir else []
+
+
+def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
+    """Raise `ValueError` for the first Hydra override that names nothing known.
+
+    overrides: `a.b=c`, `+a=c`, `++a=c`, `~a`, `group=option`, `group@package=option`. Keys
+    of Hydra's own (`hydra.*`, `hydra/*`) are left to Hydra. config_dirs: folders with groups.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ValueError(
+            f"override {error.override!r}: expected key=value, group=option or ~key; probable "
+            "cause: a value with spaces, commas or brackets that the shell or Hydra splits "
+            "(quote it: 'key=\"a, b\"')"
+        ) from error
+    groups: dict[str, list[str]] = {}
+    for folder in config_dirs:
+        for group, options in known_groups(folder).items():
+            groups[group] = sorted({*groups.get(group, []), *options})
+    for override in parsed:
+        _check_override(override, groups)
+
+
+def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None:
+    key, shown = str(override.key_or_group), f"override {override.input_line!r}"
+    if key.split(".")[0].split("/")[0] == _HYDRA:
+        return
+    keys, sections = known_keys(), known_sections()
+    value = override.value()
+    if key in groups and not isinstance(value, dict):
+        _check_options(override, key, groups[key])
+    elif key in sections and isinstance(value, dict):
+        for name in _nested_keys(value, key):
+            if name not in keys and name not in sections:
+                raise ValueError(
+                    f"{shown}: unknown key {name!r}; nearest known is {_suggestion(name, keys)}"
+                )
+    elif key in sections and not override.is_delete():
+        inside = ", ".join(name for name in keys if name.startswith(f"{key}."))
+        raise ValueError(f"{shown}: {key} is a section; set one of its keys: {inside}")
+    elif key not in keys and key not in sections:
+        near = _suggestion(key, {*keys, *groups, *sections})
+        raise ValueError(f"{shown}: unknown key {key!r}; nearest known is {near}")
+
+
+def _check_options(override: Override, group: str, known: Sequence[str]) -> None:
+    for option in _options(override):
+        if option not in known:
+            raise ValueError(
+                f"override {override.input_line!r}: {option!r} is no option of group {group}; "
+                f"nearest is {nearest(option, known)!r}, known are {', '.join(known)}"
+            )
+
+
+def _options(override: Override) -> Iterator[str]:
+    """Names of the options a group override chooses; several in a sweep, none in `~group`."""
+    value = override.value()
+    if override.is_sweep_override():
+        yield from (str(item) for item in getattr(value, "list", None) or [])
+    elif isinstance(value, list):
+        yield from (str(item) for item in value)
+    elif value is not None:
+        yield str(value)
+
+
+def check_files(config_dir: Path) -> None:
+    """Raise `ValueError` for the first yaml file that sets a key the schema lacks."""
+    known = {*known_keys(), *known_sections()}
+    for path in sorted(config_dir.rglob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        group = path.parent.relative_to(config_dir).as_posix()
+        package = "" if group == "." or _GLOBAL_PACKAGE in text else group.replace("/", ".")
+        for key in _nested_keys(yaml.safe_load(text) or {}, package):
+            if key not in known and key.split(".")[0] not in ("defaults", _HYDRA):
+                raise ValueError(
+                    f"{path}: unknown key {key!r}; nearest known is {_suggestion(key, known)}"
+                )
+
+
+def _nested_keys(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        if name == "defaults":
+            continue
+        key = f"{prefix}.{name}" if prefix else str(name)
+        yield key
+        if isinstance(value, dict) and key.split(".")[0] != _HYDRA:
+            yield from _nested_keys(value, key)

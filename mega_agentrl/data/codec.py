@@ -1,0 +1,116 @@
+"""Text to token ids and back over a Hugging Face tokenizer folder.
+
+Prompts go through the chat template once; after that a context only ever grows by pieces
+that are encoded by themselves (tool answers, later user turns), and what the policy sampled
+is never tokenized again. Special tokens that occur in encoded text are read as plain text,
+so a tool's answer cannot end a turn. Sampled text keeps tags such as `<think>` on decoding
+as long as the tokenizer does not declare them special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from mega_agentrl.types.records import Message
+
+_BASE_CHAT: tuple[Message, ...] = (
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "y"},
+)
+
+
+class HFCodec:
+    """`ports.TextCodec` plus the chat template of a tokenizer folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder)
+        if not (path / "tokenizer_config.json").is_file():
+            raise ValueError(
+                f"model.path={path}: no tokenizer_config.json there, expected a Hugging Face "
+                "checkpoint folder with its tokenizer; was it made or copied completely?"
+            )
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
+                "an assistant turn; set eos_token in tokenizer_config.json"
+            )
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends an assistant turn."""
+        return int(self._tokenizer.eos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of exactly this text; special tokens in it are read as plain text.
+
+        Half a surrogate pair, which a tool may print but no tokenizer takes, becomes `?`.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out, spaces are kept as they are."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Ids of the conversation followed by the generation prompt; `tools` are rendered."""
+        return self._encode_template(self._render(messages, tools, generate=True))
+
+    def apply_next_turn(self, messages: Sequence[Message]) -> list[int]:
+        """Ids between an assistant turn's eos and the next assistant turn.
+
+        The difference of two renderings over a fixed base conversation, so that templates
+        which rewrite earlier turns leave what was sampled alone.
+        """
+        before = self._render(_BASE_CHAT, None, generate=False)
+        after = self._render((*_BASE_CHAT, *messages), None, generate=True)
+        eos = str(self._tokenizer.eos_token)
+        if eos not in before or not after.startswith(before):
+            raise ValueError(
+                "chat template: cannot append a turn, expected the rendering of a conversation "
+                f"to be a prefix of the longer one and its assistant turn to end in {eos!r}; "
+                "this template rewrites earlier turns"
+            )
+        tail = before[before.rindex(eos) + len(eos) :]
+        return self._encode_template(tail + after[len(before) :])
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        generate: bool,
+    ) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                "chat template: the tokenizer has none, expected chat_template.jinja or "
+                "chat_template in tokenizer_config.json; base models come without one"
+            )
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            add_generation_prompt=generate,
+            tokenize=False,
+        )
+        return str(text)
+
+    def _encode_template(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))

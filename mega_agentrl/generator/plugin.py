@@ -1,0 +1,53 @@
+"""What vLLM loads from us in each of its processes (entry point `vllm.general_plugins`).
+
+Registers the weight-transfer engine, and ties the process to the one that hosts the engine:
+vLLM's engine core does not notice that its host was killed and would stay for ever, holding
+memory or a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+
+from mega_agentrl.generator.environment import HOST_PID_VARIABLE
+
+TRANSFER_BACKEND = "mega_reshard"
+
+
+def register() -> None:
+    """Entry point; safe to call more than once per process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(
+        TRANSFER_BACKEND, "mega_agentrl.generator.transfer", "ReshardTransferEngine"
+    )
+    host_pid = os.environ.get(HOST_PID_VARIABLE)
+    if host_pid is not None and int(host_pid) != os.getpid():
+        end_with_process(int(host_pid))
+
+
+def end_with_process(pid: int) -> None:
+    """Kill this process as soon as process `pid` is gone.
+
+    A thread waits on a descriptor of that process: no polling, and unlike a parent-death signal
+    it does not depend on which thread of the parent started us.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+
+    def wait() -> None:
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-host", daemon=True).start()

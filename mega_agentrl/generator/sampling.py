@@ -1,0 +1,119 @@
+"""Between the project's requests and vLLM's sampling parameters and results.
+
+Stop strings: one that is a single token of the vocabulary is stopped at by its id inside the
+engine, which costs nothing; any other one makes vLLM decode every token of the request to text
+in the hosting process. Both stay in the output. A single token's string is thus only noticed
+when written as that token, not when the policy spells it out of smaller ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from mega_agentrl.generator.entropy_tap import EXTRA_ARG
+from mega_agentrl.types.records import Finish, GenerateRequest, Generation
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+    from mega_agentrl.generator.worker_extension import PlainRecord
+
+
+@dataclass(slots=True)
+class StopTable:
+    """Token id of every stop string that is one token; None for the others."""
+
+    tokenizer: Any
+    _ids: dict[str, int | None] = field(default_factory=dict)
+
+    def token_id(self, stop: str) -> int | None:
+        """Id of `stop` where it is exactly one token."""
+        if stop not in self._ids:
+            ids = self.tokenizer.encode(stop, add_special_tokens=False)
+            self._ids[stop] = ids[0] if len(ids) == 1 else None
+        return self._ids[stop]
+
+    def split(self, stops: tuple[str, ...]) -> tuple[dict[int, str], list[str]]:
+        """(strings that are one token, by id; all others)."""
+        by_id = {self.token_id(stop): stop for stop in stops}
+        rest = [stop for stop in stops if self.token_id(stop) is None]
+        return {key: stop for key, stop in by_id.items() if key is not None}, rest
+
+
+def check_request(request: GenerateRequest, max_model_len: int) -> None:
+    """Raise `ValueError` for what vLLM would reject less readably or not at all."""
+    num_prompt = len(request.token_ids)
+    if not 1 <= num_prompt < max_model_len:
+        raise ValueError(
+            f"request {request.request_id}: prompt of {num_prompt} tokens, expected 1 to "
+            f"{max_model_len - 1}; engine.max_model_len is {max_model_len}"
+        )
+    if request.max_tokens < 1:
+        raise ValueError(
+            f"request {request.request_id}: max_tokens={request.max_tokens}, expected at least 1"
+        )
+
+
+def sampling_params(
+    request: GenerateRequest, key: str, stop_ids: dict[int, str], stop_strings: list[str]
+) -> SamplingParams:
+    """vLLM's parameters. key: name of the request at the entropy tap."""
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        stop=stop_strings or None,
+        stop_token_ids=list(stop_ids) or None,
+        include_stop_str_in_output=True,
+        detokenize=bool(stop_strings),
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={EXTRA_ARG: key},
+        skip_clone=True,
+    )
+
+
+def to_generation(
+    request: GenerateRequest,
+    output: CompletionOutput,
+    record: PlainRecord,
+    stop_ids: dict[int, str],
+    version: int,
+) -> Generation:
+    """Join vLLM's output with the tap's measurements; steps past the end are cut off."""
+    num_tokens = len(output.token_ids)
+    entropies, shifts, argmax_ids = (tuple(column[:num_tokens]) for column in record)
+    raw_logps = output.logprobs.logprobs if output.logprobs is not None else []
+    inverse = 1.0 / request.temperature if request.temperature > 0 else 1.0
+    finish, stop_string = _finish(output, stop_ids)
+    return Generation(
+        request_id=request.request_id,
+        token_ids=tuple(output.token_ids),
+        logps=tuple(
+            min(0.0, raw * inverse + shift) for raw, shift in zip(raw_logps, shifts, strict=False)
+        ),
+        entropies=entropies,
+        argmax_ids=argmax_ids,
+        finish=finish,
+        stop_string=stop_string,
+        version=version,
+    )
+
+
+def _finish(output: CompletionOutput, stop_ids: dict[int, str]) -> tuple[Finish, str | None]:
+    if output.finish_reason == "length":
+        return Finish.length, None
+    if output.finish_reason == "stop":
+        if isinstance(output.stop_reason, str):
+            return Finish.stop, output.stop_reason
+        if output.stop_reason in stop_ids:
+            return Finish.stop, stop_ids[output.stop_reason]
+        return Finish.eos, None  # the model's own end, or another id of its generation config
+    return Finish.aborted, None

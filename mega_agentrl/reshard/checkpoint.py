@@ -1,0 +1,192 @@
+"""Hugging Face checkpoint folders: read by slices, write file by file.
+
+Reading: a rank opens the safetensors files (one, or several with an index) and reads only the
+rectangles its layout names. Writing: which tensor goes into which file is decided by a pure
+plan that every rank computes alike; the folder is built under a temporary name and renamed
+when it is whole. Moving shards between ranks is the actor's business.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from mega_agentrl.reshard.names import LM_HEAD
+
+if TYPE_CHECKING:
+    import torch
+
+    from mega_agentrl.reshard.layout import ShardLayout
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def tensor_files(folder: str | Path) -> dict[str, Path]:
+    """File of each tensor in a checkpoint folder.
+
+    Raises `ValueError` where there are no safetensors, or the index names a missing file.
+    """
+    folder = Path(folder)
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: folder / file for name, file in weight_map.items()}
+        missing = sorted({file.name for file in files.values() if not file.is_file()})
+        if missing:
+            raise ValueError(
+                f"model.path={folder}: {INDEX_NAME} names files that are not there: {missing}; "
+                "probable cause: an unfinished download or copy"
+            )
+        return files
+    if not single.is_file():
+        raise ValueError(
+            f"model.path={folder}: expected {SINGLE_NAME} or {INDEX_NAME}; found neither; "
+            "probable cause: a checkpoint in another format"
+        )
+    with safe_open(single, framework="pt") as file:
+        return {name: single for name in file.keys()}
+
+
+def read_shards(
+    folder: str | Path,
+    layout: Iterable[ShardLayout],
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, torch.Tensor],
+) -> None:
+    """Fill a rank's parameters from a checkpoint; padding becomes 0.
+
+    hf_shapes: what the mapping expects. parameters: by Megatron name, written in place.
+    Raises `ValueError` listing tensors that the mapping does not know or the folder lacks,
+    or naming one of another shape.
+    """
+    files = tensor_files(folder)
+    _check_names(folder, files, hf_shapes)
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for shard in layout:
+            target = parameters[shard.name].detach()
+            target.zero_()
+            for block in shard.blocks:
+                path = files[block.hf_name]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                view = opened[path].get_slice(block.hf_name)
+                got, expected = tuple(view.get_shape()), hf_shapes[block.hf_name]
+                if got != expected:
+                    raise ValueError(
+                        f"{path}: {block.hf_name} has shape {got}, expected {expected} from "
+                        "config.json; probable cause: config and weights of different models"
+                    )
+                target[block.local_rect.slices].copy_(view[block.hf_rect.slices])
+
+
+def _check_names(
+    folder: str | Path, files: Mapping[str, Path], hf_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    # A tied model's checkpoint may still hold a copy of the embedding as its output layer.
+    unknown = sorted(set(files) - set(hf_shapes) - {LM_HEAD})
+    missing = sorted(set(hf_shapes) - set(files))
+    if unknown or missing:
+        raise ValueError(
+            f"model.path={folder}: tensors without a place {unknown or 'none'}; tensors that are "
+            f"missing {missing or 'none'}; probable cause: weights of another architecture"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """One weight file: its name, the stage that writes it and its tensors in order."""
+
+    name: str
+    stage: int
+    tensors: tuple[str, ...]
+
+
+def plan_files(
+    stages: Sequence[Sequence[str]],
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    element_bytes: int,
+    max_file_bytes: int,
+) -> list[FilePlan]:
+    """Files of an export. stages: tensor names each pipeline stage writes, in order.
+
+    A file holds tensors of one stage, at most max_file_bytes unless it is a single tensor.
+    """
+    parts: list[tuple[int, list[str]]] = []
+    for stage, names in enumerate(stages):
+        size = 0
+        for position, name in enumerate(names):
+            num_bytes = prod(hf_shapes[name]) * element_bytes
+            if position == 0 or size + num_bytes > max_file_bytes:
+                parts.append((stage, []))
+                size = 0
+            parts[-1][1].append(name)
+            size += num_bytes
+    if len(parts) == 1:
+        return [FilePlan(name=SINGLE_NAME, stage=parts[0][0], tensors=tuple(parts[0][1]))]
+    return [
+        FilePlan(
+            name=f"model-{number:05d}-of-{len(parts):05d}.safetensors",
+            stage=stage,
+            tensors=tuple(names),
+        )
+        for number, (stage, names) in enumerate(parts, start=1)
+    ]
+
+
+def begin_export(target: Path, source: Path) -> None:
+    """Make the temporary folder with everything of the source folder but its weights.
+
+    Raises `ValueError` where the target exists and is not a checkpoint: it would be replaced.
+    """
+    if target.exists() and not (target / "config.json").is_file():
+        raise ValueError(
+            f"export to {target}: expected a free name or an old checkpoint to replace; got "
+            "something else that exists"
+        )
+    building = building_folder(target)
+    if building.exists():
+        shutil.rmtree(building)
+    building.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(file, building / file.name)
+
+
+def finish_export(
+    target: Path,
+    plan: Sequence[FilePlan],
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    element_bytes: int,
+) -> None:
+    """Write the index where there are several files, then give the folder its name."""
+    building = building_folder(target)
+    if len(plan) > 1:
+        names = [name for file in plan for name in file.tensors]
+        total = sum(prod(hf_shapes[name]) for name in names) * element_bytes
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file.name for file in plan for name in file.tensors},
+        }
+        text = json.dumps(index, indent=2)
+        (building / INDEX_NAME).write_text(text, encoding="utf-8")
+    if target.exists():
+        shutil.rmtree(target)
+    building.rename(target)
+
+
+def building_folder(target: Path) -> Path:
+    """Where an export grows until it is whole."""
+    return target.with_name(f"{target.name}.partial")

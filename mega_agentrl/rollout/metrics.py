@@ -1,0 +1,107 @@
+"""Numbers about finished rollout trees, named ``rollout/what``.
+
+Means over trajectories leave out the failed ones, whose share is a number of its own. A
+shared prefix counts for every trajectory that holds it, except in the entropies, which count
+each sampled token once. Entropies are in nats, lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from mega_agentrl.types.records import Author, StopReason, ToolStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mega_agentrl.types.records import RolloutTree, ToolOutcome, Trajectory
+
+ENTROPY_WINDOW_TOKENS = 20
+
+
+def rollout_metrics(
+    trees: Sequence[RolloutTree], *, window: int = ENTROPY_WINDOW_TOKENS
+) -> dict[str, float]:
+    """All metrics of a batch of trees.
+
+    window: tokens at the start of a turn over which `entropy_root` (first turns) and
+    `entropy_after_tool` (turns behind a tool's answer) are read.
+    """
+    everyone = [trajectory for tree in trees for trajectory in tree.trajectories]
+    kept = [trajectory for trajectory in everyone if not trajectory.failed]
+    scores = [trajectory.score for trajectory in kept if trajectory.score is not None]
+    values = {
+        "reward_mean": _mean(score.value for score in scores),
+        "success": _mean(float(score.correct) for score in scores),
+        "response_tokens": _mean(len(trajectory.token_ids) for trajectory in kept),
+        "sampled_tokens": _mean(sum(trajectory.loss_mask) for trajectory in kept),
+        "turns": _mean(_num_said(trajectory) for trajectory in kept),
+        "failed": _mean(float(trajectory.failed) for trajectory in everyone),
+        "num_trajectories": float(len(everyone)),
+        "forks": _mean(float(tree.num_forks) for tree in trees),
+        "top_ups": _mean(float(tree.num_top_ups) for tree in trees),
+        **_stop_shares(everyone),
+        **_tool_use(kept),
+        **_entropies(everyone, window),
+    }
+    return {f"rollout/{name}": value for name, value in values.items()}
+
+
+def _stop_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    count = Counter(trajectory.stop_reason for trajectory in trajectories)
+    return {
+        f"stop/{reason.value}": count[reason] / max(1, len(trajectories)) for reason in StopReason
+    }
+
+
+def _tool_use(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    outcomes = [outcome for trajectory in trajectories for outcome in _outcomes(trajectory)]
+    count = Counter(outcome.tool for outcome in outcomes)
+    return {
+        "tool_use": _mean(float(trajectory.num_calls > 0) for trajectory in trajectories),
+        "calls_mean": _mean(trajectory.num_calls for trajectory in trajectories),
+        **{
+            f"calls/{tool}": number / max(1, len(trajectories))
+            for tool, number in sorted(count.items())
+        },
+        "calls_ok": _mean(float(outcome.status is ToolStatus.ok) for outcome in outcomes),
+        "call_latency_s": _mean(outcome.latency_s for outcome in outcomes),
+    }
+
+
+def _entropies(trajectories: Sequence[Trajectory], window: int) -> dict[str, float]:
+    sampled: list[float] = []
+    root: list[float] = []
+    after_tool: list[float] = []
+    for trajectory in trajectories:
+        own = slice(trajectory.fork_len, None)
+        marks = zip(trajectory.entropies[own], trajectory.loss_mask[own], strict=True)
+        sampled += [entropy for entropy, mask in marks if mask]
+        turns = [turn for turn in trajectory.turns if turn.start >= trajectory.fork_len]
+        if turns and turns[0].start == 0:
+            root += trajectory.entropies[: min(turns[0].stop, window)]
+        for before, turn in pairwise(trajectory.turns):
+            is_own = turn.start >= trajectory.fork_len
+            if is_own and before.author is Author.tool and turn.author is Author.assistant:
+                after_tool += trajectory.entropies[turn.start : min(turn.stop, turn.start + window)]
+    return {
+        "entropy": _mean(sampled),
+        "entropy_root": _mean(root),
+        "entropy_after_tool": _mean(after_tool),
+    }
+
+
+def _outcomes(trajectory: Trajectory) -> list[ToolOutcome]:
+    return [turn.outcome for turn in trajectory.turns if turn.outcome is not None]
+
+
+def _num_said(trajectory: Trajectory) -> int:
+    return sum(turn.author is Author.assistant for turn in trajectory.turns)
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Mean, 0 of nothing."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0

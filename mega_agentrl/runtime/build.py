@@ -1,0 +1,102 @@
+"""Builds the parts of a run from its configuration, and ends them all.
+
+Order: everything that can be wrong in the input is read first (data, tokenizer, corpus,
+sandbox), then Ray starts, then policy and engines start side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from mega_agentrl.config.choices import Overlong
+from mega_agentrl.data.codec import HFCodec
+from mega_agentrl.data.dataset import load_prompts
+from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
+from mega_agentrl.reward.rubric import ArpoRubric
+from mega_agentrl.runtime.bridge import WeightBridge
+from mega_agentrl.runtime.cluster import connect
+from mega_agentrl.runtime.generator_group import GeneratorGroup
+from mega_agentrl.runtime.policy_group import PolicyGroup
+from mega_agentrl.tool.kit import build_toolkit
+from mega_agentrl.types.parts import Parts
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.records import Prompt
+
+
+@contextmanager
+def build(config: TrainConfig) -> Iterator[Parts]:
+    """All parts, ready; every process is ended on the way out, whatever happened.
+
+    Raises `ValueError` for bad input before Ray or an engine starts.
+    """
+    run_dir = Path(config.run_dir)
+    codec = HFCodec(config.model.path)
+    prompts = _prompts(config, "data.train", config.data.train, codec)
+    validation = _prompts(config, "data.validation", config.data.validation, codec)
+    dev: tuple[Prompt, ...] = ()
+    demonstrations = None
+    if config.sft.max_steps:
+        dev = _prompts(config, "sft.dev", config.sft.dev, codec)
+        loaded = load_demonstrations(config.sft.data, codec, max_tokens=config.engine.max_model_len)
+        demonstrations = DemonstrationSampler(loaded, config.seed).next
+    tools = build_toolkit(config.tool)
+    with ExitStack() as stack:
+        # One loop for the whole run, in the thread whose end ends the sandboxes.
+        runner = stack.enter_context(asyncio.Runner())
+        stack.callback(tools.close_now)
+        runner.run(tools.start())
+        policy, generator = _start_groups(config, stack, run_dir / "logs")
+        yield Parts(
+            run_dir=run_dir,
+            policy=policy,
+            generator=generator,
+            tools=tools,
+            codec=codec,
+            rubric=ArpoRubric(config.reward),
+            prompts=PromptSampler(prompts, config.seed),
+            validation=validation,
+            dev=dev,
+            demonstrations=demonstrations,
+            wait=runner.run,
+        )
+
+
+def _start_groups(
+    config: TrainConfig, stack: ExitStack, log_folder: Path
+) -> tuple[PolicyGroup, GeneratorGroup]:
+    on_gpu = connect(config)
+    stack.callback(ray.shutdown)
+    generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(generator.close)
+    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(policy.close)
+    starting = generator.begin_start()
+    policy.start()
+    generator.finish_start(starting)
+    bridge = WeightBridge(policy, generator, config, dtype="bfloat16" if on_gpu else "float32")
+    bridge.connect()
+    policy.attach(bridge)
+    return policy, generator
+
+
+def _prompts(config: TrainConfig, key: str, path: str, codec: HFCodec) -> tuple[Prompt, ...]:
+    loaded = load_prompts(
+        path,
+        codec,
+        key=key,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong=config.data.overlong,
+    )
+    if loaded.num_dropped:
+        assert config.data.overlong is Overlong.drop
+        print(f"{key}: {loaded.num_dropped} overlong prompts dropped, {len(loaded.prompts)} kept")
+    return loaded.prompts

@@ -1,0 +1,81 @@
+"""The Ray cluster of a run: joined, or started on this machine, and checked for size."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import ray
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+
+
+def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
+    """Raise `ValueError` where the layout needs more than there is.
+
+    On GPUs every policy and every engine rank has one of its own. On a CPU policy and
+    engines take turns, so the larger of the two must fit the cores.
+    """
+    layout = config.parallel
+    policy_ranks = layout.tensor * layout.pipeline * layout.data
+    engine_ranks = config.cluster.num_engines * config.engine.tensor
+    shape = (
+        f"parallel.tensor={layout.tensor} x parallel.pipeline={layout.pipeline} x "
+        f"parallel.data={layout.data} = {policy_ranks} policy ranks, cluster.num_engines="
+        f"{config.cluster.num_engines} x engine.tensor={config.engine.tensor} = "
+        f"{engine_ranks} engine ranks"
+    )
+    if num_gpus:
+        if policy_ranks + engine_ranks > num_gpus:
+            raise ValueError(
+                f"{shape}: {policy_ranks + engine_ranks} GPUs needed, the cluster has {num_gpus}; "
+                "lower one of these or join a larger cluster (cluster.address)"
+            )
+    elif max(policy_ranks, engine_ranks) > num_cores and not config.cluster.oversubscribe:
+        raise ValueError(
+            f"{shape}: more ranks than the {num_cores} cores there are; lower one of these, or "
+            "set cluster.oversubscribe=true to let ranks share cores (slow: for tests)"
+        )
+
+
+def connect(config: TrainConfig) -> bool:
+    """Join or start the cluster; True where it has GPUs.
+
+    Raises `ValueError` when the layout does not fit it.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+    num_cores = os.cpu_count() or 1
+    if config.cluster.address:
+        ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        check_size(config, num_cores=num_cores, num_gpus=_local_gpus())
+        layout = config.parallel
+        ranks = layout.tensor * layout.pipeline * layout.data + config.cluster.num_engines
+        ray.init(
+            num_cpus=max(num_cores, ranks),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=512 * 1024**2,
+        )
+    resources = ray.cluster_resources()
+    num_gpus = int(resources.get("GPU", 0))
+    check_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
+    return num_gpus > 0
+
+
+def _local_gpus() -> int:
+    """GPUs of this machine, without making a CUDA context."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,178 @@
+"""The rollout engines as one object: a Ray actor per vLLM engine behind the `Generator` port.
+
+Requests of one prompt stay on one engine, so that forks find their prefix in its cache; a
+new prompt goes to the engine with the fewest running requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from mega_agentrl.runtime.remote import RemoteError, gather, redirect_output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.config.schema import EngineConfig, TrainConfig
+    from mega_agentrl.reshard.transport import WeightLink
+    from mega_agentrl.types.records import GenerateRequest, Generation
+
+
+class EngineActor:
+    """One vLLM engine in a process of its own; forwards calls to `generator.engine.Engine`."""
+
+    def __init__(self, config: EngineConfig, on_gpu: bool, log_file: str) -> None:
+        redirect_output(Path(log_file))
+        self._config = config
+        self._on_gpu = on_gpu
+        self._engine: Any = None
+
+    async def start(self, model_path: str, seed: int) -> None:
+        """Start the engine with the weights of a model folder."""
+        from mega_agentrl.generator.environment import set_environment
+
+        set_environment(self._config, on_gpu=self._on_gpu)
+        from mega_agentrl.generator.engine import Engine
+
+        self._engine = Engine()
+        await self._engine.start(self._config, model_path, seed=seed)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run a method of the engine."""
+        return await getattr(self._engine, method)(*args)
+
+
+class GeneratorGroup:
+    """All engines; implements `types.ports.Generator`."""
+
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        self._actors = list(actors)
+        self._config = config
+        self._version = 0
+        self._running: Counter[int] = Counter()
+        self._engine_of_prompt: dict[str, int] = {}
+        self._engine_of_request: dict[str, int] = {}
+
+    @classmethod
+    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> GeneratorGroup:
+        """Start the processes; `begin_start` then starts vLLM in them."""
+        engine = config.engine
+        actor_class = ray.remote(
+            num_cpus=1, num_gpus=engine.tensor if on_gpu else 0, max_concurrency=4096
+        )(EngineActor)
+        actors = [
+            actor_class.remote(engine, on_gpu, str(log_folder / f"engine{index}.log"))
+            for index in range(config.cluster.num_engines)
+        ]
+        return cls(actors, config)
+
+    def start_call(self, method: str, *args: Any) -> dict[str, Any]:
+        """Start a method on all engines; object refs by engine name."""
+        return {
+            f"engine {index}": actor.call.remote(method, *args)
+            for index, actor in enumerate(self._actors)
+        }
+
+    def begin_start(self) -> dict[str, Any]:
+        """Start all engines; object refs by engine name, so that others can start meanwhile."""
+        return {
+            f"engine {index}": actor.start.remote(
+                self._config.model.path, self._config.seed + index
+            )
+            for index, actor in enumerate(self._actors)
+        }
+
+    def finish_start(self, calls: dict[str, Any]) -> None:
+        """Wait until every engine serves."""
+        gather(calls, "start of the engines", self._config.engine.start_deadline_s)
+
+    def start_connect(self, links: Sequence[WeightLink]) -> dict[str, Any]:
+        """Let the workers of each engine join the transport group; object refs by engine."""
+        return {
+            f"engine {index}": actor.call.remote("connect_weights", link)
+            for index, (actor, link) in enumerate(zip(self._actors, links, strict=True))
+        }
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of workers over all engines."""
+        return len(self._actors) * self._config.engine.tensor
+
+    @property
+    def version(self) -> int:
+        """See `Generator.version`."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Note the weight version all engines have confirmed."""
+        self._version = version
+        self._engine_of_prompt.clear()  # the caches they were chosen for are gone
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Generator.generate`."""
+        index = self._route(request.request_id)
+        self._running[index] += 1
+        self._engine_of_request[request.request_id] = index
+        try:
+            result: Generation = await self._ask(index, "generate", request)
+        finally:
+            self._running[index] -= 1
+            del self._engine_of_request[request.request_id]
+        return result
+
+    async def abort(self, request_id: str) -> None:
+        """See `Generator.abort`."""
+        if (index := self._engine_of_request.get(request_id)) is not None:
+            await self._ask(index, "abort", request_id)
+
+    async def entropies(self, request_id: str) -> tuple[float, ...]:
+        """See `Generator.entropies`."""
+        index = self._engine_of_request.get(request_id)
+        if index is None:
+            raise ValueError(f"request_id={request_id}: expected a running request")
+        result: tuple[float, ...] = await self._ask(index, "entropies", request_id)
+        return result
+
+    async def pause(self) -> None:
+        """See `Generator.pause`."""
+        await asyncio.gather(*(self._ask(i, "pause") for i in range(len(self._actors))))
+
+    async def resume(self) -> None:
+        """See `Generator.resume`."""
+        await asyncio.gather(*(self._ask(i, "resume") for i in range(len(self._actors))))
+
+    def close(self) -> None:
+        """End every engine and its workers; safe to call twice."""
+        for actor in self._actors:
+            try:
+                ray.get(actor.call.remote("close"), timeout=5)
+            except (ray.exceptions.RayError, AttributeError):
+                pass  # it never started, or is stuck: killed below
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+
+    def _route(self, request_id: str) -> int:
+        prompt_key = request_id.split("/", 1)[0]
+        if prompt_key not in self._engine_of_prompt:
+            loads = [self._running[i] for i in range(len(self._actors))]
+            self._engine_of_prompt[prompt_key] = loads.index(min(loads))
+        return self._engine_of_prompt[prompt_key]
+
+    async def _ask(self, index: int, method: str, *args: Any) -> Any:
+        name = f"engine {index}"
+        deadline_s = self._config.engine.call_deadline_s
+        try:
+            return await asyncio.wait_for(
+                self._actors[index].call.remote(method, *args), deadline_s
+            )
+        except TimeoutError as error:
+            raise RemoteError(f"{method}: no answer within {deadline_s:g} s from {name}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise RemoteError(f"{method} failed on {name}: {error.cause!r}") from error
+        except ray.exceptions.RayActorError as error:
+            raise RemoteError(f"{method}: {name} died; see logs/engine{index}.log") from error

@@ -1,0 +1,214 @@
+"""The policy as one object: a Ray actor per Megatron rank behind the `Policy` port.
+
+Every rank gets the whole batch (one shared object) and works on its own part of it; only
+the ranks that hold results answer with more than None. The ranks of a tensor-parallel group
+stay inside one node.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from mega_agentrl.runtime.remote import free_port, gather, redirect_output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.reshard.transport import WeightLink
+    from mega_agentrl.runtime.bridge import WeightBridge
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.ports import Generator
+
+
+class PolicyActor:
+    """One policy rank in a process of its own; forwards calls to `actor.policy.PolicyRank`."""
+
+    def __init__(self, config: TrainConfig, rank: int, world_size: int, log_file: str) -> None:
+        redirect_output(Path(log_file))
+        # Set before the first import of torch in this process.
+        os.environ["OMP_NUM_THREADS"] = str(config.parallel.threads)
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._policy: Any = None
+        self._store: Any = None
+        self._sender: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """Host and a free port of this rank."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(self, master_address: str, master_port: int) -> None:
+        """Join the process groups and build the model, still without weights."""
+        from mega_agentrl.actor.policy import PolicyRank
+
+        self._policy = PolicyRank(
+            self._config,
+            rank=self._rank,
+            world_size=self._world_size,
+            master_address=master_address,
+            master_port=master_port,
+            timeout_s=self._config.cluster.actor_deadline_s,
+        )
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a method of the rank."""
+        return getattr(self._policy, method)(*args)
+
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the meeting point of the weight transfer; its address and port."""
+        from mega_agentrl.reshard.transport import open_store
+
+        address = ray.util.get_node_ip_address()
+        self._store = open_store(address, timeout_s)
+        return address, self._store.port
+
+    def join(self, link: WeightLink) -> None:
+        """Join the transport group; returns when all its ranks have."""
+        from mega_agentrl.reshard.transport import ShardSender
+
+        self._sender = ShardSender.join(link, rank=self._rank, store=self._store)
+
+    def send(self, version: int) -> None:
+        """Send this rank's shards to every engine worker."""
+        shards = self._policy.layout()
+        self._sender.send({s.name: self._policy.parameter(s.name) for s in shards}, version)
+
+
+class PolicyGroup:
+    """All policy ranks; implements `types.ports.Policy`."""
+
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        self._actors = list(actors)
+        self._config = config
+        self._deadline_s = config.cluster.actor_deadline_s
+        self._bridge: WeightBridge | None = None
+
+    @classmethod
+    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> PolicyGroup:
+        """Start the processes; `start` then builds the model in them."""
+        layout = config.parallel
+        world_size = layout.tensor * layout.pipeline * layout.data
+        actor_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(PolicyActor)
+        actors = [
+            actor_class.remote(config, rank, world_size, str(log_folder / f"policy-rank{rank}.log"))
+            for rank in range(world_size)
+        ]
+        return cls(actors, config)
+
+    def start(self) -> None:
+        """Join all ranks and load the starting weights."""
+        name = self._name(0)
+        calls = {name: self._actors[0].address.remote()}
+        host, port = self._gather("address of the policy", calls)[name]
+        self._gather(
+            "start of the policy",
+            {
+                self._name(rank): actor.start.remote(host, port)
+                for rank, actor in enumerate(self._actors)
+            },
+        )
+        self.call_all("load", self._config.model.path)
+
+    def attach(self, bridge: WeightBridge) -> None:
+        """Give the policy its way to the engines."""
+        self._bridge = bridge
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._actors)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Run a method on all ranks and wait; results in rank order."""
+        return list(self._gather(f"policy {method}", self.start_call(method, *args)).values())
+
+    def start_call(self, method: str, *args: Any) -> dict[str, Any]:
+        """Start a method on all ranks; object refs by rank name."""
+        return {
+            self._name(rank): actor.call.remote(method, *args)
+            for rank, actor in enumerate(self._actors)
+        }
+
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the meeting point of the weight transfer on rank 0; its address and port."""
+        name = self._name(0)
+        calls = {name: self._actors[0].open_store.remote(timeout_s)}
+        address: tuple[str, int] = self._gather("meeting point of the weight transfer", calls)[name]
+        return address
+
+    def start_join(self, link: WeightLink) -> dict[str, Any]:
+        """Let every rank join the transport group; object refs by rank name."""
+        return {self._name(rank): a.join.remote(link) for rank, a in enumerate(self._actors)}
+
+    def start_send(self, version: int) -> dict[str, Any]:
+        """Let every rank send its shards; object refs by rank name."""
+        return {self._name(rank): a.send.remote(version) for rank, a in enumerate(self._actors)}
+
+    def add_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """See `Policy.add_logprobs`."""
+        shared = ray.put(batch)
+        logp_BT, entropy_BT = self._logprobs(batch, shared, reference=False)
+        batch = batch.with_fields(old_logp_BT=logp_BT, entropy_BT=entropy_BT)
+        if self._config.algo.kl_coef > 0:
+            ref_logp_BT, _ = self._logprobs(batch, shared, reference=True)
+            batch = batch.with_fields(ref_logp_BT=ref_logp_BT)
+        return batch
+
+    def _logprobs(
+        self, batch: TrainBatch, shared: Any, *, reference: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logp_BT = torch.zeros(batch.response_BT.shape, dtype=torch.float32)
+        entropy_BT = torch.zeros_like(logp_BT)
+        seen: list[int] = []
+        for part in self.call_all("logprobs", shared, reference):
+            if part is None:
+                continue
+            rows, part_logp_BT, part_entropy_BT = part
+            logp_BT[rows] = part_logp_BT
+            entropy_BT[rows] = part_entropy_BT
+            seen.extend(rows)
+        assert sorted(seen) == list(range(batch.num_rows)), "ranks must answer for each row once"
+        return logp_BT, entropy_BT
+
+    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+        """See `Policy.update`."""
+        stats: UpdateStats = self.call_all("update", ray.put(batch), kl_weight_BT)[0]
+        return stats
+
+    def supervise(self, batch: TrainBatch) -> UpdateStats:
+        """See `Policy.supervise`."""
+        stats: UpdateStats = self.call_all("supervise", ray.put(batch))[0]
+        return stats
+
+    def reset_optimizer(self) -> None:
+        """See `Policy.reset_optimizer`."""
+        self.call_all("reset_optimizer")
+
+    def send_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
+        """See `Policy.send_weights`."""
+        assert self._bridge is not None, "attach() comes before the first send"
+        return self._bridge.send(generator, version)
+
+    def export(self, folder: Path) -> None:
+        """See `Policy.export`."""
+        self.call_all("export", str(folder))
+
+    def close(self) -> None:
+        """See `Policy.close`."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+
+    @staticmethod
+    def _name(rank: int) -> str:
+        return f"policy rank {rank}"
+
+    def _gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+        return gather(calls, operation, self._deadline_s)

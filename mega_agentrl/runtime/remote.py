@@ -1,0 +1,75 @@
+"""Remote calls with a name and a deadline.
+
+`gather` waits for a set of named calls and raises at the first one that fails, because the
+peers of a dead rank would otherwise block in a collective until its own timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+
+class RemoteError(RuntimeError):
+    """A remote call failed, died or passed its deadline; says which and where."""
+
+
+def gather(calls: Mapping[str, Any], operation: str, deadline_s: float) -> dict[str, Any]:
+    """Results of all calls by name, in the order given.
+
+    calls: object refs by the name of who runs them (``policy rank 1``).
+    Waits for: all of them. Unblocked by: the first failure, or the deadline.
+    Raises `RemoteError` naming the operation and who failed or is still silent.
+    """
+    ends_at = time.monotonic() + deadline_s
+    names = {ref: name for name, ref in calls.items()}
+    results: dict[str, Any] = {}
+    pending = list(names)
+    while pending:
+        ready, pending = ray.wait(
+            pending, num_returns=1, timeout=max(0.0, ends_at - time.monotonic())
+        )
+        if not ready:
+            silent = ", ".join(sorted(names[ref] for ref in pending))
+            raise RemoteError(f"{operation}: no answer within {deadline_s:g} s from {silent}")
+        for ref in ready:
+            results[names[ref]] = _result(ref, operation, names[ref])
+    return {name: results[name] for name in calls}
+
+
+def _result(ref: Any, operation: str, name: str) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise RemoteError(f"{operation} failed on {name}: {error.cause!r}") from error
+    except ray.exceptions.RayActorError as error:
+        raise RemoteError(
+            f"{operation}: {name} died; its log file under logs/ in the run folder says why"
+        ) from error
+
+
+def redirect_output(log_file: Path) -> None:
+    """Send this process's stdout and stderr, its children's too, to a file."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on this host."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

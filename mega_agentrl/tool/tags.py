@@ -1,0 +1,85 @@
+"""ARPO's tag protocol: a call is `<tool>text</tool>`, its answer a `<result>` block.
+
+The engine stops at a closing tag. The call's text is what stands between the last opening
+tag before the final closing tag and that closing tag. Nothing here runs a tool.
+
+Tool output is untrusted: every control tag in it gets its `<` written as `&lt;`, so that it
+neither reads as a tag nor is tokenized as one, and a page cannot end the episode, fake a
+call or earn a reward.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from mega_agentrl.types.records import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+CONTROL_TAGS = (
+    *("think", "answer", "search", "python", "result", "reasoning"),
+    *("tool", "tools", "tool_call", "tool_response", "function", "code", "observation"),
+    *("s", "bos", "eos", "pad", "unk", "mask", "start_of_turn", "end_of_turn"),
+)
+"""Names that steer an agent or a chat template, as `<name>` or `</name>`."""
+
+_MAX_TAIL_CHARS = 8
+
+
+class TagProtocol:
+    """Parses calls of the given tools and renders their answers.
+
+    arguments: the argument name by tool, in the order the stop strings get.
+    """
+
+    def __init__(self, arguments: Mapping[str, str]) -> None:
+        for name in arguments:
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("think", "answer", "result"):
+                raise ValueError(
+                    f"tool name {name!r}: expected lower-case letters, digits and underscores, "
+                    "other than think, answer and result; it becomes a tag"
+                )
+        self._arguments = dict(arguments)
+        self._control = _control_pattern(arguments)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Closing tags after which the engine must stop."""
+        return tuple(f"</{name}>" for name in self._arguments)
+
+    def parse(self, turn_text: str) -> ToolCall | None:
+        """The call an assistant turn ends in; None where there is none or it is empty.
+
+        A token may reach beyond the stop string: up to 8 trailing characters without a
+        letter or digit are allowed.
+        """
+        close, name = max(
+            ((turn_text.rfind(f"</{name}>"), name) for name in self._arguments),
+            default=(-1, ""),
+        )
+        if close < 0:
+            return None
+        tail = turn_text[close + len(f"</{name}>") :].strip()
+        if len(tail) > _MAX_TAIL_CHARS or any(char.isalnum() for char in tail):
+            return None
+        opening = f"<{name}>"
+        start = turn_text.rfind(opening, 0, close)
+        content = turn_text[start + len(opening) : close].strip() if start >= 0 else ""
+        return ToolCall(tool=name, arguments={self._arguments[name]: content}) if content else None
+
+    def render(self, answer: str) -> str:
+        """The text appended to the context for an answer."""
+        return f" <result>\n{self.escape(answer)}\n</result>"
+
+    def escape(self, text: str) -> str:
+        """`text` without control tags; escaping twice changes nothing more."""
+        return self._control.sub("&lt;", text)
+
+
+def _control_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    known = "|".join(sorted(re.escape(name) for name in {*CONTROL_TAGS, *names}))
+    # Also `<|name|>` and its full-width relative, whatever the name; a tag with attributes
+    # or spaces in it; and one that lacks its end, which more text could complete.
+    return re.compile(rf"<(?=\s*/?\s*(?:{known})(?:[\s/>]|$)|\s*/?\s*[|\uff5c])", re.IGNORECASE)

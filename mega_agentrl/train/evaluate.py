@@ -1,0 +1,152 @@
+"""Evaluation on fixed questions: samples at a temperature, and greedy answers beside them.
+
+Never branches, never updates anything: the engine's weights are the only input.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import stdev
+from typing import TYPE_CHECKING
+
+from mega_agentrl.config.choices import Branching
+from mega_agentrl.rollout.collector import collect
+from mega_agentrl.rollout.metrics import rollout_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.parts import Parts
+    from mega_agentrl.types.records import Prompt, RolloutTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Means over all answers: `metrics` by name, reward and success also by data source.
+
+    reward_se: standard error of the reward, from the spread of the questions' means.
+    """
+
+    num_questions: int
+    num_samples: int
+    reward: float
+    reward_se: float
+    success: float
+    reward_by_source: Mapping[str, float]
+    success_by_source: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+    def as_metrics(self, prefix: str) -> dict[str, float]:
+        """Flat metrics under a prefix."""
+        flat = {"reward": self.reward, "reward_se": self.reward_se, "success": self.success}
+        flat |= {f"reward/{source}": value for source, value in self.reward_by_source.items()}
+        flat |= {f"success/{source}": value for source, value in self.success_by_source.items()}
+        flat |= self.metrics
+        return {f"{prefix}/{name}": value for name, value in flat.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """The validation questions, sampled and, if asked for, answered greedily."""
+
+    sampled: Evaluation
+    greedy: Evaluation | None
+
+    def as_metrics(self) -> dict[str, float]:
+        """Flat metrics for the log."""
+        return self.sampled.as_metrics("sampled") | (
+            self.greedy.as_metrics("greedy") if self.greedy else {}
+        )
+
+
+def evaluate_held_out(parts: Parts, config: TrainConfig) -> HeldOut:
+    """Evaluate on `data.validation` as `evaluate.*` says."""
+    chosen = config.evaluate
+    questions = parts.validation[: chosen.num_questions or None]
+    sampled = evaluate(
+        parts,
+        config,
+        questions,
+        num_samples=chosen.num_samples,
+        temperature=chosen.temperature,
+        name="held-out",
+    )
+    greedy = None
+    if chosen.greedy:
+        greedy = evaluate(
+            parts, config, questions, num_samples=1, temperature=0.0, name="held-out-greedy"
+        )
+    return HeldOut(sampled=sampled, greedy=greedy)
+
+
+def evaluate(
+    parts: Parts,
+    config: TrainConfig,
+    questions: Sequence[Prompt],
+    *,
+    num_samples: int,
+    temperature: float,
+    name: str,
+) -> Evaluation:
+    """Sample `num_samples` answers to each question; temperature 0 is greedy.
+
+    name: keys the random streams, so that two evaluations with one name and seed draw alike.
+    """
+    rollout = replace(
+        config.rollout,
+        num_trajectories=num_samples,
+        branching=Branching.none,
+        top_p=1.0,
+        top_k=0,
+    )
+    trees = parts.wait(
+        collect(
+            questions,
+            generator=parts.generator,
+            tools=parts.tools,
+            codec=parts.codec,
+            rubric=parts.rubric,
+            config=rollout,
+            max_model_len=config.engine.max_model_len,
+            seed=config.seed,
+            step=name,
+            temperature=temperature,
+        )
+    )
+    return summarize(trees, num_samples=num_samples)
+
+
+def summarize(trees: Sequence[RolloutTree], *, num_samples: int) -> Evaluation:
+    """Means over the answers of finished trees."""
+    reward: defaultdict[str, list[float]] = defaultdict(list)
+    question_means: list[float] = []
+    success: defaultdict[str, list[float]] = defaultdict(list)
+    for tree in trees:
+        scores = [t.score for t in tree.trajectories if t.score is not None]
+        if not scores:
+            continue
+        question_means.append(_mean([score.value for score in scores]))
+        reward[tree.prompt.data_source] += [score.value for score in scores]
+        success[tree.prompt.data_source] += [float(score.correct) for score in scores]
+    return Evaluation(
+        num_questions=len(trees),
+        num_samples=num_samples,
+        reward=_mean([value for values in reward.values() for value in values]),
+        reward_se=_standard_error(question_means),
+        success=_mean([value for values in success.values() for value in values]),
+        reward_by_source={source: _mean(values) for source, values in sorted(reward.items())},
+        success_by_source={source: _mean(values) for source, values in sorted(success.items())},
+        metrics=rollout_metrics(trees),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0

@@ -1,0 +1,204 @@
+"""What a run leaves behind and shows: metrics, progress, tables, curve, summary.
+
+Takes records from the loop and hands them to `report/` and `metrics`; computes nothing the
+loop depends on. Files in the run folder: `metrics.jsonl`, `tensorboard/`, `summary.json`,
+`reward.png`, `rollouts.txt`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mega_agentrl.report.curve import CurvePoint, HeldOutPoint, write_curve
+from mega_agentrl.report.progress import StageProgress, StepView, duration
+from mega_agentrl.report.table import EvalView, print_comparison
+from mega_agentrl.rollout.metrics import rollout_metrics
+from mega_agentrl.rollout.render import render
+from mega_agentrl.train.metrics import MetricWriter, PhaseClock
+from mega_agentrl.train.phases import mismatch_metrics
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.train.evaluate import HeldOut
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.records import RolloutTree
+
+
+class Session:
+    """The recorder of one run; a context manager."""
+
+    def __init__(self, run_dir: Path, config: TrainConfig, console: Console | None = None) -> None:
+        self.run_dir = run_dir
+        self.clock = PhaseClock()
+        self._config = config
+        self._console = console or Console()
+        self._writer = MetricWriter(run_dir, tensorboard=config.report.tensorboard)
+        self._progress: StageProgress | None = None
+        self._curve: list[CurvePoint] = []
+        self._mismatch: list[float] = []
+        self._last_trees: Sequence[RolloutTree] = ()
+        self._stage_s: dict[str, float] = {}
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.close()
+
+    @contextmanager
+    def stage(self, title: str, num_steps: int) -> Iterator[None]:
+        """Show and time a stage of the run."""
+        start_s = time.perf_counter()
+        with StageProgress(title, num_steps, console=self._console) as self._progress:
+            yield
+        self._stage_s[title] = time.perf_counter() - start_s
+        self.clock.take()
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, highlight=False)
+
+    def report_sft(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+        """Write and show one supervised step."""
+        phase_s = self.clock.take()
+        self._write("sft", step, metrics, phase_s)
+        shown = {name: metrics[name] for name in ("loss", "dev/success") if name in metrics}
+        self._show(step, shown, phase_s, num_tokens)
+
+    def report_step(
+        self,
+        step: int,
+        trees: Sequence[RolloutTree],
+        batch: TrainBatch,
+        stats: UpdateStats,
+        sent: Mapping[str, float],
+    ) -> None:
+        """Write and show one RL step."""
+        phase_s = self.clock.take()
+        rollout = rollout_metrics(trees)
+        mismatch = mismatch_metrics(batch)
+        metrics = {
+            **rollout,
+            **mismatch,
+            "update/loss": stats.loss,
+            "update/grad_norm": stats.grad_norm,
+            "update/learning_rate": stats.learning_rate,
+            "update/num_tokens": stats.num_tokens,
+            "update/num_skipped": stats.num_skipped,
+            **{f"update/{name}": value for name, value in stats.metrics.items()},
+            **{f"send/{name}": value for name, value in sent.items()},
+        }
+        num_tokens = int(batch.length_B.sum())
+        metrics["throughput/tokens_per_s"] = num_tokens / sum(phase_s.values())
+        self._write("rl", step, metrics, phase_s)
+        reward, success = rollout["rollout/reward_mean"], rollout["rollout/success"]
+        self._curve.append(CurvePoint(step=step, reward=reward, success=success))
+        self._mismatch.append(mismatch["mismatch/logp_mean_abs"])
+        self._last_trees = trees
+        self._show(step, {"reward": reward, "success": success}, phase_s, num_tokens)
+
+    def show_held_out(self, when: str, held_out: HeldOut) -> HeldOut:
+        """Write and print a held-out evaluation; returns it."""
+        step = len(self._curve)
+        self._write(f"held_out_{when}", step, held_out.as_metrics(), self.clock.take())
+        self._console.print(
+            f"held-out reward {when} RL: {held_out.sampled.reward:.3f} "
+            f"(success {held_out.sampled.success:.3f}, "
+            f"{held_out.sampled.num_questions} questions x {held_out.sampled.num_samples} samples)",
+            highlight=False,
+        )
+        return held_out
+
+    def finish(self, before: HeldOut, after: HeldOut) -> None:
+        """Print the closing table and rollouts, write the summary and the curve."""
+        last = len(self._curve)
+        self._print_rollouts()
+        print_comparison(_view(before), _view(after), self._console)
+        points = [_held_out_point(0, before)]
+        if last:
+            points.append(_held_out_point(last, after))
+        write_curve(self.run_dir / "reward.png", self._curve, points)
+        summary = {
+            "reward_before": before.sampled.reward,
+            "reward_after": after.sampled.reward,
+            "success_before": before.sampled.success,
+            "success_after": after.sampled.success,
+            "num_steps": last,
+            "train_seconds": sum(self._stage_s.values()),
+            "seed": self._config.seed,
+            "mismatch_mean_abs": sum(self._mismatch) / last if last else 0.0,
+            "stage_seconds": self._stage_s,
+            "before": before.as_metrics(),
+            "after": after.as_metrics(),
+        }
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        times = ", ".join(f"{name} {duration(value)}" for name, value in self._stage_s.items())
+        self._console.print(f"time: {times}", highlight=False)
+        self._console.print(f"run folder: {self.run_dir}", highlight=False, soft_wrap=True)
+
+    def _print_rollouts(self) -> None:
+        trajectories = [t for tree in self._last_trees for t in tree.trajectories]
+        texts = [render(t) for t in trajectories]
+        if texts:
+            (self.run_dir / "rollouts.txt").write_text("\n\n".join(texts) + "\n")
+        # Spread over the batch, so that they show different questions.
+        stride = max(1, len(texts) // max(1, self._config.report.num_rollouts))
+        for text in texts[::stride][: self._config.report.num_rollouts]:
+            self._console.print(text, markup=False, highlight=False)
+
+    def _write(
+        self, stage: str, step: int, metrics: Mapping[str, float], phase_s: Mapping[str, float]
+    ) -> None:
+        times = {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
+        self._writer.write(stage, step, {**metrics, **times})
+
+    def _show(
+        self, step: int, values: Mapping[str, float], phase_s: Mapping[str, float], num_tokens: int
+    ) -> None:
+        assert self._progress is not None, "steps are reported inside a stage"
+        self._progress.show(
+            StepView(
+                step=step,
+                values=values,
+                phase_s=phase_s,
+                tokens_per_s=num_tokens / max(1e-9, sum(phase_s.values())),
+            )
+        )
+
+
+def _held_out_point(step: int, held_out: HeldOut) -> HeldOutPoint:
+    return HeldOutPoint(step=step, reward=held_out.sampled.reward, success=held_out.sampled.success)
+
+
+def _view(held_out: HeldOut) -> EvalView:
+    sampled, metrics = held_out.sampled, held_out.sampled.metrics
+    prefix = "rollout/calls/"
+    return EvalView(
+        reward=sampled.reward,
+        reward_se=sampled.reward_se,
+        success=sampled.success,
+        success_by_source=sampled.success_by_source,
+        greedy_success=held_out.greedy.success if held_out.greedy else None,
+        tool_use=metrics["rollout/tool_use"],
+        calls_by_tool={
+            name.removeprefix(prefix): value
+            for name, value in metrics.items()
+            if name.startswith(prefix)
+        },
+        response_tokens=metrics["rollout/response_tokens"],
+        num_questions=sampled.num_questions,
+        num_answers=sampled.num_questions * sampled.num_samples,
+    )

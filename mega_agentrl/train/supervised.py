@@ -1,0 +1,76 @@
+"""The supervised warm start: imitation until the policy samples some successes, then stop.
+
+It ends when success on the development questions reached `sft.target_success` twice in a
+row and every data source `sft.min_source_success` (no skill still at zero), or after
+`sft.max_steps`. Success is sampled through the rollout engine with the weights just sent,
+the same way RL will sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.train.evaluate import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import SftConfig, TrainConfig
+    from mega_agentrl.train.session import Session
+    from mega_agentrl.types.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """Steps made and why it ended."""
+
+    num_steps: int
+    reason: str
+
+
+def is_ready(evaluation: Evaluation, sft: SftConfig) -> bool:
+    """Success is high enough overall and no data source is still near zero."""
+    weakest = min(evaluation.success_by_source.values(), default=0.0)
+    return evaluation.success >= sft.target_success and weakest >= sft.min_source_success
+
+
+def warm_start(parts: Parts, config: TrainConfig, session: Session) -> WarmStart:
+    """Train on demonstrations; returns with the engines serving the trained weights."""
+    with session.stage("warm start", config.sft.max_steps):
+        result = _imitate(parts, config, session)
+    parts.policy.reset_optimizer()
+    session.note(f"warm start ended after {result.num_steps} steps: {result.reason}")
+    return result
+
+
+def _imitate(parts: Parts, config: TrainConfig, session: Session) -> WarmStart:
+    sft = config.sft
+    assert parts.demonstrations is not None
+    num_ready = 0
+    for step in range(1, sft.max_steps + 1):
+        with session.clock.phase("update"):
+            stats = parts.policy.supervise(parts.demonstrations(sft.batch_size))
+        metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm}
+        if step == sft.max_steps or (step >= sft.first_check and step % sft.check_every == 0):
+            evaluation = _check(parts, config, session, step)
+            num_ready = num_ready + 1 if is_ready(evaluation, sft) else 0
+            metrics |= evaluation.as_metrics("dev")
+        session.report_sft(step, metrics, num_tokens=stats.num_tokens)
+        if num_ready == 2:
+            return WarmStart(
+                step, f"success on dev questions reached {sft.target_success:g} twice in a row"
+            )
+    return WarmStart(sft.max_steps, f"sft.max_steps={sft.max_steps} came before sft.target_success")
+
+
+def _check(parts: Parts, config: TrainConfig, session: Session, step: int) -> Evaluation:
+    with session.clock.phase("send"):
+        parts.policy.send_weights(parts.generator, parts.generator.version + 1)
+    with session.clock.phase("check"):
+        return evaluate(
+            parts,
+            config,
+            parts.dev[: config.sft.dev_questions],
+            num_samples=1,
+            temperature=config.rollout.temperature,
+            name=f"dev-{step}",
+        )

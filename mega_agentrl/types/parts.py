@@ -1,0 +1,46 @@
+"""The parts of a run, as `runtime.build` hands them to `train.loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.types.batch import TrainBatch
+    from mega_agentrl.types.ports import (
+        Generator,
+        Policy,
+        PromptSource,
+        Rubric,
+        TextCodec,
+        ToolProvider,
+    )
+    from mega_agentrl.types.records import Prompt
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """Everything the loop works with; it knows none of the concrete classes.
+
+    wait: runs a coroutine to its end on the driver's one event loop.
+    demonstrations: next batch of the warm start, of a given size; None without one.
+    dev: questions whose sampled success ends the warm start.
+    """
+
+    run_dir: Path
+    policy: Policy
+    generator: Generator
+    tools: ToolProvider
+    codec: TextCodec
+    rubric: Rubric
+    prompts: PromptSource
+    validation: Sequence[Prompt]
+    dev: Sequence[Prompt]
+    demonstrations: Callable[[int], TrainBatch] | None
+    wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]

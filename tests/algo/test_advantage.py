@@ -1,0 +1,182 @@
+"""`algo.advantage`: golden rows, hand-worked cases, and permutation properties."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.algo import advantage
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GROUPS = json.loads((FOLDER / "group_advantages.json").read_text(encoding="utf-8"))
+HARD = json.loads((FOLDER / "hard_advantage.json").read_text(encoding="utf-8"))
+
+ESTIMATORS = {
+    "grpo_verl": advantage.grpo,
+    "grpo_verl_no_std": lambda r, g: advantage.grpo(r, g, norm_by_std=False),
+    "rloo_verl": advantage.rloo,
+}
+
+
+def _ids(names):
+    order = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([order[name] for name in names])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("case", GROUPS["cases"], ids=lambda case: case["name"])
+def test_golden_groups(case, estimator):
+    got = ESTIMATORS[estimator](torch.tensor(case["rewards"]), _ids(case["group_ids"]))
+    length = torch.tensor(case["response_lengths"])
+    mask = torch.arange(case["response_length"])[None] < length[:, None]
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx(case[estimator]["scalar"], abs=1e-5)
+    torch.testing.assert_close(
+        advantage.broadcast(got, mask),
+        torch.tensor(case[estimator]["tokens"]),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+@given(
+    st.lists(st.tuples(st.floats(-2, 2, width=32), st.integers(0, 3)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_order_and_names_of_groups_do_not_matter(rows, random):
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    reward = torch.tensor([row[0] for row in rows])
+    group = torch.tensor([row[1] for row in rows])
+    for estimator in ESTIMATORS.values():
+        plain = estimator(reward, group)
+        torch.testing.assert_close(estimator(reward[order], group[order]), plain[order])
+        torch.testing.assert_close(estimator(reward, 1000 - 7 * group), plain)
+
+
+def test_a_constant_reward_is_exactly_zero_and_a_shift_changes_nothing():
+    group = torch.tensor([0, 0, 0, 1, 1])
+    assert advantage.grpo(torch.full((5,), 0.1), group).tolist() == [0.0] * 5
+    reward = torch.tensor([1.0, 0.5, 0.0, 2.0, -1.0])
+    torch.testing.assert_close(
+        advantage.grpo(reward + 8, group), advantage.grpo(reward, group), atol=1e-5, rtol=0
+    )
+
+
+def _node_ids(parents, fork_lens, lengths):
+    """[B][t] the row whose own token it is, and t, as one number."""
+    rows = []
+    for row, length in enumerate(lengths):
+        nodes = []
+        for t in range(length):
+            owner = row
+            while parents[owner] is not None and t < fork_lens[owner]:
+                owner = parents[owner]
+            nodes.append(owner * 1000 + t)
+        rows.append(nodes)
+    return rows
+
+
+def _padded(rows, fill):
+    width = max(len(row) for row in rows)
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows])
+
+
+@pytest.mark.parametrize("case", HARD["cases"], ids=lambda case: case["name"])
+def test_golden_hard_by_ancestry(case):
+    lengths = [len(row) for row in case["responses"]]
+    node = _padded(_node_ids(case["parents"], case["fork_lens"], lengths), -1)
+    mask = torch.arange(node.shape[1])[None] < torch.tensor(lengths)[:, None]
+    got = advantage.arpo_hard(torch.tensor(case["scalar_adv"]), node, mask)
+    expected = _padded(case["token_adv_by_ancestry"], 0.0)
+    torch.testing.assert_close(got, expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_hard_in_a_nested_tree_and_with_a_masked_tool_token():
+    # Row 1 forks from row 0 after 4 tokens, row 2 from row 0 after 2; row 3 shares nothing.
+    node = _padded(_node_ids([None, 0, 0, None], [0, 4, 2, 0], [5, 5, 5, 2]), -1)
+    mask = node >= 0
+    mask[:, 1] = False
+    got = advantage.arpo_hard(torch.tensor([1.5, 0.5, -1.0, -1.0]), node, mask)
+    third = 1 / 3
+    expected = [
+        [third, 0, 1.0, 1.0, 1.5],
+        [third, 0, 1.0, 1.0, 0.5],
+        [third, 0, -1.0, -1.0, -1.0],
+        [-1.0, 0, 0, 0, 0],
+    ]
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_hard_leaves_a_masked_trajectory_out_of_the_mean():
+    node = torch.tensor([[7, 1], [7, 2], [7, 3]])
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
+    got = advantage.arpo_hard(torch.tensor([2.0, 0.0, -100.0]), node, mask)
+    assert got.tolist() == [[1.0, 2.0], [1.0, 0.0], [0.0, 0.0]]
+
+
+@given(st.integers(0, 10_000))
+def test_hard_keeps_the_sum_over_each_token(seed):
+    generator = torch.Generator().manual_seed(seed)
+    scalar = torch.randn(6, generator=generator)
+    node = torch.randint(0, 4, (6, 1), generator=generator)
+    mask = torch.ones(6, 1)
+    got = advantage.arpo_hard(scalar, node, mask)
+    for value in node.unique():
+        rows = node[:, 0] == value
+        torch.testing.assert_close(got[rows].sum(), scalar[rows].sum(), atol=1e-5, rtol=1e-4)
+        assert got[rows].unique().numel() == 1
+
+
+def test_remax_by_hand():
+    got = advantage.remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5]))
+    assert got.tolist() == [0.75, -0.5]
+
+
+def test_reinforce_plus_plus_reaches_over_tool_tokens():
+    # Row 0: return 2 before the tool token and after it; row 1 earns nothing.
+    reward = torch.tensor([[0.0, 9.0, 2.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    got = advantage.reinforce_plus_plus(reward, mask)
+    white = 1 / (4 / 3) ** 0.5
+    torch.testing.assert_close(
+        got, torch.tensor([[white, 0, white], [-white, -white, 0]]), atol=1e-5, rtol=1e-5
+    )
+    discounted = advantage.reinforce_plus_plus(reward, mask, gamma=0.5)
+    assert discounted[0, 0] < discounted[0, 2]
+
+
+def test_reinforce_plus_plus_baseline_is_group_centred_and_white():
+    reward = torch.tensor([1.0, 0.0, 5.0, 5.0])
+    group = torch.tensor([0, 0, 1, 1])
+    mask = torch.ones(4, 1)
+    got = advantage.reinforce_plus_plus_baseline(reward, group, mask)[:, 0]
+    white = 0.5 / (0.5 / 3) ** 0.5
+    assert got.tolist() == pytest.approx([white, -white, 0, 0], abs=1e-5)
+
+
+def test_gae_by_hand_and_over_a_tool_token():
+    reward = torch.tensor([[0.0, 1.0]])
+    value = torch.tensor([[0.5, 0.25]])
+    gain, target = advantage.gae(reward, value, torch.ones(1, 2), gamma=0.9, lam=0.8)
+    last = 1 - 0.25
+    first = 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
+    assert gain[0].tolist() == pytest.approx([first, last])
+    assert target[0].tolist() == pytest.approx([first + 0.5, 1.0])
+    spread = [torch.tensor([[a, 77.0, b]]) for a, b in (reward[0], value[0])]
+    skipped, _ = advantage.gae(*spread, torch.tensor([[1, 0, 1]]), gamma=0.9, lam=0.8)
+    assert skipped[0].tolist() == pytest.approx([first, 0.0, last])
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"reward_B \(2,\), group_B \(3,\)"):
+        advantage.grpo(torch.zeros(2), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="expected as many rows"):
+        advantage.broadcast(torch.zeros(2), torch.ones(3, 4))
+    with pytest.raises(ValueError, match="expected 1 axes"):
+        advantage.rloo(torch.zeros(2, 2), torch.zeros(2, 2))

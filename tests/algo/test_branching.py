@@ -1,0 +1,69 @@
+"""`algo.branching`: every golden row of the entropies and of both decision laws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_agentrl.algo import branching
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "arpo_entropy_and_branch.json").read_text(
+        encoding="utf-8"
+    )
+)
+
+
+@pytest.mark.parametrize("case", GOLDEN["entropy"], ids=lambda case: case["name"])
+def test_golden_entropies(case):
+    logprob = torch.tensor(case["logprobs_per_token"], dtype=torch.float64)
+    got = branching.released_segment_entropy(logprob, case["vocab_size"])
+    assert got == pytest.approx(case["H_reference"], abs=1e-9)
+    mean = branching.token_entropy_topk(logprob).mean().item()
+    assert mean == pytest.approx(case["mean_tail_corrected_nats"], abs=1e-6)
+
+
+def test_golden_released_decisions():
+    assert len(GOLDEN["branch_table"]) > 400
+    for probability, weight, delta, u, _, expected in GOLDEN["branch_table"]:
+        got = branching.released_should_branch(
+            u, delta, branch_probability=probability, entropy_weight=weight
+        )
+        assert got is bool(expected), (probability, weight, delta, u)
+
+
+@pytest.mark.parametrize("case", GOLDEN["probability_table"])
+def test_golden_share_of_coins_that_fork(case):
+    draws = [(index + 0.5) / 2000 for index in range(2000)]
+    share = sum(
+        branching.released_should_branch(
+            u, case["delta"], branch_probability=case["bp"], entropy_weight=case["w"]
+        )
+        for u in draws
+    ) / len(draws)
+    assert share == pytest.approx(case["P_branch"], abs=1e-3)
+
+
+@pytest.mark.parametrize("case", GOLDEN["paper_rule"])
+def test_golden_paper_rule(case):
+    p = branching.branch_probability(case["dH"], alpha=case["alpha"], beta=case["beta"])
+    assert p == pytest.approx(case["P"])
+    assert branching.should_branch(p, tau=case["tau"]) is case["branch"]
+
+
+def test_entropy_by_hand():
+    half = torch.tensor([[0.5, 0.25]]).log()
+    exact = -(0.5 * torch.tensor(0.5).log() + 2 * 0.25 * torch.tensor(0.25).log())
+    assert branching.token_entropy_topk(half)[0].item() == pytest.approx(exact.item(), abs=1e-6)
+    absent = torch.tensor([[0.0, float("-inf")]])
+    assert branching.token_entropy_topk(absent).tolist() == [0.0]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="expected 2 axes"):
+        branching.token_entropy_topk(torch.zeros(3))
+    with pytest.raises(ValueError, match="vocab_size=1"):
+        branching.released_segment_entropy(torch.zeros(1, 1), 1)

@@ -1,0 +1,61 @@
+"""`algo.kl`: golden values, the clamp, and gradients that stay finite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.algo.kl import kl_penalty
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "policy_loss_and_kl.json").read_text(encoding="utf-8")
+)
+KIND_OF = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+
+
+@pytest.mark.parametrize("case", GOLDEN["kl"], ids=lambda case: case["type"])
+def test_golden(case):
+    got = kl_penalty(
+        torch.tensor([case["log_prob"]]),
+        torch.tensor([case["ref_log_prob"]]),
+        KIND_OF[case["type"]],
+    )
+    torch.testing.assert_close(got, torch.tensor([case["verl"]]), atol=1e-5, rtol=1e-5)
+
+
+def test_k3_by_hand_and_clamped():
+    logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -40.0]])
+    got = kl_penalty(logp, ref, "k3")[0]
+    assert got[0].item() == pytest.approx(2.718281828**-1 - 1 + 1)
+    assert got[1].item() == 10.0
+
+
+@given(st.lists(st.floats(-200, 0), min_size=1, max_size=8), st.data())
+def test_never_negative_except_k1_and_gradients_finite(values, data):
+    others = data.draw(st.lists(st.floats(-200, 0), min_size=len(values), max_size=len(values)))
+    logp = torch.tensor([values], requires_grad=True)
+    ref = torch.tensor([others])
+    for kind in ("abs", "k2", "k3"):
+        assert (kl_penalty(logp, ref, kind) >= -1e-7).all()  # rounding
+    (gradient,) = torch.autograd.grad(kl_penalty(logp, ref, "k3").sum(), logp)
+    assert gradient.isfinite().all()
+
+
+def test_k3_is_unbiased_over_the_policy():
+    policy = torch.tensor([0.5, 0.3, 0.2])
+    reference = torch.tensor([0.2, 0.3, 0.5])
+    exact = (policy * (policy / reference).log()).sum()
+    k3 = kl_penalty(policy.log()[None], reference.log()[None], "k3")[0]
+    assert (policy * k3).sum().item() == pytest.approx(exact.item(), abs=1e-6)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="kind=k4: expected one of"):
+        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
+    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\)"):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 3), "k1")

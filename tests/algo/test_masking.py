@@ -1,0 +1,52 @@
+"""`algo.masking`: hand-worked sums, and masked positions that must not matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
+
+
+def test_sum_and_mean_by_hand():
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    assert masked_sum(x, mask).item() == 10.0
+    assert masked_mean(x, mask).item() == pytest.approx(10 / 3)
+    assert masked_sum(x, mask, 1).tolist() == [4.0, 6.0]
+    assert masked_mean(x, mask, 1).tolist() == [2.0, 6.0]
+    assert masked_mean(x, mask, 0).tolist() == [1.0, 0.0, 4.5]
+
+
+def test_nothing_unmasked_gives_zero():
+    x = torch.full((2, 2), float("nan"))
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    assert masked_mean(x, mask).item() == 0.0
+    assert masked_mean(x, mask, 1).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
+def test_masked_values_and_gradients_never_matter(junk):
+    mask = torch.tensor([True, False, True])
+    clean = torch.tensor([1.0, 0.0, 5.0])
+    x = torch.tensor([1.0, junk, 5.0], requires_grad=True)
+    assert masked_mean(x, mask).item() == masked_mean(clean, mask).item() == 3.0
+    masked_mean(x, mask).backward()
+    assert x.grad is not None and x.grad.tolist() == [0.5, 0.0, 0.5]
+    torch.testing.assert_close(masked_whiten(x, mask), masked_whiten(clean, mask))
+
+
+def test_whitened_values_have_mean_zero_and_unbiased_variance_one():
+    x = torch.tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    white = masked_whiten(x, mask)
+    assert white[:, 2].tolist() == [0.0, 0.0]
+    picked = white[mask.bool()]
+    assert picked.mean().item() == pytest.approx(0, abs=1e-6)
+    assert picked.var().item() == pytest.approx(1, abs=1e-5)
+    assert picked[0].item() == pytest.approx(-3 / (20 / 3) ** 0.5, abs=1e-6)
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"mask: got shape \(2,\), expected that of x, \(3,\)"):
+        masked_mean(torch.zeros(3), torch.ones(2))

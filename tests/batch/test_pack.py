@@ -1,0 +1,130 @@
+"""`batch.pack`: a hand-made forest, and properties of collected ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.batch.pack import PAD_NODE, pack
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.rollout.collector import collect
+from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
+from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+
+PROMPT = make_prompt()
+
+
+def _row(name, token_ids, mask, reward=0.0, *, parent=None, fork_len=0, **changes):
+    size = len(token_ids)
+    values = {
+        "trajectory_id": name,
+        "prompt": PROMPT,
+        "path": (0,),
+        "token_ids": token_ids,
+        "loss_mask": mask,
+        "logps": [-0.5] * size,
+        "entropies": [0.25] * size,
+        "versions": [4] * size,
+        "turn_ids": [0] * size,
+        "turns": [],
+        "stop_reason": StopReason.eos,
+        "parent_id": parent,
+        "fork_len": fork_len,
+        "score": Score(value=reward, correct=False, f1=0.0, answer="", reason=""),
+    }
+    return Trajectory(**(values | changes))
+
+
+def _tree(*rows):
+    return RolloutTree(prompt=PROMPT, trajectories=list(rows))
+
+
+def test_by_hand():
+    first = _tree(
+        _row("a", [1, 2, 3, 4], [1, 0, 1, 1], 1.0),
+        _row("b", [1, 2, 9], [1, 0, 1], 0.5, parent="a", fork_len=2),
+        _row("c", [1, 2, 9, 7, 7], [1, 0, 1, 1, 1], parent="b", fork_len=3),
+    )
+    lost = _row("e", [5], [1], score=None, stop_reason=StopReason.aborted)
+    batch = pack([first, _tree(_row("d", [1, 2], [1, 1], -1.0), lost)])
+    assert batch.response_BT.tolist() == [
+        [1, 2, 3, 4, 0],
+        [1, 2, 9, 0, 0],
+        [1, 2, 9, 7, 7],
+        [1, 2, 0, 0, 0],
+        [5, 0, 0, 0, 0],
+    ]
+    assert batch.node_BT.tolist() == [
+        [0, 1, 2, 3, -1],
+        [0, 1, 4, -1, -1],
+        [0, 1, 4, 5, 6],
+        [7, 8, -1, -1, -1],
+        [9, -1, -1, -1, -1],
+    ]
+    assert batch.mask_BT.int().tolist() == [
+        [1, 0, 1, 1, 0],
+        [1, 0, 1, 0, 0],
+        [1, 0, 1, 1, 1],
+        [1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert batch.length_B.tolist() == [4, 3, 5, 2, 1]
+    assert batch.group_B.tolist() == [0, 0, 0, 1, 2], "the failed row is in no prompt's group"
+    assert batch.reward_B.tolist() == [1.0, 0.5, 0.0, -1.0, 0.0]
+    assert batch.rollout_logp_BT[0].tolist() == [-0.5] * 4 + [0.0]
+    assert batch.version_BT[4].tolist() == [4, 0, 0, 0, 0]
+    assert batch.prompt_ids == (PROMPT.token_ids,) * 5
+    assert batch.mask_BT.dtype == torch.bool and batch.reward_B.dtype == torch.float32
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 6))
+def test_equal_nodes_are_exactly_the_shared_prefixes(seed, num_trajectories):
+    config = RolloutConfig(num_trajectories=num_trajectories, max_response_tokens=100)
+    trees = asyncio.run(
+        collect(
+            [make_prompt("p0"), make_prompt("p1")],
+            generator=FakeGenerator(),
+            tools=FakeTools(),
+            codec=CharCodec(),
+            rubric=FakeRubric(),
+            config=config,
+            max_model_len=500,
+            seed=seed,
+            step=0,
+        )
+    )
+    rows = [row for tree in trees for row in tree.trajectories]
+    batch = pack(trees)
+    real = batch.node_BT != PAD_NODE
+    assert real.sum(1).tolist() == batch.length_B.tolist()
+    assert batch.mask_BT.sum().item() == sum(sum(row.loss_mask) for row in rows)
+    own = sum(len(row.token_ids) - row.fork_len for row in rows)
+    assert batch.node_BT[real].unique().numel() == own
+    for node in batch.node_BT[real].unique():
+        holders, position = (batch.node_BT == node).nonzero(as_tuple=True)
+        assert position.unique().numel() == 1
+        until = int(position[0]) + 1
+        assert batch.response_BT[holders, :until].unique(dim=0).shape[0] == 1
+        assert batch.group_B[holders].unique().numel() == 1
+
+
+def test_nothing_to_train_on_says_how_they_ended():
+    lost = _row("a", [1], [1], score=None, stop_reason=StopReason.aborted)
+    with pytest.raises(ValueError, match=r"no token to train on.*'aborted': 1"):
+        pack([_tree(lost)])
+    with pytest.raises(ValueError, match="got 0 with 0 trajectories"):
+        pack([])
+
+
+def test_bad_trees():
+    with pytest.raises(ValueError, match="expected one that comes earlier"):
+        pack([_tree(_row("b", [1], [1], parent="a"))])
+    with pytest.raises(ValueError, match="first 2 tokens differ"):
+        pack([_tree(_row("a", [1, 2], [1, 1]), _row("b", [1, 3], [1, 1], parent="a", fork_len=2))])
+    with pytest.raises(ValueError, match="got no score"):
+        pack([_tree(_row("a", [1], [1], score=None))])

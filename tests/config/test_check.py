@@ -1,0 +1,196 @@
+"""Every condition across sections fails with its key, value, expectation and cause."""
+
+import json
+import time
+
+import pytest
+
+from mega_agentrl.config.check import SUPPORTED_ARCHITECTURES, check, num_ranks
+from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.reshard import model_shape
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A configuration that passes: 4 heads, 2 key/value heads, 2 layers, 512 positions."""
+    for name in ("train", "validation", "demonstrations", "dev"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"")
+    (tmp_path / "corpus.jsonl").write_text("")
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path)
+    made = TrainConfig(run_dir=str(tmp_path / "run"))
+    made.model.path = str(tmp_path / "model")
+    made.data.train = str(tmp_path / "train.parquet")
+    made.data.validation = str(tmp_path / "validation.parquet")
+    made.data.max_prompt_tokens = 96
+    made.rollout.max_response_tokens = 160
+    made.engine.max_model_len = 256
+    made.tool.search.corpus = str(tmp_path / "corpus.jsonl")
+    return made
+
+
+def write_model(folder, **changes):
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | changes))
+
+
+def message(config, **kwargs):
+    with pytest.raises(ValueError, match="expected") as caught:
+        check(config, **kwargs)
+    text = str(caught.value)
+    assert "probable cause" in text
+    assert len(text.splitlines()) == 1
+    return text
+
+
+def test_a_good_configuration_passes_at_once(config):
+    start_s = time.perf_counter()
+    check(config, num_slots=2)
+    assert time.perf_counter() - start_s < 1.0
+
+
+@pytest.mark.parametrize("key", ["train", "validation"])
+def test_data_files_must_exist(config, key):
+    setattr(config.data, key, "nowhere.parquet")
+    assert f"data.{key}='nowhere.parquet'" in message(config)
+    setattr(config.data, key, "")
+    assert f"data.{key} is empty" in message(config)
+
+
+def test_a_missing_corpus_fails_and_no_corpus_passes(config):
+    config.tool.search.corpus = "nowhere.jsonl"
+    assert "tool.search.corpus='nowhere.jsonl'" in message(config)
+    config.tool.search.corpus = ""
+    check(config)
+
+
+def test_the_warm_start_needs_its_files_only_when_it_runs(config, tmp_path):
+    config.sft.data = "nowhere.parquet"
+    check(config)
+    config.sft.max_steps = 10
+    assert "sft.data='nowhere.parquet'" in message(config)
+    config.sft.data = str(tmp_path / "demonstrations.parquet")
+    assert "sft.dev is empty" in message(config)
+    config.sft.dev = str(tmp_path / "dev.parquet")
+    check(config)
+
+
+def test_a_run_dir_that_is_a_file_fails(config, tmp_path):
+    config.run_dir = str(tmp_path / "corpus.jsonl")
+    assert "run_dir=" in message(config)
+
+
+@pytest.mark.parametrize("path", ["", "nowhere", "Qwen/Qwen3-8B"])
+def test_a_missing_model_folder_fails(config, path):
+    config.model.path = path
+    assert "there is no config.json" in message(config)
+
+
+def test_a_model_of_another_architecture_fails(config, tmp_path):
+    write_model(tmp_path, architectures=["LlamaForCausalLM"])
+    text = message(config)
+    assert "['LlamaForCausalLM']" in text
+    assert "Qwen3ForCausalLM" in text
+    write_model(tmp_path, architectures=None)
+    assert "architectures=None" in message(config)
+
+
+def test_a_damaged_model_config_fails(config, tmp_path):
+    (tmp_path / "model" / "config.json").write_text('{"architectures": [')
+    assert "config.json is no JSON" in message(config)
+    write_model(tmp_path, num_hidden_layers=None)
+    assert "num_hidden_layers=None" in message(config)
+
+
+def test_the_supported_architectures_are_those_that_can_be_loaded():
+    assert SUPPORTED_ARCHITECTURES == model_shape.SUPPORTED_ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "hint"),
+    [
+        ("parallel", "tensor", 3, "parallel.tensor=3: the model has 4 attention heads"),
+        ("parallel", "tensor", 4, "parallel.tensor=4: the model has 2 key/value heads"),
+        ("parallel", "pipeline", 4, "parallel.pipeline=4: the model has 2 layers"),
+        ("engine", "tensor", 3, "engine.tensor=3: the model has 4 attention heads"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_model_fail(config, section, key, value, hint):
+    setattr(getattr(config, section), key, value)
+    assert hint in message(config)
+
+
+def test_the_engine_may_replicate_key_value_heads_but_not_split_them_unevenly(config, tmp_path):
+    config.engine.tensor = 4
+    check(config)  # 2 key/value heads on 4 ranks: each on two
+    write_model(tmp_path, num_attention_heads=12, num_key_value_heads=3, intermediate_size=240)
+    assert "engine.tensor=4: the model's 3 key/value heads" in message(config)
+
+
+def test_feed_forward_channels_are_divided(config, tmp_path):
+    write_model(tmp_path, intermediate_size=255)
+    config.parallel.tensor = 2
+    assert "255 feed-forward channels" in message(config)
+
+
+def test_prompt_and_response_must_fit_the_engine(config):
+    config.engine.max_model_len = 255
+    text = message(config)
+    assert "engine.max_model_len=255" in text
+    assert "at least 256 = data.max_prompt_tokens=96 + rollout.max_response_tokens=160" in text
+
+
+def test_the_engine_must_fit_the_model(config):
+    config.engine.max_model_len = 512
+    check(config)
+    config.engine.max_model_len = 513
+    assert "at most 512" in message(config)
+
+
+def test_roots_fit_into_the_group(config):
+    config.rollout.branch.initial_rollouts = 9
+    assert "rollout.branch.initial_rollouts=9: expected 1 to" in message(config)
+    config.rollout.branching = Branching.none
+    check(config)
+    config.rollout.branching = Branching.after_result
+    config.rollout.branch.initial_rollouts = 8
+    check(config)
+
+
+def test_one_trajectory_per_prompt_teaches_nothing(config):
+    config.rollout.num_trajectories = 1
+    assert "algo.advantage=grpo" in message(config)
+    config.total_steps = 0
+    check(config)
+
+
+def test_minibatches_divide_the_batch(config):
+    config.data.prompts_per_step, config.rollout.num_trajectories = 3, 4
+    config.optim.num_minibatches = 5
+    assert "optim.num_minibatches=5: expected a divisor of 12" in message(config)
+    config.optim.num_minibatches = 6
+    check(config)
+    config.parallel.data = 3
+    assert "parallel.data=3: expected at most 2" in message(config)
+
+
+def test_more_ranks_than_room(config):
+    config.parallel.tensor, config.parallel.pipeline, config.engine.tensor = 2, 2, 2
+    assert num_ranks(config) == 6
+    assert "= 6 ranks: expected at most 5" in message(config, num_slots=5)
+    check(config, num_slots=6)
+    check(config)
+
+
+def test_bubblewrap_must_be_installed(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "apt-get install bubblewrap" in message(config)

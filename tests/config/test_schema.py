@@ -1,0 +1,115 @@
+"""Every setting has a reader, a meaning and a checked range; there are not too many of them."""
+
+import ast
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ValidationError
+
+from mega_agentrl.config import schema
+from mega_agentrl.config.keys import known_keys
+from mega_agentrl.config.schema import RolloutConfig, TrainConfig
+
+PACKAGE = Path(schema.__file__).resolve().parents[1]
+MAX_LEAVES = 150
+SECTIONS = [
+    kind
+    for _, kind in inspect.getmembers(schema, inspect.isclass)
+    if dataclasses.is_dataclass(kind)
+]
+
+
+def attributes_read() -> set[str]:
+    """Names read as attributes anywhere in the package outside `config/`."""
+    names: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if PACKAGE / "config" in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+    return names
+
+
+def test_there_are_at_most_150_leaves():
+    assert 0 < len(known_keys()) <= MAX_LEAVES
+
+
+def test_every_leaf_is_read_outside_config():
+    read = attributes_read()
+    unread = [key for key in known_keys() if key.rsplit(".", maxsplit=1)[-1] not in read]
+    assert not unread, f"settings that nothing reads: {', '.join(unread)}"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda kind: kind.__name__)
+def test_every_section_says_what_it_is(section):
+    assert section.__doc__
+    assert not section.__doc__.startswith(f"{section.__name__}(")
+
+
+def test_the_defaults_are_a_valid_configuration_and_plain_values():
+    config = OmegaConf.to_object(OmegaConf.structured(TrainConfig))
+    assert isinstance(config, TrainConfig)
+    json.dumps(dataclasses.asdict(config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallel.tensor", 0),
+        ("engine.tensor", 0),
+        ("engine.max_model_len", 8),
+        ("engine.memory_fraction", 1.0),
+        ("rollout.num_trajectories", 0),
+        ("rollout.temperature", 0.0),
+        ("rollout.top_p", 0.0),
+        ("rollout.max_calls", -1),
+        ("rollout.branch.min_probe_tokens", 21),
+        ("rollout.branch.forks_per_decision", 0),
+        ("tool.python.timeout_s", 0.0),
+        ("tool.search.top_k", 0),
+        ("algo.clip_low", 1.0),
+        ("algo.clip_high", 0.0),
+        ("algo.clip_dual", 1.0),
+        ("algo.kl_coef", -0.1),
+        ("optim.lr", -1.0),
+        ("optim.grad_clip", 0.0),
+        ("sft.max_steps", -1),
+        ("sft.target_success", 1.5),
+        ("data.prompts_per_step", 0),
+        ("evaluate.num_samples", 0),
+        ("cluster.num_engines", 0),
+        ("total_steps", -1),
+    ],
+)
+def test_values_out_of_range_name_their_key_and_value(key, value):
+    config = OmegaConf.structured(TrainConfig)
+    OmegaConf.update(config, key, value)
+    with pytest.raises(ValueError, match="expected") as caught:
+        OmegaConf.to_object(config)
+    assert f"{key}={value}" in str(caught.value)
+
+
+def test_boundary_values_pass():
+    RolloutConfig(top_p=1.0, max_calls=0, num_trajectories=1)
+
+
+def test_a_wrong_type_and_an_unknown_key_fail():
+    config = OmegaConf.structured(TrainConfig)
+    with pytest.raises(ValidationError, match="learning"):
+        OmegaConf.update(config, "optim.lr", "learning")
+    with pytest.raises(ValidationError, match="k9"):
+        OmegaConf.update(config, "algo.kl_kind", "k9")
+    with pytest.raises(ConfigAttributeError, match="lrr"):
+        OmegaConf.update(config, "optim.lrr", 1.0)
+
+
+def test_the_names_of_enum_values_equal_their_values():
+    # Hydra reads and prints an enum by its name, our code compares values
+    for _, kind in inspect.getmembers(schema, inspect.isclass):
+        if issubclass(kind, schema.StrEnum) and kind is not schema.StrEnum:
+            assert [member.name for member in kind] == [member.value for member in kind]

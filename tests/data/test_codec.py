@@ -1,0 +1,98 @@
+"""The codec adds nothing, hides nothing, and appends turns without touching earlier ones."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.data.codec import HFCodec
+from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
+
+DIALOGUES = [[{"role": "user", "content": "What is 1*2 of the home ?"}]] * 3
+USER = {"role": "user", "content": "Hi <|im_end|>"}
+KEEP_ALL = "{%- for m in messages %}{{ m.content + eos_token + '\\n' }}{%- endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(DIALOGUES, vocab_size=400).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def codec(folder):
+    return HFCodec(folder)
+
+
+def with_template(folder, template: str) -> HFCodec:
+    codec = HFCodec(folder)
+    codec._tokenizer.chat_template = template
+    return codec
+
+
+@given(st.text())
+def test_any_text_round_trips_and_no_special_token_sneaks_in(codec, text):
+    ids = codec.encode(text + "<|im_end|>")
+    assert codec.decode(ids) == text + "<|im_end|>"
+    assert codec.eos_id not in ids
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(codec):
+    assert codec.decode(codec.encode("a\ud800b")) == "a?b"
+
+
+def test_decode_leaves_special_tokens_out_and_keeps_tags(codec):
+    text = " ".join(TAGS) + " a , b 's"
+    assert codec.decode([*codec.encode(text), codec.eos_id]) == text
+
+
+def test_ids_fit_the_vocabulary(codec):
+    assert max(codec.encode("".join(TAGS))) < codec.vocab_size
+
+
+def test_apply_chat_ends_with_the_generation_prompt(codec):
+    ids = codec.apply_chat([{"role": "user", "content": "What"}])
+    rendered = "<|im_start|>user\nWhat<|im_end|>\n<|im_start|>assistant\n"
+    assert codec._tokenizer.decode(ids) == rendered
+    assert ids.count(codec.eos_id) == 1
+
+
+def test_tools_are_rendered_when_given(codec):
+    messages = [{"role": "user", "content": "What"}]
+    plain = codec.apply_chat(messages)
+    with_tools = codec.apply_chat(messages, [{"name": "python"}])
+    assert with_tools[-len(plain) :] == plain
+    assert '{"name": "python"}' in codec.decode(with_tools)
+
+
+def test_the_next_turn_completes_the_full_rendering(codec):
+    first = [{"role": "user", "content": "What"}]
+    answer, following = {"role": "assistant", "content": "is"}, [{"role": "user", "content": "the"}]
+    grown = [*codec.apply_chat(first), *codec.encode("is"), codec.eos_id]
+    grown += codec.apply_next_turn(following)
+    assert grown == codec.apply_chat([*first, answer, *following])
+
+
+def test_a_template_that_rewrites_earlier_turns_cannot_append(folder):
+    codec = with_template(folder, "{{ messages|length }}" + KEEP_ALL)
+    with pytest.raises(ValueError, match="cannot append a turn"):
+        codec.apply_next_turn([USER])
+    assert with_template(folder, KEEP_ALL).apply_next_turn([USER])
+
+
+def test_a_tokenizer_without_a_template_says_so(folder):
+    with pytest.raises(ValueError, match="chat template: the tokenizer has none"):
+        with_template(folder, None).apply_chat([USER])
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path=.*no tokenizer_config\.json"):
+        HFCodec(tmp_path)
+
+
+def test_a_tokenizer_without_eos_says_so(tmp_path):
+    tokenizer = train_tokenizer(DIALOGUES, vocab_size=400)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no eos_token"):
+        HFCodec(tmp_path)

@@ -1,0 +1,93 @@
+"""Demonstrations earn what they should, and are what a rollout would have produced."""
+
+import random
+import re
+
+from mega_agentrl.data.toolqa.demonstrations import (
+    guess,
+    make_demonstrations,
+    result_text,
+    use_tools,
+)
+from mega_agentrl.data.toolqa.knowledge import make_facts
+from mega_agentrl.data.toolqa.names import Split, deal
+from mega_agentrl.data.toolqa.questions import Call, Kind, Question, make_questions
+from mega_agentrl.reward import arpo
+from mega_agentrl.tool.tags import TagProtocol
+
+BOTH = Question(
+    Kind.both,
+    "What is the price of Bako times 37?",
+    "1924",
+    (
+        Call("search", "price of Bako", "The price of Bako is 52."),
+        Call("python", "52*37", "1924"),
+    ),
+)
+
+
+def questions() -> list[Question]:
+    inventories = deal(0)
+    facts = make_facts(inventories, 0)
+    return make_questions(Split.dev, inventories[Split.dev], facts, num_questions=90, seed=0)
+
+
+def response(messages) -> str:
+    return "".join(message["content"] for message in messages[1:])
+
+
+def test_a_demonstration_with_tools_word_for_word():
+    assert use_tools(BOTH) == [
+        {"role": "user", "content": "What is the price of Bako times 37?"},
+        {
+            "role": "assistant",
+            "content": "<think> look up </think> <search> price of Bako </search>",
+        },
+        {"role": "tool", "content": " <result>\nThe price of Bako is 52.\n</result>"},
+        {"role": "assistant", "content": " <python> 52*37 </python>"},
+        {"role": "tool", "content": " <result>\n1924\n</result>"},
+        {"role": "assistant", "content": " <answer> \\boxed{1924} </answer>"},
+    ]
+
+
+def test_tool_answers_are_what_the_tag_protocol_renders_and_calls_parse():
+    protocol = TagProtocol({"python": "code", "search": "query"})
+    for question in questions():
+        messages = use_tools(question)
+        for call, said, answered in zip(
+            question.calls, messages[1::2], messages[2::2], strict=False
+        ):
+            assert protocol.render(call.result) == result_text(call.result) == answered["content"]
+            parsed = protocol.parse(said["content"])
+            assert parsed is not None
+            assert (parsed.tool, *parsed.arguments.values()) == (call.tool, call.text)
+
+
+def test_using_tools_is_always_right_and_guessing_almost_never():
+    rng = random.Random(0)
+    right = 0
+    for question in questions():
+        with_tools = arpo.score(response(use_tools(question)), question.answer)
+        assert with_tools.value == (1.1 if question.kind is Kind.both else 1.0)
+        guessed = arpo.score(response(guess(question, rng)), question.answer)
+        assert guessed.value in (0.0, 1.0)
+        right += guessed.correct
+    assert right <= 3
+
+
+def test_guesses_look_like_answers():
+    rng = random.Random(1)
+    for question in questions():
+        boxed = re.search(r"boxed\{(\w+)\}", response(guess(question, rng)))
+        pattern = r"[A-Z][a-z]{4}" if question.kind is Kind.search else r"\d{4}"
+        assert boxed is not None
+        assert re.fullmatch(pattern, boxed[1])
+
+
+def test_about_half_of_the_demonstrations_guess_and_all_questions_come_round():
+    made = make_demonstrations(questions(), num_demonstrations=900, seed=0)
+    assert len(made) == 900
+    guesses = sum(len(messages) == 2 for messages in made)
+    assert 380 < guesses < 520
+    assert {messages[0]["content"] for messages in made[:90]} == {q.text for q in questions()}
+    assert made == make_demonstrations(questions(), num_demonstrations=900, seed=0)

@@ -1,0 +1,46 @@
+"""The stamp holds for the same settings and a complete folder only."""
+
+import pytest
+
+from mega_agentrl.data.toolqa.settings import (
+    OUTPUTS,
+    STAMP,
+    TaskSettings,
+    is_written,
+    remove_stamp,
+    write_stamp,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in OUTPUTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_the_stamp_is_for_its_settings(folder):
+    assert not is_written(folder, TaskSettings())
+    write_stamp(folder, TaskSettings())
+    assert is_written(folder, TaskSettings())
+    assert not is_written(folder, TaskSettings(seed=1))
+    remove_stamp(folder)
+    assert not is_written(folder, TaskSettings())
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_missing_file_voids_the_stamp(folder, name):
+    write_stamp(folder, TaskSettings())
+    (folder / name).unlink()
+    assert not is_written(folder, TaskSettings())
+
+
+def test_a_damaged_stamp_is_no_stamp(folder):
+    (folder / STAMP).write_text("{")
+    assert not is_written(folder, TaskSettings())
+
+
+def test_sizes_must_be_positive():
+    with pytest.raises(ValueError, match="num_train=0: expected at least 1"):
+        TaskSettings(num_train=0)

@@ -1,0 +1,22 @@
+"""One engine for all tests of the generator: starting one takes half a minute."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.config.schema import EngineConfig
+from tests.generator.engine_host import EngineHost
+from tests.generator.tiny_model import write_model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), scale=4.0)
+
+
+@pytest.fixture(scope="session")
+def engine(model_folder, tmp_path_factory):
+    config = EngineConfig(max_model_len=256, kv_cache_gib=1, call_deadline_s=60.0)
+    host = EngineHost(config, model_folder, tmp_path_factory.mktemp("engine") / "vllm.log")
+    yield host
+    host.close()

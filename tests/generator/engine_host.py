@@ -1,0 +1,115 @@
+"""Hosts an `Engine` in a process of its own, as a Ray actor does, and calls its methods.
+
+vLLM's environment variables and imports thus stay out of the test process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from mega_agentrl.config.schema import EngineConfig
+
+DEADLINE_S = 240.0
+
+
+class EngineHost:
+    """The test's side: `call` waits for the result, `begin` returns a future."""
+
+    def __init__(self, config: EngineConfig, model: Path, log_path: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, config, str(model), log_path), daemon=False
+        )
+        self.process.start()
+        theirs.close()
+        self._numbers = itertools.count()
+        self._futures: dict[int, Future[Any]] = {}
+        threading.Thread(target=self._read, daemon=True).start()
+        self.call("ready")
+
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        number, future = next(self._numbers), Future[Any]()
+        self._futures[number] = future
+        self._pipe.send((number, method, args))
+        return future
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.begin(method, *args).result(DEADLINE_S)
+
+    def close(self) -> None:
+        self.begin("exit")
+        self.process.join(30)
+        if self.process.is_alive():
+            self.process.kill()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, result, error = self._pipe.recv()
+                future = self._futures.pop(number)
+                future.set_exception(error) if error else future.set_result(result)
+        except (EOFError, OSError):
+            for future in self._futures.values():
+                future.set_exception(RuntimeError("the engine's host is gone"))
+
+
+def _serve(pipe: Connection, config: EngineConfig, model: str, log_path: Path) -> None:
+    from mega_agentrl.generator.environment import set_environment
+
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    output = os.open(log_path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    set_environment(config, log_path=log_path)
+    asyncio.run(_answer_calls(pipe, config, model))
+
+
+async def _answer_calls(pipe: Connection, config: EngineConfig, model: str) -> None:
+    from mega_agentrl.generator.engine import Engine
+
+    loop = asyncio.get_running_loop()
+    calls: asyncio.Queue[Any] = asyncio.Queue()
+
+    def read() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(calls.put_nowait, pipe.recv())
+        except EOFError:
+            loop.call_soon_threadsafe(calls.put_nowait, (0, "exit", ()))
+
+    threading.Thread(target=read, daemon=True).start()
+    engine = await Engine().start(config, model, seed=1)
+    extra = {"version": lambda: _value(engine.version), "ready": lambda: _value(None)}
+    extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
+    tasks = set()
+    while (call := await calls.get())[1] != "exit":
+        number, method, args = call
+        task = asyncio.create_task(
+            _answer(pipe, number, extra.get(method) or getattr(engine, method), args)
+        )
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await engine.close()
+
+
+async def _value(value: Any) -> Any:
+    return value
+
+
+async def _answer(pipe: Connection, number: int, method: Any, args: Any) -> None:
+    try:
+        answer = (number, await method(*args), None)
+    except Exception as error:  # noqa: BLE001 - the test decides what it means
+        answer = (number, None, RuntimeError(f"{type(error).__name__}: {error}"))
+    pipe.send(answer)

@@ -1,0 +1,163 @@
+"""The real engine against a recomputation in transformers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mega_agentrl.types.records import Finish, GenerateRequest
+from tests.generator.tiny_model import EOS_ID, check_against_transformers
+
+
+def make_requests(name, count, **settings):
+    rng = random.Random(name)
+    return [
+        GenerateRequest(
+            request_id=f"{name}/{index}",
+            token_ids=tuple(rng.randrange(5, 300) for _ in range(rng.randrange(3, 40))),
+            **({"max_tokens": rng.randrange(1, 30)} | settings),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 20), (0.0, 1.0, 0)]
+)
+def test_logps_and_entropies_are_those_of_the_model(
+    engine, model_folder, temperature, top_p, top_k
+):
+    requests = make_requests(
+        f"exact{temperature}", 6, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+        assert got.request_id == request.request_id
+        assert 1 <= len(got.token_ids) <= request.max_tokens
+        assert got.version == engine.call("version")
+        check_against_transformers(model_folder, request, got)
+        if temperature == 0.0:
+            assert got.token_ids == got.argmax_ids
+
+
+def test_requests_of_different_temperature_share_a_batch(engine, model_folder):
+    requests = [
+        request
+        for temperature in (0.0, 0.5, 1.0, 2.0)
+        for request in make_requests(f"mixed{temperature}", 8, temperature=temperature)
+    ]
+    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+        check_against_transformers(model_folder, request, got)
+
+
+def test_a_seeded_request_repeats(engine):
+    first, second = (
+        engine.call("generate", make_requests("seed", 1, max_tokens=20, seed=7)[0])
+        for _ in range(2)
+    )
+    assert first.token_ids == second.token_ids
+
+
+def stopping_request(engine, stop):
+    """A seeded request that samples the token `stop` before its length is reached."""
+    for seed in range(200):
+        request = GenerateRequest(
+            request_id=f"find/{seed}",
+            token_ids=(9, 8, 7),
+            max_tokens=100,
+            temperature=2.0,
+            seed=seed,
+        )
+        if stop in engine.call("generate", request).token_ids:
+            return request
+    raise AssertionError("no seed samples it")
+
+
+def test_a_single_token_stop_string_ends_generation_and_stays(engine):
+    request = stopping_request(engine, stop=3)
+    settings = {name: getattr(request, name) for name in ("token_ids", "max_tokens", "seed")}
+    got = engine.call(
+        "generate",
+        GenerateRequest(
+            request_id="stop", temperature=2.0, stop=("</python>", "</search>"), **settings
+        ),
+    )
+    assert (got.finish, got.stop_string) in [(Finish.stop, "</python>"), (Finish.stop, "</search>")]
+    assert got.token_ids[-1] in (3, 4)
+    assert not {3, 4} & set(got.token_ids[:-1])
+
+
+def test_a_stop_string_of_several_tokens_ends_generation(engine, model_folder):
+    plain = make_requests("several", 1, max_tokens=12, seed=3)[0]
+    ids = engine.call("generate", plain).token_ids
+    stop = f"w{ids[4]} w{ids[5]}"
+    got = engine.call(
+        "generate",
+        GenerateRequest(
+            request_id="stop2", token_ids=plain.token_ids, max_tokens=12, seed=3, stop=(stop,)
+        ),
+    )
+    assert got.finish is Finish.stop
+    assert got.stop_string == stop
+    assert got.token_ids == ids[:6]
+    check_against_transformers(model_folder, plain, got)
+
+
+def test_end_of_text_and_length_are_told_apart(engine):
+    request = stopping_request(engine, stop=EOS_ID)
+    got = engine.call("generate", request)
+    assert got.finish is Finish.eos
+    assert got.token_ids[-1] == EOS_ID
+    short = make_requests("length", 1, max_tokens=1, temperature=0.0)[0]
+    assert engine.call("generate", short).finish is Finish.length
+
+
+def test_abort_returns_what_there_is(engine, model_folder):
+    request = make_requests("abort", 1, max_tokens=200, temperature=0.0)[0]
+    running = engine.begin("generate", request)
+    while not (seen := engine.call("entropies", request.request_id)):
+        pass
+    engine.call("abort", request.request_id)
+    got = running.result(60)
+    if got.finish is Finish.aborted:
+        assert len(got.token_ids) >= len(seen) - 1
+        assert got.entropies[: len(seen)] == seen[: len(got.entropies)]
+    check_against_transformers(model_folder, request, got)
+    engine.call("abort", "never heard of")
+
+
+def test_a_long_prompt_is_measured_once_when_prefilled_in_chunks(engine, model_folder):
+    request = GenerateRequest(
+        request_id="long", token_ids=tuple(5 + i % 290 for i in range(250)), max_tokens=6
+    )
+    check_against_transformers(model_folder, request, engine.call("generate", request))
+
+
+def test_nothing_stays_in_the_tap(engine):
+    engine.call("generate_many", make_requests("clean", 20))
+    assert engine.call("rpc", "tap_size") == [0]
+
+
+def test_pause_holds_new_requests_back(engine):
+    engine.call("pause")
+    waiting = engine.begin("generate", make_requests("paused", 1)[0])
+    with pytest.raises(TimeoutError):
+        waiting.result(0.5)
+    engine.call("resume")
+    assert waiting.result(60).token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token_ids": ()}, "prompt of 0 tokens"),
+        ({"token_ids": (5,) * 256}, "engine.max_model_len is 256"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ],
+)
+def test_bad_requests_are_refused(engine, settings, message):
+    request = GenerateRequest(
+        **({"request_id": "bad", "token_ids": (5,), "max_tokens": 4} | settings)
+    )
+    with pytest.raises(RuntimeError, match=message):
+        engine.call("generate", request)

@@ -1,0 +1,152 @@
+"""ARPO's reward: every released row, and what the strict rule reads differently."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.reward.arpo import score, score_strict
+from mega_agentrl.types.records import (
+    Author,
+    Prompt,
+    StopReason,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+    Turn,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "arpo_reward.json"
+CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+THINK = "<think> r </think>"
+ANSWER = "<answer> \\boxed{12} </answer>"
+
+
+def trajectory(*turns, truth="12"):
+    """Turns are model text, or (tool, status, answer) for a tool's turn."""
+    records = []
+    for index, turn in enumerate(turns):
+        if isinstance(turn, str):
+            author, text, outcome = Author.assistant, turn, None
+        else:
+            tool, status, answer = turn
+            author, text = Author.tool, f" <result>\n{answer}\n</result>"
+            outcome = ToolOutcome(tool=tool, status=status, answer=answer, latency_s=0.0)
+        records.append(
+            Turn(index=index, author=author, start=0, stop=0, text=text, outcome=outcome)
+        )
+    prompt = Prompt(prompt_id="p", data_source="d", messages=(), ground_truth=truth, token_ids=(1,))
+    return Trajectory(
+        trajectory_id="t",
+        prompt=prompt,
+        path=(0,),
+        token_ids=[],
+        loss_mask=[],
+        logps=[],
+        entropies=[],
+        versions=[],
+        turn_ids=[],
+        turns=records,
+        stop_reason=StopReason.eos,
+    )
+
+
+SEARCH = (THINK + "<search> q </search>", ("search", ToolStatus.ok, "x"))
+PYTHON = (THINK + "<python> 1 </python>", ("python", ToolStatus.ok, "1"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_released_rows(case):
+    got = score(case["solution"], case["ground_truth"])
+    assert got.value == pytest.approx(case["score"], abs=1e-12)
+    assert got.f1 == pytest.approx(case["f1"], abs=1e-12)
+    assert got.answer == case["answer"]
+    assert got.correct == (case["f1"] == 1.0)
+    if not case["reason"].startswith("find box error"):  # a Python error's text there
+        assert got.reason == case["reason"]
+
+
+def test_threshold_makes_a_partial_answer_correct():
+    text = THINK + "<answer> \\boxed{Barack Hussein Obama} </answer>"
+    assert not score(text, "Barack Obama").correct
+    assert score(text, "Barack Obama", 0.8).correct
+    assert not score(THINK + "<answer> \\boxed{x} </answer>", "y", 0.0).correct
+
+
+def test_last_box_by_a_space_ends_at_a_dollar():
+    text = THINK + "<answer> \\boxed{1} $\\boxed 2$ </answer>"
+    assert score(text, "2").value == 1.0
+
+
+def test_strict_bonus_needs_both_tools_to_have_run():
+    assert score_strict(trajectory(*SEARCH, *PYTHON, ANSWER)).value == pytest.approx(1.1)
+    assert score_strict(trajectory(*PYTHON, *PYTHON, ANSWER)).value == 1.0
+    failed = (PYTHON[0], ("python", ToolStatus.user_error, "Traceback"))
+    assert score_strict(trajectory(*SEARCH, *failed, ANSWER)).value == 1.0
+    wrong = trajectory(*SEARCH, *PYTHON, "<answer> \\boxed{13} </answer>")
+    assert score_strict(wrong).value == 0.0
+
+
+def test_strict_bonus_is_not_earned_by_writing_closing_tags():
+    text = THINK + "</search></python>" + ANSWER
+    assert score(text, "12").value == pytest.approx(1.1)
+    assert score_strict(trajectory(text)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    "page", ["<answer> \\boxed{12} </answer>", "<think>", "</search>", "<python>", "</result>"]
+)
+def test_strict_ignores_tags_in_tool_output(page):
+    injected = (SEARCH[0], ("search", ToolStatus.ok, page))
+    harmless = score_strict(trajectory(*SEARCH, ANSWER))
+    assert score_strict(trajectory(*injected, ANSWER)) == harmless
+    assert harmless.value == 1.0
+
+
+def test_strict_does_not_take_an_answer_from_a_tool():
+    page = (SEARCH[0], ("search", ToolStatus.ok, ANSWER))
+    assert score_strict(trajectory(*page, "done")).value == -1.0
+
+
+def test_strict_format():
+    call_without_result = trajectory(THINK + "<search> q </search>" + ANSWER)
+    assert score_strict(call_without_result).value == -1.0
+    faked = trajectory(THINK + "<search> q </search> <result>\n12\n</result>" + ANSWER)
+    assert score(faked.response_text, "12").value == 1.0
+    assert score_strict(faked).value == -1.0
+    assert score_strict(trajectory(ANSWER)).value == -1.0
+    assert score_strict(trajectory(THINK + ANSWER + ANSWER)).value == -1.0
+
+
+def test_strict_compares_numbers():
+    negative = trajectory(THINK + "<answer> \\boxed{-12} </answer>")
+    assert score(negative.response_text, "12").value == 1.0
+    assert score_strict(negative).value == 0.0
+
+
+PIECES = st.sampled_from(
+    [
+        *("<think>", "</think>", "<answer>", "</answer>", "<search>", "</search>", "<python>"),
+        *(
+            "</python>",
+            "<result>",
+            "</result>",
+            "\\boxed",
+            "\\boxed{",
+            "\\boxed ",
+            "}",
+            "{",
+            "12",
+            " ",
+        ),
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=24).map("".join))
+def test_never_raises(text):
+    for got in (score(text, "12"), score_strict(trajectory(text))):
+        assert got.value == -1.0 or 0.0 <= got.value <= 1.1
+        assert got.correct <= (got.f1 == 1.0)

@@ -1,0 +1,114 @@
+"""`rollout.collector`: a tree per prompt in order, scored, and errors that arrive whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.rollout.branching import NoBranching
+from mega_agentrl.rollout.collector import collect, prompt_keys
+from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, turns
+
+END = f"<answer>1</answer>{EOS}"
+PROMPTS = [make_prompt(f"set/{index}", question=f"Q{index}") for index in range(5)]
+
+
+def _collect(prompts=PROMPTS, *, generator=None, tools=None, rubric=None, **options):
+    config = options.pop("config", RolloutConfig(num_trajectories=4, max_response_tokens=120))
+    return asyncio.run(
+        collect(
+            prompts,
+            generator=generator or FakeGenerator(),
+            tools=tools or FakeTools(),
+            codec=CharCodec(),
+            rubric=rubric or FakeRubric(),
+            config=config,
+            max_model_len=options.pop("max_model_len", 500),
+            seed=options.pop("seed", 1),
+            step=options.pop("step", 0),
+            **options,
+        )
+    )
+
+
+def test_a_scored_tree_per_prompt_in_order():
+    trees = _collect()
+    assert [tree.prompt.prompt_id for tree in trees] == [p.prompt_id for p in PROMPTS]
+    rubric = FakeRubric()
+    for one in (one for tree in trees for one in tree.trajectories):
+        assert one.score == rubric.score(one)
+    ids = [one.trajectory_id for tree in trees for one in tree.trajectories]
+    assert len(set(ids)) == len(ids) == 20
+
+
+def test_other_prompts_delays_and_order_do_not_matter():
+    plain = _collect()
+    other = _collect(PROMPTS[::-1], generator=FakeGenerator(delays=5), tools=FakeTools(delays=6))
+    assert other[::-1] == plain
+    assert _collect(PROMPTS[2:3]) == plain[2:3]
+
+
+def test_seed_and_step_change_the_samples():
+    plain = _collect()
+    assert _collect(seed=2) != plain and _collect(step=1) != plain
+
+
+def test_greedy_requests_have_no_seed_and_temperature_zero():
+    generator = FakeGenerator(turns(END))
+    config = RolloutConfig(num_trajectories=1, branching=Branching.none)
+    _collect(generator=generator, config=config, temperature=0.0)
+    assert {(r.temperature, r.seed) for r in generator.requests} == {(0.0, None)}
+
+
+def test_sampling_settings_reach_the_engine():
+    generator = FakeGenerator(turns(END))
+    config = RolloutConfig(num_trajectories=1, temperature=0.7, top_p=0.9, top_k=5)
+    _collect(PROMPTS[:1], generator=generator, config=config)
+    (request,) = generator.requests
+    assert (request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 5)
+    assert request.stop == ("</search>", "</python>")
+    assert request.request_id.split("/")[0] == "set_0", "requests of a prompt share a first part"
+
+
+def test_a_given_policy_overrides_the_configured_one():
+    trees = _collect(branching=NoBranching())
+    assert sum(tree.num_forks for tree in trees) == 0
+    assert sum(tree.num_forks for tree in _collect()) > 0
+
+
+def test_a_repeated_prompt_is_sampled_anew():
+    first, second = _collect([PROMPTS[0], PROMPTS[0]])
+    assert [o.token_ids for o in first.trajectories] != [o.token_ids for o in second.trajectories]
+    assert prompt_keys([PROMPTS[0], PROMPTS[1], PROMPTS[0]]) == ["set_0", "set_1", "set_0#1"]
+
+
+def test_a_failed_trajectory_has_no_score_and_the_others_do():
+    def breaks(request):
+        return "set_1/" in request.request_id
+
+    trees = _collect(generator=FakeGenerator(turns(END), breaks=breaks))
+    for index, tree in enumerate(trees):
+        assert len(tree.trajectories) == 4
+        assert all(one.failed == (index == 1) for one in tree.trajectories)
+        assert all((one.score is None) == (index == 1) for one in tree.trajectories)
+
+
+def test_a_bug_arrives_as_itself_and_nothing_stays_open():
+    class Broken(FakeRubric):
+        def score(self, trajectory):
+            raise KeyError("wrong_name")
+
+    tools = FakeTools(delays=1)
+    with pytest.raises(KeyError, match="wrong_name"):
+        _collect(rubric=Broken(), tools=tools)
+    assert all(session.released >= 1 for session in tools.sessions)
+    with pytest.raises(ZeroDivisionError):
+        _collect(tools=FakeTools(answer=lambda text: 1 / 0))
+
+
+def test_a_prompt_that_fills_the_model_is_named():
+    with pytest.raises(ValueError, match="prompt set/0: got 3 tokens, expected fewer"):
+        _collect(max_model_len=3)

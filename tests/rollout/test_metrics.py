@@ -1,0 +1,124 @@
+"""`rollout.metrics`: hand-counted numbers of a tree with a call, a fork and a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.rollout.metrics import rollout_metrics
+from mega_agentrl.types.records import (
+    Author,
+    RolloutTree,
+    Score,
+    StopReason,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+    Turn,
+)
+from tests.fakes import make_prompt
+
+PROMPT = make_prompt()
+
+
+def _outcome(status=ToolStatus.ok):
+    return ToolOutcome(tool="python", status=status, answer="2", latency_s=0.5)
+
+
+def _trajectory(path, spans, entropies, *, score=None, stop=StopReason.eos, **changes):
+    """spans: (author, length) per turn."""
+    turns, mask, ids, at = [], [], [], 0
+    for index, (author, length) in enumerate(spans):
+        said = author is Author.assistant
+        turns.append(
+            Turn(
+                index=index,
+                author=author,
+                start=at,
+                stop=at + length,
+                text="t",
+                outcome=None if said else _outcome(),
+            )
+        )
+        mask += [int(said)] * length
+        ids += [index] * length
+        at += length
+    return Trajectory(
+        trajectory_id=str(path),
+        prompt=PROMPT,
+        path=path,
+        token_ids=[1] * at,
+        loss_mask=mask,
+        logps=[0.0] * at,
+        entropies=entropies,
+        versions=[1] * at,
+        turn_ids=ids,
+        turns=turns,
+        stop_reason=stop,
+        num_calls=len(turns) // 2,
+        score=score,
+        **changes,
+    )
+
+
+def _score(value, correct):
+    return Score(value=value, correct=correct, f1=0.0, answer="", reason="")
+
+
+AGENT, TOOL = Author.assistant, Author.tool
+
+
+def _tree():
+    spans = [(AGENT, 2), (TOOL, 1), (AGENT, 2)]
+    root = _trajectory((0,), spans, [1, 1, 0, 3, 3], score=_score(1.0, True))
+    fork = _trajectory(
+        (0, 0),
+        spans,
+        [1, 1, 0, 5, 5],
+        score=_score(0.5, False),
+        parent_id="(0,)",
+        fork_len=3,
+        stop=StopReason.length,
+    )
+    failed = _trajectory((1,), [(AGENT, 1)], [9], stop=StopReason.aborted)
+    trajectories = [root, fork, failed]
+    return RolloutTree(prompt=PROMPT, trajectories=trajectories, num_forks=1, num_top_ups=0)
+
+
+def test_by_hand():
+    got = rollout_metrics([_tree()])
+    expected = {
+        "reward_mean": 0.75,
+        "success": 0.5,
+        "response_tokens": 5,
+        "sampled_tokens": 4,
+        "turns": 2,
+        "failed": 1 / 3,
+        "num_trajectories": 3,
+        "forks": 1,
+        "top_ups": 0,
+        "stop/eos": 1 / 3,
+        "stop/length": 1 / 3,
+        "stop/aborted": 1 / 3,
+        "stop/tool_failure": 0,
+        "tool_use": 1,
+        "calls_mean": 1,
+        "calls/python": 1,
+        "calls_ok": 1,
+        "call_latency_s": 0.5,
+        "entropy": (1 + 1 + 3 + 3 + 5 + 5 + 9) / 7,
+        "entropy_root": (1 + 1 + 9) / 3,
+        "entropy_after_tool": 4,
+    }
+    for name, value in expected.items():
+        assert got[f"rollout/{name}"] == pytest.approx(value), name
+    assert sum(value for name, value in got.items() if "/stop/" in name) == pytest.approx(1)
+
+
+def test_the_window_bounds_the_entropies_of_a_turn():
+    tree = RolloutTree(prompt=PROMPT, trajectories=[_trajectory((0,), [(AGENT, 3)], [1, 2, 30])])
+    assert rollout_metrics([tree], window=2)["rollout/entropy_root"] == 1.5
+    assert rollout_metrics([tree])["rollout/entropy_root"] == 11
+
+
+def test_nothing_gives_zeros():
+    assert set(rollout_metrics([]).values()) == {0.0}

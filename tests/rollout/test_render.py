@@ -1,0 +1,55 @@
+"""`rollout.render`: what a person reads."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.rollout.collector import collect
+from mega_agentrl.rollout.render import render
+from mega_agentrl.types.records import ToolStatus
+from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, turns
+
+
+def _one(*texts, **tools):
+    (tree,) = asyncio.run(
+        collect(
+            [make_prompt("set/7", question="how?", token_ids=(63,))],
+            generator=FakeGenerator(turns(*texts)),
+            tools=FakeTools(**tools),
+            codec=CharCodec(),
+            rubric=FakeRubric(),
+            config=RolloutConfig(num_trajectories=1),
+            max_model_len=4096,
+            seed=1,
+            step=0,
+        )
+    )
+    return tree.trajectories[0]
+
+
+def test_question_turns_and_score():
+    one = _one("think\nhard<search>q1</search>", f" <answer>1</answer>{EOS}")
+    assert one.score is not None
+    assert render(one).split("\n") == [
+        "question set/7: how?",
+        "  truth   1",
+        "  agent | think",
+        "        | hard<search>q1</search>",
+        "  tool  | <result>ok:q1</result>",
+        "  agent | <answer>1</answer>",
+        f"  reward {one.score.value:g}, correct, stop eos, {len(one.token_ids)} tokens, 1 call",
+    ]
+
+
+def test_a_failure_says_what_the_tool_said_and_that_it_has_no_score():
+    one = _one("<search>q1</search>", status=lambda text: ToolStatus.infra_error)
+    lines = render(one).split("\n")
+    assert lines[-2] == "  tool  | (infra_error, not shown to the agent) ok:q1"
+    assert lines[-1].strip().startswith("failed, not scored, stop tool_failure, 19 tokens")
+
+
+def test_a_fork_names_its_parent():
+    one = _one(f"<answer>1</answer>{EOS}")
+    one.path, one.parent_id, one.fork_len = (0, 1, 0), "x", 4
+    assert render(one).endswith("forked at token 4 of 0.1")

@@ -1,0 +1,60 @@
+"""`rollout.tape`: sequences keep one length, and a prefix is a copy."""
+
+from __future__ import annotations
+
+from mega_agentrl.rollout.tape import Tape
+from mega_agentrl.types.records import Author, Finish, Generation, ToolOutcome, ToolStatus
+
+OUTCOME = ToolOutcome(tool="python", status=ToolStatus.ok, answer="2", latency_s=0.0)
+
+
+def _said(*token_ids, version=3):
+    ones = (1.0,) * len(token_ids)
+    return Generation(
+        request_id="r",
+        token_ids=token_ids,
+        logps=tuple(-value for value in ones),
+        entropies=ones,
+        argmax_ids=token_ids,
+        finish=Finish.stop,
+        stop_string=None,
+        version=version,
+    )
+
+
+def _tape():
+    tape = Tape()
+    tape.add_sampled(_said(5, 6))
+    tape.add_sampled(_said(7, version=4))
+    tape.close_turn("call")
+    tape.add_tool([8, 9], "<result>", OUTCOME)
+    tape.add_sampled(_said(10, version=4))
+    return tape
+
+
+def test_turns_and_marks_by_hand():
+    tape = _tape()
+    assert tape.open_from == 5
+    tape.close_turn("end")
+    assert tape.token_ids == [5, 6, 7, 8, 9, 10]
+    assert tape.loss_mask == [1, 1, 1, 0, 0, 1]
+    assert tape.logps == [-1, -1, -1, 0, 0, -1] and tape.entropies == [1, 1, 1, 0, 0, 1]
+    assert tape.versions == [3, 3, 4, 4, 4, 4]
+    assert tape.turn_ids == [0, 0, 0, 1, 1, 2]
+    assert [(t.index, t.start, t.stop, t.text) for t in tape.turns] == [
+        (0, 0, 3, "call"),
+        (1, 3, 5, "<result>"),
+        (2, 5, 6, "end"),
+    ]
+    assert tape.turns[1].outcome is OUTCOME and tape.turns[1].author is Author.tool
+    assert tape.num_said == 2 and tape.open_from == len(tape) == 6
+
+
+def test_a_prefix_shares_nothing_with_its_source():
+    tape = _tape()
+    prefix = tape.prefix(5)
+    assert prefix.token_ids == [5, 6, 7, 8, 9] and len(prefix.turns) == 2
+    prefix.add_sampled(_said(99))
+    prefix.close_turn("fork")
+    assert tape.token_ids[5] == 10 and len(tape.turns) == 2
+    assert {len(getattr(prefix, name)) for name in ("logps", "versions", "turn_ids")} == {6}

@@ -1,0 +1,217 @@
+"""`rollout.trajectory`: one trajectory at a time, by hand: ends, budgets, probes, faults."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.branching import AfterResult, NoBranching
+from mega_agentrl.rollout.trajectory import RolloutContext, State, TrajectoryRun, ends_inside
+from mega_agentrl.types.records import Author, StopReason, ToolStatus
+from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_prompt, turns
+
+CALL = "<search>q1</search>"
+RESULT = "<result>ok:q1</result>"
+END = f"<answer>1</answer>{EOS}"
+
+
+def _run(write, *, tools=None, policy=None, max_model_len=1000, slots=0, on_fork=None, **options):
+    generator = write if isinstance(write, FakeGenerator) else FakeGenerator(write)
+    context = RolloutContext(
+        generator=generator,
+        tools=tools or FakeTools(),
+        codec=CharCodec(),
+        policy=policy or NoBranching(),
+        config=RolloutConfig(**({"max_response_tokens": 200} | options)),
+        temperature=1.0,
+        max_model_len=max_model_len,
+        seed=1,
+        step=0,
+    )
+    forks = []
+    return TrajectoryRun(
+        context, make_prompt(), "p0", (0,), slots=slots, on_fork=on_fork or forks.append
+    )
+
+
+async def test_a_call_its_answer_and_the_end():
+    tools = FakeTools()
+    run = _run(turns("go" + CALL, END), tools=tools)
+    got = await run.run()
+    assert got.response_text == "go" + CALL + RESULT + "<answer>1</answer>"
+    assert [turn.author for turn in got.turns] == [Author.assistant, Author.tool, Author.assistant]
+    expected = [1] * (2 + len(CALL)) + [0] * len(RESULT) + [1] * len(END)
+    assert got.loss_mask == expected
+    assert [entropy == 0 for entropy in got.entropies] == [mask == 0 for mask in expected]
+    assert got.stop_reason is StopReason.eos and got.num_calls == 1 and not got.failed
+    assert got.tool_rewards == {"python": 1.0} and got.turns[1].outcome.tool == "search"
+    assert run.state is State.completed and tools.sessions[0].released == 1
+    assert got.token_ids[-1] == 0, "the end of the turn is trained on"
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "reason", "num_calls"),
+    [
+        (["x<search></search>"], {}, StopReason.stop, 0),
+        ([CALL, CALL], {"max_calls": 1}, StopReason.call_limit, 1),
+        ([CALL], {"max_calls": 0}, StopReason.call_limit, 0),
+        ([CALL, CALL], {"max_turns": 2}, StopReason.turn_limit, 1),
+        (["x" * 50], {"max_response_tokens": 20}, StopReason.length, 0),
+        ([CALL, "x" * 500], {}, StopReason.length, 1),
+    ],
+)
+async def test_truthful_stop_reasons(texts, options, reason, num_calls):
+    got = await _run(turns(*texts), **options).run()
+    assert got.stop_reason is reason and got.num_calls == num_calls
+    assert len(got.token_ids) <= options.get("max_response_tokens", 200)
+    assert got.turns[-1].author is Author.assistant, "no tool ran whose answer nobody reads"
+
+
+async def test_the_budget_is_exact_and_the_models_length_counts_the_prompt():
+    got = await _run(turns("x" * 99), max_response_tokens=30).run()
+    assert len(got.token_ids) == 30
+    got = await _run(turns("x" * 99), max_model_len=12).run()
+    assert len(got.token_ids) == 10, "the prompt has 2 tokens"
+
+
+async def test_an_answer_that_does_not_fit_is_cut_with_a_note():
+    tools = FakeTools(answer=lambda text: "z" * 500)
+    got = await _run(turns(CALL, "y" * 99), tools=tools, max_response_tokens=119).run()
+    answer = got.turns[1]
+    assert answer.text.endswith("z... [cut]</result>")
+    assert 40 < answer.stop - answer.start <= 50, "at most half of the 100 that were left"
+    assert got.stop_reason is StopReason.length and len(got.token_ids) == 119
+    assert got.turns[1].outcome.answer == "z" * 500
+
+
+async def test_an_answer_that_fits_to_the_last_token_but_one_is_not_cut():
+    size = len(CALL) + len(RESULT)
+    got = await _run(turns(CALL, "yyy"), max_response_tokens=size + 1).run()
+    assert got.response_text == CALL + RESULT + "y"
+
+
+async def test_no_room_for_any_answer_ends_by_length():
+    got = await _run(turns(CALL, "y"), max_response_tokens=len(CALL) + 10).run()
+    assert got.stop_reason is StopReason.length and got.response_text == CALL
+    assert got.turns[1].outcome.answer == "ok:q1" and got.turns[1].start == got.turns[1].stop
+
+
+async def test_our_fault_in_a_tool_fails_the_trajectory():
+    tools = FakeTools(status=lambda text: ToolStatus.infra_error)
+    run = _run(turns(CALL), tools=tools)
+    got = await run.run()
+    assert got.stop_reason is StopReason.tool_failure and got.failed
+    assert run.state is State.failed and tools.sessions[0].released == 1
+    assert got.tool_rewards == {} and got.num_calls == 1
+
+
+async def test_the_policys_fault_in_a_tool_does_not():
+    tools = FakeTools(status=lambda text: ToolStatus.user_error)
+    got = await _run(turns(CALL, END), tools=tools).run()
+    assert got.stop_reason is StopReason.eos
+
+
+async def test_a_dead_engine_fails_the_trajectory_and_keeps_what_was_said():
+    tools = FakeTools()
+    generator = FakeGenerator(turns(CALL), breaks=lambda request: len(request.token_ids) > 2)
+    got = await _run(generator, tools=tools).run()
+    assert got.stop_reason is StopReason.aborted and got.failed
+    assert got.response_text == CALL + RESULT and tools.sessions[0].released == 1
+
+
+async def test_a_bug_passes_through_and_still_releases_the_tools():
+    tools = FakeTools(answer=lambda text: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await _run(turns(CALL), tools=tools).run()
+    assert tools.sessions[0].released == 1
+
+
+async def test_cancellation_aborts_the_request_and_releases_the_tools():
+    class Stuck(FakeGenerator):
+        async def generate(self, request):
+            self.requests.append(request)
+            await asyncio.sleep(60)
+
+    generator, tools = Stuck(), FakeTools()
+    task = asyncio.create_task(_run(generator, tools=tools).run())
+    while not generator.requests:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 1)
+    assert generator.aborted == [generator.requests[0].request_id]
+    assert tools.sessions[0].released == 1
+
+
+def _probing(rest, *, entropy, slots=3, k=8, **options):
+    generator = FakeGenerator(turns("calmcalm" + CALL, rest), entropy=entropy)
+    policy = AfterResult(BranchConfig(probe_tokens=k))
+    forks = []
+    run = _run(generator, policy=policy, slots=slots, on_fork=forks.append, **options)
+    return run, generator, forks
+
+
+def _excited(response, request):
+    return 2.0 if "</result>" in response else 1.0
+
+
+async def test_a_rise_in_entropy_forks_behind_the_answer_and_the_probe_stays_here():
+    run, generator, forks = _probing("thinking hard" + END, entropy=_excited)
+    got = await run.run()
+    fork_len = len("calmcalm" + CALL + RESULT)
+    assert got.baseline_entropy == 1.0 and got.stop_reason is StopReason.eos
+    assert [request.max_tokens for request in generator.requests] == [200, 8, 192 - fork_len]
+    assert len({request.seed for request in generator.requests}) == 3
+    assert got.response_text.endswith("</result>thinking hard<answer>1</answer>")
+    assert [fork.path for fork in forks] == [(0, 0)]
+    child = await forks[0].run()
+    assert child.parent_id == got.trajectory_id and child.fork_len == fork_len
+    assert child.token_ids[:fork_len] == got.token_ids[:fork_len]
+    assert child.baseline_entropy == 1.0 and child.num_calls == 1
+    assert len(generator.requests) == 4, "the fork does not probe at the same answer again"
+    assert child.path == (0, 0) and child.turns[:2] == got.turns[:2]
+
+
+async def test_no_rise_no_fork_and_without_slots_no_probe():
+    run, generator, forks = _probing("thinking hard" + END, entropy=lambda *_: 1.0)
+    await run.run()
+    assert forks == [] and len(generator.requests) == 3
+    run, generator, forks = _probing("thinking hard" + END, entropy=_excited, slots=0)
+    await run.run()
+    assert forks == [] and len(generator.requests) == 2
+
+
+@pytest.mark.parametrize(("rest", "num_forks"), [("abcd" + EOS, 1), ("abc" + EOS, 0)])
+async def test_a_turn_that_ends_within_the_probe(rest, num_forks):
+    run, generator, forks = _probing(rest, entropy=_excited)
+    await run.run()
+    assert len(forks) == num_forks and len(generator.requests) == 2
+    for fork in forks:
+        await fork.release()
+
+
+@pytest.mark.parametrize("k", range(5, 24))
+async def test_a_closing_tag_that_the_probe_cuts_in_two_still_stops(k):
+    run, _, _ = _probing("ab" + CALL + "never read", entropy=lambda *_: 1.0, k=k, max_calls=1)
+    got = await run.run()
+    assert got.response_text == "calmcalm" + CALL + RESULT + "ab" + CALL
+    assert got.stop_reason is StopReason.call_limit
+
+
+async def test_tools_that_cannot_fork_fail_the_fork_alone():
+    generator = FakeGenerator(turns("calmcalm" + CALL, "thinking" + END), entropy=_excited)
+    policy, forks = AfterResult(BranchConfig()), []
+    tools = FakeTools(fork_fails=True)
+    run = _run(generator, tools=tools, policy=policy, slots=1, on_fork=forks.append)
+    assert not (await run.run()).failed
+    child = await forks[0].run()
+    assert child.stop_reason is StopReason.tool_failure
+    assert len(child.token_ids) == child.fork_len
+
+
+def test_beginnings_of_tags():
+    stops = ("</search>", "</python>")
+    assert ends_inside("x</se", stops) and ends_inside("<", stops)
+    assert not ends_inside("x", stops) and not ends_inside("</search>", stops)

@@ -1,0 +1,85 @@
+"""Routing and errors of the engine group, with small Ray actors in place of vLLM."""
+
+import asyncio
+
+import pytest
+import ray
+
+from mega_agentrl.config.schema import ClusterConfig, EngineConfig, TrainConfig
+from mega_agentrl.runtime.generator_group import GeneratorGroup
+from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.types.records import GenerateRequest
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class Engine:
+    """Answers with its own index; `hang` never answers, `fail` raises."""
+
+    def __init__(self, index):
+        self.index = index
+        self.calls = []
+
+    async def call(self, method, *args):
+        self.calls.append((method, *args))
+        if method == "generate" and "hang" in args[0].request_id:
+            await asyncio.sleep(600)
+        if method == "generate" and "fail" in args[0].request_id:
+            raise RuntimeError("out of blocks")
+        return self.index
+
+    async def seen(self):
+        return self.calls
+
+
+def group(num_engines, call_deadline_s=30.0):
+    config = TrainConfig(
+        engine=EngineConfig(call_deadline_s=call_deadline_s),
+        cluster=ClusterConfig(num_engines=num_engines),
+    )
+    actors = [Engine.remote(index) for index in range(num_engines)]
+    return GeneratorGroup(actors, config), actors
+
+
+def request(name):
+    return GenerateRequest(request_id=name, token_ids=(1, 2), max_tokens=4)
+
+
+async def test_a_prompt_stays_on_its_engine_and_new_ones_spread(ray_local):
+    engines, _ = group(2)
+    first = asyncio.gather(*(engines.generate(request(f"a/{i}")) for i in range(4)))
+    second = asyncio.gather(*(engines.generate(request(f"b/{i}")) for i in range(4)))
+    homes = [set(await first), set(await second)]
+    assert homes == [{0}, {1}]
+    assert await engines.generate(request("b/9")) == 1
+
+
+async def test_deadline_and_failure_name_the_engine(ray_local):
+    engines, _ = group(1, call_deadline_s=1.0)
+    with pytest.raises(RemoteError, match="generate: no answer within 1 s from engine 0"):
+        await engines.generate(request("hang/0"))
+    with pytest.raises(RemoteError, match="generate failed on engine 0: RuntimeError"):
+        await engines.generate(request("fail/0"))
+
+
+async def test_dead_engine_is_named(ray_local):
+    engines, actors = group(1)
+    ray.kill(actors[0])
+    with pytest.raises(RemoteError, match="engine 0 died"):
+        await engines.generate(request("a/0"))
+
+
+async def test_abort_reaches_the_engine_that_runs_the_request(ray_local):
+    engines, actors = group(2)
+    task = asyncio.create_task(engines.generate(request("hang/1")))
+    await asyncio.sleep(0.5)
+    await engines.abort("hang/1")
+    await engines.abort("unknown")
+    task.cancel()
+    assert ("abort", "hang/1") in ray.get(actors[0].seen.remote())
+    assert not ray.get(actors[1].seen.remote())
+
+
+async def test_entropies_of_a_request_that_does_not_run(ray_local):
+    engines, _ = group(1)
+    with pytest.raises(ValueError, match="request_id=ghost"):
+        await engines.entropies("ghost")

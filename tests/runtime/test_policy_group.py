@@ -1,0 +1,109 @@
+"""The policy group assembles what its ranks answer, with small Ray actors in place of Megatron."""
+
+import pytest
+import ray
+import torch
+
+from mega_agentrl.config.schema import AlgoConfig, TrainConfig
+from mega_agentrl.runtime.policy_group import PolicyGroup
+from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.types.batch import TrainBatch, UpdateStats
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """Data-parallel rank of two; log-probs are minus the token ids, references ten less."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.methods = []
+
+    def call(self, method, *args):
+        self.methods.append(method)
+        if method == "logprobs":
+            batch, reference = args
+            rows = list(range(self.rank, batch.num_rows, 2))
+            logp = -batch.response_BT[rows].float() - (10 if reference else 0)
+            return rows, logp, torch.full_like(logp, float(self.rank))
+        if method == "update":
+            return UpdateStats(
+                loss=float(self.rank),
+                grad_norm=1.0,
+                learning_rate=0.0,
+                num_tokens=1,
+                num_skipped=0,
+                metrics={},
+            )
+        if method == "export":
+            raise OSError("disk full")
+        return None
+
+    def address(self):
+        return "127.0.0.1", 1
+
+    def start(self, host, port):
+        self.methods.append(f"start {host}:{port}")
+
+    def seen(self):
+        return self.methods
+
+
+def batch():
+    zeros = torch.zeros(3, 2)
+    return TrainBatch(
+        prompt_ids=((1,), (2,), (3,)),
+        response_BT=torch.tensor([[1, 2], [3, 4], [5, 6]]),
+        length_B=torch.tensor([2, 2, 2]),
+        mask_BT=torch.ones(3, 2, dtype=torch.bool),
+        group_B=torch.tensor([0, 0, 1]),
+        reward_B=torch.zeros(3),
+        node_BT=torch.arange(6).view(3, 2),
+        rollout_logp_BT=zeros,
+        rollout_entropy_BT=zeros,
+        version_BT=torch.zeros(3, 2, dtype=torch.int64),
+    )
+
+
+def group(**algo):
+    actors = [Rank.remote(rank) for rank in range(2)]
+    return PolicyGroup(actors, TrainConfig(algo=AlgoConfig(**algo))), actors
+
+
+def test_rows_of_all_ranks_come_together(ray_local):
+    policy, _ = group()
+    filled = policy.add_logprobs(batch())
+    assert filled.old_logp_BT.tolist() == [[-1, -2], [-3, -4], [-5, -6]]
+    assert filled.entropy_BT.tolist() == [[0, 0], [1, 1], [0, 0]]
+    assert filled.ref_logp_BT is None
+
+
+def test_reference_is_asked_only_with_a_kl_coefficient(ray_local):
+    policy, _ = group(kl_coef=0.1)
+    assert policy.add_logprobs(batch()).ref_logp_BT[0].tolist() == [-11, -12]
+
+
+def test_start_joins_all_ranks_at_the_address_of_the_first(ray_local):
+    policy, actors = group()
+    policy.start()
+    for actor in actors:
+        assert ray.get(actor.seen.remote()) == ["start 127.0.0.1:1", "load"]
+
+
+def test_stats_are_those_of_rank_zero(ray_local):
+    policy, _ = group()
+    assert policy.update(batch()).loss == 0.0
+
+
+def test_a_failing_rank_is_named(ray_local, tmp_path):
+    policy, _ = group()
+    with pytest.raises(RemoteError, match=r"policy export failed on policy rank \d: OSError"):
+        policy.export(tmp_path)
+
+
+def test_close_ends_the_ranks_and_can_be_repeated(ray_local):
+    policy, actors = group()
+    ray.get([actor.seen.remote() for actor in actors])
+    policy.close()
+    policy.close()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actors[0].seen.remote(), timeout=30)

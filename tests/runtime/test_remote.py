@@ -1,0 +1,65 @@
+"""Named remote calls: order, first failure, deadline, death; output redirection."""
+
+import os
+import sys
+import time
+
+import pytest
+import ray
+
+from mega_agentrl.runtime.remote import RemoteError, free_port, gather, redirect_output
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def value(self, value, delay_s=0.0):
+        time.sleep(delay_s)
+        return value
+
+    def fail(self):
+        raise ValueError("bad shard")
+
+    def die(self):
+        os._exit(1)
+
+    def write(self, path):
+        redirect_output(path)
+        print("to the file", flush=True)
+        print("errors too", file=sys.stderr, flush=True)
+
+
+def test_results_keep_the_order_given(ray_local):
+    worker, other = Worker.remote(), Worker.remote()
+    calls = {"slow": worker.value.remote(1, 0.3), "fast": other.value.remote(2)}
+    assert list(gather(calls, "read", 20).items()) == [("slow", 1), ("fast", 2)]
+
+
+def test_first_failure_is_raised_while_a_peer_still_hangs(ray_local):
+    worker, other = Worker.remote(), Worker.remote()
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match=r"update failed on rank 1: ValueError\('bad shard'\)"):
+        gather({"rank 0": other.value.remote(0, 60), "rank 1": worker.fail.remote()}, "update", 100)
+    assert time.monotonic() - start < 30
+
+
+def test_deadline_names_operation_and_silent_rank(ray_local):
+    worker = Worker.remote()
+    with pytest.raises(RemoteError, match=r"save: no answer within 0.5 s from rank 3"):
+        gather({"rank 3": worker.value.remote(0, 60)}, "save", 0.5)
+
+
+def test_death_is_named(ray_local):
+    with pytest.raises(RemoteError, match="load: rank 2 died"):
+        gather({"rank 2": Worker.remote().die.remote()}, "load", 30)
+
+
+def test_redirect_takes_both_streams(ray_local, tmp_path):
+    path = tmp_path / "logs" / "worker.log"
+    ray.get(Worker.remote().write.remote(path), timeout=30)
+    text = path.read_text()
+    assert "to the file" in text
+    assert "errors too" in text
+
+
+def test_free_port_can_be_bound():
+    assert 0 < free_port() < 65536

@@ -1,0 +1,49 @@
+"""Children: empty environment, deadline, and a parent-death signal that follows the process."""
+
+import subprocess
+import threading
+import time
+
+import pytest
+
+from mega_agentrl.sandbox.process import end_child, run_to_end, start_child
+
+
+def test_environment_is_empty(monkeypatch):
+    monkeypatch.setenv("SECRET", "1")
+    child = start_child(["/usr/bin/env"], stdout=subprocess.PIPE)
+    out, _ = child.communicate(timeout=10)
+    assert out == b""
+
+
+def test_run_to_end_gives_code_and_error_text():
+    assert run_to_end(["/bin/sh", "-c", "echo no >&2; exit 3"], timeout_s=10) == (3, "no")
+
+
+def test_run_to_end_keeps_its_deadline():
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+        run_to_end(["/bin/sleep", "30"], timeout_s=0.2)
+    assert time.monotonic() - begin < 5
+
+
+def test_missing_program():
+    with pytest.raises(OSError, match="none"):
+        run_to_end(["/nowhere/none"], timeout_s=1)
+
+
+def test_child_survives_the_thread_that_asked_for_it():
+    children = []
+
+    def ask():
+        command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", "/bin/sleep", "30"]
+        children.append(start_child(command))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    assert children[0].poll() is None
+    end_child(children[0])
+    end_child(children[0])
+    assert children[0].poll() == -9

@@ -1,0 +1,146 @@
+"""The shape of the repository: tests mirror modules, files and functions are short, nothing is
+left unfinished. There is no list of exceptions.
+"""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "mega_agentrl"
+TESTS = ROOT / "tests"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+AIM_FUNCTION_LINES = 40
+SHARE_ABOVE_AIM = 0.05
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
+ENTRY_POINTS = {"__init__.py", "__main__.py"}
+
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
+ALL_FILES = sorted([*SOURCES, *TESTS.rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    """Name and number of lines, decorators left out, of every function in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        (f"{shown(path)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_every_module_has_its_test_file():
+    missing = []
+    for path in SOURCES:
+        if path.name in ENTRY_POINTS:
+            continue
+        inside = path.relative_to(PACKAGE)
+        mirror = TESTS / inside.parent / f"test_{inside.name}"
+        if not mirror.is_file():
+            missing.append(f"{shown(path)} needs {shown(mirror)}")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_test_file_in_a_mirrored_folder_has_its_module():
+    orphans = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        inside = path.relative_to(TESTS)
+        home = {"tools": ROOT}.get(inside.parts[0], PACKAGE)
+        mirrored = len(inside.parts) > 1 and (home / inside.parts[0]).is_dir()
+        module = home / inside.parent / inside.name.removeprefix("test_")
+        if mirrored and not module.is_file():
+            orphans.append(f"{shown(path)} tests no {shown(module)}")
+    assert not orphans, "\n".join(orphans)
+
+
+def test_files_are_short():
+    long = [
+        f"{shown(path)}: {length}"
+        for path in ALL_FILES
+        if (length := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    ]
+    assert not long, f"more than {MAX_FILE_LINES} lines: " + ", ".join(long)
+
+
+def test_functions_are_short():
+    lengths = [found for path in ALL_FILES for found in functions(path)]
+    long = [f"{name} ({length})" for name, length in lengths if length > MAX_FUNCTION_LINES]
+    assert not long, f"more than {MAX_FUNCTION_LINES} lines:\n" + "\n".join(long)
+
+
+def test_functions_above_the_aim_are_rare():
+    lengths = [found for path in SOURCES for found in functions(path)]
+    above = sorted(
+        ((length, name) for name, length in lengths if length > AIM_FUNCTION_LINES), reverse=True
+    )
+    assert len(above) <= SHARE_ABOVE_AIM * len(lengths), (
+        f"{len(above)} of {len(lengths)} functions are above {AIM_FUNCTION_LINES} lines:\n"
+        + "\n".join(f"{length} {name}" for length, name in above)
+    )
+
+
+def test_no_module_has_a_vague_name():
+    vague = [
+        shown(path)
+        for path in [*SOURCES, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+        if path.stem in VAGUE_NAMES
+    ]
+    assert not vague, ", ".join(vague)
+
+
+def test_every_module_opens_with_a_docstring():
+    bare = [
+        shown(path)
+        for path in [*SOURCES, *(ROOT / "tools").rglob("*.py")]
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not bare, ", ".join(bare)
+
+
+def test_init_files_hold_a_docstring_only():
+    full = [
+        shown(path)
+        for path in PACKAGE.rglob("__init__.py")
+        if len(ast.parse(path.read_text(encoding="utf-8")).body) != 1
+    ]
+    assert not full, ", ".join(full)
+
+
+def test_every_package_folder_has_an_init_file():
+    bare = {shown(path.parent) for path in SOURCES if not (path.parent / "__init__.py").is_file()}
+    assert not bare, ", ".join(sorted(bare))
+
+
+def test_tests_are_no_packages():
+    assert not list(TESTS.rglob("__init__.py"))
+
+
+def test_nothing_is_left_unfinished():
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|NotImplemented)\b")
+    left = [
+        f"{shown(path)}:{number}: {line.strip()}"
+        for path in [*SOURCES, *(ROOT / "tools").rglob("*.py")]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if marks.search(line)
+    ]
+    assert not left, "\n".join(left)
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "Makefile", ".ci/run", "pyproject.toml"])
+def test_the_repository_has(name):
+    assert (ROOT / name).stat().st_size > 0
+
+
+def test_the_package_is_this_checkout():
+    spec = importlib.util.find_spec("mega_agentrl")
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).resolve().parent == PACKAGE

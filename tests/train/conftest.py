@@ -1,0 +1,111 @@
+"""A whole run out of fakes: every part of the loop without Ray, Megatron or vLLM."""
+
+import asyncio
+
+import pytest
+
+from mega_agentrl.config.schema import (
+    DataConfig,
+    EngineConfig,
+    EvaluateConfig,
+    ReportConfig,
+    RolloutConfig,
+    SftConfig,
+    TrainConfig,
+)
+from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
+from mega_agentrl.types.batch import UpdateStats
+from mega_agentrl.types.parts import Parts
+from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+
+
+class FakePolicy:
+    """Notes the verbs it is told, in order; its log-probs are off by `gap` from the engine's."""
+
+    gap = 0.25
+
+    def __init__(self):
+        self.verbs = []
+
+    def add_logprobs(self, batch):
+        self.verbs.append("logprobs")
+        return batch.with_fields(
+            old_logp_BT=batch.rollout_logp_BT + self.gap, entropy_BT=batch.rollout_entropy_BT
+        )
+
+    def update(self, batch, kl_weight_BT=None):
+        assert batch.advantage_BT is not None
+        self.verbs.append("update")
+        return self._stats(batch)
+
+    def supervise(self, batch):
+        self.verbs.append("supervise")
+        return self._stats(batch)
+
+    def _stats(self, batch):
+        return UpdateStats(
+            loss=0.5,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            num_tokens=int(batch.mask_BT.sum()),
+            num_skipped=0,
+            metrics={"clip_fraction": 0.0},
+        )
+
+    def reset_optimizer(self):
+        self.verbs.append("reset")
+
+    def send_weights(self, generator, version):
+        self.verbs.append(f"send {version}")
+        generator.version = version
+        return {"seconds": 0.1}
+
+    def export(self, folder):
+        self.verbs.append("export")
+
+
+class Stream:
+    """The prompts in order, over and over."""
+
+    def __init__(self, prompts):
+        self.prompts, self.at = prompts, 0
+
+    def next(self, num_prompts):
+        taken = [self.prompts[(self.at + i) % len(self.prompts)] for i in range(num_prompts)]
+        self.at += num_prompts
+        return taken
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TrainConfig(
+        run_dir=str(tmp_path),
+        total_steps=2,
+        engine=EngineConfig(max_model_len=128),
+        rollout=RolloutConfig(num_trajectories=4, max_response_tokens=60, max_turns=4),
+        data=DataConfig(prompts_per_step=3),
+        sft=SftConfig(check_every=2, dev_questions=4, batch_size=2),
+        evaluate=EvaluateConfig(num_samples=2),
+        report=ReportConfig(num_rollouts=1, tensorboard=False),
+    )
+
+
+@pytest.fixture
+def parts(tmp_path):
+    prompts = [make_prompt(f"p{i}", f"Q{i}") for i in range(6)]
+    runner = asyncio.Runner()
+    demonstrations = [Demonstration((1, 2), (3, 4), (1, 1)), Demonstration((1,), (5,), (1,))]
+    yield Parts(
+        run_dir=tmp_path,
+        policy=FakePolicy(),
+        generator=FakeGenerator(),
+        tools=FakeTools(),
+        codec=CharCodec(),
+        rubric=FakeRubric(),
+        prompts=Stream(prompts),
+        validation=prompts,
+        dev=prompts,
+        demonstrations=DemonstrationSampler(demonstrations, 1).next,
+        wait=runner.run,
+    )
+    runner.close()

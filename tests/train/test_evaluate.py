@@ -1,0 +1,65 @@
+"""Evaluation: means, standard error, sources, greedy beside samples."""
+
+import pytest
+
+from mega_agentrl.config.schema import EvaluateConfig
+from mega_agentrl.train.evaluate import evaluate_held_out, summarize
+from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
+from tests.fakes import make_prompt
+
+
+def trajectory(prompt, value, stop_reason=StopReason.eos):
+    score = Score(value=value, correct=value >= 1, f1=value, answer="", reason="")
+    return Trajectory(
+        trajectory_id=f"{prompt.prompt_id}/{value}",
+        prompt=prompt,
+        path=(0,),
+        token_ids=[1],
+        loss_mask=[1],
+        logps=[0.0],
+        entropies=[0.0],
+        versions=[0],
+        turn_ids=[0],
+        turns=[],
+        stop_reason=stop_reason,
+        score=None if stop_reason is StopReason.aborted else score,
+    )
+
+
+def tree(name, source, *values):
+    prompt = make_prompt(name, data_source=source)
+    return RolloutTree(prompt=prompt, trajectories=[trajectory(prompt, v) for v in values])
+
+
+def test_means_by_hand():
+    result = summarize([tree("a", "easy", 1.0, 0.0), tree("b", "hard", 0.0, 0.0)], num_samples=2)
+    assert result.reward == 0.25
+    assert result.success == 0.25
+    assert result.reward_by_source == {"easy": 0.5, "hard": 0.0}
+    # question means .5 and 0: standard deviation .35355, over sqrt(2)
+    assert result.reward_se == pytest.approx(0.25)
+
+
+def test_failed_trajectories_do_not_count():
+    prompt = make_prompt("a", data_source="easy")
+    broken = trajectory(prompt, 0.0, StopReason.aborted)
+    both = RolloutTree(prompt=prompt, trajectories=[trajectory(prompt, 1.0), broken])
+    assert summarize([both], num_samples=2).reward == 1.0
+
+
+def test_held_out_takes_the_first_questions_and_never_branches(parts, config):
+    config.evaluate = EvaluateConfig(num_questions=2, num_samples=3, greedy=True)
+    held_out = evaluate_held_out(parts, config)
+    assert held_out.sampled.num_questions == 2
+    assert held_out.sampled.metrics["rollout/num_trajectories"] == 6
+    assert held_out.sampled.metrics["rollout/forks"] == 0
+    assert held_out.greedy is not None
+    assert held_out.greedy.metrics["rollout/num_trajectories"] == 2
+    assert {request.temperature for request in parts.generator.requests} == {0.0, 1.0}
+    metrics = held_out.as_metrics()
+    assert metrics["sampled/reward"] == held_out.sampled.reward
+    assert "greedy/success/fake" in metrics
+
+
+def test_all_questions_with_zero(parts, config):
+    assert evaluate_held_out(parts, config).sampled.num_questions == 6

@@ -1,0 +1,53 @@
+"""The metric file and the phase clock."""
+
+import json
+import time
+
+import pytest
+
+from mega_agentrl.train.metrics import MetricWriter, PhaseClock
+
+
+def test_lines_keep_stage_step_and_values(tmp_path):
+    writer = MetricWriter(tmp_path / "new", tensorboard=False)
+    writer.write("rl", 1, {"a": 0.5})
+    writer.write("rl", 2, {"a": float("nan")})
+    writer.close()
+    first, second = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first) == {"stage": "rl", "step": 1, "a": 0.5}
+    assert json.loads(second)["a"] != json.loads(second)["a"]
+
+
+def test_a_second_writer_appends(tmp_path):
+    for step in (1, 2):
+        writer = MetricWriter(tmp_path, tensorboard=False)
+        writer.write("rl", step, {})
+        writer.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_tensorboard_files_appear_beside_it(tmp_path):
+    writer = MetricWriter(tmp_path, tensorboard=True)
+    writer.write("rl", 1, {"a": 0.5})
+    writer.close()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_clock_adds_up_by_phase_and_starts_over():
+    clock = PhaseClock()
+    for _ in range(2):
+        with clock.phase("rollout"):
+            time.sleep(0.01)
+    with clock.phase("update"):
+        pass
+    seconds = clock.take()
+    assert list(seconds) == ["rollout", "update"]
+    assert seconds["rollout"] >= 0.02 > seconds["update"]
+    assert clock.take() == {}
+
+
+def test_clock_counts_a_phase_that_fails():
+    clock = PhaseClock()
+    with pytest.raises(ZeroDivisionError), clock.phase("send"):
+        assert 1 / 0
+    assert "send" in clock.take()

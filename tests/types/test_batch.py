@@ -1,0 +1,82 @@
+"""A batch refuses shapes that do not belong together; selecting rows keeps them aligned."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.types.batch import TrainBatch
+
+ROWS, POSITIONS = 3, 4
+OPTIONAL = ("old_logp_BT", "entropy_BT", "ref_logp_BT", "advantage_BT")
+
+
+def batch(**changes):
+    grid = torch.arange(ROWS * POSITIONS).reshape(ROWS, POSITIONS)
+    values = {
+        "prompt_ids": tuple((row,) * (row + 1) for row in range(ROWS)),
+        "response_BT": grid,
+        "length_B": torch.tensor([4, 2, 3]),
+        "mask_BT": grid % 2 == 0,
+        "group_B": torch.tensor([0, 0, 1]),
+        "reward_B": torch.tensor([0.0, 1.0, 2.0]),
+        "node_BT": grid,
+        "rollout_logp_BT": -grid.float(),
+        "rollout_entropy_BT": grid.float(),
+        "version_BT": torch.zeros(ROWS, POSITIONS, dtype=torch.int64),
+    }
+    return TrainBatch(**(values | changes))
+
+
+@pytest.mark.parametrize("name", ["mask_BT", "node_BT", "rollout_logp_BT", "version_BT", *OPTIONAL])
+def test_a_grid_of_another_shape_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} has shape \(3, 5\), expected \(3, 4\)"):
+        batch(**{name: torch.zeros(ROWS, POSITIONS + 1)})
+
+
+@pytest.mark.parametrize("name", ["length_B", "group_B", "reward_B"])
+def test_a_column_of_another_length_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), expected \(3,\)"):
+        batch(**{name: torch.zeros(2)})
+    with pytest.raises(ValueError, match=rf"{name} has shape \(3, 1\)"):
+        batch(**{name: torch.zeros(3, 1)})
+
+
+def test_prompts_are_counted():
+    with pytest.raises(ValueError, match=r"prompt_ids has shape \(1,\), expected \(3,\)"):
+        batch(prompt_ids=((1,),))
+
+
+def test_responses_are_a_grid():
+    with pytest.raises(ValueError, match=r"must be \[B, T\], got shape \(12,\)"):
+        batch(response_BT=torch.zeros(12))
+
+
+def test_select_keeps_rows_aligned_and_absent_fields_absent():
+    picked = batch(advantage_BT=torch.ones(ROWS, POSITIONS)).select([2, 0])
+    assert picked.num_rows == 2
+    assert picked.prompt_ids == ((2, 2, 2), (0,))
+    assert picked.response_BT.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert picked.reward_B.tolist() == [2.0, 0.0]
+    assert picked.length_B.tolist() == [3, 4]
+    assert picked.advantage_BT.shape == (2, POSITIONS)
+    assert picked.old_logp_BT is None
+
+
+@given(st.permutations(range(ROWS)))
+def test_selecting_a_permutation_and_its_inverse_changes_nothing(order):
+    inverse = sorted(range(ROWS), key=lambda row: order[row])
+    whole, back = batch(), batch().select(order).select(inverse)
+    assert back.prompt_ids == whole.prompt_ids
+    assert torch.equal(back.response_BT, whole.response_BT)
+    assert torch.equal(back.rollout_logp_BT, whole.rollout_logp_BT)
+    assert torch.equal(back.group_B, whole.group_B)
+
+
+def test_with_fields_copies_and_checks_again():
+    whole = batch()
+    filled = whole.with_fields(old_logp_BT=torch.zeros(ROWS, POSITIONS))
+    assert whole.old_logp_BT is None
+    assert filled.old_logp_BT is not None
+    with pytest.raises(ValueError, match="old_logp_BT"):
+        whole.with_fields(old_logp_BT=torch.zeros(1, 1))

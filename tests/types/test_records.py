@@ -1,0 +1,103 @@
+"""Records refuse unequal lengths and tell failed trajectories from unlucky ones."""
+
+import dataclasses
+
+import pytest
+
+from mega_agentrl.types.records import (
+    Author,
+    Finish,
+    Generation,
+    Prompt,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+
+PER_TOKEN = ("token_ids", "loss_mask", "logps", "entropies", "versions", "turn_ids")
+PROMPT = Prompt(
+    prompt_id="toolqa/0",
+    data_source="toolqa",
+    messages=({"role": "user", "content": "1+1?"},),
+    ground_truth="2",
+    token_ids=(1, 2, 3),
+)
+
+
+def trajectory(num_tokens=3, **changes):
+    values = {
+        "trajectory_id": "toolqa/0#0",
+        "prompt": PROMPT,
+        "path": (0,),
+        "token_ids": list(range(num_tokens)),
+        "loss_mask": [1] * num_tokens,
+        "logps": [-0.5] * num_tokens,
+        "entropies": [0.5] * num_tokens,
+        "versions": [0] * num_tokens,
+        "turn_ids": [0] * num_tokens,
+        "turns": [],
+        "stop_reason": StopReason.eos,
+    }
+    return Trajectory(**(values | changes))
+
+
+def generation(**changes):
+    values = {
+        "request_id": "r0",
+        "token_ids": (5, 6),
+        "logps": (-0.1, -0.2),
+        "entropies": (0.3, 0.4),
+        "argmax_ids": (5, 7),
+        "finish": Finish.stop,
+        "stop_string": "</python>",
+        "version": 4,
+    }
+    return Generation(**(values | changes))
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_every_per_token_list_of_a_trajectory_has_one_length(name):
+    with pytest.raises(ValueError, match=f"toolqa/0#0.*{name} 2") as caught:
+        trajectory(**{name: [0, 0]})
+    assert "token_ids 3" in str(caught.value) or "loss_mask 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "logps", "entropies", "argmax_ids"])
+def test_every_per_token_tuple_of_a_generation_has_one_length(name):
+    with pytest.raises(ValueError, match=f"Generation r0.*{name} 1"):
+        generation(**{name: (0,)})
+
+
+def test_an_empty_generation_and_an_empty_trajectory_are_records_too():
+    empty = {name: () for name in ("token_ids", "logps", "entropies", "argmax_ids")}
+    assert generation(**empty, finish=Finish.aborted, stop_string=None).token_ids == ()
+    assert trajectory(0).response_text == ""
+
+
+@pytest.mark.parametrize("fork_len", [-1, 4])
+def test_a_fork_shares_no_more_than_there_is(fork_len):
+    with pytest.raises(ValueError, match=rf"fork_len {fork_len} is outside 0\.\.3"):
+        trajectory(fork_len=fork_len)
+    assert trajectory(fork_len=3).fork_len == 3
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_only_our_own_failures_are_failures(reason):
+    expected = reason in {StopReason.tool_failure, StopReason.aborted}
+    assert trajectory(stop_reason=reason).failed is expected
+
+
+def test_response_text_is_every_turn_in_order():
+    turns = [
+        Turn(index=0, author=Author.assistant, start=0, stop=2, text="<python> 1+1 </python>"),
+        Turn(index=1, author=Author.tool, start=2, stop=3, text=" <result>\n2\n</result>"),
+    ]
+    text = trajectory(turns=turns).response_text
+    assert text == "<python> 1+1 </python> <result>\n2\n</result>"
+
+
+def test_prompts_and_generations_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PROMPT.ground_truth = "3"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        generation().version = 5

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Makes .venv and installs bubblewrap, the one system package the Python tool needs.
+# Instant when nothing has changed: .venv/.stamp holds the checksum of what it was made from.
+#
+#   DEVICE=cpu|gpu      default: gpu where nvidia-smi is present
+#   PYTHON=...          interpreter to use, 3.11 or 3.12
+#   TORCH_INDEX_URL=... extra package index. On a CPU-only machine whose index offers only
+#                       CUDA builds of torch, point it at PyTorch's own CPU wheel index.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    printf 'set-up: %s\n' "$@" >&2
+    exit 2
+}
+
+fits() { # 3.11 or 3.12, able to make environments
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
+        >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
+        if fits "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or 3.12 with the venv module among: ${PYTHON:-} python3.11 python3.12 python3" \
+        "install one (Debian: python3 and python3-venv) or name it: make env PYTHON=/path/to/python3.11"
+}
+
+install_bubblewrap() {
+    command -v bwrap >/dev/null && return
+    local as_root=()
+    if [ "$(id -u)" -ne 0 ]; then
+        as_root=(sudo -n)
+        sudo -n true 2>/dev/null || fail "bwrap is missing and needs root to install" \
+            "ask an administrator for the package 'bubblewrap', then run this again"
+    fi
+    command -v apt-get >/dev/null || fail "bwrap is missing and there is no apt-get here" \
+        "install the package 'bubblewrap' with this system's package manager, then run this again"
+    echo "set-up: installing the system package bubblewrap"
+    "${as_root[@]}" apt-get update -q >/dev/null || true # stale lists may still serve
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -q --no-install-recommends bubblewrap >/dev/null ||
+        fail "apt-get could not install bubblewrap; install it by hand, then run this again"
+    command -v bwrap >/dev/null || fail "bubblewrap was installed but bwrap is not on PATH"
+}
+
+pip_install() { # quiet; the whole output is in .venv/install.log
+    .venv/bin/python -m pip --disable-pip-version-check install \
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$@" >>.venv/install.log 2>&1 || {
+        grep -v '^WARNING' .venv/install.log | tail -n 20 >&2
+        fail "pip failed; its output is in $PWD/.venv/install.log"
+    }
+}
+
+install_packages() {
+    : >.venv/install.log
+    if [ "$DEVICE" = cpu ]; then
+        pip_install --no-deps -r requirements/cpu.txt
+        pip_install --no-deps --no-build-isolation -e .
+    else
+        pip_install -c requirements/gpu.txt setuptools
+        pip_install --no-build-isolation -c requirements/gpu.txt -e '.[gpu,sweep,dev]'
+    fi
+}
+
+if [ -z "${DEVICE:-}" ]; then
+    DEVICE=cpu
+    ! command -v nvidia-smi >/dev/null || DEVICE=gpu
+fi
+[ -f "requirements/$DEVICE.txt" ] || fail "DEVICE=$DEVICE: expected cpu or gpu"
+
+install_bubblewrap
+stamp="$DEVICE $(cat "requirements/$DEVICE.txt" pyproject.toml setup.py | sha256sum | cut -d ' ' -f 1) $PWD"
+if [ "$(cat .venv/.stamp 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
+    exit 0
+fi
+
+if ! fits .venv/bin/python; then
+    python=$(find_python)
+    echo "set-up: making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+fi
+echo "set-up: installing the $DEVICE packages (about 4 GB; 2 to 5 minutes the first time)"
+install_packages
+printf '%s\n' "$stamp" >.venv/.stamp
+echo "set-up: done"

