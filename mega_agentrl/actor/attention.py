@@ -82,17 +82,30 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """[S, 1, H, D] query, [S, 1, Hkv, D] key and value to [S, 1, H * D]."""
         assert packed_seq_params is not None, "every micro-batch is packed"
-        rows = packed_seq_params
-        out_RHLD = functional.scaled_dot_product_attention(
-            _pad(query, rows),
-            _pad(key, rows),
-            _pad(value, rows),
-            is_causal=True,
-            scale=self.scale,
-            enable_gqa=query.size(2) != key.size(2),
-        )
-        out_SHD = out_RHLD.transpose(1, 2).flatten(0, 1).index_select(0, rows.slot_S)
-        return out_SHD.reshape(query.size(0), 1, -1)
+        return attend(query, key, value, packed_seq_params, self.scale)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PackedRows,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention inside each row. scale: of the scores, 1 / sqrt(D) by default.
+
+    [S, 1, H, D] query, [S, 1, Hkv, D] key and value to [S, 1, H * D].
+    """
+    out_RHLD = functional.scaled_dot_product_attention(
+        _pad(query, rows),
+        _pad(key, rows),
+        _pad(value, rows),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.size(2) != key.size(2),
+    )
+    out_SHD = out_RHLD.transpose(1, 2).flatten(0, 1).index_select(0, rows.slot_S)
+    return out_SHD.reshape(query.size(0), 1, -1)
 
 
 def _pad(value: torch.Tensor, rows: PackedRows) -> torch.Tensor:

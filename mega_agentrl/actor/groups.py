@@ -121,16 +121,24 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+def _ranks_where(layout: ParallelConfig, **fixed: int) -> list[int]:
+    """Global ranks at the given positions of some axes, any of the others, ascending."""
+    places = [
+        {"tensor": tensor, "data": data, "pipeline": pipeline}
+        for pipeline in range(layout.pipeline)
+        for data in range(layout.data)
+        for tensor in range(layout.tensor)
+    ]
+    return [
+        rank
+        for rank, place in enumerate(places)
+        if all(place[axis] == fixed[axis] for axis in fixed)
+    ]
+
+
 def _collection(layout: ParallelConfig, rank: int) -> ProcessGroupCollection:
     def ranks_where(**fixed: int) -> list[int]:
-        axes = {"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline}
-        return [
-            t + layout.tensor * (d + layout.data * p)
-            for p in range(axes["pipeline"])
-            for d in range(axes["data"])
-            for t in range(axes["tensor"])
-            if all({"tensor": t, "data": d, "pipeline": p}[axis] == fixed[axis] for axis in fixed)
-        ]
+        return _ranks_where(layout, **fixed)
 
     ts, ds, ps = range(layout.tensor), range(layout.data), range(layout.pipeline)
     pipelines = [ranks_where(tensor=t, data=d) for d in ds for t in ts]

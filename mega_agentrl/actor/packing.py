@@ -81,10 +81,8 @@ def pack_rows(
         columns.append(column)
         predict.append(column + (starts[-1] + len(prompt) - 1))
         starts.append(starts[-1] + len(tokens[-1]))
-    row_N = torch.repeat_interleave(
-        torch.arange(len(rows)), torch.tensor([len(column) for column in columns])
-    )
-    column_N = torch.cat(columns)
+    counts = torch.tensor([len(column) for column in columns])
+    row_N, column_N = torch.arange(len(rows)).repeat_interleave(counts), torch.cat(columns)
     batch_row_N = torch.tensor(list(rows))[row_N]
     return MicroBatch(
         rows=tuple(rows),

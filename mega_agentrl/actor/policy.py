@@ -152,7 +152,7 @@ class PolicyRank:
         kl_weight_BT: [B, T] weight of the KL term per token, instead of algo.kl_coef.
         """
         lr = self._config.optim.lr if lr is None else lr
-        num_steps = min(self._config.optim.num_minibatches, batch.num_rows)
+        num_steps = max(1, min(self._config.optim.num_minibatches, batch.num_rows))
         ends = [batch.num_rows * step // num_steps for step in range(num_steps + 1)]
         results = []
         for start, stop in pairwise(ends):

@@ -137,6 +137,13 @@ def _check_lengths(config: TrainConfig, model: dict[str, Any]) -> None:
             f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}; probable "
             "cause: one of the three was raised alone"
         )
+    budget = config.optim.micro_batch_tokens
+    if prompt + response > budget:
+        raise ValueError(
+            f"optim.micro_batch_tokens={budget}: expected at least {prompt + response} = "
+            f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}, the "
+            "longest trajectory; probable cause: a budget chosen for shorter ones"
+        )
     positions = _number(config, model, "max_position_embeddings")
     if limit > positions:
         raise ValueError(

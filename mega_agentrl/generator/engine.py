@@ -12,6 +12,7 @@ the reason until a later update succeeds.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,11 @@ class Engine:
             ) from error
         self._stops = StopTable(self._llm.get_tokenizer())
         self._tap = TapReader(self._llm)
+        # Of the objects that the imports left behind none is garbage; without this, a full
+        # collection among them stops all requests for more than half a second, again and again.
+        gc.collect()
+        gc.freeze()
+        await self._llm.collective_rpc("freeze_heap")
         self._serving.set()
         return self
 
@@ -182,6 +188,7 @@ class Engine:
         if hasattr(self, "_llm"):
             self._llm.shutdown(timeout=CLOSE_GRACE_S)
             del self._llm
+            gc.unfreeze()
 
 
 def engine_args(

@@ -6,6 +6,7 @@ tensor-parallel rank 0 has measurements; the others answer None.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from mega_agentrl.generator.entropy_tap import STORE
@@ -28,3 +29,8 @@ class WorkerExtension:
     def tap_size(self) -> int:
         """Number of requests with measurements."""
         return len(STORE)
+
+    def freeze_heap(self) -> None:
+        """Keep what the start allocated out of garbage collection (vLLM does so on GPUs only)."""
+        gc.collect()
+        gc.freeze()

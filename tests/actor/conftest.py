@@ -16,7 +16,7 @@ from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from mega_agentrl.types.batch import TrainBatch
 
 VOCAB = 61
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 SCRIPT = Path(__file__).parent / "rank_process.py"
 ROOT = Path(__file__).parents[2]
 
@@ -102,45 +102,103 @@ def train_config():
     return make
 
 
-@pytest.fixture
-def run_ranks(tmp_path):
-    """`run_ranks(config, calls)`: results by [rank][call]; fails at the deadline."""
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
+    """`run_ranks({name: (config, calls)})`: results by name, [rank][call].
 
-    def run(config, calls):
-        layout = config.parallel
-        world_size = layout.tensor * layout.pipeline * layout.data
-        job = tmp_path / f"job-{time.monotonic_ns()}.pt"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        torch.save(
-            {"config": config, "world_size": world_size, "port": port, "calls": calls}, job
-        )
-        outputs = [job.with_suffix(f".{rank}") for rank in range(world_size)]
-        logs = [output.with_suffix(f".log{rank}") for rank, output in enumerate(outputs)]
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    All configurations have the same number of ranks; the processes are started once and run
+    the jobs in order. A rank that fails, or the deadline, fails all of them with its log.
+    """
+
+    def run(jobs):
+        folder = tmp_path_factory.mktemp("ranks")
+        (world_size,) = {
+            config.parallel.tensor * config.parallel.pipeline * config.parallel.data
+            for config, _ in jobs.values()
         }
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(job), str(rank), str(outputs[rank])],
-                stdout=logs[rank].open("w"),
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-            for rank in range(world_size)
-        ]
-        ends_at = time.monotonic() + DEADLINE_S
+        described = {
+            name: {"config": config, "world_size": world_size, "port": _port(), "calls": calls}
+            for name, (config, calls) in jobs.items()
+        }
+        torch.save(described, folder / "jobs.pt")
+        processes = [_start(folder, rank) for rank in range(world_size)]
         try:
-            codes = [process.wait(ends_at - time.monotonic()) for process in processes]
+            codes = _wait(processes)
         finally:
             for process in processes:
                 process.kill()
-        failed = [logs[rank].read_text()[-3000:] for rank, code in enumerate(codes) if code]
-        assert not failed, "\n".join(failed)
-        return [torch.load(output, weights_only=False) for output in outputs]
+        logs = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(world_size)]
+        assert codes == [0] * world_size, "\n".join(logs)
+        ranks = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(world_size)]
+        return {name: [rank[name] for rank in ranks] for name in jobs}
 
     return run
+
+
+def _port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(folder, rank):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    command = [SCRIPT, folder / "jobs.pt", rank, folder / f"{rank}.pt"]
+    with (folder / f"{rank}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", *map(str, command)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+
+def _wait(processes):
+    """Exit codes once all have ended, one has failed, or the deadline has passed (None)."""
+    ends_at = time.monotonic() + DEADLINE_S
+    while time.monotonic() < ends_at:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.05)
+    return codes
+
+
+@pytest.fixture
+def one_rank():
+    """Process groups of a single rank, in this process."""
+    from mega_agentrl.actor import device, groups
+
+    threads = torch.get_num_threads()
+    device.choose_device(0)
+    joined = groups.join(
+        ParallelConfig(),
+        rank=0,
+        world_size=1,
+        master_address="127.0.0.1",
+        master_port=_port(),
+        timeout_s=30.0,
+    )
+    yield joined
+    groups.leave()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_model(one_rank, checkpoints):
+    """(shape, groups, model) of the tied checkpoint, loaded, on one rank."""
+    from mega_agentrl.actor.model import build_model
+    from mega_agentrl.reshard.checkpoint import read_shards
+    from mega_agentrl.reshard.model_shape import ModelShape
+    from mega_agentrl.reshard.names import hf_shapes, megatron_layout
+
+    shape = ModelShape.from_folder(checkpoints[True])
+    model = build_model(shape, one_rank)
+    layout = megatron_layout(shape, tensor_rank=0, tensor_size=1, pipeline_rank=0, pipeline_size=1)
+    read_shards(checkpoints[True], layout, hf_shapes(shape), dict(model.named_parameters()))
+    return shape, one_rank, model

@@ -1,6 +1,7 @@
-"""One policy rank as a process of its own: runs the calls of a job file, saves the results.
+"""One policy rank as a process of its own: runs the jobs of a file one after the
+other, each with a fresh policy, and saves the results.
 
-``python rank_process.py JOB RANK RESULT``; the job is made by ``conftest.run_ranks``.
+``python rank_process.py JOBS RANK RESULT``; the file is made by ``conftest.run_ranks``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ def blocks_of(policy: PolicyRank, *, gradients: bool) -> list[tuple[str, Any, to
     return found
 
 
-def main() -> None:
-    job = torch.load(sys.argv[1], weights_only=False)
+def run(job: dict[str, Any], rank: int) -> list[Any]:
     policy = PolicyRank(
         job["config"],
-        rank=int(sys.argv[2]),
+        rank=rank,
         world_size=job["world_size"],
         master_address="127.0.0.1",
         master_port=job["port"],
@@ -44,6 +44,12 @@ def main() -> None:
         else:
             results.append(getattr(policy, method)(*arguments))
     policy.close()
+    return results
+
+
+def main() -> None:
+    jobs = torch.load(sys.argv[1], weights_only=False)
+    results = {name: run(job, int(sys.argv[2])) for name, job in jobs.items()}
     torch.save(results, sys.argv[3])
 
 

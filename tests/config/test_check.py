@@ -149,6 +149,13 @@ def test_prompt_and_response_must_fit_the_engine(config):
     assert "at least 256 = data.max_prompt_tokens=96 + rollout.max_response_tokens=160" in text
 
 
+def test_the_longest_trajectory_must_fit_a_micro_batch(config):
+    config.optim.micro_batch_tokens = 256
+    check(config)
+    config.optim.micro_batch_tokens = 255
+    assert "optim.micro_batch_tokens=255: expected at least 256" in message(config)
+
+
 def test_the_engine_must_fit_the_model(config):
     config.engine.max_model_len = 512
     check(config)

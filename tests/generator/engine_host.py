@@ -48,8 +48,9 @@ class EngineHost:
         return self.begin(method, *args).result(DEADLINE_S)
 
     def close(self) -> None:
-        self.begin("exit")
-        self.process.join(30)
+        if self.process.is_alive():
+            self.begin("exit")
+            self.process.join(30)
         if self.process.is_alive():
             self.process.kill()
 

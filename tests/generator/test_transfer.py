@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from safetensors.torch import load_file
 
@@ -10,6 +13,7 @@ from mega_agentrl.reshard.plan import make_plan
 from mega_agentrl.reshard.transport import SendReport
 from mega_agentrl.types.records import GenerateRequest
 from tests.generator.engine_host import EngineHost
+from tests.generator.process_tree import descendants, wait_until_gone
 from tests.generator.tiny_model import check_against_transformers, write_model
 from tests.reshard.fake_trainer import FakeTrainer, shards_of
 
@@ -94,7 +98,9 @@ def test_a_request_during_an_update_waits_for_it(engine, model_folder):
         trainer.close()
 
 
-def test_tensor_parallel_engine_generates_and_updates(model_folder, new_folder, tmp_path):
+def test_tensor_parallel_engine_generates_updates_and_ends_with_its_host(
+    model_folder, new_folder, tmp_path
+):
     config = EngineConfig(tensor=2, max_model_len=256, kv_cache_gib=1)
     engine = EngineHost(config, model_folder, tmp_path / "vllm.log")
     try:
@@ -105,6 +111,11 @@ def test_tensor_parallel_engine_generates_and_updates(model_folder, new_folder, 
         finally:
             trainer.close()
         check_serves(engine, new_folder, "after")
+        children = descendants(engine.process.pid)
+        assert len(children) >= 3  # engine core and two workers
+        os.kill(engine.process.pid, signal.SIGKILL)
+        engine.process.join(10)
+        assert wait_until_gone(children, timeout_s=10.0) == []
     finally:
         engine.close()
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.batch.balance import plan_micro_batches
+
+
+def test_longest_rows_are_dealt_first():
+    # 9 | 8, then 7 joins 8's lighter side, then 3 joins 9: loads 12 and 15.
+    assert plan_micro_batches([9, 8, 7, 3], num_data=2, budget_tokens=100) == [[[0, 3]], [[1, 2]]]
+
+
+def test_the_budget_cuts_every_rank_into_as_many_micro_batches():
+    plan = plan_micro_batches([6, 6, 1], num_data=2, budget_tokens=6)
+    assert [len(rank) for rank in plan] == [2, 2]
+    assert sorted(row for rank in plan for micro in rank for row in micro) == [0, 1, 2]
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    num_data=st.integers(1, 5),
+    budget_tokens=st.integers(50, 200),
+)
+def test_every_row_once_within_budget_and_balanced(lengths, num_data, budget_tokens):
+    plan = plan_micro_batches(lengths, num_data=num_data, budget_tokens=budget_tokens)
+    rows = [row for rank in plan for micro in rank for row in micro]
+    assert sorted(rows) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan}) == 1
+    for rank in plan:
+        for micro in rank:
+            assert sum(lengths[row] for row in micro) <= budget_tokens
+            assert micro == sorted(micro)
+    loads = [sum(lengths[row] for micro in rank for row in micro) for rank in plan]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_fewer_rows_than_ranks_leaves_empty_micro_batches():
+    assert plan_micro_batches([4], num_data=3, budget_tokens=8) == [[[0]], [[]], [[]]]
+
+
+def test_no_rows_and_a_row_beyond_the_budget_are_errors():
+    with pytest.raises(ValueError, match="0 rows over 2 data ranks"):
+        plan_micro_batches([], num_data=2, budget_tokens=8)
+    with pytest.raises(ValueError, match=r"optim.micro_batch_tokens=8: row 1 alone has 9"):
+        plan_micro_batches([3, 9], num_data=1, budget_tokens=8)

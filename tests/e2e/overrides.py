@@ -1,0 +1,13 @@
+"""Overrides that point a run at the small input of `tests/conftest.py`."""
+
+
+def asset_overrides(assets, run_dir):
+    return [
+        f"run_dir={run_dir}",
+        f"model.path={assets}/model",
+        f"data.train={assets}/train.parquet",
+        f"data.validation={assets}/validation.parquet",
+        f"sft.data={assets}/demonstrations.parquet",
+        f"sft.dev={assets}/dev.parquet",
+        f"tool.search.corpus={assets}/corpus.jsonl",
+    ]

@@ -1,0 +1,119 @@
+"""Bad input ends in one screen with exit code 2 before Ray starts; Ctrl-C ends everything."""
+
+import json
+import os
+import shutil
+import signal
+
+import pandas as pd
+import pytest
+
+from tests.e2e.conftest import ROOT, finish, processes_below, start, wait_until
+from tests.e2e.overrides import asset_overrides
+
+
+def run(*arguments, timeout_s=60, cwd=ROOT):
+    return finish(start(*arguments, cwd=cwd), timeout_s)
+
+
+def edited_config(assets, tmp_path, **changes):
+    folder = tmp_path / "model"
+    shutil.copytree(assets / "model", folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return f"model.path={folder}"
+
+
+def parquet_without(assets, tmp_path, column, key="data.train"):
+    path = tmp_path / "less.parquet"
+    pd.read_parquet(assets / "train.parquet").drop(columns=[column]).to_parquet(path)
+    return f"{key}={path}"
+
+
+def empty_parquet(assets, tmp_path):
+    path = tmp_path / "empty.parquet"
+    pd.read_parquet(assets / "train.parquet").head(0).to_parquet(path)
+    return f"data.train={path}"
+
+
+CASES = {
+    "unknown key": (lambda a, t: "rollout.branchin=none", "'rollout.branching'"),
+    "unknown option": (lambda a, t: "algo=grop", "'grpo'"),
+    "wrong type": (lambda a, t: "optim.lr=fast", "optim.lr"),
+    "out of range": (lambda a, t: "rollout.top_p=1.5", "rollout.top_p=1.5"),
+    "missing folder": (lambda a, t: f"model.path={t}/none", "model.path"),
+    "architecture": (
+        lambda a, t: edited_config(a, t, architectures=["MambaForCausalLM"]),
+        "MambaForCausalLM",
+    ),
+    "heads": (lambda a, t: edited_config(a, t, num_attention_heads=3), "parallel.tensor=2"),
+    "missing column": (lambda a, t: parquet_without(a, t, "reward_model"), "reward_model"),
+    "empty dataset": (empty_parquet, "data.train"),
+    "overlong prompt": (lambda a, t: "data.max_prompt_tokens=17", "data.overlong=drop"),
+    "too many ranks": (lambda a, t: "parallel.data=64", "more ranks than"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_screen_and_exit_code_2(case, assets, tmp_path):
+    change, expected = CASES[case]
+    code, output = run(
+        "experiment=smoke_ci",
+        *asset_overrides(assets, tmp_path / "run"),
+        change(assets, tmp_path),
+    )
+    assert code == 2, output
+    assert expected in output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= 24, "more than one screen"
+
+
+def test_missing_bubblewrap_is_named(assets, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, output = run("experiment=smoke_ci", *asset_overrides(assets, tmp_path / "run"))
+    assert code == 2, output
+    assert "bubblewrap" in output
+
+
+def test_overlong_prompts_can_be_dropped_and_are_counted(assets, tmp_path):
+    table = pd.read_parquet(assets / "train.parquet").head(2)
+    table["prompt"] = [[{"role": "user", "content": "7" * length}] for length in (10, 500)]
+    table.to_parquet(tmp_path / "train.parquet")
+    code, output = run(
+        "experiment=smoke_ci",
+        *asset_overrides(assets, tmp_path / "run"),
+        f"data.train={tmp_path}/train.parquet",
+        "data.overlong=drop",
+        # ends the run right after the training prompts were read
+        parquet_without(assets, tmp_path, "data_source", key="data.validation"),
+    )
+    assert code == 2
+    assert "data.train: 1 overlong prompts dropped, 1 kept" in output
+
+
+def test_help_lists_groups_and_keys(tmp_path):
+    code, output = run("--help", cwd=ROOT)
+    assert code == 0
+    for piece in ("experiment=NAME", "algo: arpo", "branching: after_result", "max_calls"):
+        assert piece in output
+
+
+def test_ctrl_c_ends_every_process_within_ten_seconds(assets, tmp_path, monkeypatch):
+    marker = f"MEGA_AGENTRL_TEST_RUN={tmp_path}"
+    monkeypatch.setenv(*marker.split("=", 1))
+    run_dir = tmp_path / "run"
+    child = start("experiment=smoke_ci", "total_steps=1000", *asset_overrides(assets, run_dir))
+    metrics = run_dir / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.exists() and '"rl"' in metrics.read_text(), 240)
+        marked = processes_below(marker)
+        assert any("EngineCore" in command for command in marked), "the marker must reach vLLM"
+        os.kill(child.pid, signal.SIGINT)
+        code, output = finish(child, 20)
+        wait_until(lambda: not processes_below(marker), 20)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert code == 130, output[-2000:]
+    assert "There is no checkpoint to resume from" in output
+    assert "Traceback" not in output

@@ -1,0 +1,47 @@
+"""The whole system with every cut: TP 2 x PP 2 policy, vLLM TP 2, warm start and two RL steps."""
+
+import json
+
+from safetensors import safe_open
+
+from tests.e2e.conftest import finish, start
+from tests.e2e.overrides import asset_overrides
+
+
+def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
+    run_dir = tmp_path / "run"
+    child = start(
+        "experiment=smoke_ci",
+        "parallel=tp2_pp2",
+        "engine.tensor=2",
+        "cluster.oversubscribe=true",
+        "total_steps=2",
+        "sft.max_steps=4",
+        "sft.first_check=4",
+        "sft.check_every=4",
+        "data.prompts_per_step=4",
+        "evaluate.num_questions=10",
+        *asset_overrides(assets, run_dir),
+    )
+    code, output = finish(child, 420)
+    assert code == 0, output[-3000:]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["num_steps"] == 2
+    assert 0 <= summary["mismatch_mean_abs"] < 1e-3
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in steps if line["stage"] == "rl"]
+    assert [line["step"] for line in trained] == [1, 2]
+    for line in trained:
+        assert line["mismatch/logp_mean_abs"] < 1e-3
+        assert line["mismatch/entropy_mean_abs"] < 1e-3
+        assert line["rollout/num_trajectories"] == 32
+        assert line["rollout/failed"] == 0
+        assert line["send/bytes_per_worker"] > 1e6
+    assert (run_dir / "reward.png").exists()
+    assert "held-out reward after RL" in output
+    with (
+        safe_open(assets / "model" / "model.safetensors", "pt") as before,
+        safe_open(next((run_dir / "model").glob("*.safetensors")), "pt") as after,
+    ):
+        name = "model.layers.0.mlp.down_proj.weight"
+        assert not before.get_tensor(name).equal(after.get_tensor(name)), "nothing was learned"

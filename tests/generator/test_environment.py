@@ -1,0 +1,52 @@
+"""Variables for each kind of engine; nothing is set that vLLM would misread."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.generator.environment import HOST_PID_VARIABLE, set_environment
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "tensor", "expected"),
+    [
+        ({0, 1}, 2, "0|1"),
+        ({0, 1}, 4, "0|1|0|1"),
+        ({2, 3, 4, 5}, 2, "2,3|4,5"),
+        ({0, 1, 2, 3}, 1, "nobind"),
+    ],
+)
+def test_workers_are_bound_to_their_share(monkeypatch, cpus, tensor, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
+    set_environment(EngineConfig(tensor=tensor, kv_cache_gib=3))
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == expected
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert os.environ[HOST_PID_VARIABLE] == str(os.getpid())
+
+
+def test_a_gpu_gets_no_cpu_variables(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    set_environment(EngineConfig(eager=False), on_gpu=True)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert "TORCH_COMPILE_DISABLE" not in os.environ
+
+
+def test_log_lines_go_to_the_file(tmp_path):
+    log_path = tmp_path / "logs" / "engine0.log"
+    set_environment(EngineConfig(), log_path=log_path)
+    with open(os.environ["VLLM_LOGGING_CONFIG_PATH"]) as file:
+        settings = json.load(file)
+    assert settings["handlers"]["file"]["filename"] == str(log_path)

@@ -1,0 +1,50 @@
+"""Registration, and processes that end with another; `test_transfer` kills a whole engine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from mega_agentrl.generator import plugin
+
+WATCHER = """
+import sys, time
+from mega_agentrl.generator.plugin import end_with_process
+end_with_process(int(sys.argv[1]))
+print("watching", flush=True)
+time.sleep(60)
+"""
+
+
+def test_vllm_finds_the_plugin_and_the_backend():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    (entry,) = entry_points(group="vllm.general_plugins", name="mega_agentrl")
+    entry.load()()
+    plugin.register()
+    loader = WeightTransferEngineFactory._registry[plugin.TRANSFER_BACKEND]
+    assert loader().__name__ == "ReshardTransferEngine"
+
+
+def test_a_process_ends_with_the_one_it_watches():
+    host = subprocess.Popen(["sleep", "60"])
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", WATCHER, str(host.pid)], stdout=subprocess.PIPE, text=True
+    )
+    assert watcher.stdout.readline() == "watching\n"
+    host.kill()
+    host.wait()
+    assert watcher.wait(10) == -signal.SIGKILL
+
+
+def test_watching_a_process_that_is_gone_ends_at_once():
+    host = subprocess.Popen(["true"])
+    host.wait()
+    watcher = subprocess.run([sys.executable, "-c", WATCHER, str(host.pid)], timeout=30)
+    assert watcher.returncode == -signal.SIGKILL

@@ -1,0 +1,74 @@
+"""The V2 adapter on hand-made batches; inside vLLM it needs a GPU."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.generator import tap_v2
+from mega_agentrl.generator.entropy_tap import EXTRA_ARG, TapStore
+from mega_agentrl.types.records import GenerateRequest
+from tests.generator.engine_host import EngineHost
+
+
+@pytest.fixture
+def tap(monkeypatch):
+    store = TapStore()
+    monkeypatch.setattr(tap_v2, "STORE", store)
+    monkeypatch.setattr(tap_v2, "get_tensor_model_parallel_rank", lambda: 0)
+    prompt_len = SimpleNamespace(np=np.array([4, 10, 3]))
+    return tap_v2.EntropyTapV2(None, SimpleNamespace(max_num_reqs=3, prompt_len=prompt_len))
+
+
+def params(key, temperature):
+    return SamplingParams(temperature=temperature, extra_args={EXTRA_ARG: key} if key else None)
+
+
+def batch(slots, num_visible):
+    return SimpleNamespace(
+        idx_mapping_np=np.array(slots), seq_lens_upper_bound_np=np.array(num_visible)
+    )
+
+
+def test_rows_find_their_slot_and_position(tap):
+    assert tap.add_request(2, params("c", 2.0))
+    assert tap.add_request(1, params("b", 0.0))
+    assert not tap.add_request(0, params(None, 1.0))
+    logits = torch.tensor([[0.0, 0.0], [0.0, 5.0], [0.0, math.log(3.0)]])
+    assert tap.apply(logits, batch([2, 0, 1], [3, 4, 10])) is logits
+    # Slot 1 is re-prefilled up to 7 of its 10 prompt tokens: not a sample.
+    tap.apply(torch.zeros(2, 2), batch([1, 2], [7, 4]))
+    assert tap_v2.STORE.read("c").entropies == pytest.approx((math.log(2), math.log(2)))
+    assert tap_v2.STORE.read("c").shifts == pytest.approx((math.log(2) / 2 - math.log(2),) * 2)
+    assert len(tap_v2.STORE.read("b").entropies) == 1
+    assert tap_v2.STORE.read("b").argmax_ids == (1,)
+
+
+def test_a_slot_is_taken_over_by_the_next_request(tap):
+    tap.add_request(0, params("old", 1.0))
+    tap.add_request(0, params("new", 1.0))
+    tap.apply(torch.zeros(1, 2), batch([0], [4]))
+    assert tap_v2.STORE.read("old").entropies == ()
+    assert len(tap_v2.STORE.read("new").entropies) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="V2 runs on GPUs only")
+def test_inside_the_engine_on_a_gpu(model_folder, tmp_path):
+    host = EngineHost(EngineConfig(max_model_len=256), model_folder, tmp_path / "vllm.log")
+    try:
+        request = GenerateRequest(request_id="v2", token_ids=(5, 6, 7), max_tokens=8)
+        got = host.call("generate", request)
+        assert len(got.entropies) == len(got.token_ids)
+        assert all(0 <= entropy <= math.log(300) for entropy in got.entropies)
+    finally:
+        host.close()

@@ -1,0 +1,83 @@
+"""Building: bad input is found before anything starts, and whatever started is ended."""
+
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.config.schema import (
+    DataConfig,
+    ModelConfig,
+    SearchToolConfig,
+    SftConfig,
+    ToolConfig,
+    TrainConfig,
+)
+from mega_agentrl.runtime import build as module
+from mega_agentrl.tool.kit import ToolKit
+
+
+@pytest.fixture
+def config(assets, tmp_path):
+    return TrainConfig(
+        run_dir=str(tmp_path),
+        model=ModelConfig(path=f"{assets}/model"),
+        data=DataConfig(train=f"{assets}/train.parquet", validation=f"{assets}/validation.parquet"),
+        sft=SftConfig(
+            max_steps=1, data=f"{assets}/demonstrations.parquet", dev=f"{assets}/dev.parquet"
+        ),
+        tool=ToolConfig(search=SearchToolConfig(corpus=f"{assets}/corpus.jsonl")),
+    )
+
+
+class Group:
+    """Stands for the policy and the engines."""
+
+
+def test_parts_hold_what_the_files_hold(config, monkeypatch):
+    groups = Group(), Group()
+    monkeypatch.setattr(module, "_start_groups", lambda *_: groups)
+    with module.build(config) as parts:
+        assert (parts.policy, parts.generator) == groups
+        assert len(parts.validation) == 30
+        assert len(parts.dev) == 30
+        assert parts.demonstrations(3).num_rows == 3
+        assert len({prompt.prompt_id for prompt in parts.prompts.next(200)}) == 200
+        assert set(parts.tools.stop_strings) == {"</python>", "</search>"}
+    assert parts.run_dir == Path(config.run_dir)
+
+
+def test_without_steps_there_are_no_demonstrations(config, monkeypatch):
+    config.sft.max_steps = 0
+    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+    with module.build(config) as parts:
+        assert parts.demonstrations is None
+        assert parts.dev == ()
+
+
+def test_bad_data_is_found_before_tools_and_groups_start(config, monkeypatch):
+    def never(*_):
+        pytest.fail("started although the input is bad")
+
+    monkeypatch.setattr(module, "_start_groups", never)
+    monkeypatch.setattr(ToolKit, "start", never)
+    config.data.max_prompt_tokens = 2
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2"), module.build(config):
+        pass
+
+
+def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
+    closed = []
+    close_now = ToolKit.close_now
+
+    def note(kit):
+        closed.append(kit)
+        close_now(kit)
+
+    def fail(*_):
+        raise RuntimeError("no cluster")
+
+    monkeypatch.setattr(ToolKit, "close_now", note)
+    monkeypatch.setattr(module, "_start_groups", fail)
+    with pytest.raises(RuntimeError, match="no cluster"), module.build(config):
+        pass
+    assert closed
