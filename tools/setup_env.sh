@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs bubblewrap, the one system package the Python tool needs.
+# Makes .venv and installs the system packages it needs (bubblewrap; on CPUs libnuma1).
 # Instant when nothing has changed: .venv/.stamp holds the checksum of what it was made from.
 #
 #   DEVICE=cpu|gpu      default: gpu where nvidia-smi is present
@@ -31,22 +31,31 @@ find_python() {
         "install one (Debian: python3 and python3-venv) or name it: make env PYTHON=/path/to/python3.11"
 }
 
-install_bubblewrap() {
-    command -v bwrap >/dev/null && return
+missing_system_packages() { # Debian names; bubblewrap isolates the Python tool, vLLM's CPU build loads libnuma
+    command -v bwrap >/dev/null || echo bubblewrap
+    [ "$DEVICE" != cpu ] || PATH=$PATH:/sbin:/usr/sbin ldconfig -p | grep -q 'libnuma\.so\.1' || echo libnuma1
+}
+
+install_system_packages() {
+    local packages
+    packages=$(missing_system_packages | tr '\n' ' ')
+    [ -n "$packages" ] || return 0
     local as_root=()
     if [ "$(id -u)" -ne 0 ]; then
         as_root=(sudo -n)
-        sudo -n true 2>/dev/null || fail "bwrap is missing and needs root to install" \
-            "ask an administrator for the package 'bubblewrap', then run this again"
+        sudo -n true 2>/dev/null || fail "these system packages are missing and need root to install: $packages" \
+            "ask an administrator for them, then run this again"
     fi
-    command -v apt-get >/dev/null || fail "bwrap is missing and there is no apt-get here" \
-        "install the package 'bubblewrap' with this system's package manager, then run this again"
-    echo "set-up: installing the system package bubblewrap"
-    "${as_root[@]}" apt-get update -q >/dev/null || true # stale lists may still serve
+    command -v apt-get >/dev/null || fail "these system packages are missing and there is no apt-get here: $packages" \
+        "install them with this system's package manager, then run this again"
+    echo "set-up: installing system packages: $packages"
+    "${as_root[@]}" apt-get update -q >/dev/null || echo "set-up: apt-get update failed; trying with the lists there are"
+    # shellcheck disable=SC2086  # one word per package
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -q --no-install-recommends bubblewrap >/dev/null ||
-        fail "apt-get could not install bubblewrap; install it by hand, then run this again"
-    command -v bwrap >/dev/null || fail "bubblewrap was installed but bwrap is not on PATH"
+        apt-get install -y -q --no-install-recommends $packages >/dev/null ||
+        fail "apt-get could not install $packages; install by hand, then run this again"
+    packages=$(missing_system_packages | tr '\n' ' ')
+    [ -z "$packages" ] || fail "installed, but still not to be found: $packages"
 }
 
 pip_install() { # quiet; the whole output is in .venv/install.log
@@ -74,7 +83,7 @@ if [ -z "${DEVICE:-}" ]; then
 fi
 [ -f "requirements/$DEVICE.txt" ] || fail "DEVICE=$DEVICE: expected cpu or gpu"
 
-install_bubblewrap
+install_system_packages
 stamp="$DEVICE $(cat "requirements/$DEVICE.txt" pyproject.toml setup.py | sha256sum | cut -d ' ' -f 1) $PWD"
 if [ "$(cat .venv/.stamp 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
     exit 0

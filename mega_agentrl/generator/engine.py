@@ -83,7 +83,7 @@ class Engine:
         # collection among them stops all requests for more than half a second, again and again.
         gc.collect()
         gc.freeze()
-        await self._llm.collective_rpc("freeze_heap")
+        await self._llm.collective_rpc("settle")
         self._serving.set()
         return self
 

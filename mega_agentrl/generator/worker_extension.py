@@ -7,9 +7,12 @@ tensor-parallel rank 0 has measurements; the others answer None.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 
 from mega_agentrl.generator.entropy_tap import STORE
+
+CPU_NICENESS = 10
 
 PlainRecord = tuple[Sequence[float], Sequence[float], Sequence[int]]
 """Entropies, shifts and arg-max ids of one request; lists once they have crossed a process."""
@@ -30,7 +33,14 @@ class WorkerExtension:
         """Number of requests with measurements."""
         return len(STORE)
 
-    def freeze_heap(self) -> None:
-        """Keep what the start allocated out of garbage collection (vLLM does so on GPUs only)."""
+    def settle(self) -> None:
+        """Called once after the start.
+
+        Keeps what the start allocated out of garbage collection, as vLLM does on GPUs only. On a
+        CPU, gives way to other processes: after its last step a worker polls for work for a
+        second at full speed, on cores that the trainer needs by then.
+        """
         gc.collect()
         gc.freeze()
+        if self.device.type == "cpu":
+            os.nice(CPU_NICENESS)

@@ -7,6 +7,7 @@ sandbox), then Ray starts, then policy and engines start side by side.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
 
     Raises `ValueError` for bad input before Ray or an engine starts.
     """
+    start_s = time.perf_counter()
     run_dir = Path(config.run_dir)
     codec = HFCodec(config.model.path)
     prompts = _prompts(config, "data.train", config.data.train, codec)
@@ -66,6 +68,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             validation=validation,
             dev=dev,
             demonstrations=demonstrations,
+            start_s=time.perf_counter() - start_s,
             wait=runner.run,
         )
 

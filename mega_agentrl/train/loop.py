@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def train(parts: Parts, config: TrainConfig) -> float:
     """Run it all; returns the held-out reward at the end."""
     with Session(Path(config.run_dir), config) as session:
+        session.started(parts.start_s)
         if parts.demonstrations is not None:
             warm_start(parts, config, session)
         else:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import RolloutTree
 
 
+TRAINING_STAGES = ("warm start", "RL")
+"""Stages whose seconds add up to `train_seconds` of the summary."""
+
+
 class Session:
     """The recorder of one run; a context manager."""
 
@@ -57,6 +61,11 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self._writer.close()
+
+    def started(self, seconds: float) -> None:
+        """Note how long the start took."""
+        self._stage_s["start"] = seconds
+        self.note(f"start of policy, engines and tools took {duration(seconds)}")
 
     @contextmanager
     def stage(self, title: str, num_steps: int) -> Iterator[None]:
@@ -137,7 +146,7 @@ class Session:
             "success_before": before.sampled.success,
             "success_after": after.sampled.success,
             "num_steps": last,
-            "train_seconds": sum(self._stage_s.values()),
+            "train_seconds": sum(self._stage_s.get(name, 0.0) for name in TRAINING_STAGES),
             "seed": self._config.seed,
             "mismatch_mean_abs": sum(self._mismatch) / last if last else 0.0,
             "stage_seconds": self._stage_s,

@@ -28,6 +28,7 @@ ResultT = TypeVar("ResultT")
 class Parts:
     """Everything the loop works with; it knows none of the concrete classes.
 
+    start_s: seconds it took to read the input and start every process.
     wait: runs a coroutine to its end on the driver's one event loop.
     demonstrations: next batch of the warm start, of a given size; None without one.
     dev: questions whose sampled success ends the warm start.
@@ -43,4 +44,5 @@ class Parts:
     validation: Sequence[Prompt]
     dev: Sequence[Prompt]
     demonstrations: Callable[[int], TrainBatch] | None
+    start_s: float
     wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]

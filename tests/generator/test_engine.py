@@ -126,11 +126,19 @@ def test_abort_returns_what_there_is(engine, model_folder):
     engine.call("abort", "never heard of")
 
 
-def test_a_long_prompt_is_measured_once_when_prefilled_in_chunks(engine, model_folder):
-    request = GenerateRequest(
-        request_id="long", token_ids=tuple(5 + i % 290 for i in range(250)), max_tokens=6
-    )
-    check_against_transformers(model_folder, request, engine.call("generate", request))
+def test_prompts_prefilled_in_chunks_are_measured_at_the_end_only(engine, model_folder):
+    rng = random.Random(0)
+    # Together more than the 8,192 tokens of one step, so that some prompts are cut.
+    requests = [
+        GenerateRequest(
+            request_id=f"long/{index}",
+            token_ids=tuple(rng.randrange(5, 300) for _ in range(250)),
+            max_tokens=4,
+        )
+        for index in range(40)
+    ]
+    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+        check_against_transformers(model_folder, request, got)
 
 
 def test_nothing_stays_in_the_tap(engine):

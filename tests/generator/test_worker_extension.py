@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +40,14 @@ def test_rank_0_answers_in_order_and_takes(store):
 def test_other_ranks_answer_none(store):
     assert Worker(rank=1, size=2).tap_read(["a"], True) is None
     assert len(store) == 1
+
+
+def test_a_settled_worker_gives_way_on_a_cpu_only(monkeypatch):
+    steps = []
+    monkeypatch.setattr(os, "nice", steps.append)
+    for device in ("cpu", "cuda"):
+        worker = Worker(rank=0, size=1)
+        worker.device = SimpleNamespace(type=device)
+        worker.settle()
+    gc.unfreeze()
+    assert steps == [worker_extension.CPU_NICENESS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,12 +51,16 @@ def write_model(folder: Path, *, seed: int = 0, scale: float = 1.0, **changes: i
     return folder
 
 
+@cache
+def _loaded(folder: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 @torch.no_grad()
 def logits_of(folder: Path, prompt: tuple[int, ...], response: tuple[int, ...]) -> torch.Tensor:
     """[T, V] float32 logits that predict each response token."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([[*prompt, *response]])
-    return model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return _loaded(folder)(ids).logits[0, len(prompt) - 1 : -1].float()
 
 
 def check_against_transformers(folder, request, got):

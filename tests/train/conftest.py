@@ -106,6 +106,7 @@ def parts(tmp_path):
         validation=prompts,
         dev=prompts,
         demonstrations=DemonstrationSampler(demonstrations, 1).next,
+        start_s=1.0,
         wait=runner.run,
     )
     runner.close()

@@ -32,7 +32,9 @@ def test_a_run_leaves_metrics_summary_curve_and_rollouts(parts, config, tmp_path
     assert summary["num_steps"] == 2
     assert summary["seed"] == config.seed
     assert abs(summary["mismatch_mean_abs"] - 0.25) < 1e-6
-    assert summary["train_seconds"] > 0
+    seconds = summary["stage_seconds"]
+    assert list(seconds) == ["start", "held out before", "RL", "held out after"]
+    assert summary["train_seconds"] == seconds["RL"] > 0
     stages = [(line["stage"], line["step"]) for line in lines(tmp_path)]
     assert stages == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
     assert (tmp_path / "reward.png").stat().st_size > 1000
