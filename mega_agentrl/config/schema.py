@@ -80,6 +80,12 @@ class EngineConfig:
             self.memory_fraction,
             "between 0 and 1",
         )
+        _require(
+            self.block_size >= 32 and self.block_size % 32 == 0,
+            "engine.block_size",
+            self.block_size,
+            "a multiple of 32 (vLLM's CPU attention takes no other)",
+        )
         _require(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, ">= 1")
 
 

@@ -125,9 +125,13 @@ class Engine:
         version = self._version
         prompt = {"type": "token", "prompt_token_ids": list(request.token_ids)}
         output = None
-        async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
-            async for result in outputs:
-                output = result.outputs[0]
+        try:
+            async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
+                async for result in outputs:
+                    output = result.outputs[0]
+        except BaseException:  # cancelled, past its deadline, or the engine died
+            self._tap.forget(key)
+            raise
         assert output is not None, "vLLM ends every request with an output"
         record = await self._tap.take(key)
         return to_generation(request, output, record, stop_ids, version)

@@ -33,12 +33,19 @@ class TapReader:
         """What there is of a running request."""
         return await self._ask(key, take=False)
 
+    def forget(self, key: str) -> None:
+        """Let the worker drop what it has of a request nobody waits for any more."""
+        self._enqueue(key, take=True).add_done_callback(asyncio.Future.exception)
+
     async def _ask(self, key: str, *, take: bool) -> PlainRecord:
+        return await self._enqueue(key, take=take)
+
+    def _enqueue(self, key: str, *, take: bool) -> asyncio.Future[PlainRecord]:
         answer: asyncio.Future[PlainRecord] = asyncio.get_running_loop().create_future()
         self._waiting[take].append((key, answer))
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush())
-        return await answer
+        return answer
 
     async def _flush(self) -> None:
         await asyncio.sleep(0)  # everything that finished in this tick comes along

@@ -22,6 +22,10 @@ from mega_agentrl.sandbox.process import run_to_end
 PROGRAM_PATH = "/sandbox/interpreter.py"
 """Where the inner program is seen from inside."""
 
+_ENVIRONMENT = Path("/sandbox/environment")
+"""Where a virtual environment is seen from inside, wherever it lies: it may be below /tmp,
+which every call replaces by a tmpfs of its own."""
+
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INNER_ID = "1000"
 _CHECK_DEADLINE_S = 20.0
@@ -65,7 +69,7 @@ def interpreter_command(settings: str) -> list[str]:
         *("--ro-bind", str(program), PROGRAM_PATH),
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         "--",
-        *(sys.executable, "-I", "-B", PROGRAM_PATH, settings),
+        *(interpreter_path(), "-I", "-B", PROGRAM_PATH, settings),
     ]
 
 
@@ -85,6 +89,8 @@ def _wall() -> list[str]:
         command += ["--ro-bind-try", name, name]
     for folder in interpreter_folders():
         command += ["--ro-bind", str(folder), str(folder)]
+    if sys.prefix != sys.base_prefix:
+        command += ["--ro-bind", sys.prefix, str(_ENVIRONMENT)]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
     command += ["--setenv", "LANG", "C.UTF-8"]
@@ -93,13 +99,30 @@ def _wall() -> list[str]:
     return command
 
 
+def interpreter_path() -> str:
+    """This process's interpreter as it is seen from inside."""
+    if sys.prefix == sys.base_prefix:
+        return sys.executable
+    return str(_ENVIRONMENT / Path(sys.executable).relative_to(sys.prefix))
+
+
 def interpreter_folders() -> list[Path]:
-    """Folders outside /usr without which this interpreter and its packages do not run."""
+    """Folders outside /usr, at their own place, without which this interpreter does not run.
+
+    A virtual environment is not among them. Raises `ValueError` for an interpreter below
+    /tmp: it would vanish inside.
+    """
     binary = Path(sys.executable).resolve()
-    wanted = [Path(sys.prefix), Path(sys.base_prefix), binary.parent.parent]
+    wanted = [Path(sys.base_prefix), binary.parent.parent]
     wanted += [folder.resolve() for folder in wanted]
     folders: list[Path] = []
     for folder in sorted(set(wanted)):
+        if folder.is_relative_to("/tmp"):
+            raise ValueError(
+                f"sandbox: the Python interpreter lies in {folder}; expected a place outside /tmp, "
+                "which sandboxes replace. Probable cause: a Python unpacked there; make .venv from "
+                "another one (make env PYTHON=...)"
+            )
         if folder == Path("/"):
             continue
         if not any(folder.is_relative_to(known) for known in (Path("/usr"), *folders)):

@@ -93,6 +93,7 @@ async def _answer_calls(pipe: Connection, config: EngineConfig, model: str) -> N
     engine = await Engine().start(config, model, seed=1)
     extra = {"version": lambda: _value(engine.version), "ready": lambda: _value(None)}
     extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
+    extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)
     tasks = set()
     while (call := await calls.get())[1] != "exit":
         number, method, args = call
@@ -102,6 +103,12 @@ async def _answer_calls(pipe: Connection, config: EngineConfig, model: str) -> N
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await engine.close()
+
+
+async def _start_and_cancel(engine: Any, request: Any) -> bool:
+    task = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0.05)
+    return task.cancel()
 
 
 async def _value(value: Any) -> Any:

@@ -144,6 +144,10 @@ def test_prompts_prefilled_in_chunks_are_measured_at_the_end_only(engine, model_
 def test_nothing_stays_in_the_tap(engine):
     engine.call("generate_many", make_requests("clean", 20))
     assert engine.call("rpc", "tap_size") == [0]
+    long = make_requests("cancelled", 1, max_tokens=200, seed=1)[0]
+    assert engine.call("start_and_cancel", long)
+    engine.call("generate_many", make_requests("after", 3))
+    assert engine.call("rpc", "tap_size") == [0]
 
 
 def test_pause_holds_new_requests_back(engine):

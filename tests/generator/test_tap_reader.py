@@ -52,3 +52,11 @@ async def test_an_error_reaches_all_and_the_next_request_starts_anew():
     assert [str(result) for result in results] == ["dead", "dead"]
     workers._error = None
     assert (await reader.take("3"))[0] == [3.0]
+
+
+async def test_forgetting_takes_without_waiting():
+    workers = SlowWorkers(RuntimeError("dead"))
+    reader = TapReader(workers)
+    reader.forget("1")
+    await asyncio.sleep(0.05)
+    assert workers.calls == [(("1",), True)]

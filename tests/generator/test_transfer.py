@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+pytest.importorskip("vllm")
+
 from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.generator.transfer import ReshardTransferEngine, tied_modules
 from mega_agentrl.reshard.plan import make_plan
 from mega_agentrl.reshard.transport import SendReport
 from mega_agentrl.types.records import GenerateRequest
@@ -46,6 +51,33 @@ def check_serves(engine, folder, name):
     got = engine.call("generate", request)
     assert got.version == engine.call("version")
     check_against_transformers(folder, request, got)
+
+
+def plain_engine(model):
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    return ReshardTransferEngine(None, config, torch.device("cpu"), model)
+
+
+def test_a_worker_refuses_to_compute_with_half_written_weights():
+    model = torch.nn.Linear(2, 2)
+    receiver = plain_engine(model)
+    model(torch.zeros(2))
+    receiver._unusable = "update to version 3 failed"
+    with pytest.raises(RuntimeError, match="forward pass refused: update to version 3 failed"):
+        model(torch.zeros(2))
+
+
+def test_an_update_before_joining_is_an_error():
+    with pytest.raises(RuntimeError, match="before the transport group was joined"):
+        plain_engine(torch.nn.Linear(2, 2)).start_weight_update()
+
+
+def test_a_tied_output_layer_is_found():
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Linear(2, 3), "norm": torch.nn.LayerNorm(2), "head": torch.nn.Module()}
+    )
+    model["head"].weight = model["embed"].weight
+    assert list(tied_modules(model)) == ["head"]
 
 
 @pytest.fixture(scope="module")
