@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.transport import WeightLink
     from mega_agentrl.runtime.bridge import WeightBridge
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class PolicyActor:
-    """One policy rank in a process of its own; forwards calls to `actor.policy.PolicyRank`."""
+    """One policy rank in a process of its own; a `types.ports.WeightSource`.
+
+    Forwards calls to `actor.policy.PolicyRank`.
+    """
 
     def __init__(self, config: TrainConfig, rank: int, world_size: int, log_file: str) -> None:
         redirect_output(Path(log_file))
@@ -69,6 +73,11 @@ class PolicyActor:
         self._store = open_store(address, timeout_s)
         return address, self._store.port
 
+    def layout(self) -> list[ShardLayout]:
+        """Which rectangles of which Hugging Face tensors this rank holds."""
+        shards: list[ShardLayout] = self._policy.layout()
+        return shards
+
     def join(self, link: WeightLink) -> None:
         """Join the transport group; returns when all its ranks have."""
         from mega_agentrl.reshard.transport import ShardSender
@@ -77,8 +86,8 @@ class PolicyActor:
 
     def send(self, version: int) -> None:
         """Send this rank's shards to every engine worker."""
-        shards = self._policy.layout()
-        self._sender.send({s.name: self._policy.parameter(s.name) for s in shards}, version)
+        names = [shard.name for shard in self.layout()]
+        self._sender.send({name: self._policy.parameter(name) for name in names}, version)
 
 
 class PolicyGroup:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
 
 LayoutT_co = TypeVar("LayoutT_co", covariant=True)
-PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
+LinkT_contra = TypeVar("LinkT_contra", contravariant=True)
 
 
 class Generator(Protocol):
@@ -141,24 +141,30 @@ class Policy(Protocol):
         """End every rank; safe to call twice."""
 
 
-class WeightSource(Protocol[LayoutT_co, PlanT_contra]):
+class WeightSource(Protocol[LayoutT_co, LinkT_contra]):
     """One rank that holds a shard of the trained weights."""
 
     def layout(self) -> LayoutT_co:
         """Which rectangles of which Hugging Face tensors this rank holds."""
 
-    def send(self, plan: PlanT_contra, version: int) -> None:
+    def join(self, link: LinkT_contra) -> None:
+        """Meet the other ranks of a transfer plan; returns when all have joined."""
+
+    def send(self, version: int) -> None:
         """Send this rank's part of the plan to every destination in it."""
 
 
-class WeightSink(Protocol[LayoutT_co, PlanT_contra]):
-    """One rollout rank that receives weights."""
+class WeightSink(Protocol[LayoutT_co, LinkT_contra]):
+    """An engine that takes weights, through all of its workers."""
 
-    def layout(self) -> LayoutT_co:
-        """Which rectangles of which Hugging Face tensors this rank needs."""
+    async def layout(self) -> LayoutT_co:
+        """Which rectangles of which Hugging Face tensors each worker needs."""
 
-    def receive(self, plan: PlanT_contra, version: int) -> None:
-        """Receive and load this rank's part; serve nothing until it is complete."""
+    async def connect_weights(self, link: LinkT_contra) -> None:
+        """Let every worker meet the other ranks of a transfer plan."""
+
+    async def receive_weights(self, version: int) -> None:
+        """Receive, verify and load every part; serve nothing in between."""
 
 
 @runtime_checkable

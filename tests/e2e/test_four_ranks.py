@@ -20,6 +20,8 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
         "sft.first_check=4",
         "sft.check_every=4",
         "data.prompts_per_step=4",
+        "rollout.temperature=0.7",  # log-probs count before top-p and at this temperature
+        "rollout.top_p=0.9",
         "evaluate.num_questions=10",
         *asset_overrides(assets, run_dir),
     )
