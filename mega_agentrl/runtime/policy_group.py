@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
+from mega_agentrl.runtime.placement import PolicyPlacement
 from mega_agentrl.runtime.remote import free_port, gather, redirect_output
 
 if TYPE_CHECKING:
@@ -93,8 +94,14 @@ class PolicyActor:
 class PolicyGroup:
     """All policy ranks; implements `types.ports.Policy`."""
 
-    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        config: TrainConfig,
+        placement: PolicyPlacement | None = None,
+    ) -> None:
         self._actors = list(actors)
+        self._placement = placement
         self._config = config
         self._deadline_s = config.cluster.actor_deadline_s
         self._bridge: WeightBridge | None = None
@@ -104,12 +111,15 @@ class PolicyGroup:
         """Start the processes; `start` then builds the model in them."""
         layout = config.parallel
         world_size = layout.tensor * layout.pipeline * layout.data
+        placement = PolicyPlacement(layout, on_gpu=on_gpu)
         actor_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(PolicyActor)
         actors = [
-            actor_class.remote(config, rank, world_size, str(log_folder / f"policy-rank{rank}.log"))
+            actor_class.options(scheduling_strategy=placement.of(rank)).remote(
+                config, rank, world_size, str(log_folder / f"policy-rank{rank}.log")
+            )
             for rank in range(world_size)
         ]
-        return cls(actors, config)
+        return cls(actors, config, placement)
 
     def start(self) -> None:
         """Join all ranks and load the starting weights."""
@@ -214,6 +224,9 @@ class PolicyGroup:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
+        if self._placement is not None:
+            self._placement.release()
+            self._placement = None
 
     @staticmethod
     def _name(rank: int) -> str:

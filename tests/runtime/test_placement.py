@@ -1,0 +1,40 @@
+"""One bundle per tensor-parallel group, whole inside a node."""
+
+import pytest
+import ray
+
+from mega_agentrl.config.schema import ParallelConfig
+from mega_agentrl.runtime import placement as module
+from mega_agentrl.runtime.placement import PolicyPlacement, bundles
+
+
+def test_bundles_by_hand():
+    layout = ParallelConfig(tensor=4, pipeline=2, data=3)
+    assert bundles(layout, on_gpu=True) == [{"CPU": 4, "GPU": 4}] * 6
+    assert bundles(layout, on_gpu=False) == [{"CPU": 4}] * 6
+
+
+def test_ranks_of_a_group_share_a_bundle(ray_local):
+    places = PolicyPlacement(ParallelConfig(tensor=2, pipeline=2), on_gpu=False)
+    indices = [places.of(rank).placement_group_bundle_index for rank in range(4)]
+    places.release()
+    places.release()
+    assert indices == [0, 0, 1, 1]
+
+
+def test_places_are_free_again_after_release(ray_local):
+    for _ in range(2):
+        places = PolicyPlacement(ParallelConfig(tensor=4), on_gpu=False)
+
+        @ray.remote(num_cpus=1)
+        def inside():
+            return True
+
+        assert ray.get(inside.options(scheduling_strategy=places.of(3)).remote(), timeout=30)
+        places.release()
+
+
+def test_a_group_that_fits_no_node_is_an_error_that_names_the_key(ray_local, monkeypatch):
+    monkeypatch.setattr(module, "_DEADLINE_S", 1.0)
+    with pytest.raises(ValueError, match=r"parallel.tensor=64: no room for 1 groups of 64"):
+        PolicyPlacement(ParallelConfig(tensor=64), on_gpu=False)
