@@ -25,6 +25,7 @@ from mega_agentrl.config.check import check
 from mega_agentrl.config.keys import check_files, check_overrides, read_command_line
 from mega_agentrl.config.location import config_folder
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.train.run_folder import make_room
 
 FAILED = 1
 BAD_INPUT = 2
@@ -67,6 +68,8 @@ def run(composed: DictConfig) -> float:
     except ValueError as error:
         _fail(error, BAD_INPUT)
     run_dir = Path(config.run_dir)
+    if (earlier := make_room(run_dir)) is not None:
+        print(f"the earlier run in {run_dir} is now {earlier}")
     _log_to_file(run_dir)
     OmegaConf.save(composed, run_dir / "config.yaml", resolve=True)
     # Ray, torch and the rest load only once the configuration is known to be good.
