@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.pack import pack
-from mega_agentrl.train.evaluate import evaluate_held_out
+from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out
 from mega_agentrl.train.phases import add_advantages, collect_trees
 from mega_agentrl.train.session import Session
 from mega_agentrl.train.supervised import warm_start
@@ -31,14 +31,19 @@ def train(parts: Parts, config: TrainConfig) -> float:
             parts.policy.send_weights(parts.generator, version=1)
         with session.stage("held out before", 1):
             before = session.show_held_out("before", evaluate_held_out(parts, config))
-        with session.stage("RL", config.total_steps):
-            for step in range(1, config.total_steps + 1):
-                train_step(parts, config, session, step)
-        with session.stage("held out after", 1):
-            after = session.show_held_out("after", evaluate_held_out(parts, config))
+        after = learn(parts, config, session) if config.total_steps else before
         parts.policy.export(session.run_dir / "model")
         session.finish(before, after)
     return after.sampled.reward
+
+
+def learn(parts: Parts, config: TrainConfig, session: Session) -> HeldOut:
+    """All steps of RL, and what they gave."""
+    with session.stage("RL", config.total_steps):
+        for step in range(1, config.total_steps + 1):
+            train_step(parts, config, session, step)
+    with session.stage("held out after", 1):
+        return session.show_held_out("after", evaluate_held_out(parts, config))
 
 
 def train_step(parts: Parts, config: TrainConfig, session: Session, step: int) -> None:
