@@ -1,5 +1,5 @@
 """Puts the top-level configs/ folder into the wheel as mega_agentrl/configs; all else is in
-pyproject.toml. `mega_agentrl.config.location.config_folder` finds either place.
+pyproject.toml. `mega_agentrl.config.places.config_folder` finds either place.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_agentrl.config.check import check
 from mega_agentrl.config.keys import check_files, check_overrides, read_command_line
-from mega_agentrl.config.location import config_folder
+from mega_agentrl.config.places import config_folder, folder_name
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.train.run_folder import make_room
 
@@ -109,6 +109,7 @@ def _check_command_line(folder: Path) -> None:
 def main() -> None:
     """Entry point of `python -m mega_agentrl`."""
     ConfigStore.instance().store(name="schema", node=TrainConfig)
+    OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
     folder = config_folder()
     try:
         _check_command_line(folder)

@@ -16,7 +16,7 @@ from mega_agentrl.config.keys import (
     nearest,
     read_command_line,
 )
-from mega_agentrl.config.location import config_folder
+from mega_agentrl.config.places import config_folder
 
 
 @dataclass

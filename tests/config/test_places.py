@@ -2,7 +2,7 @@
 
 import pytest
 
-from mega_agentrl.config.location import config_folder
+from mega_agentrl.config.places import config_folder, folder_name
 
 
 def make(folder):
@@ -31,3 +31,10 @@ def test_a_folder_without_the_root_file_does_not_count(tmp_path):
     (tmp_path / "configs").mkdir()
     with pytest.raises(ValueError, match=r"train\.yaml is in neither .*configs"):
         config_folder(tmp_path / "mega_agentrl")
+
+
+def test_a_sweep_job_is_one_folder_whatever_its_overrides_hold():
+    assert folder_name("algo=grpo,model.path=/models/a") == "algo=grpo,model.path=_models_a"
+    assert folder_name("") == "defaults"
+    assert len(folder_name("seed=1," * 100)) <= 120
+    assert "/" not in folder_name("a/b/c=1")

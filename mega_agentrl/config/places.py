@@ -1,4 +1,4 @@
-"""Where the yaml files of `configs/` lie: beside the package in a checkout, inside it in a wheel.
+"""Places: where the yaml files of `configs/` lie, and what the folders of a sweep are called.
 
 In the repository they are at the top level, because users edit them; `setup.py` puts them into
 the wheel as `mega_agentrl/configs`.
@@ -26,3 +26,8 @@ def config_folder(package: Path = _PACKAGE) -> Path:
         f"configuration: {ROOT_FILE} is in neither {candidates[0]} (installed) nor "
         f"{candidates[1]} (checkout); probable cause: an incomplete copy or installation"
     )
+
+
+def folder_name(overrides: str, limit: int = 120) -> str:
+    """Overrides of a sweep's job as one folder name: no separators, not too long."""
+    return overrides.replace("/", "_")[:limit].rstrip(".,=") or "defaults"
