@@ -31,9 +31,13 @@ find_python() {
         "install one (Debian: python3 and python3-venv) or name it: make env PYTHON=/path/to/python3.11"
 }
 
-missing_system_packages() { # Debian names; bubblewrap isolates the Python tool, vLLM's CPU build loads libnuma
+# Debian names. bubblewrap isolates the Python tool, vLLM's CPU build loads libnuma.
+missing_system_packages() {
+    local libraries
     command -v bwrap >/dev/null || echo bubblewrap
-    [ "$DEVICE" != cpu ] || PATH=$PATH:/sbin:/usr/sbin ldconfig -p | grep -q 'libnuma\.so\.1' || echo libnuma1
+    # Not piped into grep -q: it closes the pipe early, which pipefail reads as "not found".
+    libraries=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p)
+    [[ $DEVICE != cpu || $libraries == *libnuma.so.1* ]] || echo libnuma1
 }
 
 install_system_packages() {

@@ -21,24 +21,18 @@ if TYPE_CHECKING:
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
 
 
-def check(config: TrainConfig, *, num_slots: int | None = None) -> None:
+def check(config: TrainConfig) -> None:
     """Raise `ValueError` for the first condition that `config` breaks.
 
-    num_slots: how many ranks the cluster has room for (GPUs, or processes on a CPU machine);
-    None leaves that to the start of the cluster.
+    Whether the cluster has room for all ranks is checked where it is known how large it is, in
+    `runtime.cluster`.
     """
     _check_files(config)
     model = read_model_config(Path(config.model.path))
     _check_cuts(config, model)
     _check_lengths(config, model)
     _check_groups(config)
-    _check_machine(config, num_slots)
-
-
-def num_ranks(config: TrainConfig) -> int:
-    """Processes that hold a piece of the model: policy ranks and engine workers."""
-    policy = config.parallel.tensor * config.parallel.pipeline * config.parallel.data
-    return policy + config.cluster.num_engines * config.engine.tensor
+    _check_bubblewrap()
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -182,16 +176,7 @@ def _check_groups(config: TrainConfig) -> None:
         )
 
 
-def _check_machine(config: TrainConfig, num_slots: int | None) -> None:
-    if num_slots is not None and num_ranks(config) > num_slots:
-        shape = config.parallel
-        raise ValueError(
-            f"parallel.tensor={shape.tensor} * parallel.pipeline={shape.pipeline} * "
-            f"parallel.data={shape.data} + cluster.num_engines={config.cluster.num_engines} * "
-            f"engine.tensor={config.engine.tensor} = {num_ranks(config)} ranks: expected at most "
-            f"{num_slots}, the room in the cluster; probable cause: a configuration for a larger "
-            "cluster, or nodes that have not joined"
-        )
+def _check_bubblewrap() -> None:
     if shutil.which("bwrap") is None:
         raise ValueError(
             "tool.python: the program bwrap is not on PATH; expected bubblewrap, which isolates "

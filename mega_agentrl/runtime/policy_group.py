@@ -139,11 +139,6 @@ class PolicyGroup:
         """Give the policy its way to the engines."""
         self._bridge = bridge
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return len(self._actors)
-
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Run a method on all ranks and wait; results in rank order."""
         return list(self._gather(f"policy {method}", self.start_call(method, *args)).values())

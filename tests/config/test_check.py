@@ -1,11 +1,10 @@
 """Every condition across sections fails with its key, value, expectation and cause."""
 
 import json
-import time
 
 import pytest
 
-from mega_agentrl.config.check import SUPPORTED_ARCHITECTURES, check, num_ranks
+from mega_agentrl.config.check import SUPPORTED_ARCHITECTURES, check
 from mega_agentrl.config.choices import Branching
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.reshard import model_shape
@@ -43,19 +42,17 @@ def write_model(folder, **changes):
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | changes))
 
 
-def message(config, **kwargs):
+def message(config):
     with pytest.raises(ValueError, match="expected") as caught:
-        check(config, **kwargs)
+        check(config)
     text = str(caught.value)
     assert "probable cause" in text
     assert len(text.splitlines()) == 1
     return text
 
 
-def test_a_good_configuration_passes_at_once(config):
-    start_s = time.perf_counter()
-    check(config, num_slots=2)
-    assert time.perf_counter() - start_s < 1.0
+def test_a_good_configuration_passes(config):
+    check(config)
 
 
 @pytest.mark.parametrize("key", ["train", "validation"])
@@ -188,14 +185,6 @@ def test_minibatches_divide_the_batch(config):
     check(config)
     config.parallel.data = 3
     assert "parallel.data=3: expected at most 2" in message(config)
-
-
-def test_more_ranks_than_room(config):
-    config.parallel.tensor, config.parallel.pipeline, config.engine.tensor = 2, 2, 2
-    assert num_ranks(config) == 6
-    assert "= 6 ranks: expected at most 5" in message(config, num_slots=5)
-    check(config, num_slots=6)
-    check(config)
 
 
 def test_bubblewrap_must_be_installed(config, monkeypatch, tmp_path):
