@@ -20,6 +20,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -106,16 +107,24 @@ class TransportGroup:
 
     def send(self, data: torch.Tensor, peer: int, message: Message) -> Any:
         """Start sending; returns the work to wait for."""
-        return self._group.send([data], peer, message.index)
+        with self._named("send to", peer, message):
+            return self._group.send([data], peer, message.index)
 
     def receive(self, data: torch.Tensor, message: Message) -> Any:
         """Start receiving from the message's source; returns the work to wait for."""
-        return self._group.recv([data], message.source, message.index)
+        with self._named("receive from", message.source, message):
+            return self._group.recv([data], message.source, message.index)
 
     def wait(self, work: Any, peer: int, message: Message, operation: str) -> None:
         """Wait until the deadline; an error names rank, peer, bucket and first tensor."""
-        try:
+        with self._named(operation, peer, message):
             work.wait(timedelta(seconds=self._timeout_s))
+
+    @contextmanager
+    def _named(self, operation: str, peer: int, message: Message) -> Iterator[None]:
+        """Name who failed at what: a peer that is gone shows at the start or in the wait."""
+        try:
+            yield
         except RuntimeError as error:
             first = message.pieces[0].block.hf_name
             raise RuntimeError(
