@@ -66,6 +66,7 @@ class FakeTrainer:
         self._context = multiprocessing.get_context("spawn")
         self._answers = self._context.Queue()
         self._orders = [self._context.Queue() for _ in range(plan.num_sources)]
+        self._joined = [self._context.Event() for _ in range(plan.num_sources)]
         link = WeightLink(ADDRESS, 0, plan, timeout_s)
         self.processes = []
         self._start_rank(link, 0)
@@ -74,11 +75,16 @@ class FakeTrainer:
             self._start_rank(self.link, rank)
 
     def _start_rank(self, link: WeightLink, rank: int) -> None:
-        process = self._context.Process(
-            target=_run_rank, args=(link, rank, self._orders[rank], self._answers), daemon=True
-        )
+        ends = (self._orders[rank], self._answers, self._joined[rank])
+        process = self._context.Process(target=_run_rank, args=(link, rank, *ends), daemon=True)
         process.start()
         self.processes.append(process)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank once all of them have joined; before, the others could not join at all."""
+        assert all(joined.wait(DEADLINE_S) for joined in self._joined), "a rank has not joined"
+        self.processes[rank].kill()
+        self.processes[rank].join(10)
 
     def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, corrupt: str = "") -> None:
         """Start sending. corrupt: name of a tensor of which one bit is flipped on the way."""
@@ -99,7 +105,7 @@ class FakeTrainer:
             process.join(10)
 
 
-def _run_rank(link: WeightLink, rank: int, orders: Any, answers: Any) -> None:
+def _run_rank(link: WeightLink, rank: int, orders: Any, answers: Any, joined: Any) -> None:
     torch.set_num_threads(1)
     store = None
     if rank == 0:
@@ -107,6 +113,7 @@ def _run_rank(link: WeightLink, rank: int, orders: Any, answers: Any) -> None:
         link = replace(link, port=store.port)
         answers.put(store.port)
     sender = ShardSender.join(link, rank=rank, store=store)
+    joined.set()
     plain_pack = transport.pack
     while True:
         numpy, version, corrupt = orders.get()

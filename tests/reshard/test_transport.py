@@ -75,8 +75,7 @@ def test_a_rank_that_died_before_the_transfer_is_named_as_well():
     trainer = FakeTrainer(make(num_sinks=1, bucket_bytes=64), timeout_s=5.0)
     try:
         (receiver,) = join(trainer.link, 1)
-        trainer.processes[1].kill()
-        trainer.processes[1].join(10)
+        trainer.kill(1)
         time.sleep(1.0)  # until the closed connection is noticed: posting the receive now fails
         trainer.send(tensors_of(1), 1)
         with pytest.raises(RuntimeError, match=r"could not receive from rank 1 in bucket \d+"):
@@ -89,7 +88,7 @@ def test_a_dead_trainer_rank_ends_the_wait_with_its_name():
     trainer = FakeTrainer(make(num_sinks=1, bucket_bytes=64), timeout_s=5.0)
     try:
         (receiver,) = join(trainer.link, 1)
-        trainer.processes[1].kill()
+        trainer.kill(1)
         trainer.send(tensors_of(1), 1)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"could not receive from rank 1 in bucket \d+"):
