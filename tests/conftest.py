@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,3 +27,13 @@ def assets(tmp_path_factory):
         capture_output=True,
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def rank_pool(tmp_path_factory):
+    """Rank processes for every test that needs some: started by the first, ended with the run."""
+    from tests.parallel.pool import RankPool
+
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()

@@ -18,7 +18,12 @@ from mega_agentrl.config.choices import Branching
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 
 def check(config: TrainConfig) -> None:
@@ -84,22 +89,77 @@ def _check_files(config: TrainConfig) -> None:
 
 def _check_cuts(config: TrainConfig, model: dict[str, Any]) -> None:
     heads = _number(config, model, "num_attention_heads")
-    kv_heads = _number(config, model, "num_key_value_heads")
     layers = _number(config, model, "num_hidden_layers")
-    feed_forward = _number(config, model, "intermediate_size")
-    tensor, pipeline, engine = config.parallel.tensor, config.parallel.pipeline, config.engine
-    _check_division("parallel.tensor", tensor, "attention heads", heads)
-    _check_division("parallel.tensor", tensor, "key/value heads", kv_heads)
-    _check_division("parallel.tensor", tensor, "feed-forward channels", feed_forward)
-    _check_division("parallel.pipeline", pipeline, "layers", layers)
-    _check_division("engine.tensor", engine.tensor, "attention heads", heads)
-    _check_division("engine.tensor", engine.tensor, "feed-forward channels", feed_forward)
-    if kv_heads % engine.tensor and engine.tensor % kv_heads:
+    parallel, engine = config.parallel, config.engine
+    # Llama's older configs leave the key out where every head has its own key and value.
+    kv_heads = heads
+    if model.get("num_key_value_heads") is not None:
+        kv_heads = _number(config, model, "num_key_value_heads")
+    for key, size in (("parallel.tensor", parallel.tensor), ("engine.tensor", engine.tensor)):
+        _check_division(key, size, "attention heads", heads)
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(
+                f"{key}={size}: the model's {kv_heads} key/value heads are neither a multiple nor "
+                "a divisor of it; expected a size that divides them or that they divide; "
+                "probable cause: a size chosen for another model"
+            )
+        if _has_dense_layers(model):
+            feed_forward = _number(config, model, "intermediate_size")
+            _check_division(key, size, "feed-forward channels", feed_forward)
+    stages = parallel.pipeline * parallel.virtual
+    key = "parallel.pipeline" if parallel.virtual == 1 else "parallel.pipeline * parallel.virtual"
+    _check_division(key, stages, "layers", layers)
+    if parallel.virtual > 1 and parallel.pipeline == 1:
         raise ValueError(
-            f"engine.tensor={engine.tensor}: the model's {kv_heads} key/value heads are neither a "
-            "multiple nor a divisor of it; expected a size that divides them or that they divide; "
-            "probable cause: a size chosen for another model"
+            f"parallel.virtual={parallel.virtual}: expected 1 with parallel.pipeline=1; probable "
+            "cause: the pipeline was taken away alone"
         )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ValueError(
+            "parallel.sequence=True: expected False with parallel.tensor=1, there is nobody to "
+            "share a sequence with; probable cause: the tensor ranks were taken away alone"
+        )
+    _check_expert_cuts(config, model)
+
+
+def _check_expert_cuts(config: TrainConfig, model: dict[str, Any]) -> None:
+    parallel, expert = config.parallel, config.parallel.expert
+    if not _has_experts(model):
+        if expert > 1:
+            raise ValueError(
+                f"parallel.expert={expert}: expected 1, the model has no experts; probable "
+                "cause: a size chosen for another model"
+            )
+        return
+    # Newer configs say num_local_experts where older ones say num_experts.
+    key = "num_local_experts" if "num_local_experts" in model else "num_experts"
+    width = _number(config, model, "moe_intermediate_size")
+    _check_division("parallel.expert", expert, "experts", _number(config, model, key))
+    share = parallel.expert_tensor_size
+    _check_division("parallel.expert_tensor", share, "channels in an expert", width)
+    _check_division("engine.tensor", config.engine.tensor, "channels in an expert", width)
+    ranks = parallel.tensor * parallel.context * parallel.data
+    if ranks % (expert * share):
+        raise ValueError(
+            f"parallel.expert={expert}: with parallel.expert_tensor={share} it makes "
+            f"{expert * share} ranks that hold the experts; expected a divisor of {ranks} = "
+            f"parallel.tensor={parallel.tensor} * parallel.context={parallel.context} * "
+            f"parallel.data={parallel.data}; probable cause: it was taken for a further factor"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise ValueError(
+            f"parallel.sequence=False: expected True with parallel.tensor={parallel.tensor} and "
+            "experts, whose tokens must be shared; probable cause: a layout of a dense model"
+        )
+
+
+def _has_experts(model: dict[str, Any]) -> bool:
+    return any("Moe" in name for name in model["architectures"])
+
+
+def _has_dense_layers(model: dict[str, Any]) -> bool:
+    dense = model.get("mlp_only_layers") or (model.get("decoder_sparse_step") or 1) > 1
+    return bool(dense) or not _has_experts(model)
 
 
 def _check_division(key: str, size: int, what: str, total: int) -> None:

@@ -50,3 +50,19 @@ class Overlong(StrEnum):
 
     error = "error"
     drop = "drop"
+
+
+class Dtype(StrEnum):
+    """Dtype of the policy's weights in the forward pass; auto is bfloat16 on GPUs only."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class LrSchedule(StrEnum):
+    """Course of the learning rate after the warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"

@@ -10,43 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mega_agentrl.config.choices import (
-    Advantage,
-    Aggregation,
-    Branching,
-    KlKind,
-    Overlong,
-    RewardRule,
+from mega_agentrl.config.choices import Branching, Overlong, RewardRule
+from mega_agentrl.config.policy_schema import (
+    AlgoConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    SftConfig,
 )
-
-
-def _require(ok: bool, key: str, got: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{key}={got}: expected {expected}")
-
-
-@dataclass
-class ModelConfig:
-    """path: Hugging Face checkpoint folder the run starts from."""
-
-    path: str = ""
-
-
-@dataclass
-class ParallelConfig:
-    """How the policy is cut: ranks = tensor * pipeline * data.
-
-    threads: CPU threads per rank (ignored on GPUs).
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline", "data", "threads"):
-            _require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "at least 1")
+from mega_agentrl.config.ranges import require
 
 
 @dataclass
@@ -71,22 +43,22 @@ class EngineConfig:
     call_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _require(self.tensor >= 1, "engine.tensor", self.tensor, "at least 1")
-        _require(self.max_model_len >= 16, "engine.max_model_len", self.max_model_len, ">= 16")
-        _require(self.kv_cache_gib >= 1, "engine.kv_cache_gib", self.kv_cache_gib, "at least 1")
-        _require(
+        require(self.tensor >= 1, "engine.tensor", self.tensor, "at least 1")
+        require(self.max_model_len >= 16, "engine.max_model_len", self.max_model_len, ">= 16")
+        require(self.kv_cache_gib >= 1, "engine.kv_cache_gib", self.kv_cache_gib, "at least 1")
+        require(
             0 < self.memory_fraction < 1,
             "engine.memory_fraction",
             self.memory_fraction,
             "between 0 and 1",
         )
-        _require(
+        require(
             self.block_size >= 32 and self.block_size % 32 == 0,
             "engine.block_size",
             self.block_size,
             "a multiple of 32 (vLLM's CPU attention takes no other)",
         )
-        _require(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, ">= 1")
+        require(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, ">= 1")
 
 
 @dataclass
@@ -108,13 +80,13 @@ class BranchConfig:
     forks_per_decision: int = 1
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             1 <= self.min_probe_tokens <= self.probe_tokens,
             "rollout.branch.min_probe_tokens",
             self.min_probe_tokens,
             f"between 1 and rollout.branch.probe_tokens={self.probe_tokens}",
         )
-        _require(
+        require(
             self.forks_per_decision >= 1,
             "rollout.branch.forks_per_decision",
             self.forks_per_decision,
@@ -141,17 +113,17 @@ class RolloutConfig:
     max_calls: int = 3
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.num_trajectories >= 1,
             "rollout.num_trajectories",
             self.num_trajectories,
             "at least 1",
         )
-        _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
-        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
+        require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         for key in ("max_response_tokens", "max_turns"):
-            _require(getattr(self, key) >= 1, f"rollout.{key}", getattr(self, key), "at least 1")
-        _require(self.max_calls >= 0, "rollout.max_calls", self.max_calls, "at least 0")
+            require(getattr(self, key) >= 1, f"rollout.{key}", getattr(self, key), "at least 1")
+        require(self.max_calls >= 0, "rollout.max_calls", self.max_calls, "at least 0")
 
 
 @dataclass
@@ -170,10 +142,10 @@ class PythonToolConfig:
     preload: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
 
     def __post_init__(self) -> None:
-        _require(self.workers >= 1, "tool.python.workers", self.workers, "at least 1")
-        _require(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
-        _require(self.memory_mib >= 64, "tool.python.memory_mib", self.memory_mib, ">= 64")
-        _require(self.output_chars >= 16, "tool.python.output_chars", self.output_chars, ">= 16")
+        require(self.workers >= 1, "tool.python.workers", self.workers, "at least 1")
+        require(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
+        require(self.memory_mib >= 64, "tool.python.memory_mib", self.memory_mib, ">= 64")
+        require(self.output_chars >= 16, "tool.python.output_chars", self.output_chars, ">= 16")
 
 
 @dataclass
@@ -189,7 +161,7 @@ class SearchToolConfig:
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        _require(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
+        require(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
 
 
 @dataclass
@@ -209,82 +181,6 @@ class RewardConfig:
 
 
 @dataclass
-class AlgoConfig:
-    """The objective.
-
-    clip_low, clip_high: PPO clip range below and above 1. clip_dual: lower bound on the
-    loss of negative advantages (null: none). kl_coef 0 needs no reference pass.
-    """
-
-    advantage: Advantage = Advantage.grpo
-    norm_by_std: bool = True
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float | None = 3.0
-    aggregation: Aggregation = Aggregation.token_mean
-    kl_coef: float = 0.0
-    kl_kind: KlKind = KlKind.k3
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(0 < self.clip_low < 1, "algo.clip_low", self.clip_low, "between 0 and 1")
-        _require(self.clip_high > 0, "algo.clip_high", self.clip_high, "above 0")
-        if self.clip_dual is not None:
-            _require(self.clip_dual > 1, "algo.clip_dual", self.clip_dual, "above 1, or null")
-        _require(self.kl_coef >= 0, "algo.kl_coef", self.kl_coef, "at least 0")
-
-
-@dataclass
-class OptimConfig:
-    """Adam. micro_batch_tokens: token budget of one forward pass on one rank.
-
-    num_minibatches: optimizer steps per batch of rollouts.
-    """
-
-    lr: float = 1e-6
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    grad_clip: float = 1.0
-    micro_batch_tokens: int = 16384
-    num_minibatches: int = 1
-
-    def __post_init__(self) -> None:
-        _require(self.lr >= 0, "optim.lr", self.lr, "at least 0")
-        _require(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
-        for key in ("micro_batch_tokens", "num_minibatches"):
-            _require(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")
-
-
-@dataclass
-class SftConfig:
-    """Supervised warm start before RL; max_steps 0 skips it.
-
-    data: parquet of chat messages (column `messages`). dev: parquet in the RL format whose
-    sampled success stops it. It stops when success on dev_questions questions is at least
-    target_success twice in a row and every data source reaches min_source_success (so that
-    no skill is still at zero); checked every check_every steps from first_check on.
-    """
-
-    max_steps: int = 0
-    data: str = ""
-    dev: str = ""
-    batch_size: int = 32
-    lr: float = 1e-3
-    first_check: int = 0
-    check_every: int = 50
-    dev_questions: int = 150
-    target_success: float = 0.3
-    min_source_success: float = 0.05
-
-    def __post_init__(self) -> None:
-        _require(self.max_steps >= 0, "sft.max_steps", self.max_steps, "at least 0")
-        for key in ("batch_size", "check_every", "dev_questions"):
-            _require(getattr(self, key) >= 1, f"sft.{key}", getattr(self, key), "at least 1")
-        _require(0 < self.target_success <= 1, "sft.target_success", self.target_success, "(0, 1]")
-
-
-@dataclass
 class DataConfig:
     """train, validation: parquet files in the RL format.
 
@@ -299,7 +195,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for key in ("prompts_per_step", "max_prompt_tokens"):
-            _require(getattr(self, key) >= 1, f"data.{key}", getattr(self, key), "at least 1")
+            require(getattr(self, key) >= 1, f"data.{key}", getattr(self, key), "at least 1")
 
 
 @dataclass
@@ -316,8 +212,8 @@ class EvaluateConfig:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.num_questions >= 0, "evaluate.num_questions", self.num_questions, ">= 0")
-        _require(self.num_samples >= 1, "evaluate.num_samples", self.num_samples, "at least 1")
+        require(self.num_questions >= 0, "evaluate.num_questions", self.num_questions, ">= 0")
+        require(self.num_samples >= 1, "evaluate.num_samples", self.num_samples, "at least 1")
 
 
 @dataclass
@@ -334,7 +230,7 @@ class ClusterConfig:
     actor_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _require(self.num_engines >= 1, "cluster.num_engines", self.num_engines, "at least 1")
+        require(self.num_engines >= 1, "cluster.num_engines", self.num_engines, "at least 1")
 
 
 @dataclass
@@ -370,4 +266,4 @@ class TrainConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        _require(self.total_steps >= 0, "total_steps", self.total_steps, "at least 0")
+        require(self.total_steps >= 0, "total_steps", self.total_steps, "at least 0")

@@ -93,9 +93,9 @@ def test_a_missing_model_folder_fails(config, path):
 
 
 def test_a_model_of_another_architecture_fails(config, tmp_path):
-    write_model(tmp_path, architectures=["LlamaForCausalLM"])
+    write_model(tmp_path, architectures=["LlamaForSequenceClassification"])
     text = message(config)
-    assert "['LlamaForCausalLM']" in text
+    assert "['LlamaForSequenceClassification']" in text
     assert "Qwen3ForCausalLM" in text
     write_model(tmp_path, architectures=None)
     assert "architectures=None" in message(config)
@@ -116,7 +116,9 @@ def test_the_supported_architectures_are_those_that_can_be_loaded():
     ("section", "key", "value", "hint"),
     [
         ("parallel", "tensor", 3, "parallel.tensor=3: the model has 4 attention heads"),
-        ("parallel", "tensor", 4, "parallel.tensor=4: the model has 2 key/value heads"),
+        ("parallel", "expert", 2, "parallel.expert=2: expected 1, the model has no experts"),
+        ("parallel", "virtual", 2, "parallel.virtual=2: expected 1 with parallel.pipeline=1"),
+        ("parallel", "sequence", True, "parallel.sequence=True: expected False"),
         ("parallel", "pipeline", 4, "parallel.pipeline=4: the model has 2 layers"),
         ("engine", "tensor", 3, "engine.tensor=3: the model has 4 attention heads"),
     ],
@@ -126,11 +128,74 @@ def test_sizes_that_do_not_divide_the_model_fail(config, section, key, value, hi
     assert hint in message(config)
 
 
-def test_the_engine_may_replicate_key_value_heads_but_not_split_them_unevenly(config, tmp_path):
-    config.engine.tensor = 4
+@pytest.mark.parametrize("section", ["engine", "parallel"])
+def test_ranks_may_share_key_value_heads_but_not_split_them_unevenly(config, tmp_path, section):
+    getattr(config, section).tensor = 4
     check(config)  # 2 key/value heads on 4 ranks: each on two
     write_model(tmp_path, num_attention_heads=12, num_key_value_heads=3, intermediate_size=240)
-    assert "engine.tensor=4: the model's 3 key/value heads" in message(config)
+    assert f"{section}.tensor=4: the model's 3 key/value heads" in message(config)
+
+
+def test_an_old_llama_has_a_key_and_value_for_every_head(config, tmp_path):
+    write_model(tmp_path, architectures=["LlamaForCausalLM"], num_key_value_heads=None)
+    config.parallel.tensor = 4
+    check(config)
+
+
+def test_virtual_stages_divide_the_layers_with_the_pipeline(config):
+    config.parallel.pipeline = config.parallel.virtual = 2
+    assert "parallel.pipeline * parallel.virtual=4: the model has 2 layers" in message(config)
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "moe_intermediate_size": 6,
+    "intermediate_size": 255,  # of no layer
+}
+
+
+def test_a_layout_that_fits_experts_passes(config, tmp_path):
+    config.parallel.tensor = config.parallel.data = config.parallel.expert = 2
+    config.parallel.sequence = True
+    for expert_tensor in (None, 1, 2):
+        config.parallel.expert_tensor = expert_tensor
+        write_model(tmp_path, **MOE)
+        check(config)
+    write_model(tmp_path, **(MOE | {"num_experts": None, "num_local_experts": 4}))
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        ({"expert": 3}, "parallel.expert=3: the model has 4 experts"),
+        ({"expert_tensor": 4}, "parallel.expert_tensor=4: the model has 6 channels in an expert"),
+        (
+            {"expert": 2, "expert_tensor": 2},
+            "parallel.expert=2: with parallel.expert_tensor=2 it makes 4 ranks that hold the "
+            "experts; expected a divisor of 2 = parallel.tensor=2 * parallel.context=1 * "
+            "parallel.data=1",
+        ),
+        ({"sequence": False}, "parallel.sequence=False: expected True with parallel.tensor=2"),
+    ],
+)
+def test_a_layout_that_does_not_fit_experts_fails(config, tmp_path, layout, hint):
+    write_model(tmp_path, **MOE)
+    for key, value in ({"tensor": 2, "sequence": True} | layout).items():
+        setattr(config.parallel, key, value)
+    assert hint in message(config)
+
+
+def test_a_dense_layer_among_sparse_ones_is_divided_too(config, tmp_path):
+    write_model(tmp_path, **MOE, mlp_only_layers=[1])
+    config.parallel.tensor, config.parallel.sequence = 2, True
+    assert "255 feed-forward channels" in message(config)
+    write_model(tmp_path, **(MOE | {"num_experts": None}))
+    assert "num_experts=None" in message(config)
+    write_model(tmp_path, **MOE)
+    config.parallel.tensor, config.parallel.sequence, config.engine.tensor = 1, False, 4
+    assert "engine.tensor=4: the model has 6 channels in an expert" in message(config)
 
 
 def test_feed_forward_channels_are_divided(config, tmp_path):

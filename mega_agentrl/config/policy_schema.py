@@ -1,0 +1,165 @@
+"""The policy's settings: its model, how it is cut, objective, optimizer and warm start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mega_agentrl.config.choices import (
+    Advantage,
+    Aggregation,
+    Dtype,
+    KlKind,
+    LrSchedule,
+)
+from mega_agentrl.config.ranges import require
+
+
+@dataclass
+class ModelConfig:
+    """path: Hugging Face checkpoint folder the run starts from. dtype: see `Dtype`.
+
+    bfloat16 weights are stepped through float32 masters; gradients are float32 always.
+    """
+
+    path: str = ""
+    dtype: Dtype = Dtype.auto
+
+
+@dataclass
+class ParallelConfig:
+    """How the policy is cut: ranks = tensor * context * data * pipeline.
+
+    virtual: runs of layers per pipeline rank (1: plain 1F1B). context: ranks that share the
+    tokens of a row. expert: ranks that share the experts, a cut of tensor * context * data
+    and no further factor; expert_tensor: ranks that share one expert (null: `tensor` where
+    expert is 1, else 1). sequence: tensor ranks also share the tokens between the linears.
+    distributed_optimizer: data ranks share masters and moments instead of copying them.
+    threads: CPU threads per rank (ignored on GPUs).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    sequence: bool = False
+    distributed_optimizer: bool = True
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("tensor", "pipeline", "virtual", "data", "context", "expert", "threads"):
+            require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "at least 1")
+        if self.expert_tensor is not None:
+            require(
+                self.expert_tensor >= 1,
+                "parallel.expert_tensor",
+                self.expert_tensor,
+                "at least 1, or null",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the policy."""
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """`expert_tensor`, with its default resolved."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return self.tensor if self.expert == 1 else 1
+
+
+@dataclass
+class AlgoConfig:
+    """The objective.
+
+    clip_low, clip_high: PPO clip range below and above 1. clip_dual: lower bound on the
+    loss of negative advantages (null: none). kl_coef 0 needs no reference pass.
+    """
+
+    advantage: Advantage = Advantage.grpo
+    norm_by_std: bool = True
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float | None = 3.0
+    aggregation: Aggregation = Aggregation.token_mean
+    kl_coef: float = 0.0
+    kl_kind: KlKind = KlKind.k3
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.clip_low < 1, "algo.clip_low", self.clip_low, "between 0 and 1")
+        require(self.clip_high > 0, "algo.clip_high", self.clip_high, "above 0")
+        if self.clip_dual is not None:
+            require(self.clip_dual > 1, "algo.clip_dual", self.clip_dual, "above 1, or null")
+        require(self.kl_coef >= 0, "algo.kl_coef", self.kl_coef, "at least 0")
+
+
+@dataclass
+class OptimConfig:
+    """Adam. micro_batch_tokens: token budget of one forward pass on one rank.
+
+    num_minibatches: optimizer steps per batch of rollouts. schedule: from lr down to min_lr
+    over decay_steps optimizer steps (null: those of the whole run), after a linear rise over
+    warmup_steps.
+    """
+
+    lr: float = 1e-6
+    schedule: LrSchedule = LrSchedule.constant
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    min_lr: float = 0.0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    grad_clip: float = 1.0
+    micro_batch_tokens: int = 16384
+    num_minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "optim.lr", self.lr, "at least 0")
+        require(
+            0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"0 to optim.lr={self.lr}"
+        )
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0")
+        if self.decay_steps is not None:
+            require(
+                self.decay_steps > self.warmup_steps,
+                "optim.decay_steps",
+                self.decay_steps,
+                f"above optim.warmup_steps={self.warmup_steps}, or null",
+            )
+        require(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
+        for key in ("micro_batch_tokens", "num_minibatches"):
+            require(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")
+
+
+@dataclass
+class SftConfig:
+    """Supervised warm start before RL; max_steps 0 skips it.
+
+    data: parquet of chat messages (column `messages`). dev: parquet in the RL format whose
+    sampled success stops it. It stops when success on dev_questions questions is at least
+    target_success twice in a row and every data source reaches min_source_success (so that
+    no skill is still at zero); checked every check_every steps from first_check on.
+    """
+
+    max_steps: int = 0
+    data: str = ""
+    dev: str = ""
+    batch_size: int = 32
+    lr: float = 1e-3
+    first_check: int = 0
+    check_every: int = 50
+    dev_questions: int = 150
+    target_success: float = 0.3
+    min_source_success: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self.max_steps >= 0, "sft.max_steps", self.max_steps, "at least 0")
+        for key in ("batch_size", "check_every", "dev_questions"):
+            require(getattr(self, key) >= 1, f"sft.{key}", getattr(self, key), "at least 1")
+        require(0 < self.target_success <= 1, "sft.target_success", self.target_success, "(0, 1]")
