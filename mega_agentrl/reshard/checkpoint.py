@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -62,20 +62,28 @@ def read_shards(
     layout: Iterable[ShardLayout],
     hf_shapes: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, torch.Tensor],
+    *,
+    fresh: Collection[str] = (),
 ) -> None:
     """Fill a rank's parameters from a checkpoint; padding becomes 0.
 
     hf_shapes: what the mapping expects. parameters: by Megatron name, written in place.
+    fresh: tensors that the folder may lack; where it does, their parameters stay as they are
+    (the scalar head of a critic that starts from a policy).
     Raises `ValueError` listing tensors that the mapping does not know or the folder lacks,
     or naming one of another shape.
     """
     files = tensor_files(folder)
-    _check_names(folder, files, hf_shapes)
+    lacking = set(fresh) - set(files)
+    _check_names(folder, files, set(hf_shapes) - lacking)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for shard in layout:
+            if any(block.hf_name in lacking for block in shard.blocks):
+                continue
             target = parameters[shard.name].detach()
-            target.zero_()
+            if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
+                target.zero_()
             for block in shard.blocks:
                 path = files[block.hf_name]
                 if path not in opened:
@@ -90,17 +98,20 @@ def read_shards(
                 target[block.local_rect.slices].copy_(view[block.hf_rect.slices])
 
 
-def _check_names(
-    folder: str | Path, files: Mapping[str, Path], hf_shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    # A tied model's checkpoint may still hold a copy of the embedding as its output layer.
-    unknown = sorted(set(files) - set(hf_shapes) - {LM_HEAD})
-    missing = sorted(set(hf_shapes) - set(files))
+def _check_names(folder: str | Path, found: Collection[str], expected: Collection[str]) -> None:
+    unknown = sorted(name for name in set(found) - set(expected) if not _is_spare(name))
+    missing = sorted(set(expected) - set(found))
     if unknown or missing:
         raise ValueError(
             f"model.path={folder}: tensors without a place {unknown or 'none'}; tensors that are "
             f"missing {missing or 'none'}; probable cause: weights of another architecture"
         )
+
+
+def _is_spare(name: str) -> bool:
+    # A tied model's checkpoint may hold a copy of the embedding as its output layer, which a
+    # scalar head replaces; old Llama checkpoints hold the frequencies that follow from the config.
+    return name == LM_HEAD or name.endswith(".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,11 @@ class Rect:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
+    def sides(self) -> tuple[int, ...]:
+        """The extents that are more than one element."""
+        return tuple(side for side in self.shape if side > 1)
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -68,14 +73,17 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`hf_rect` of tensor `hf_name` is `local_rect` of the shard; shapes are equal."""
+    """`hf_rect` of tensor `hf_name` is `local_rect` of the shard, element by element.
+
+    Shapes are equal, dims of one element aside: an expert's matrix is one slice of a stack.
+    """
 
     hf_name: str
     hf_rect: Rect
     local_rect: Rect
 
     def __post_init__(self) -> None:
-        if self.hf_rect.shape != self.local_rect.shape:
+        if self.hf_rect.sides != self.local_rect.sides:
             raise ValueError(
                 f"Block of {self.hf_name}: {self.hf_rect.shape} in the Hugging Face tensor "
                 f"against {self.local_rect.shape} in the shard"
@@ -117,16 +125,18 @@ def check_cover(
         for rect in rects:
             if rect.intersect(whole) != rect:
                 raise ValueError(f"{owner}: {name} has shape {shape}, a block reaches {rect}")
-        _check_disjoint(name, rects, owner)
+        check_disjoint(name, rects, owner=owner)
         hole = whole.numel - sum(rect.numel for rect in rects)
         if hole:
             raise ValueError(f"{owner}: {hole} of {whole.numel} elements of {name} have no place")
 
 
-def _check_disjoint(name: str, rects: list[Rect], owner: str) -> None:
+def check_disjoint(name: str, rects: Iterable[Rect], *, owner: str) -> None:
+    """Raise `ValueError` naming two rectangles of tensor `name` that overlap."""
+    rects = sorted(rects)
     for position, rect in enumerate(rects):
         for other in rects[position + 1 :]:
-            if other.start[0] >= rect.stop[0]:
+            if other.start[:1] >= rect.stop[:1]:
                 break
             if rect.intersect(other):
                 raise ValueError(f"{owner}: {name} holds {rect} and {other}, which overlap")

@@ -1,15 +1,15 @@
-"""Hugging Face names against Megatron-core's, for dense Qwen3.
+"""Hugging Face names against Megatron-core's, for every supported architecture.
 
 Owns the one mapping that loading, exporting and sending weights share. Megatron's side is
-`GPTModel` with the local layer spec, layers numbered from 0 on each pipeline stage:
+`GPTModel`, layers numbered from 0 in each chunk of a pipeline rank (`place` says which chunks
+a rank holds and what their names begin with). `decoder_layer` maps the layers; here stand
 
-    linear_qkv  rows grouped by key/value head: [queries of the group, key, value] each
-    linear_fc1  the rank's rows of gate_proj over its rows of up_proj
     embedding, output_layer  rows split over tensor ranks, padded to a multiple
+    scalar head              `score.weight` [1, D] as `output_layer.weight`, whole on every rank
+    final norm               whole
 
-Split over tensor ranks: QKV, fc1, embedding and output layer by rows, linear_proj and fc2 by
-columns; norms are replicated. With tied embeddings and more than one stage the last stage
-holds a second replica of the embedding as `output_layer.weight`.
+With tied embeddings and more than one stage the last stage holds a second replica of the
+embedding as `output_layer.weight`.
 
 Pure data; knows neither Megatron nor torch.
 """
@@ -19,40 +19,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from mega_agentrl.reshard.cuts import whole
+from mega_agentrl.reshard.decoder_layer import layer_shapes, layer_shards
+from mega_agentrl.reshard.divide import check_divisible
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.model_shape import HeadKind
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.model_shape import ModelShape
+    from mega_agentrl.reshard.place import Place
 
 VOCAB_ROWS_MULTIPLE = 8
 """Rows of a vocabulary shard are a multiple of this: what bf16 tensor cores want."""
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
 FINAL_NORM = "model.norm.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+_WHOLE_SUFFIXES = (
+    "norm.weight", "layer_norm_weight", "router.weight", "linear_proj.bias", "linear_fc2.bias"
+)  # fmt: skip
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Full shape of every tensor of the Hugging Face checkpoint, in checkpoint order."""
+    """Full shape of every tensor of the Hugging Face checkpoint, in model order."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab, shape.hidden)}
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            f"{prefix}self_attn.q_proj.weight": (query, shape.hidden),
-            f"{prefix}self_attn.k_proj.weight": (key, shape.hidden),
-            f"{prefix}self_attn.v_proj.weight": (key, shape.hidden),
-            f"{prefix}self_attn.o_proj.weight": (shape.hidden, query),
-            f"{prefix}self_attn.q_norm.weight": (shape.head_dim,),
-            f"{prefix}self_attn.k_norm.weight": (shape.head_dim,),
-            f"{prefix}mlp.gate_proj.weight": (shape.ffn, shape.hidden),
-            f"{prefix}mlp.up_proj.weight": (shape.ffn, shape.hidden),
-            f"{prefix}mlp.down_proj.weight": (shape.hidden, shape.ffn),
-            f"{prefix}input_layernorm.weight": (shape.hidden,),
-            f"{prefix}post_attention_layernorm.weight": (shape.hidden,),
-        }
+        shapes |= layer_shapes(shape, layer)
     shapes[FINAL_NORM] = (shape.hidden,)
-    if not shape.tied:
+    if shape.head is HeadKind.scalar:
+        shapes[SCORE] = (1, shape.hidden)
+    elif not shape.tied:
         shapes[LM_HEAD] = (shape.vocab, shape.hidden)
     return shapes
 
@@ -63,62 +62,75 @@ def padded_vocab(shape: ModelShape, tensor_size: int) -> int:
     return -(-shape.vocab // multiple) * multiple
 
 
-def check_divisible(shape: ModelShape, *, tensor_size: int, pipeline_size: int) -> None:
-    """Raise `ValueError` naming the first size the parallel layout does not divide."""
-    for what, count, key, parts in (
-        ("num_attention_heads", shape.num_heads, "parallel.tensor", tensor_size),
-        ("num_key_value_heads", shape.num_kv_heads, "parallel.tensor", tensor_size),
-        ("intermediate_size", shape.ffn, "parallel.tensor", tensor_size),
-        ("num_hidden_layers", shape.num_layers, "parallel.pipeline", pipeline_size),
-    ):
-        if count % parts:
-            raise ValueError(
-                f"{key}={parts}: the model's {what} is {count}, which is not a multiple of it; "
-                f"expected a {key} that divides {count}"
-            )
+def megatron_layout(shape: ModelShape, place: Place, *, fused: bool = False) -> list[ShardLayout]:
+    """Every parameter of one rank of `GPTModel`, chunk by chunk in model order.
 
-
-def megatron_layout(
-    shape: ModelShape,
-    *,
-    tensor_rank: int,
-    tensor_size: int,
-    pipeline_rank: int,
-    pipeline_size: int,
-) -> list[ShardLayout]:
-    """Every parameter of one rank of `GPTModel` (local layer spec), in model order.
-
-    Raises `ValueError` where the layout does not divide the model, or a rank is outside it.
+    fused: names of Transformer Engine's layers with grouped experts instead of the local ones.
+    Raises `ValueError` where the cut does not divide the model.
     """
-    check_divisible(shape, tensor_size=tensor_size, pipeline_size=pipeline_size)
-    for key, rank, size in (
-        ("tensor_rank", tensor_rank, tensor_size),
-        ("pipeline_rank", pipeline_rank, pipeline_size),
-    ):
-        if not 0 <= rank < size:
-            raise ValueError(f"{key}={rank}: expected 0..{size - 1}")
-    first, last = pipeline_rank == 0, pipeline_rank == pipeline_size - 1
-    layers = shape.num_layers // pipeline_size
+    check_divisible(shape, place)
+    layers = shape.num_layers // (place.pipeline_size * place.virtual_size)
     shards: list[ShardLayout] = []
-    if first:
-        name = "embedding.word_embeddings.weight"
-        shards.append(_vocab_shard(name, EMBEDDING, shape, tensor_rank, tensor_size))
-    for local in range(layers):
-        shards += _layer(shape, local, pipeline_rank * layers + local, tensor_rank, tensor_size)
-    if last:
-        shards.append(_whole("decoder.final_layernorm.weight", FINAL_NORM, shape.hidden))
-        if not (shape.tied and first):
-            source = EMBEDDING if shape.tied else LM_HEAD
-            name = "output_layer.weight"
-            shards.append(_vocab_shard(name, source, shape, tensor_rank, tensor_size))
+    for chunk in range(place.virtual_size):
+        prefix = place.prefix(chunk)
+        if place.holds_embedding(chunk):
+            name = f"{prefix}embedding.word_embeddings.weight"
+            shards.append(_vocab_shard(name, EMBEDDING, shape, place))
+        first = (chunk * place.pipeline_size + place.pipeline_rank) * layers
+        for local in range(layers):
+            ours = f"{prefix}decoder.layers.{local}."
+            shards += layer_shards(shape, place, first + local, ours, fused=fused)
+        if place.holds_head(chunk):
+            name = f"{prefix}decoder.final_layernorm.weight"
+            shards.append(whole(name, FINAL_NORM, (shape.hidden,)))
+            shards += _head(shape, place, chunk)
     return shards
+
+
+def _head(shape: ModelShape, place: Place, chunk: int) -> list[ShardLayout]:
+    name = f"{place.prefix(chunk)}{OUTPUT_LAYER}"
+    if shape.head is HeadKind.scalar:
+        return [whole(name, SCORE, (1, shape.hidden))]
+    if not shape.tied:
+        return [_vocab_shard(name, LM_HEAD, shape, place)]
+    if place.holds_embedding(chunk):
+        return []
+    return [_vocab_shard(name, EMBEDDING, shape, place)]
+
+
+def _vocab_shard(name: str, hf_name: str, shape: ModelShape, place: Place) -> ShardLayout:
+    rows = padded_vocab(shape, place.tensor_size) // place.tensor_size
+    start = place.tensor_rank * rows
+    valid = max(0, min(shape.vocab - start, rows))
+    blocks: tuple[Block, ...] = ()
+    if valid:
+        hf_rect = Rect((start, 0), (start + valid, shape.hidden))
+        blocks = (Block(hf_name, hf_rect, Rect.whole((valid, shape.hidden))),)
+    return ShardLayout(name, (rows, shape.hidden), blocks)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of ours belongs to one expert: cut over expert (and expert-tensor)
+    ranks, and held by ranks that are replicas of each other in the expert-data group.
+    """
+    return ".mlp.experts." in name
+
+
+def is_replicated(shape: ModelShape, name: str) -> bool:
+    """Whether a parameter of ours is the same on every tensor rank (an expert's: on every
+    expert-tensor rank), so that it counts once in a norm over them: norms, router, biases of
+    row-parallel linears, a scalar head. The answer does not depend on the sizes.
+    """
+    if name.endswith(OUTPUT_LAYER):
+        return shape.head is HeadKind.scalar
+    return name.endswith(_WHOLE_SUFFIXES)
 
 
 def one_replica(ranks: Iterable[Iterable[ShardLayout]]) -> list[ShardLayout]:
     """The shards of several ranks without those whose rectangles an earlier rank holds too.
 
-    What is left covers each element once: replicated norms and the tied embedding's second
-    copy are dropped.
+    What is left covers each element once: replicated norms, experts of other data ranks and
+    the tied embedding's second copy are dropped.
     """
     seen: set[tuple[tuple[str, Rect], ...]] = set()
     kept = []
@@ -129,112 +141,3 @@ def one_replica(ranks: Iterable[Iterable[ShardLayout]]) -> list[ShardLayout]:
                 kept.append(shard)
             seen.add(key)
     return kept
-
-
-def _layer(
-    shape: ModelShape, local: int, layer: int, tensor_rank: int, tensor_size: int
-) -> list[ShardLayout]:
-    ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-    attention = f"{theirs}self_attn."
-    query = shape.num_heads * shape.head_dim
-    return [
-        _whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", shape.hidden),
-        _columns(
-            f"{ours}self_attention.linear_proj.weight",
-            f"{attention}o_proj.weight",
-            (shape.hidden, query),
-            tensor_rank,
-            tensor_size,
-        ),
-        _qkv(shape, f"{ours}self_attention.", attention, tensor_rank, tensor_size),
-        _whole(
-            f"{ours}self_attention.q_layernorm.weight",
-            f"{attention}q_norm.weight",
-            shape.head_dim,
-        ),
-        _whole(
-            f"{ours}self_attention.k_layernorm.weight",
-            f"{attention}k_norm.weight",
-            shape.head_dim,
-        ),
-        _whole(
-            f"{ours}pre_mlp_layernorm.weight",
-            f"{theirs}post_attention_layernorm.weight",
-            shape.hidden,
-        ),
-        _fc1(shape, ours, theirs, tensor_rank, tensor_size),
-        _columns(
-            f"{ours}mlp.linear_fc2.weight",
-            f"{theirs}mlp.down_proj.weight",
-            (shape.hidden, shape.ffn),
-            tensor_rank,
-            tensor_size,
-        ),
-    ]
-
-
-def _whole(name: str, hf_name: str, size: int) -> ShardLayout:
-    rect = Rect.whole((size,))
-    return ShardLayout(name, (size,), (Block(hf_name, rect, rect),))
-
-
-def _columns(
-    name: str, hf_name: str, full: tuple[int, int], tensor_rank: int, tensor_size: int
-) -> ShardLayout:
-    rows, width = full[0], full[1] // tensor_size
-    hf_rect = Rect((0, tensor_rank * width), (rows, (tensor_rank + 1) * width))
-    return ShardLayout(name, (rows, width), (Block(hf_name, hf_rect, Rect.whole((rows, width))),))
-
-
-def _rows(hf_name: str, hf_start: int, local_start: int, num_rows: int, width: int) -> Block:
-    return Block(
-        hf_name,
-        Rect((hf_start, 0), (hf_start + num_rows, width)),
-        Rect((local_start, 0), (local_start + num_rows, width)),
-    )
-
-
-def _qkv(
-    shape: ModelShape, ours: str, theirs: str, tensor_rank: int, tensor_size: int
-) -> ShardLayout:
-    groups = shape.num_kv_heads // tensor_size
-    query = shape.num_heads // shape.num_kv_heads * shape.head_dim
-    stride = query + 2 * shape.head_dim
-    blocks = []
-    for local in range(groups):
-        group, start = tensor_rank * groups + local, local * stride
-        key = group * shape.head_dim
-        blocks += [
-            _rows(f"{theirs}q_proj.weight", group * query, start, query, shape.hidden),
-            _rows(f"{theirs}k_proj.weight", key, start + query, shape.head_dim, shape.hidden),
-            _rows(
-                f"{theirs}v_proj.weight",
-                key,
-                start + query + shape.head_dim,
-                shape.head_dim,
-                shape.hidden,
-            ),
-        ]
-    return ShardLayout(f"{ours}linear_qkv.weight", (groups * stride, shape.hidden), tuple(blocks))
-
-
-def _fc1(
-    shape: ModelShape, ours: str, theirs: str, tensor_rank: int, tensor_size: int
-) -> ShardLayout:
-    half = shape.ffn // tensor_size
-    start = tensor_rank * half
-    blocks = (
-        _rows(f"{theirs}mlp.gate_proj.weight", start, 0, half, shape.hidden),
-        _rows(f"{theirs}mlp.up_proj.weight", start, half, half, shape.hidden),
-    )
-    return ShardLayout(f"{ours}mlp.linear_fc1.weight", (2 * half, shape.hidden), blocks)
-
-
-def _vocab_shard(
-    name: str, hf_name: str, shape: ModelShape, tensor_rank: int, tensor_size: int
-) -> ShardLayout:
-    rows = padded_vocab(shape, tensor_size) // tensor_size
-    start = tensor_rank * rows
-    valid = max(0, min(shape.vocab - start, rows))
-    blocks = (_rows(hf_name, start, 0, valid, shape.hidden),) if valid else ()
-    return ShardLayout(name, (rows, shape.hidden), blocks)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mega_agentrl.reshard import checkpoint
 from mega_agentrl.reshard.checkpoint import (
     begin_export,
     building_folder,
@@ -63,6 +64,48 @@ def test_left_over_missing_and_misshapen_tensors_are_listed(tmp_path):
 def test_a_tied_checkpoint_may_hold_its_output_layer_again(tmp_path):
     save_file({**TENSORS, "lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     read_shards(tmp_path, SHARDS, SHAPES, parameters())
+
+
+def test_frequencies_that_old_llama_checkpoints_hold_are_passed_over(tmp_path):
+    extra = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.zeros(1) for n in range(2)}
+    save_file({**TENSORS, **extra}, tmp_path / "model.safetensors")
+    read_shards(tmp_path, SHARDS, SHAPES, parameters())
+
+
+def test_a_fresh_tensor_keeps_its_values_only_where_the_folder_lacks_it(tmp_path):
+    save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")
+    got = parameters() | {"right": torch.tensor([3.0, 4.0])}
+    with pytest.raises(ValueError, match=r"missing \['b'\]"):
+        read_shards(tmp_path, SHARDS, SHAPES, got)
+    read_shards(tmp_path, SHARDS, SHAPES, got, fresh=("b",))
+    assert got["right"].tolist() == [3, 4]
+    assert got["left"][0].tolist() == [6, 7, 8]
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    read_shards(tmp_path, SHARDS, SHAPES, got, fresh=("b",))
+    assert got["right"].tolist() == [7, 8]
+
+
+def test_each_file_is_opened_once_however_many_tensors_it_holds(tmp_path, monkeypatch):
+    names = [f"t{index}" for index in range(40)]
+    values = {name: torch.full((2, 3), float(index)) for index, name in enumerate(names)}
+    files = {name: f"{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: values[name] for name in names if files[name] == file}, tmp_path / file)
+    index = {"weight_map": files}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = []
+    plain = checkpoint.safe_open
+    monkeypatch.setattr(
+        checkpoint, "safe_open", lambda path, **kw: opened.append(path) or plain(path, **kw)
+    )
+    shards = [
+        ShardLayout(name, (2, 2), (Block(name, Rect((0, 1), (2, 3)), Rect.whole((2, 2))),))
+        for name in names
+    ]
+    got = {name: torch.zeros(2, 2) for name in names}
+    read_shards(tmp_path, shards, dict.fromkeys(names, (2, 3)), got)
+    assert len(opened) == 2
+    assert [tensor[0, 0].item() for tensor in got.values()] == list(range(40))
 
 
 def test_a_folder_without_weights_is_named(tmp_path):

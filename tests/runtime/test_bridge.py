@@ -9,6 +9,7 @@ import torch
 from mega_agentrl.config.schema import ClusterConfig, EngineConfig, ModelConfig, TrainConfig
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes, megatron_layout
+from mega_agentrl.reshard.place import Place
 from mega_agentrl.reshard.transport import ShardReceiver
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.generator_group import GeneratorGroup
@@ -31,9 +32,7 @@ class Shards:
     def __init__(self, folder, rank):
         self.folder = folder
         shape = ModelShape.from_folder(folder)
-        self.shards = megatron_layout(
-            shape, tensor_rank=rank, tensor_size=NUM_RANKS, pipeline_rank=0, pipeline_size=1
-        )
+        self.shards = megatron_layout(shape, Place(tensor_rank=rank, tensor_size=NUM_RANKS))
         self.set_version(0)
 
     def set_version(self, version):

@@ -1,0 +1,112 @@
+"""Model shapes without files, all ranks of a cut, and hypothesis strategies for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mega_agentrl.reshard.model_shape import HeadKind, ModelShape, MoeShape
+from mega_agentrl.reshard.place import Place
+from mega_agentrl.reshard.rope_shape import RopeShape
+
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+def make_shape(**changes: Any) -> ModelShape:
+    """Qwen3-like: 8 heads of width 4 over 4 key/value heads, 4 layers, tied, no biases."""
+    sizes = {
+        "architecture": "Qwen3ForCausalLM",
+        "num_layers": 4,
+        "hidden": 32,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 4,
+        "ffn": 24,
+        "vocab": 50,
+        "norm_eps": 1e-6,
+        "rope": RopeShape(base=1e4),
+        "max_positions": 64,
+        "tied": True,
+        "qk_norm": True,
+    }
+    return ModelShape(**(sizes | changes))
+
+
+def make_moe_shape(*, num_experts: int = 4, ffn: int = 6, sparse: Any = None, **changes: Any):
+    """The same with experts of width 6; sparse: per layer, all by default."""
+    layers = changes.get("num_layers", 4)
+    moe = MoeShape(
+        num_experts=num_experts,
+        top_k=2,
+        ffn=ffn,
+        norm_topk=True,
+        sparse=tuple(sparse or [True] * layers),
+    )
+    return make_shape(moe=moe, **changes)
+
+
+def all_places(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int = 1,
+    data: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+) -> list[Place]:
+    """Places of all ranks: tensor first, then data, then pipeline; experts on the same ranks."""
+    return [
+        Place(
+            tensor_rank=rank % tensor,
+            tensor_size=tensor,
+            pipeline_rank=stage,
+            pipeline_size=pipeline,
+            virtual_size=virtual,
+            expert_rank=rank // expert_tensor % expert,
+            expert_size=expert,
+            expert_tensor_rank=rank % expert_tensor,
+            expert_tensor_size=expert_tensor,
+        )
+        for stage in range(pipeline)
+        for rank in range(tensor * data)
+    ]
+
+
+@st.composite
+def models_and_places(draw: st.DrawFn) -> tuple[ModelShape, list[Place]]:
+    """A small model of any kind and the ranks of any cut that divides it."""
+    tensor, pipeline = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    virtual = draw(st.integers(1, 2)) if pipeline > 1 else 1
+    groups = draw(st.integers(1, 2)) * tensor
+    if tensor % 2 == 0 and draw(st.booleans()):
+        groups = tensor // 2  # fewer key/value heads than tensor ranks
+    layers = draw(st.integers(1, 2)) * pipeline * virtual
+    changes: dict[str, Any] = {
+        "num_kv_heads": groups,
+        "num_heads": groups * tensor * draw(st.integers(1, 2)),
+        "head_dim": draw(st.sampled_from([2, 4])),
+        "ffn": draw(st.integers(1, 3)) * tensor,
+        "num_layers": layers,
+        "hidden": draw(st.integers(1, 6)),
+        "vocab": draw(st.integers(1, 90)),
+        "tied": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "qkv_bias": draw(st.booleans()),
+        "out_bias": draw(st.booleans()),
+    }
+    cut = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": 1}
+    if draw(st.booleans()):
+        expert, expert_tensor = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        sparse = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
+        moe = {
+            "num_experts": expert * draw(st.integers(1, 2)),
+            "ffn": expert_tensor * draw(st.integers(1, 3)),
+            "sparse": sparse,
+        }
+        cut |= {"expert": expert, "expert_tensor": expert_tensor, "data": expert * expert_tensor}
+        return make_moe_shape(**(changes | moe)), all_places(**cut)
+    changes["mlp_bias"] = draw(st.booleans())
+    if draw(st.booleans()):
+        changes |= {"head": HeadKind.scalar, "tied": False}
+    return make_shape(**changes), all_places(**cut)
