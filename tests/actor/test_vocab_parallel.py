@@ -1,18 +1,62 @@
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 from mega_agentrl.actor.vocab_parallel import (
+    IGNORED_TARGET,
+    Kernel,
     VocabShard,
-    _combine,
-    _local_stats,
+    _kernel,
     logp_and_entropy,
 )
 
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 500.0
 
-def whole(num_valid, chunk_tokens=3):
-    return VocabShard(start=0, num_valid=num_valid, group=None, chunk_tokens=chunk_tokens)
+
+def whole(num_valid, scratch_bytes=100, **fields):
+    return VocabShard(
+        start=0, num_valid=num_valid, group=None, scratch_bytes=scratch_bytes, **fields
+    )
+
+
+def run_checks(folder, kernel, size, **environment):
+    """`vocab_rank.py` as `size` tensor ranks; the first that fails, or the deadline, ends all."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    logs = [folder / f"{rank}.log" for rank in range(size)]
+    script = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "actor" / "vocab_rank.py")]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as out:
+                command = [*script, kernel, str(rank), str(size), str(port)]
+                processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+        ends_at = time.monotonic() + DEADLINE_S
+        codes = [None]
+        while None in codes and not any(codes) and time.monotonic() < ends_at:
+            time.sleep(0.1)
+            codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_two_tensor_ranks(kernel, tmp_path):
+    run_checks(tmp_path, kernel, 2, TRITON_INTERPRET="1")
 
 
 def test_two_tokens_by_hand():
@@ -28,14 +72,15 @@ def test_two_tokens_by_hand():
     assert entropy[1].item() == pytest.approx(0.325083, abs=1e-6)
 
 
-def test_gradients_of_both_outputs_in_float64():
+@pytest.mark.parametrize("scratch_bytes", [None, 200, 1])
+def test_gradients_of_both_outputs_in_float64(scratch_bytes):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    target = torch.tensor([0, 4, 2, 2, 1, 3, 4])
+    target = torch.tensor([0, 4, 2, IGNORED_TARGET, 1, 3, 4])
 
     def run(hidden, weight):
-        return logp_and_entropy(hidden, weight, target, 0.7, whole(5))
+        return logp_and_entropy(hidden, weight, target, 0.7, whole(5, scratch_bytes))
 
     assert torch.autograd.gradcheck(run, (hidden, weight))
     assert torch.autograd.gradcheck(lambda *given: run(*given)[0], (hidden, weight))
@@ -63,9 +108,9 @@ def test_chunks_do_not_change_values_or_gradients():
     weight = torch.randn(6, 4, generator=generator)
     target = torch.randint(0, 6, (11,), generator=generator)
     outcomes = []
-    for chunk_tokens in (1, 4, 100):
+    for scratch_bytes in (1, 100, 1 << 20):
         given = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        logp, entropy = logp_and_entropy(*given, target, 1.0, whole(6, chunk_tokens))
+        logp, entropy = logp_and_entropy(*given, target, 1.0, whole(6, scratch_bytes))
         (logp.sum() + 0.3 * entropy.square().sum()).backward()
         outcomes.append([logp, entropy, *(value.grad for value in given)])
     for other in outcomes[1:]:
@@ -81,35 +126,6 @@ def test_large_logits_stay_finite():
     assert entropy.tolist() == [0.0, 0.0]
 
 
-def test_stats_of_shards_combine_even_where_one_is_all_padding(monkeypatch):
-    class ThreeRanks:
-        def size(self):
-            return 3
-
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(4, 7, generator=generator)
-    target = torch.tensor([0, 3, 4, 6])
-    cuts = ((0, 4), (4, 3), (7, 0))
-    parts = [
-        _local_stats(
-            logits[:, start : start + size],
-            target,
-            VocabShard(start=start, num_valid=size, group=None),
-        )
-        for start, size in cuts
-    ]
-    monkeypatch.setattr(
-        torch.distributed,
-        "all_gather",
-        lambda out, mine, group: [slot.copy_(part) for slot, part in zip(out, parts, strict=True)],
-    )
-    maximum, total, weighted, target_logit = _combine(parts[0], ThreeRanks())
-    logp = logits.log_softmax(-1)
-    log_z = maximum + total.log()
-    torch.testing.assert_close(target_logit - log_z, logp.gather(1, target[:, None])[:, 0])
-    torch.testing.assert_close(log_z - weighted / total, -(logp.exp() * logp).sum(-1))
-
-
 def test_wrong_shapes_and_temperature_are_named():
     hidden, weight, target = torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long()
     with pytest.raises(ValueError, match=r"weight \(3, 5\)"):
@@ -118,3 +134,63 @@ def test_wrong_shapes_and_temperature_are_named():
         logp_and_entropy(hidden, weight, target[:1], 1.0, whole(3))
     with pytest.raises(ValueError, match=r"rollout.temperature=0"):
         logp_and_entropy(hidden, weight, target, 0, whole(3))
+    with pytest.raises(ValueError, match=r"num_valid=4, expected 0 to 3"):
+        logp_and_entropy(hidden, weight, target, 1.0, whole(4))
+    with pytest.raises(ValueError, match=r"torch.bfloat16 and weight torch.float32"):
+        logp_and_entropy(hidden.bfloat16(), weight, target, 1.0, whole(3))
+
+
+@pytest.mark.parametrize("wrong", [3, 99, -1])
+def test_a_target_outside_the_vocabulary_is_named(wrong):
+    target = torch.tensor([IGNORED_TARGET, wrong])
+    with pytest.raises(ValueError, match=rf"target {wrong} of token 1 is in no rank's rows"):
+        logp_and_entropy(torch.zeros(2, 4), torch.zeros(5, 4), target, 1.0, whole(3))
+
+
+def test_ignored_tokens_are_zero_and_pull_nothing():
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(3, 4, generator=generator, requires_grad=True)
+    weight = torch.randn(6, 4, generator=generator, requires_grad=True)
+    target = torch.tensor([2, IGNORED_TARGET, 5])
+    logp, entropy = logp_and_entropy(hidden, weight, target, 1.0, whole(6))
+    assert logp[1] == entropy[1] == 0
+    (logp.sum() + entropy.sum()).backward()
+    assert not hidden.grad[1].any()
+    with_it = weight.grad.clone()
+    weight.grad = None
+    kept = torch.tensor([0, 2])
+    logp, entropy = logp_and_entropy(hidden[kept], weight, target[kept], 1.0, whole(6))
+    (logp.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(weight.grad, with_it)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_either_input_may_need_no_gradient(frozen):
+    generator = torch.Generator().manual_seed(6)
+    given = {
+        "hidden": torch.randn(5, 4, generator=generator),
+        "weight": torch.randn(6, 4, generator=generator),
+    }
+    moving = given[{"hidden": "weight", "weight": "hidden"}[frozen]].requires_grad_()
+    target = torch.tensor([0, 1, 2, 3, 4])
+    logp_and_entropy(**_named(given), target_N=target, temperature=1.0, shard=whole(6))[
+        0
+    ].sum().backward()
+    alone = moving.grad.clone()
+    moving.grad = None
+    given[frozen].requires_grad_()
+    logp_and_entropy(**_named(given), target_N=target, temperature=1.0, shard=whole(6))[
+        0
+    ].sum().backward()
+    torch.testing.assert_close(moving.grad, alone)
+
+
+def _named(given):
+    return {"hidden_ND": given["hidden"], "weight_VD": given["weight"]}
+
+
+def test_a_cpu_computes_with_torch_unless_told_otherwise():
+    pytest.importorskip("triton")
+    hidden = torch.zeros(1, 4)
+    assert _kernel(hidden, whole(3)).__name__.endswith("vocab_torch")
+    assert _kernel(hidden, whole(3, kernel=Kernel.triton)).__name__.endswith("vocab_triton")

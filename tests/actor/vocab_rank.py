@@ -1,0 +1,70 @@
+"""Every check of `vocab_cases` in a process of its own, as one of some tensor ranks over gloo.
+
+``python vocab_rank.py KERNEL RANK SIZE PORT``; fails with the check's traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from mega_agentrl.actor.vocab_parallel import Kernel, _kernel
+from tests.actor.vocab_cases import CHECKS, VOCAB, Place, close, given, reference, run
+
+SCRATCH_BYTES = 4_000
+
+
+def check_exchanges(place: Place) -> None:
+    """One all-gather a chunk forward, one all-reduce backward, none if the caller reduces."""
+    values = given(40, VOCAB, 24)
+    rows = place.rows(VOCAB)
+    step = _kernel(values[0], place.shard(VOCAB)).chunk_tokens(
+        values[0], rows.stop - rows.start, SCRATCH_BYTES
+    )
+    sums = {}
+    for reduce_hidden in (True, False):
+        with (
+            patch.object(
+                dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor
+            ) as gather,
+            patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
+        ):
+            sums[reduce_hidden] = run(
+                place, *values, scratch_bytes=SCRATCH_BYTES, reduce_hidden=reduce_hidden
+            )[2]
+        assert gather.call_count == -(-40 // step) > 1, (gather.call_count, step)
+        assert reduce.call_count == int(reduce_hidden)
+    expected_ND = reference(*values)[2]
+    close(sums[True], expected_ND, 5e-6)
+    assert (sums[False] - expected_ND).abs().max() > 0.01
+    dist.all_reduce(sums[False])
+    close(sums[False], expected_ND, 5e-6)
+
+
+def main() -> None:
+    kernel, rank, size, port = Kernel(sys.argv[1]), *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    group = None
+    if size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        group = dist.group.WORLD
+    place = Place(kernel, rank=rank, size=size, group=group)
+    for check in (*CHECKS, *([check_exchanges] if size > 1 else [])):
+        check(place)
+        sys.stdout.write(f"{check.__name__} passed\n")
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
