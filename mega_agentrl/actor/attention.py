@@ -1,27 +1,42 @@
-"""Causal attention over packed rows, and rotary embedding by position.
+"""Core attention over packed rows: what Megatron's layers call where Transformer Engine is absent.
 
-Megatron packs in `thd` format only for Transformer Engine. Here the packed tokens pass
-through its layers as one sequence of batch 1 (`sbhd`), so that norms, linears and rotary
-embedding see no padding; only the attention itself scatters them to [rows, heads, longest,
-head_dim], runs torch's fused causal kernel and gathers them back. Right padding is never
-seen by a causal query that is not padding itself.
+The packed tokens pass through the layers as one sequence of batch 1 (`sbhd`), so that norms,
+linears and rotary embedding see no padding between rows. Only here are rows told apart:
 
-Shapes: S packed tokens, R rows, L longest row, H local heads, D head width.
+    GPU, 16-bit  torch's variable-length flash attention over the rows' boundaries, no padding
+    otherwise    torch's scaled-dot-product attention over blocks of rows of similar length
+
+With context ranks (`context`) keys and values of all ranks are gathered first.
+
+Shapes: S tokens of this rank, W of all context ranks, H and Hkv local heads, D head width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+from mega_agentrl.actor.context import gather_tokens
+from mega_agentrl.actor.segments import (
+    PaddedPlan,
+    RaggedPlan,
+    boundaries,
+    padded_plan,
+    ragged_plan,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,27 +45,56 @@ if TYPE_CHECKING:
 class PackedRows(PackedSeqParams):
     """Row boundaries of a packed micro-batch, as Megatron hands them to the attention.
 
-    position_S: [S] int64 position within the row. slot_S: [S] int64 place in the flat
-    [R * L] padded layout. num_rows, longest: R and L.
+    position_S: [S] int64 position within the row. start_R: [R + 1] first token of each row in
+    the whole packing, and W. Megatron's own fields hold the same for Transformer Engine, which
+    cuts rows over context ranks as `context` does. Padding at a row's end counts there as part
+    of the row: no real token sees it, and kernels without gaps stay usable.
     """
 
     position_S: torch.Tensor = None
-    slot_S: torch.Tensor = None
-    num_rows: int = 0
-    longest: int = 0
+    start_R: tuple[int, ...] = ()
+    context_rank: int = 0
+    context_size: int = 1
 
     @classmethod
-    def of(cls, start_R: Sequence[int], position_S: torch.Tensor) -> PackedRows:
-        """From the first packed token of each row (and S at the end)."""
-        lengths = torch.tensor(start_R).diff()
-        longest = int(lengths.max())
-        row_S = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    def of(
+        cls,
+        start_R: Sequence[int],
+        position_S: torch.Tensor,
+        *,
+        context_rank: int = 0,
+        context_size: int = 1,
+    ) -> PackedRows:
+        """The rows of a `MicroBatch`, on the device of its positions."""
+        assert start_R[-1] == len(position_S) * context_size, "rows and tokens differ"
+        lengths = [stop - start for start, stop in pairwise(start_R)]
+        ends = boundaries(lengths, position_S.device)
         return cls(
             qkv_format="sbhd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
             position_S=position_S,
-            slot_S=row_S.to(position_S.device) * longest + position_S,
-            num_rows=len(lengths),
-            longest=longest,
+            start_R=tuple(start_R),
+            context_rank=context_rank,
+            context_size=context_size,
+        )
+
+    @cached_property
+    def padded(self) -> PaddedPlan:
+        """The plan in blocks, on the device of the positions."""
+        return padded_plan(
+            self.start_R, self.context_rank, self.context_size, self.position_S.device
+        )
+
+    @cached_property
+    def ragged(self) -> RaggedPlan:
+        """The plan by boundaries, on the device of the positions."""
+        return ragged_plan(
+            self.start_R, self.context_rank, self.context_size, self.position_S.device
         )
 
 
@@ -69,6 +113,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.context_group = pg_collection.cp if pg_collection is not None else None
 
     def forward(
         self,
@@ -82,7 +127,9 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """[S, 1, H, D] query, [S, 1, Hkv, D] key and value to [S, 1, H * D]."""
         assert packed_seq_params is not None, "every micro-batch is packed"
-        return attend(query, key, value, packed_seq_params, self.scale)
+        return attend(
+            query, key, value, packed_seq_params, self.scale, context_group=self.context_group
+        )
 
 
 def attend(
@@ -91,57 +138,89 @@ def attend(
     value: torch.Tensor,
     rows: PackedRows,
     scale: float | None = None,
+    *,
+    context_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each row. scale: of the scores, 1 / sqrt(D) by default.
 
-    [S, 1, H, D] query, [S, 1, Hkv, D] key and value to [S, 1, H * D].
+    [S, 1, H, D] query, [S, 1, Hkv, D] key and value to [S, 1, H * D]. context_group: the ranks
+    that share the rows, where rows.context_size is above 1.
     """
-    out_RHLD = functional.scaled_dot_product_attention(
-        _pad(query, rows),
-        _pad(key, rows),
-        _pad(value, rows),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.size(2) != key.size(2),
+    query_SHD, key_WHD, value_WHD = (part.squeeze(1) for part in (query, key, value))
+    if rows.context_size > 1:
+        assert context_group is not None, "rows are cut over context ranks"
+        both = gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
+        key_WHD, value_WHD = both.chunk(2, dim=1)
+    compute = _ragged if _has_ragged_kernel(query) else _padded
+    return compute(query_SHD, key_WHD, value_WHD, rows, scale).reshape(query.size(0), 1, -1)
+
+
+def _has_ragged_kernel(query: torch.Tensor) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.size(-1) % 8 == 0
+        and query.size(-1) <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
-    out_SHD = out_RHLD.transpose(1, 2).flatten(0, 1).index_select(0, rows.slot_S)
-    return out_SHD.reshape(query.size(0), 1, -1)
 
 
-def _pad(value: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-    """[S, 1, H, D] packed to [R, H, L, D], zeros after each row's end."""
-    flat = value.new_zeros(rows.num_rows * rows.longest, value.size(2), value.size(3))
-    flat = flat.index_copy(0, rows.slot_S, value.squeeze(1))
-    return flat.view(rows.num_rows, rows.longest, value.size(2), value.size(3)).transpose(1, 2)
+def _ragged(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    rows: PackedRows,
+    scale: float | None,
+) -> torch.Tensor:
+    plan = rows.ragged
+    if plan.key_K is not None:
+        key_WHD, value_WHD = (part.index_select(0, plan.key_K) for part in (key_WHD, value_WHD))
+    return varlen_attn(
+        query_SHD,
+        key_WHD,
+        value_WHD,
+        plan.query_start_N,
+        plan.key_start_N,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scale,
+        # No look-ahead: the last query of a segment is aligned with its last key.
+        window_size=(-1, 0),
+        enable_gqa=query_SHD.size(1) != key_WHD.size(1),
+    )
 
 
-class PackedRotary(torch.nn.Module):
-    """Rotary angles by token position; stands where `GPTModel` keeps its `RotaryEmbedding`.
-
-    Megatron asks for a length and then for the angles of 0..length-1; with packed rows the
-    "length" that is passed between the two calls is the position of every token.
-    """
-
-    def __init__(self, head_dim: int, base: float) -> None:
-        super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.inverse_frequency = 1.0 / base**exponent
-
-    def get_rotary_seq_len(
-        self,
-        inference_context: None,
-        transformer: Any,
-        transformer_input: Any,
-        transformer_config: Any,
-        packed_seq_params: PackedRows,
-    ) -> torch.Tensor:
-        """[S] int64 positions, which `forward` takes."""
-        return packed_seq_params.position_S
-
-    def forward(
-        self, position_S: torch.Tensor, packed_seq: bool = False, cp_group: None = None
-    ) -> torch.Tensor:
-        """[S, 1, 1, D] float32 angles."""
-        frequency = self.inverse_frequency.to(position_S.device)
-        angle = torch.outer(position_S.float(), frequency)
-        return torch.cat([angle, angle], dim=-1)[:, None, None, :]
+def _padded(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    rows: PackedRows,
+    scale: float | None,
+) -> torch.Tensor:
+    plan = rows.padded
+    if query_SHD.is_cuda and query_SHD.size(1) != key_WHD.size(1):
+        # The only fused GPU kernel for 32 bits wants as many key heads as query heads.
+        repeat = query_SHD.size(1) // key_WHD.size(1)
+        key_WHD, value_WHD = (p.repeat_interleave(repeat, dim=1) for p in (key_WHD, value_WHD))
+    key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
+    query_sizes = [block.num_segments * block.num_queries for block in plan.blocks]
+    parts = zip(
+        plan.blocks,
+        query_SHD.index_select(0, plan.query_P).split(query_sizes),
+        key_WHD.index_select(0, plan.key_K).split(key_sizes),
+        value_WHD.index_select(0, plan.key_K).split(key_sizes),
+        strict=True,
+    )
+    done = []
+    for block, query, key, value in parts:
+        batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in batch),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        done.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(done).index_select(0, plan.slot_S)

@@ -1,38 +1,168 @@
+"""Packed attention against each row alone: both kernels, one and two context ranks, gradients."""
+
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
 import torch
 
-from mega_agentrl.actor.attention import PackedRotary, PackedRows, _pad, attend
+from mega_agentrl.actor import attention
+from mega_agentrl.actor.attention import PackedRows, attend
+from mega_agentrl.actor.context import held_tokens
+from tests.actor.gloo_ranks import run_ranks
+
+# Of very different length, so that there are several blocks; multiples of 4 for two ranks.
+STARTS = (0, 8, 12, 212, 220, 340, 344)
 
 
-def test_packed_rows_attend_like_each_row_alone():
+def inputs(starts=STARTS, heads=4, kv_heads=2, width=8):
+    """Query, key, value and a gradient of the output, the same on every call."""
     generator = torch.Generator().manual_seed(0)
-    starts = (0, 3, 4, 9)
-    position = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3, 4])
-    query = torch.randn(9, 1, 4, 8, generator=generator, requires_grad=True)
-    key, value = (torch.randn(9, 1, 2, 8, generator=generator) for _ in range(2))
-    got = attend(query, key, value, PackedRows.of(starts, position))
-    for start, stop in ((0, 3), (3, 4), (4, 9)):
+    shapes = [(heads, width), (kv_heads, width), (kv_heads, width)]
+    parts = [torch.randn(starts[-1], 1, *shape, generator=generator) for shape in shapes]
+    return parts, torch.randn(starts[-1], 1, heads * width, generator=generator)
+
+
+def positions(starts):
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
+
+
+def one_by_one(query, key, value, starts, scale):
+    """Plain attention of each row, score by score."""
+    outs = []
+    for start, stop in pairwise(starts):
         q, k, v = (part[start:stop, 0].transpose(0, 1) for part in (query, key, value))
-        k, v = (part.repeat_interleave(2, dim=0) for part in (k, v))
-        scores = q @ k.transpose(1, 2) / 8**0.5
+        k, v = (part.repeat_interleave(q.size(0) // k.size(0), dim=0) for part in (k, v))
         causal = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-        expected = (weights @ v).transpose(0, 1).reshape(stop - start, 1, 32)
-        torch.testing.assert_close(got[start:stop], expected)
-    # What one row answers depends on no other row.
-    got[4:].sum().backward()
-    assert query.grad[:4].abs().max() == 0
+        weights = (q @ k.transpose(1, 2) * scale).masked_fill(~causal, -torch.inf).softmax(-1)
+        outs.append((weights @ v).transpose(0, 1).reshape(stop - start, 1, -1))
+    return torch.cat(outs)
 
 
-def test_padding_puts_rows_side_by_side():
-    rows = PackedRows.of((0, 1, 3), torch.tensor([0, 0, 1]))
-    padded = _pad(torch.tensor([5.0, 6.0, 7.0]).view(3, 1, 1, 1), rows)
-    assert padded.flatten().tolist() == [5, 0, 6, 7]
+def run(compute, parts, grad):
+    """Output and the gradients of the inputs."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    out = compute(*leaves)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def test_angles_follow_the_position_not_the_place():
-    rotary = PackedRotary(4, 100.0)
-    angle = rotary(torch.tensor([0, 1, 0, 2]))[:, 0, 0]
-    assert torch.equal(angle[0], angle[2])
-    torch.testing.assert_close(angle[3], torch.tensor([2.0, 0.2, 2.0, 0.2]))
+def expected(scale=8**-0.5):
+    parts, grad = inputs()
+    return run(lambda q, k, v: one_by_one(q, k, v, STARTS, scale), parts, grad)
+
+
+def varlen_by_rows(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's GPU kernel computes: segment by segment, aligned at the lower right."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.size(1) != key.size(1))
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    outs = []
+    for n in range(len(cu_q) - 1):
+        q = query[cu_q[n] : cu_q[n + 1]].transpose(0, 1)
+        k, v = (part[cu_k[n] : cu_k[n + 1]].transpose(0, 1) for part in (key, value))
+        ahead = k.size(1) - q.size(1)
+        mask = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(diagonal=ahead)
+        outs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            ).transpose(0, 1)
+        )
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_packed_rows_attend_like_each_row_alone(scale):
+    parts, grad = inputs()
+    rows = PackedRows.of(STARTS, positions(STARTS))
+    assert len(rows.padded.blocks) > 1
+    got = run(lambda q, k, v: attend(q, k, v, rows, scale), parts, grad)
+    torch.testing.assert_close(got, expected(scale or 8**-0.5))
+
+
+def test_rows_by_boundaries_give_the_same(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", varlen_by_rows)
+    monkeypatch.setattr(attention, "_has_ragged_kernel", lambda query: True)
+    parts, grad = inputs()
+    rows = PackedRows.of(STARTS, positions(STARTS))
+    got = run(lambda q, k, v: attend(q, k, v, rows), parts, grad)
+    torch.testing.assert_close(got, expected())
+
+
+def test_no_row_looks_into_another():
+    parts, _ = inputs()
+    query, key, value = (part.requires_grad_() for part in parts)
+    attend(query, key, value, PackedRows.of(STARTS, positions(STARTS)))[12:212].sum().backward()
+    for leaf in (query, key, value):
+        others = torch.cat([leaf.grad[:12], leaf.grad[212:]])
+        assert others.abs().max() == 0
+        assert leaf.grad[12:212].abs().max() > 0
+
+
+def test_gradients_in_float64():
+    starts = (0, 3, 4, 9)
+    parts, _ = inputs(starts, heads=2, kv_heads=1, width=4)
+    leaves = [part.double().requires_grad_() for part in parts]
+    rows = PackedRows.of(starts, positions(starts))
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, rows), leaves)
+
+
+def share_of_context(rank, group):
+    """Output and gradients of this context rank's tokens, in blocks and by boundaries."""
+    size = group.size()
+    held = held_tokens(STARTS, rank, size)
+    parts, grad = inputs()
+    rows = PackedRows.of(STARTS, positions(STARTS)[held], context_rank=rank, context_size=size)
+
+    def compute(q, k, v):
+        return attend(q, k, v, rows, context_group=group)
+
+    blocks = run(compute, [part[held] for part in parts], grad[held])
+    attention.varlen_attn = varlen_by_rows
+    attention._has_ragged_kernel = lambda query: True
+    return blocks, run(compute, [part[held] for part in parts], grad[held])
+
+
+def test_two_context_ranks_give_what_one_gives():
+    held = torch.cat([held_tokens(STARTS, rank, 2) for rank in range(2)])
+    for kernel in zip(*run_ranks(share_of_context, 2), strict=True):
+        for whole, *parts in zip(expected(), *kernel, strict=True):
+            torch.testing.assert_close(torch.cat(parts), whole[held])
+
+
+def test_transformer_engine_gets_whole_rows_without_gaps():
+    # Rows of 4 and 8 on rank 1 of 2, which holds 6 of the 12 tokens.
+    rows = PackedRows.of(
+        (0, 4, 12), torch.tensor([1, 2, 2, 3, 4, 5]), context_rank=1, context_size=2
+    )
+    # Megatron's layers see one sequence; only the engine's own attention sees rows.
+    assert rows.qkv_format == "sbhd"
+    assert rows.cu_seqlens_q.tolist() == [0, 4, 12]
+    assert rows.cu_seqlens_q.dtype == torch.int32
+    for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(rows, name) is rows.cu_seqlens_q
+    assert rows.max_seqlen_q == rows.max_seqlen_kv == 8
+    # Set, they would make Megatron choose another context group on every call.
+    assert rows.cp_group is None
+    assert rows.local_cp_size is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_gpu_kernel_and_the_blocks_agree(rank):
+    # The plans of one of two context ranks: segments with more keys than queries.
+    held = held_tokens(STARTS, rank, 2)
+    (query, key, value), grad = inputs(width=64)
+    order = torch.cat([held_tokens(STARTS, other, 2) for other in range(2)])
+    parts = [query[held, 0], key[order, 0], value[order, 0]]
+    rows = PackedRows.of(STARTS, positions(STARTS)[held].cuda(), context_rank=rank, context_size=2)
+    results = []
+    for compute, dtype in ((attention._ragged, torch.bfloat16), (attention._padded, torch.float32)):
+        leaves = [part.to("cuda", dtype).requires_grad_() for part in parts]
+        out = compute(*leaves, rows, None)
+        out.backward(grad[held].to("cuda", dtype).view_as(out))
+        results.append([out.float(), *(leaf.grad.float() for leaf in leaves)])
+    assert attention._has_ragged_kernel(leaves[0].bfloat16()[:, None])
+    torch.testing.assert_close(*results, rtol=3e-2, atol=3e-2)
