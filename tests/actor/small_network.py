@@ -1,0 +1,180 @@
+"""A handful of parameters, cut like a model's over one or two ranks, with gradients by formula.
+
+    matrix [8, 6]  cut by rows over tensor ranks       stage 0
+    vector [5]     on every rank                       stage 0
+    router [3, 6]  on every rank, a matrix             last stage
+    tied   [4, 6]  a copy that the norm passes over    last stage
+    expert [4, 6]  cut by rows over expert ranks; optional
+
+and the same network whole, stepped by torch's own AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mega_agentrl.actor import device, groups
+from mega_agentrl.config.schema import OptimConfig, ParallelConfig
+
+SHAPES = {"matrix": (8, 6), "vector": (5,), "router": (3, 6), "tied": (4, 6), "expert": (4, 6)}
+SETTINGS = OptimConfig(lr=0.05, weight_decay=0.5, beta1=0.8, beta2=0.9, grad_clip=2.0)
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+
+
+def whole(name, step=None):
+    """Start value of a parameter (step None), or its gradient in a step; float32."""
+    seed = 100 * list(SHAPES).index(name) + (99 if step is None else step)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPES[name], generator=generator) * (
+        1.0 if step is None else 3.0 ** (-step)
+    )
+
+
+class SmallNetwork(torch.nn.Module):
+    """This rank's parts. Its forward pass adds everything up."""
+
+    def __init__(self, position, dtype, *, experts):
+        super().__init__()
+        place = position.place
+        first, last = place.pipeline_rank == 0, place.pipeline_rank == place.pipeline_size - 1
+        names = ["matrix", "vector"] * first + ["router", "tied"] * last + ["expert"] * experts
+        self.cuts = {}
+        for name in names:
+            rank, size = {
+                "matrix": (place.tensor_rank, place.tensor_size),
+                "expert": (place.expert_rank, place.expert_size),
+            }.get(name, (0, 1))
+            rows = SHAPES[name][0] // size
+            self.cuts[name] = slice(rank * rows, (rank + 1) * rows)
+            parameter = torch.nn.Parameter(whole(name)[self.cuts[name]].to(dtype).contiguous())
+            parameter.tensor_model_parallel = name in ("matrix", "expert")
+            parameter.shared = name == "tied"
+            parameter.allreduce = name != "expert"
+            setattr(self, name, parameter)
+
+    def forward(self):
+        return sum(parameter.float().square().sum() for parameter in self.parameters())
+
+
+def wrap(joined, dtype=torch.float32, *, distributed, experts=False, frozen=False):
+    """The network in Megatron's data-parallel wrapper."""
+    module = SmallNetwork(joined.position, dtype, experts=experts).requires_grad_(not frozen)
+    return DistributedDataParallel(
+        config=TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True
+        ),
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=distributed,
+        ),
+        module=module,
+        pg_collection=joined.collection,
+    )
+
+
+def fill(chunk, joined, step, poison=()):
+    """This rank's share of the gradients of a step, summed over data ranks; NaN for `poison`."""
+    position = joined.position
+    for name, parameter in chunk.module.named_parameters():
+        share = 1.0
+        if position.data_size == 2 and parameter.allreduce:
+            share = 0.25 if position.data_rank == 0 else 0.75
+        parameter.main_grad.copy_(whole(name, step)[chunk.module.cuts[name]] * share)
+        if name in poison:
+            parameter.main_grad.view(-1)[-1] = math.nan
+    chunk.finish_grad_sync()
+
+
+class Reference:
+    """The whole network in one process: clipping by the norm over `names`, then AdamW."""
+
+    def __init__(self, names, dtype=torch.float32):
+        self.masters = {name: whole(name).to(dtype).float() for name in names}
+        matrices = [value for value in self.masters.values() if value.ndim > 1]
+        vectors = [value for value in self.masters.values() if value.ndim == 1]
+        self._adam = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}],
+            betas=(0.8, 0.9),
+            eps=1e-8,
+        )
+
+    def step(self, number, lr):
+        gradients = {name: whole(name, number) for name in self.masters}
+        counted = [value.flatten() for name, value in gradients.items() if name != "tied"]
+        norm = torch.cat(counted).double().norm().item()
+        for name, master in self.masters.items():
+            master.grad = gradients[name] * min(1.0, 2.0 / (norm + 1e-6))
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        return norm
+
+
+@contextmanager
+def alone():
+    """Process groups of a single rank, in this process."""
+    device.choose_device(0)
+    try:
+        yield groups.join(
+            ParallelConfig(),
+            rank=0,
+            world_size=1,
+            master_address="127.0.0.1",
+            master_port=_port(),
+            timeout_s=30.0,
+        )
+    finally:
+        groups.leave()
+
+
+def run_two(script, folder):
+    """What `script RANK PORTS RESULT` saved on each of two ranks; ports: some free ones."""
+    ports = ",".join(str(_port()) for _ in range(16))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = []
+    for rank in range(2):
+        with (folder / f"{rank}.log").open("w") as log:
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                script,
+                str(rank),
+                ports,
+                folder / f"{rank}.pt",
+            ]
+            processes.append(
+                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            )
+    ends_at = time.monotonic() + DEADLINE_S
+    try:
+        while time.monotonic() < ends_at:
+            codes = [process.poll() for process in processes]
+            if None not in codes or any(codes):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+    logs = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(2)]
+    assert codes == [0, 0], "\n".join(logs)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def _port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
