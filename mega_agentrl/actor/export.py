@@ -1,9 +1,9 @@
 """Writes the trained weights as a Hugging Face folder, without one place holding all of them.
 
-Data rank 0 of each pipeline stage takes part. Tensor by tensor, the ranks of the tensor group
-send their rectangles to tensor rank 0, which writes a file whenever its share of the file
-plan is full. Global rank 0 copies configuration and tokenizer before, and writes the index
-and renames the folder after.
+Of the replicas of a rectangle only the first rank of the stage that holds it takes part. Tensor
+by tensor, these ranks send their rectangles to the stage's first rank, which writes a file
+whenever its share of the file plan is full. Global rank 0 copies configuration and tokenizer
+before, and writes the index and renames the folder after.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from mega_agentrl.actor import device
+from mega_agentrl.actor.groups import Position
 from mega_agentrl.reshard.checkpoint import (
     begin_export,
     building_folder,
@@ -22,11 +24,13 @@ from mega_agentrl.reshard.checkpoint import (
     plan_files,
 )
 from mega_agentrl.reshard.names import hf_shapes, megatron_layout
+from mega_agentrl.reshard.place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mega_agentrl.actor.groups import Groups
+    from mega_agentrl.config.schema import ParallelConfig
     from mega_agentrl.reshard.layout import Block
     from mega_agentrl.reshard.model_shape import ModelShape
 
@@ -41,6 +45,7 @@ def export_folder(
     source: Path,
     shape: ModelShape,
     groups: Groups,
+    layout: ParallelConfig,
     parameters: Mapping[str, torch.Tensor],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -49,99 +54,87 @@ def export_folder(
 
     Waits for: every rank, twice. Unblocked by: them, or the groups' deadline.
     """
-    position = groups.position
     shapes = hf_shapes(shape)
     element_bytes = next(iter(parameters.values())).element_size()
-    stages = _names_by_stage(shape, position.tensor_size, position.pipeline_size)
+    stages = _names_by_stage(shape, layout)
     plan = plan_files(stages, shapes, element_bytes=element_bytes, max_file_bytes=max_file_bytes)
     if dist.get_rank() == 0:
         begin_export(target, source)
     dist.barrier()
-    if position.data_rank == 0:
-        pieces = _pieces_by_rank(shape, groups)
-        for file in plan:
-            if file.stage != position.pipeline_rank:
-                continue
-            tensors = {
-                name: _assemble(name, shapes[name], pieces, groups, parameters)
-                for name in file.tensors
-            }
-            if position.tensor_rank == 0:
-                path = building_folder(target) / file.name
-                save_file(tensors, path, metadata={"format": "pt"})
+    stage = groups.collection.tp_dp_cp
+    pieces = _pieces_by_rank(shape, layout, dist.get_process_group_ranks(stage))
+    for file in plan:
+        if file.stage != groups.position.place.pipeline_rank:
+            continue
+        tensors = {
+            name: _assemble(name, shapes[name], pieces, stage, parameters) for name in file.tensors
+        }
+        if stage.rank() == 0:
+            path = building_folder(target) / file.name
+            save_file(tensors, path, metadata={"format": "pt"})
     dist.barrier()
     if dist.get_rank() == 0:
         finish_export(target, plan, shapes, element_bytes=element_bytes)
 
 
-def _names_by_stage(shape: ModelShape, tensor_size: int, pipeline_size: int) -> list[list[str]]:
+def _names_by_stage(shape: ModelShape, layout: ParallelConfig) -> list[list[str]]:
     """Tensors each stage writes; one that two stages hold goes to the first of them."""
     stages: list[list[str]] = []
     seen: set[str] = set()
-    for stage in range(pipeline_size):
-        shards = megatron_layout(
-            shape,
-            tensor_rank=0,
-            tensor_size=tensor_size,
-            pipeline_rank=stage,
-            pipeline_size=pipeline_size,
+    for pipeline_rank in range(layout.pipeline):
+        place = Place(
+            pipeline_rank=pipeline_rank, pipeline_size=layout.pipeline, virtual_size=layout.virtual
         )
+        shards = megatron_layout(shape, place)
         names = dict.fromkeys(block.hf_name for shard in shards for block in shard.blocks)
         stages.append([name for name in names if name not in seen])
         seen.update(names)
     return stages
 
 
-def _pieces_by_rank(shape: ModelShape, groups: Groups) -> list[dict[str, list[Piece]]]:
-    """By tensor rank, then Hugging Face name: what that rank sends; replicas only once."""
-    position = groups.position
+def _pieces_by_rank(
+    shape: ModelShape, layout: ParallelConfig, ranks: list[int]
+) -> dict[int, dict[str, list[Piece]]]:
+    """By rank of a stage, then Hugging Face name: what it sends; replicas only once."""
     seen = set()
-    ranks: list[dict[str, list[Piece]]] = []
-    for tensor_rank in range(position.tensor_size):
-        pieces: dict[str, list[Piece]] = {}
-        for shard in megatron_layout(
-            shape,
-            tensor_rank=tensor_rank,
-            tensor_size=position.tensor_size,
-            pipeline_rank=position.pipeline_rank,
-            pipeline_size=position.pipeline_size,
-        ):
+    by_rank: dict[int, dict[str, list[Piece]]] = {}
+    for rank in ranks:
+        pieces = by_rank.setdefault(rank, {})
+        place = Position.of(rank, layout).place
+        for shard in megatron_layout(shape, place, fused=device.has_transformer_engine()):
             for block in shard.blocks:
                 if (block.hf_name, block.hf_rect) not in seen:
                     seen.add((block.hf_name, block.hf_rect))
                     pieces.setdefault(block.hf_name, []).append((shard.name, block))
-        ranks.append(pieces)
-    return ranks
+    return by_rank
 
 
 def _assemble(
     name: str,
     full: tuple[int, ...],
-    pieces: list[dict[str, list[Piece]]],
-    groups: Groups,
+    pieces: dict[int, dict[str, list[Piece]]],
+    group: dist.ProcessGroup,
     parameters: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """The whole tensor on tensor rank 0; an empty one on the others, which send."""
-    group = groups.collection.tp
-    ranks = dist.get_process_group_ranks(group)
-    mine = groups.position.tensor_rank
+    """The whole tensor on the first rank of the stage; an empty one on the others, which send."""
+    mine, writer = dist.get_rank(), next(iter(pieces))
     sample = next(iter(parameters.values()))
 
     def local(piece: Piece) -> torch.Tensor:
         return parameters[piece[0]].detach()[piece[1].local_rect.slices].contiguous()
 
-    if mine:
+    if mine != writer:
         for piece in pieces[mine].get(name, ()):
-            dist.send(local(piece), ranks[0], group=group)
+            dist.send(local(piece), writer, group=group)
         return sample.new_empty(0)
     whole = torch.empty(full, dtype=sample.dtype)
-    for tensor_rank, by_name in enumerate(pieces):
+    for rank, by_name in pieces.items():
         for piece in by_name.get(name, ()):
             block = piece[1]
-            if tensor_rank == mine:
+            if rank == mine:
                 value = local(piece)
             else:
                 value = sample.new_empty(block.hf_rect.shape)
-                dist.recv(value, ranks[tensor_rank], group=group)
+                dist.recv(value, rank, group=group)
             whole[block.hf_rect.slices] = value.cpu()
     return whole

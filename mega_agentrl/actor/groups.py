@@ -1,11 +1,15 @@
-"""The process groups of one policy rank, built once and passed down.
+"""The process groups of one rank, built once and passed down.
 
-Ranks are numbered tensor first, then data, then pipeline: with tensor t, data d, pipeline p,
-rank = t + T * (d + D * p), so that a tensor-parallel group is consecutive (one node). Groups:
+Ranks are numbered tensor first, then context, data, pipeline: with tensor t, context c, data d
+and pipeline p, rank = t + T * (c + C * (d + D * p)), so that a tensor-parallel group is
+consecutive (one node). Experts cut the same T * C * D ranks of a stage another way: expert
+tensor first, then expert, then expert data. Groups, by what is the same within one:
 
-    tensor    same d, p      pipeline  same t, d       data   same t, p
-    model     same d         embedding first and last stage of a pipeline (tied embedding)
-    alone     this rank; stands where Megatron asks for axes this project does not have yet
+    tensor   c, d, p         pipeline  t, c, d        data             t, c, p
+    context  t, d, p         model     c, d           data x context   t, p
+    embedding                first and last stage of a pipeline (tied embedding)
+    expert, expert tensor, expert data, and their products over the stage
+    alone    this rank; stands where Megatron asks for axes this project does not have
 
 Megatron's `parallel_state` is not used: its collection reads an unset field as None, which
 torch takes for the default group, so every field that is used is set and checked.
@@ -21,54 +25,78 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mega_agentrl.actor import device
+from mega_agentrl.reshard.place import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mega_agentrl.config.schema import ParallelConfig
 
 _FIELDS = (
     "tp", "pp", "dp", "mp", "embd", "pos_embd", "cp", "tp_cp", "dp_cp", "intra_dp_cp",
     "tp_dp_cp", "ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp",
+    "intra_dist_opt",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a rank stands in the layout, and the layout's sizes."""
+    """Where a rank stands in the layout. place: what it holds; the rest are replicas of it."""
 
-    tensor_rank: int
-    tensor_size: int
+    place: Place
     data_rank: int
     data_size: int
-    pipeline_rank: int
-    pipeline_size: int
+    context_rank: int
+    context_size: int
+    expert_data_rank: int
 
     @classmethod
     def of(cls, rank: int, layout: ParallelConfig) -> Position:
         """Position of a global rank; raises `ValueError` outside the layout."""
-        world = layout.tensor * layout.data * layout.pipeline
-        if not 0 <= rank < world:
+        if not 0 <= rank < layout.num_ranks:
             raise ValueError(
-                f"rank={rank}: expected 0..{world - 1} from parallel.tensor={layout.tensor}, "
+                f"rank={rank}: expected 0..{layout.num_ranks - 1} from "
+                f"parallel.tensor={layout.tensor}, parallel.context={layout.context}, "
                 f"parallel.data={layout.data}, parallel.pipeline={layout.pipeline}"
             )
+        stage_ranks = layout.tensor * layout.context * layout.data
+        experts = layout.expert * layout.expert_tensor_size
+        if stage_ranks % experts:
+            raise ValueError(
+                f"parallel.expert={layout.expert} * parallel.expert_tensor="
+                f"{layout.expert_tensor_size}: expected a divisor of {stage_ranks} = "
+                "parallel.tensor * parallel.context * parallel.data; probable cause: experts "
+                "counted as a further factor of the number of ranks"
+            )
+        inside = rank % stage_ranks
         return cls(
-            tensor_rank=rank % layout.tensor,
-            tensor_size=layout.tensor,
-            data_rank=rank // layout.tensor % layout.data,
+            place=Place(
+                tensor_rank=rank % layout.tensor,
+                tensor_size=layout.tensor,
+                pipeline_rank=rank // stage_ranks,
+                pipeline_size=layout.pipeline,
+                virtual_size=layout.virtual,
+                expert_rank=inside // layout.expert_tensor_size % layout.expert,
+                expert_size=layout.expert,
+                expert_tensor_rank=inside % layout.expert_tensor_size,
+                expert_tensor_size=layout.expert_tensor_size,
+            ),
+            data_rank=inside // (layout.tensor * layout.context),
             data_size=layout.data,
-            pipeline_rank=rank // (layout.tensor * layout.data),
-            pipeline_size=layout.pipeline,
+            context_rank=inside // layout.tensor % layout.context,
+            context_size=layout.context,
+            expert_data_rank=inside // experts,
         )
-
-    @property
-    def first_stage(self) -> bool:
-        """Holds the embedding."""
-        return self.pipeline_rank == 0
 
     @property
     def last_stage(self) -> bool:
         """Holds the output layer."""
-        return self.pipeline_rank == self.pipeline_size - 1
+        return self.place.pipeline_rank == self.place.pipeline_size - 1
+
+    @property
+    def first_replica(self) -> bool:
+        """The one rank of its dense replicas that speaks for them."""
+        return self.data_rank == 0 and self.context_rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +126,12 @@ def join(
     Waits for: every rank. Unblocked by: all of them joining, or timeout_s, which is also the
     deadline of every later collective.
     """
-    position = Position.of(rank, layout)
-    expected = layout.tensor * layout.data * layout.pipeline
-    if world_size != expected:
+    if world_size != layout.num_ranks:
         raise ValueError(
-            f"world_size={world_size}: expected {expected} = parallel.tensor * parallel.data * "
-            "parallel.pipeline"
+            f"world_size={world_size}: expected {layout.num_ranks} = parallel.tensor * "
+            "parallel.context * parallel.data * parallel.pipeline"
         )
+    position = Position.of(rank, layout)
     dist.init_process_group(
         device.backend_name(),
         init_method=f"tcp://{master_address}:{master_port}",
@@ -112,7 +139,7 @@ def join(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return Groups(position=position, collection=_collection(layout, rank))
+    return Groups(position=position, collection=build(layout, rank))
 
 
 def leave() -> None:
@@ -121,62 +148,70 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _ranks_where(layout: ParallelConfig, **fixed: int) -> list[int]:
-    """Global ranks at the given positions of some axes, any of the others, ascending."""
-    places = [
-        {"tensor": tensor, "data": data, "pipeline": pipeline}
-        for pipeline in range(layout.pipeline)
-        for data in range(layout.data)
-        for tensor in range(layout.tensor)
-    ]
-    return [
-        rank
-        for rank, place in enumerate(places)
-        if all(place[axis] == fixed[axis] for axis in fixed)
-    ]
+def partition(
+    layout: ParallelConfig, key: Callable[[Position], tuple[int, ...]]
+) -> list[list[int]]:
+    """Global ranks by equal key, each list ascending, lists in order of their first rank."""
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.num_ranks):
+        parts.setdefault(key(Position.of(rank, layout)), []).append(rank)
+    return list(parts.values())
 
 
-def _collection(layout: ParallelConfig, rank: int) -> ProcessGroupCollection:
-    def ranks_where(**fixed: int) -> list[int]:
-        return _ranks_where(layout, **fixed)
+def build(layout: ParallelConfig, rank: int) -> ProcessGroupCollection:
+    """Make the groups over an initialised torch.distributed; all ranks call it alike."""
 
-    ts, ds, ps = range(layout.tensor), range(layout.data), range(layout.pipeline)
-    pipelines = [ranks_where(tensor=t, data=d) for d in ds for t in ts]
-    tensor = _mine([ranks_where(data=d, pipeline=p) for p in ps for d in ds], rank)
-    pipeline = _mine(pipelines, rank)
-    data = _mine([ranks_where(tensor=t, pipeline=p) for p in ps for t in ts], rank)
-    model = _mine([ranks_where(data=d) for d in ds], rank)
-    stage = _mine([ranks_where(pipeline=p) for p in ps], rank)
-    alone = _mine([[r] for r in range(len(ts) * len(ds) * len(ps))], rank)
-    embedding = _mine([sorted({ranks[0], ranks[-1]}) for ranks in pipelines], rank)
+    def group(key: Callable[[Position], tuple[int, ...]]) -> dist.ProcessGroup:
+        return _mine(partition(layout, key), rank)
+
+    alone = _mine([[r] for r in range(layout.num_ranks)], rank)
+    pipelines = partition(layout, lambda at: (at.place.tensor_rank, at.context_rank, at.data_rank))
+    ends = _mine([sorted({ranks[0], ranks[-1]}) for ranks in pipelines], rank)
+    tensor = group(lambda at: (at.context_rank, at.data_rank, at.place.pipeline_rank))
+    data_context = group(lambda at: (at.place.tensor_rank, at.place.pipeline_rank))
+    expert_data = group(lambda at: (*_expert_place(at), at.place.pipeline_rank))
+    everyone = _mine([list(range(layout.num_ranks))], rank)
     collection = ProcessGroupCollection(
         tp=tensor,
-        pp=pipeline,
-        dp=data,
-        mp=model,
-        embd=embedding or alone,
+        pp=_mine(pipelines, rank),
+        dp=group(lambda at: (at.place.tensor_rank, at.context_rank, at.place.pipeline_rank)),
+        mp=group(lambda at: (at.context_rank, at.data_rank)),
+        embd=ends or alone,
         pos_embd=alone,
-        cp=alone,
-        tp_cp=tensor,
-        dp_cp=data,
-        intra_dp_cp=data,
-        tp_dp_cp=stage,
-        ep=alone,
-        expt_tp=tensor,
-        expt_dp=data,
-        intra_expt_dp=data,
-        tp_ep=tensor,
-        tp_ep_pp=model,
+        cp=group(lambda at: (at.place.tensor_rank, at.data_rank, at.place.pipeline_rank)),
+        tp_cp=group(lambda at: (at.data_rank, at.place.pipeline_rank)),
+        dp_cp=data_context,
+        intra_dp_cp=data_context,
+        tp_dp_cp=group(lambda at: (at.place.pipeline_rank,)),
+        ep=group(
+            lambda at: (
+                at.place.expert_tensor_rank,
+                at.expert_data_rank,
+                at.place.pipeline_rank,
+            )
+        ),
+        expt_tp=group(
+            lambda at: (at.place.expert_rank, at.expert_data_rank, at.place.pipeline_rank)
+        ),
+        expt_dp=expert_data,
+        intra_expt_dp=expert_data,
+        tp_ep=group(lambda at: (at.expert_data_rank, at.place.pipeline_rank)),
+        tp_ep_pp=group(lambda at: (at.expert_data_rank,)),
+        intra_dist_opt=everyone,
     )
     unset = [name for name in _FIELDS if getattr(collection, name, None) is None]
     assert not unset, f"process groups never built: {unset}"
     return collection
 
 
-def _mine(partition: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+def _expert_place(at: Position) -> tuple[int, int]:
+    return at.place.expert_tensor_rank, at.place.expert_rank
+
+
+def _mine(parts: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     """Build every group of a partition, in the same order on all ranks; return this rank's."""
     mine = None
-    for ranks in partition:
+    for ranks in parts:
         group = dist.new_group(ranks)
         if rank in ranks:
             mine = group

@@ -3,14 +3,14 @@
 Policy gradient: clipped loss, plus weighted KL to the reference, minus an entropy bonus, all
 aggregated with one denominator counted over the whole optimizer step, so that neither the
 cut into micro-batches nor the number of data ranks changes the gradient. Supervised: mean
-negative log-prob over the masked tokens. The formulas themselves are in `algo/`.
+negative log-prob over the masked tokens. A context rank adds the tokens that it predicts itself,
+and a row's mean is still over the whole row. The formulas themselves are in `algo/`.
 
 Suffixes: R rows of a micro-batch, B rows of the batch, T response positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,18 +21,12 @@ from mega_agentrl.algo.policy_loss import aggregate, clipped, count
 
 if TYPE_CHECKING:
     from mega_agentrl.actor.packing import MicroBatch
+    from mega_agentrl.actor.schedule import Share
     from mega_agentrl.config.schema import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
 POLICY_METRICS = ("policy_loss", "clipfrac", "clipfrac_lower", "approx_kl", "entropy", "ref_kl")
 SUPERVISED_METRICS = ("entropy",)
-
-Share = dict[str, torch.Tensor]
-"""0-d shares of a micro-batch: `loss`, which adds up to the step's loss, `num_tokens`, and
-metrics summed over tokens, to be divided by the global number of tokens."""
-
-Objective = Callable[["MicroBatch", torch.Tensor, torch.Tensor], tuple[torch.Tensor, Share]]
-"""Maps a micro-batch and its [R, T] log-probs and entropies to loss and shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +62,28 @@ class PolicyObjective:
     ) -> tuple[torch.Tensor, Share]:
         rows, device = list(micro.rows), logp_RT.device
         mask_RT = self.mask_BT[rows].to(device)
+        here_RT = mask_RT & micro.predicted(mask_RT.size(1))
         loss_RT, info = clipped(
             logp_RT,
             self.batch.old_logp_BT[rows].to(device),
             self.batch.advantage_BT[rows].to(device),
-            mask_RT,
+            here_RT,
             clip_low=self.algo.clip_low,
             clip_high=self.algo.clip_high,
             clip_dual=self.algo.clip_dual,
         )
-        num_tokens = mask_RT.sum().float()
+        num_tokens = here_RT.sum().float()
         sums = {name: value * num_tokens for name, value in info.items()}
         sums["policy_loss"] = loss_RT.detach().sum()
         sums["ref_kl"] = torch.zeros((), device=device)
         if self.with_kl:
             kl_RT = kl_penalty(logp_RT, self.batch.ref_logp_BT[rows].to(device), self.algo.kl_kind)
+            kl_RT = torch.where(here_RT, kl_RT, 0.0)
             loss_RT = loss_RT + self._kl_weight(rows, device) * kl_RT
-            sums["ref_kl"] = (kl_RT.detach() * mask_RT).sum()
+            sums["ref_kl"] = kl_RT.detach().sum()
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
-        sums["entropy"] = (entropy_RT.detach() * mask_RT).sum()
+        sums["entropy"] = entropy_RT.detach()[here_RT].sum()
         mode = str(self.algo.aggregation)
         loss = aggregate(loss_RT, mask_RT, mode, denominator=count(self.mask_BT, mode).item())
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
@@ -108,10 +104,11 @@ class SupervisedObjective:
         self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
     ) -> tuple[torch.Tensor, Share]:
         mask_RT = self.mask_BT[list(micro.rows)].to(logp_RT.device)
+        here_RT = mask_RT & micro.predicted(mask_RT.size(1))
         mode = "token_mean"
         loss = aggregate(-logp_RT, mask_RT, mode, denominator=count(self.mask_BT, mode).item())
         return loss, {
             "loss": loss.detach(),
-            "num_tokens": mask_RT.sum().float(),
-            "entropy": (entropy_RT.detach() * mask_RT).sum(),
+            "num_tokens": here_RT.sum().float(),
+            "entropy": entropy_RT.detach()[here_RT].sum(),
         }

@@ -1,14 +1,14 @@
 """Forward and backward passes of a list of micro-batches, through Megatron's schedules.
 
-Megatron decides who runs what when (1F1B between pipeline stages, a plain loop without
-them), accumulates gradients over the micro-batches and sums them over data ranks, tied
-embeddings and replicated norms after the last one. The head runs on the last stage only.
+Megatron decides who runs what when (1F1B between pipeline stages, interleaved with virtual
+stages, a plain loop without them), accumulates gradients over the micro-batches and sums them
+over data ranks, tied embeddings and replicated norms after the last one. The head runs on the
+last stage only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,35 +17,39 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from mega_agentrl.actor.vocab_parallel import VocabShard, logp_and_entropy
-
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
     from mega_agentrl.actor.groups import Groups
-    from mega_agentrl.actor.loss import Objective, Share
+    from mega_agentrl.actor.heads import Head
     from mega_agentrl.actor.packing import MicroBatch
 
+Share = dict[str, torch.Tensor]
+"""0-d shares of a micro-batch: `loss`, which adds up to the step's loss, `num_tokens`, and
+metrics summed over tokens, to be divided by the global number of tokens."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """What turns hidden states into log-probs: temperature, vocabulary shard, [B, T] width T."""
-
-    temperature: float
-    shard: VocabShard
-    num_positions: int
+Objective = Callable[..., tuple[torch.Tensor, Share]]
+"""Maps a micro-batch and its head's [R, T] tensors to loss and shares."""
 
 
 class Schedule:
-    """Runs micro-batches on this rank's stage."""
+    """Runs micro-batches on this rank's chunks."""
 
-    def __init__(self, model: DistributedDataParallel, groups: Groups) -> None:
-        self._model = model
+    def __init__(self, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
+        self._chunks = list(chunks)
         self._groups = groups
-        config = model.module.config
-        config.no_sync_func = model.no_sync
-        config.finalize_model_grads_func = _finalize
-        self._communicator = P2PCommunicator(groups.collection.pp, config)
+        no_syncs = [chunk.no_sync for chunk in self._chunks]
+        # Megatron's schedules read these from whichever chunk they look at first.
+        for chunk in self._chunks:
+            config = chunk.module.config
+            config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+            config.finalize_model_grads_func = _finalize
+            # Between two stages with several chunks each, both directions run between the same
+            # two ranks. In one batch an activation would be taken for a gradient; apart, each
+            # direction has a channel of its own.
+            config.overlap_p2p_comm = len(no_syncs) > 1
+            config.batch_p2p_comm = not config.overlap_p2p_comm
+        self._communicator = P2PCommunicator(groups.collection.pp, self._chunks[0].module.config)
 
     def train(self, micros: Sequence[MicroBatch], head: Head, objective: Objective) -> list[Share]:
         """Gradients into the buffers; the shares of each micro-batch on the last stage, else [].
@@ -56,16 +60,15 @@ class Schedule:
         return self._run(micros, partial(_loss, head=head, objective=objective))
 
     @torch.no_grad()
-    def score(
-        self, micros: Sequence[MicroBatch], head: Head
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """[R, T] log-prob and entropy of each micro-batch on the last stage, else []."""
+    def score(self, micros: Sequence[MicroBatch], head: Head) -> list[tuple[torch.Tensor, ...]]:
+        """The head's [R, T] tensors of each micro-batch on the last stage, else []."""
         return self._run(micros, partial(_score, head=head), forward_only=True)
 
     def _run(
         self, micros: Sequence[MicroBatch], finish: Any, *, forward_only: bool = False
     ) -> list[Any]:
-        pipeline = self._groups.position.pipeline_size
+        pipeline = self._groups.position.place.pipeline_size
+        virtual = len(self._chunks)
 
         def forward_step(
             iterator: Iterator[MicroBatch], model: DistributedDataParallel
@@ -74,10 +77,11 @@ class Schedule:
             return model.module.run(micro), partial(finish, model.module, micro)
 
         extra = {"p2p_communicator": self._communicator} if pipeline > 1 else {}
-        return get_forward_backward_func(pp_size=pipeline)(
+        run = get_forward_backward_func(pp_size=pipeline, vp_size=virtual if virtual > 1 else None)
+        return run(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=[self._model],
+            data_iterator=[iter(micros) for _ in self._chunks],
+            model=self._chunks,
             num_microbatches=len(micros),
             # Stages tell each other the true length of every packed micro-batch.
             seq_length=1,
@@ -94,21 +98,10 @@ def _finalize(model: list[Any], num_tokens: torch.Tensor, **rest: Any) -> None:
     finalize_model_grads(model, None, **rest)
 
 
-def _head(
-    model: Any, micro: MicroBatch, hidden_S1D: torch.Tensor, head: Head
-) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden_ND = hidden_S1D.squeeze(1).index_select(0, micro.predict_N)
-    logp_N, entropy_N = logp_and_entropy(
-        hidden_ND, model.output_weight(), micro.target_N, head.temperature, head.shard
-    )
-    width = head.num_positions
-    return micro.to_rows(logp_N, width), micro.to_rows(entropy_N, width)
-
-
 def _loss(
     model: Any, micro: MicroBatch, hidden_S1D: torch.Tensor, *, head: Head, objective: Objective
 ) -> tuple[torch.Tensor, torch.Tensor, Share]:
-    loss, share = objective(micro, *_head(model, micro, hidden_S1D, head))
+    loss, share = objective(micro, *head(model, micro, hidden_S1D))
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), share
 
 
@@ -119,5 +112,5 @@ def _score(
     *,
     head: Head,
     non_loss_data: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _head(model, micro, hidden_S1D, head)
+) -> tuple[torch.Tensor, ...]:
+    return head(model, micro, hidden_S1D)

@@ -19,7 +19,7 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     engines take turns, so the larger of the two must fit the cores.
     """
     layout = config.parallel
-    policy_ranks = layout.tensor * layout.pipeline * layout.data
+    policy_ranks = layout.num_ranks
     engine_ranks = config.cluster.num_engines * config.engine.tensor
     shape = (
         f"parallel.tensor={layout.tensor} x parallel.pipeline={layout.pipeline} x "

@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.config.policy_schema import ParallelConfig
 
 _DEADLINE_S = 120.0
 
@@ -23,7 +23,7 @@ def bundles(layout: ParallelConfig, *, on_gpu: bool) -> list[dict[str, float]]:
     """Resources of each tensor-parallel group, in rank order (tensor rank runs fastest)."""
     size = float(layout.tensor)
     bundle = {"CPU": size, "GPU": size} if on_gpu else {"CPU": size}
-    return [dict(bundle) for _ in range(layout.pipeline * layout.data)]
+    return [dict(bundle) for _ in range(layout.num_ranks // layout.tensor)]
 
 
 class PolicyPlacement:
@@ -37,7 +37,7 @@ class PolicyPlacement:
         if not ready:
             self.release()
             raise ValueError(
-                f"parallel.tensor={layout.tensor}: no room for {layout.pipeline * layout.data} "
+                f"parallel.tensor={layout.tensor}: no room for {layout.num_ranks // layout.tensor} "
                 f"groups of {layout.tensor} ranks, each inside one node, within {_DEADLINE_S:g} s; "
                 "probable cause: a tensor-parallel size above the GPUs of a node, or other jobs "
                 "on the cluster"

@@ -51,16 +51,17 @@ class PolicyActor:
 
     def start(self, master_address: str, master_port: int) -> None:
         """Join the process groups and build the model, still without weights."""
+        from mega_agentrl.actor.network import Seat
         from mega_agentrl.actor.policy import PolicyRank
 
-        self._policy = PolicyRank(
-            self._config,
+        seat = Seat(
             rank=self._rank,
             world_size=self._world_size,
             master_address=master_address,
             master_port=master_port,
             timeout_s=self._config.cluster.actor_deadline_s,
         )
+        self._policy = PolicyRank(self._config, seat)
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of the rank."""
@@ -110,7 +111,7 @@ class PolicyGroup:
     def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> PolicyGroup:
         """Start the processes; `start` then builds the model in them."""
         layout = config.parallel
-        world_size = layout.tensor * layout.pipeline * layout.data
+        world_size = layout.num_ranks
         placement = PolicyPlacement(layout, on_gpu=on_gpu)
         actor_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(PolicyActor)
         actors = [

@@ -16,7 +16,8 @@ from mega_agentrl.rollout.collector import collect
 if TYPE_CHECKING:
     import torch
 
-    from mega_agentrl.config.schema import AlgoConfig, TrainConfig
+    from mega_agentrl.config.policy_schema import AlgoConfig
+    from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.parts import Parts
     from mega_agentrl.types.records import Prompt, RolloutTree

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from mega_agentrl.train.evaluate import Evaluation, evaluate
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.schema import SftConfig, TrainConfig
+    from mega_agentrl.config.policy_schema import SftConfig
+    from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.train.session import Session
     from mega_agentrl.types.parts import Parts
 

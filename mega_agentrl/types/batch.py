@@ -31,6 +31,7 @@ class TrainBatch:
     version_BT: [B, T] int64 weight version of each token.
     old_logp_BT, entropy_BT, ref_logp_BT: [B, T] float32 from the actors, else None.
     advantage_BT: [B, T] float32, else None.
+    value_BT, return_BT: [B, T] float32 from a critic and of its advantages, else None.
     """
 
     prompt_ids: tuple[tuple[int, ...], ...]
@@ -47,6 +48,8 @@ class TrainBatch:
     entropy_BT: torch.Tensor | None = None
     ref_logp_BT: torch.Tensor | None = None
     advantage_BT: torch.Tensor | None = None
+    value_BT: torch.Tensor | None = None
+    return_BT: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.response_BT.ndim != 2:

@@ -1,9 +1,10 @@
 """Ports: the Protocols through which the layers meet.
 
 `rollout/` talks to engines and tools only through `Generator` and `ToolSession`, `train/`
-to the actors only through `Policy`; weights move from a `WeightSource` to a `WeightSink`
-along a plan that both sides hold. Everything that must survive a restart is `Stateful`.
-Concrete classes live in `generator/`, `tool/`, `actor/` and `runtime/`.
+to the actors only through `Policy`, `Critic` and `RewardModel`; weights move from a
+`WeightSource` to a `WeightSink` along a plan that both sides hold. Everything that must
+survive a restart is `Stateful`. Concrete classes live in `generator/`, `tool/`, `actor/` and
+`runtime/`.
 """
 
 from __future__ import annotations
@@ -136,6 +137,29 @@ class Policy(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder that transformers and vLLM load."""
+
+    def close(self) -> None:
+        """End every rank; safe to call twice."""
+
+
+class Critic(Protocol):
+    """Estimates what a trajectory will still earn, token by token. Calls are synchronous."""
+
+    def add_values(self, batch: TrainBatch) -> TrainBatch:
+        """Fill `value_BT`, the value before each response token."""
+
+    def update(self, batch: TrainBatch) -> UpdateStats:
+        """One update towards `return_BT`; needs `value_BT` from before it."""
+
+    def close(self) -> None:
+        """End every rank; safe to call twice."""
+
+
+class RewardModel(Protocol):
+    """A learned judge of whole trajectories. Calls are synchronous."""
+
+    def scores(self, batch: TrainBatch) -> Any:
+        """[B] float32, one score a row; does not touch `reward_B`."""
 
     def close(self) -> None:
         """End every rank; safe to call twice."""

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from mega_agentrl.actor import device
+from mega_agentrl.config.choices import Dtype
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="redirections are for CPUs")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="redirections are for CPUs")
 
 
+@on_cpu
 def test_cuda_means_cpu_in_megatron_and_nowhere_else():
     device.choose_device(0)
     from megatron.core.pipeline_parallel import schedules
@@ -22,6 +24,7 @@ def test_cuda_means_cpu_in_megatron_and_nowhere_else():
         torch.zeros(1, device="cuda")
 
 
+@on_cpu
 def test_the_view_keeps_lazy_attributes_and_is_made_once():
     device.choose_device(0)
     from megatron.core.optimizer import clip_grads
@@ -33,7 +36,53 @@ def test_the_view_keeps_lazy_attributes_and_is_made_once():
         _ = clip_grads.torch.no_such_name
 
 
-def test_a_cpu_trains_in_float32_over_gloo():
+@on_cpu
+def test_streams_are_one_that_is_always_idle():
+    device.choose_device(0)
+    from megatron.core.transformer.moe import token_dispatcher
+
+    cuda = token_dispatcher.torch.cuda
+    stream = cuda.Stream()
+    assert cuda.current_stream() is stream
+    with cuda.stream(stream):
+        stream.wait_stream(cuda.current_stream())
+    stream.record_event().synchronize()
+
+
+@on_cpu
+def test_split_sizes_on_the_cpu_become_numpy_where_wanted():
+    device.choose_device(0)
+    from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
+
+    sizes = torch.tensor([3, 1])
+    assert maybe_move_tensor_to_cpu(sizes, as_numpy=True).tolist() == [3, 1]
+    assert not torch.is_tensor(maybe_move_tensor_to_cpu(sizes, as_numpy=True))
+    assert maybe_move_tensor_to_cpu(sizes) is sizes
+    assert maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
+def test_nothing_random_is_asked_for():
+    device.choose_device(0)
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    before = torch.get_rng_state()
+    with get_cuda_rng_tracker().fork():
+        pass
+    assert not get_cuda_rng_tracker().is_initialized()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@on_cpu
+def test_a_cpu_trains_over_gloo_without_optional_kernels():
     assert device.backend_name() == "gloo"
-    assert device.train_dtype() == torch.float32
     assert device.device() == torch.device("cpu")
+    assert not device.has_transformer_engine()
+    assert not device.has_fused_gradients()
+    assert set(device.describe().values()) == {"not in use"}
+
+
+def test_the_dtype_is_the_chosen_one_and_by_default_that_of_the_device():
+    assert device.train_dtype(Dtype.float32) == torch.float32
+    assert device.train_dtype(Dtype.bfloat16) == torch.bfloat16
+    default = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    assert device.train_dtype(Dtype.auto) == default

@@ -1,32 +1,133 @@
+"""Weights written by every layout, against the folder they were read from and transformers."""
+
 from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from mega_agentrl.actor.export import _names_by_stage, export_folder
+from mega_agentrl.actor.convert import checkpoint_to_hf
+from mega_agentrl.actor.export import _names_by_stage, _pieces_by_rank
+from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import EMBEDDING, hf_shapes
+from tests.actor.checkpoint_jobs import call_all
+from tests.tiny_models import POLICIES, make_tiny_model
+
+LAYOUTS = {
+    "llama": {"tensor": 2, "pipeline": 2},
+    "qwen2": {"pipeline": 2, "virtual": 2},
+    "qwen3": {"tensor": 4},
+    "qwen3 tied": {"pipeline": 2, "data": 2},
+    "qwen3_moe": {"tensor": 2, "data": 2, "expert": 2, "sequence": True},
+    "qwen3_moe EP4": {"data": 4, "expert": 4},
+    "qwen3_moe one": {},
+}
 
 
-def test_small_files_hold_the_same_tensors_as_the_source(one_model, checkpoints, tmp_path):
-    shape, groups, model = one_model
-    target = tmp_path / "out"
-    parameters = dict(model.named_parameters())
-    export_folder(target, checkpoints[True], shape, groups, parameters, max_file_bytes=12_000)
-    files = sorted(target.glob("*.safetensors"))
-    assert len(files) > 2
-    got = {name: value for file in files for name, value in load_file(file).items()}
-    source = load_file(checkpoints[True] / "model.safetensors")
-    assert got.keys() == source.keys()
-    assert all(torch.equal(got[name], source[name]) for name in source)
-    index = json.loads((target / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == source.keys()
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model folders by architecture, and the one with tied embeddings."""
+    root = tmp_path_factory.mktemp("models")
+    tied = {"qwen3 tied": make_tiny_model("qwen3", root / "tied", tied=True)}
+    return tied | {name: make_tiny_model(name, root / name) for name in POLICIES}
 
 
-def test_a_tied_embedding_is_written_by_the_first_stage_only(one_model):
-    shape = one_model[0]
-    first, last = _names_by_stage(shape, 2, 2)
+def config_of(model, **layout):
+    config = TrainConfig(model=ModelConfig(path=str(model)), parallel=ParallelConfig(**layout))
+    config.optim.micro_batch_tokens = 24
+    return config
+
+
+def tensors(folder):
+    return {
+        n: value for file in folder.glob("*.safetensors") for n, value in load_file(file).items()
+    }
+
+
+def torch_logp(folder, batch):
+    """[B, T] log-probs with transformers, one unpadded row at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logp_BT = torch.zeros(batch.response_BT.shape)
+    for row, prompt in enumerate(batch.prompt_ids):
+        length = int(batch.length_B[row])
+        response = batch.response_BT[row, :length]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0]
+        logp_TV = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        logp_BT[row, :length] = logp_TV.gather(1, response[:, None]).squeeze(1)
+    return logp_BT
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_writes_the_weights_it_has_read(name, folders, rank_pool, tmp_path):
+    model = folders.get(name, folders[name.split()[0]])
+    config = config_of(model, **LAYOUTS[name])
+    (tmp_path / "out").mkdir()
+    calls = [("load", model), ("export", tmp_path / "out/hf")]
+    rank_pool.run(call_all, config.parallel.num_ranks, config, calls)
+    got, expected = tensors(tmp_path / "out/hf"), tensors(model)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], value) for key, value in expected.items())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_trained_weights_give_the_same_log_probs_in_transformers(
+    name, folders, rank_pool, batch, tmp_path
+):
+    config = config_of(folders[name], tensor=2, sequence=name == "qwen3_moe")
+    calls = [
+        ("load", folders[name]),
+        ("steps", batch, 1),
+        ("logprobs", batch),
+        ("export", tmp_path / "hf"),
+        ("save", tmp_path / "run/one"),
+    ]
+    ranks = rank_pool.run(call_all, 2, config, calls)
+    (scored,) = [rank[2] for rank in ranks if rank[2] is not None]
+    got_BT = torch.empty(batch.response_BT.shape)
+    got_BT[scored[0]] = scored[1]
+    torch.testing.assert_close(got_BT, torch_logp(tmp_path / "hf", batch), rtol=0, atol=1e-4)
+    # They did move, and the checkpoint holds the same.
+    assert (got_BT - torch_logp(folders[name], batch)).abs().max() > 1e-2
+    checkpoint_to_hf(tmp_path / "run/one", folders[name], tmp_path / "converted")
+    exported, converted = tensors(tmp_path / "hf"), tensors(tmp_path / "converted")
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(converted[key], value) for key, value in exported.items())
+
+
+def test_a_tied_embedding_is_written_by_the_first_stage_only(folders):
+    shape = ModelShape.from_folder(folders["qwen3 tied"])
+    first, last = _names_by_stage(shape, ParallelConfig(pipeline=2, tensor=2))
     assert EMBEDDING in first
     assert EMBEDDING not in last
     assert sorted(first + last) == sorted(hf_shapes(shape))
+
+
+def test_every_element_is_sent_by_one_rank_of_a_stage(folders):
+    shape = ModelShape.from_folder(folders["qwen3_moe"])
+    layout = ParallelConfig(data=4, expert=4)
+    pieces = _pieces_by_rank(shape, layout, [0, 1, 2, 3])
+    sent = dict.fromkeys(hf_shapes(shape), 0)
+    for by_name in pieces.values():
+        for name, found in by_name.items():
+            sent[name] += sum(block.hf_rect.numel for _, block in found)
+    sizes = {name: torch.Size(full).numel() for name, full in hf_shapes(shape).items()}
+    assert sent == sizes
+    # Data ranks repeat each other, save for their experts.
+    for rank in (1, 2, 3):
+        assert pieces[rank]
+        assert all(f".experts.{rank}." in name for name in pieces[rank])
+
+
+def test_an_index_names_the_file_of_each_tensor(folders, rank_pool, tmp_path, batch):
+    config = config_of(folders["llama"], pipeline=2)
+    calls = [("load", folders["llama"]), ("export", tmp_path / "hf")]
+    rank_pool.run(call_all, 2, config, calls)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "hf" / file)

@@ -3,35 +3,56 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from mega_agentrl.actor.groups import Position, _ranks_where, join, leave
+from mega_agentrl.actor.groups import Position, join, leave, partition
 from mega_agentrl.config.schema import ParallelConfig
 
 
-def test_tensor_runs_fastest_then_data_then_pipeline():
-    layout = ParallelConfig(tensor=2, data=3, pipeline=2)
-    # 9 = 1 + 2 * (1 + 3 * 1)
-    position = Position.of(9, layout)
-    assert (position.tensor_rank, position.data_rank, position.pipeline_rank) == (1, 1, 1)
+def test_tensor_runs_fastest_then_context_then_data_then_pipeline():
+    layout = ParallelConfig(tensor=2, context=2, data=3, pipeline=2)
+    # 19 = 1 + 2 * (1 + 2 * (1 + 3 * 1))
+    position = Position.of(19, layout)
+    place = position.place
+    assert (place.tensor_rank, position.context_rank) == (1, 1)
+    assert (position.data_rank, place.pipeline_rank) == (1, 1)
     assert position.last_stage
-    assert not position.first_stage
-    everyone = {
-        (p.tensor_rank, p.data_rank, p.pipeline_rank)
-        for p in (Position.of(rank, layout) for rank in range(12))
-    }
-    assert len(everyone) == 12
+    assert not position.first_replica
+    everyone = {Position.of(rank, layout) for rank in range(layout.num_ranks)}
+    assert len(everyone) == layout.num_ranks == 24
+
+
+def test_experts_cut_the_ranks_of_a_stage_another_way():
+    layout = ParallelConfig(tensor=2, data=4, pipeline=2, expert=2, expert_tensor=2)
+    # Inside a stage: expert tensor fastest, then expert, then expert data.
+    places = [Position.of(rank, layout) for rank in range(8)]
+    assert [at.place.expert_tensor_rank for at in places] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [at.place.expert_rank for at in places] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [at.expert_data_rank for at in places] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_groups_are_rows_of_the_grid():
     layout = ParallelConfig(tensor=2, data=2, pipeline=2)
-    assert _ranks_where(layout, data=1, pipeline=1) == [6, 7]
-    assert _ranks_where(layout, tensor=1, pipeline=0) == [1, 3]
-    assert _ranks_where(layout, tensor=0, data=1) == [2, 6]
-    assert _ranks_where(layout, data=0) == [0, 1, 4, 5]
+    data = partition(layout, lambda at: (at.place.tensor_rank, at.place.pipeline_rank))
+    assert data == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    model = partition(layout, lambda at: (at.data_rank,))
+    assert model == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "data": 4, "expert": 4}, {"context": 4}])
+def test_a_partition_holds_each_rank_once(layout):
+    layout = ParallelConfig(pipeline=2, **layout)
+    parts = partition(layout, lambda at: (at.place.expert_rank, at.place.pipeline_rank))
+    assert sorted(rank for part in parts for rank in part) == list(range(layout.num_ranks))
 
 
 def test_a_rank_outside_the_layout_is_an_error():
     with pytest.raises(ValueError, match=r"rank=4: expected 0\.\.3 from parallel.tensor=2"):
         Position.of(4, ParallelConfig(tensor=2, data=2))
+
+
+def test_experts_that_do_not_divide_the_stage_are_an_error():
+    layout = ParallelConfig(tensor=2, pipeline=2, expert=4)
+    with pytest.raises(ValueError, match=r"parallel.expert=4.*expected a divisor of 2"):
+        Position.of(0, layout)
 
 
 def test_a_world_of_another_size_is_an_error_before_anyone_waits():
@@ -48,7 +69,7 @@ def test_a_world_of_another_size_is_an_error_before_anyone_waits():
 
 def test_one_rank_has_every_group_and_can_leave_twice(one_rank):
     collection = one_rank.collection
-    for name in ("tp", "pp", "dp", "mp", "embd", "dp_cp", "tp_ep_pp"):
+    for name in ("tp", "pp", "dp", "cp", "mp", "embd", "dp_cp", "ep", "expt_tp", "tp_ep_pp"):
         assert getattr(collection, name).size() == 1
     assert one_rank.last_stage_rank == 0
     leave()

@@ -7,7 +7,8 @@ import torch
 
 from mega_agentrl.actor.loss import POLICY_METRICS, PolicyObjective, SupervisedObjective
 from mega_agentrl.actor.packing import pack_rows
-from mega_agentrl.config.schema import Aggregation, AlgoConfig
+from mega_agentrl.config.choices import Aggregation
+from mega_agentrl.config.schema import AlgoConfig
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,30 @@ def test_the_cut_into_micro_batches_changes_nothing(aggregation, batch):
     torch.testing.assert_close(cut[1], whole[1])
     assert cut[2] == pytest.approx(whole[2], abs=1e-4)
     assert set(POLICY_METRICS) <= set(whole[2])
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_ranks_add_up_to_the_whole(aggregation, size, batch):
+    algo = AlgoConfig(aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
+    rows = [0, 1, 2, 3, 4, 5]
+    logp_BT = 1.05 * batch.old_logp_BT
+    for objective in (
+        PolicyObjective(algo, batch, batch.mask_BT),
+        SupervisedObjective(batch.mask_BT),
+    ):
+        _, whole = objective(pack_rows(batch, rows, batch.mask_BT, CPU), logp_BT, -logp_BT)
+        parts = []
+        for rank in range(size):
+            micro = pack_rows(batch, rows, batch.mask_BT, CPU, context_rank=rank, context_size=size)
+            # A head leaves 0 where another rank predicts.
+            here_BT = micro.predicted(logp_BT.size(1))
+            _, share = objective(micro, logp_BT * here_BT, -logp_BT * here_BT)
+            parts.append(share)
+        for name, value in whole.items():
+            total = sum(float(share[name]) for share in parts)
+            assert total == pytest.approx(float(value), abs=1e-4), name
+        assert min(float(share["num_tokens"]) for share in parts) > 0
 
 
 def test_masked_tokens_pull_on_nothing(batch):

@@ -3,24 +3,32 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mega_agentrl.actor.heads import VocabHead
 from mega_agentrl.actor.loss import SupervisedObjective
-from mega_agentrl.actor.model import vocab_shard, wrap_data_parallel
+from mega_agentrl.actor.model import vocab_shard
 from mega_agentrl.actor.packing import pack_rows
-from mega_agentrl.actor.schedule import Head, Schedule
+from mega_agentrl.actor.schedule import Schedule
+
+CPU = torch.device("cpu")
 
 
-def test_micro_batches_add_up_to_the_whole_batch(one_model, batch):
-    shape, groups, model = one_model
-    wrapped = wrap_data_parallel(model, groups)
-    schedule = Schedule(wrapped, groups)
-    head = Head(temperature=1.0, shard=vocab_shard(shape, groups), num_positions=12)
+@pytest.fixture
+def parts(one_model):
+    """(wrapped chunk, its schedule, head)."""
+    shape, groups, wrapped = one_model
+    head = VocabHead(temperature=1.0, shard=vocab_shard(shape, groups), num_positions=12)
+    return wrapped, Schedule([wrapped], groups), head
+
+
+def test_micro_batches_add_up_to_the_whole_batch(parts, batch):
+    wrapped, schedule, head = parts
     outcomes = []
     for cut in ([[0, 1, 2, 3, 4, 5]], [[5, 1], [], [0], [2, 3, 4]]):
         wrapped.zero_grad_buffer()
-        micros = [pack_rows(batch, rows, batch.mask_BT, torch.device("cpu")) for rows in cut]
+        micros = [pack_rows(batch, rows, batch.mask_BT, CPU) for rows in cut]
         shares = schedule.train(micros, head, SupervisedObjective(batch.mask_BT))
         assert len(shares) == len(cut)
-        gradients = [p.main_grad.clone() for p in model.parameters()]
+        gradients = [p.main_grad.clone() for p in wrapped.module.parameters()]
         outcomes.append((sum(float(share["loss"]) for share in shares), gradients))
     (whole, expected), (parts, got) = outcomes
     assert parts == pytest.approx(whole, abs=1e-5)
@@ -28,14 +36,20 @@ def test_micro_batches_add_up_to_the_whole_batch(one_model, batch):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
-def test_scoring_leaves_no_gradient_and_keeps_the_order(one_model, batch):
-    shape, groups, model = one_model
-    wrapped = wrap_data_parallel(model, groups)
-    head = Head(temperature=1.0, shard=vocab_shard(shape, groups), num_positions=12)
-    cpu = torch.device("cpu")
-    micros = [pack_rows(batch, rows, batch.mask_BT, cpu) for rows in ([3, 0], [1])]
-    scores = Schedule(wrapped, groups).score(micros, head)
+def test_scoring_leaves_no_gradient_and_keeps_the_order(parts, batch):
+    wrapped, schedule, head = parts
+    wrapped.zero_grad_buffer()
+    micros = [pack_rows(batch, rows, batch.mask_BT, CPU) for rows in ([3, 0], [1])]
+    scores = schedule.score(micros, head)
     assert [tuple(logp_RT.shape) for logp_RT, _ in scores] == [(2, 12), (1, 12)]
     assert not scores[0][0].requires_grad
     assert torch.equal(scores[1][0][0] != 0, batch.mask_BT[1])
-    assert all(float(p.main_grad.abs().max()) == 0 for p in model.parameters())
+    assert all(float(p.main_grad.abs().max()) == 0 for p in wrapped.module.parameters())
+
+
+def test_directions_share_a_channel_only_where_no_two_ranks_use_both(parts, one_model):
+    wrapped, _, _ = parts
+    config = wrapped.module.config
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (False, True)
+    Schedule([wrapped, wrapped], one_model[1])
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)

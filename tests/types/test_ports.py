@@ -17,6 +17,8 @@ REQUIRED = {
     "Generator": {"generate", "abort", "entropies", "pause", "resume", "version"},
     "ToolSession": {"create", "execute", "fork", "calc_reward", "release"},
     "Policy": {"add_logprobs", "update", "supervise", "send_weights", "export", "close"},
+    "Critic": {"add_values", "update", "close"},
+    "RewardModel": {"scores", "close"},
     "WeightSource": {"layout", "join", "send"},
     "WeightSink": {"layout", "connect_weights", "receive_weights"},
     "Stateful": {"state_dict", "load_state_dict"},

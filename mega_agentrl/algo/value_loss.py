@@ -1,0 +1,65 @@
+"""The critic's loss, and how much of the returns it explains.
+
+With value V, the value V_old from before the update, return R and clip width c (PPO, arXiv
+1707.06347; the value clip is that of its authors' released code):
+
+    V_clip = clamp(V, V_old - c, V_old + c)
+    loss   = 1/2 max((V - R)^2, (V_clip - R)^2)
+
+so a value that has already moved by more than c in the direction of the return gets no
+gradient, and one that moved away from it keeps the whole. `policy_loss.aggregate` makes one
+number of it.
+
+B trajectories, T response positions, float32 throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.algo.shapes import same_shape
+
+
+def clipped_value_loss(
+    value_BT: torch.Tensor,
+    old_value_BT: torch.Tensor,
+    return_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """[B, T] float32 loss, 0 where masked, and 0-d metrics over the unmasked positions.
+
+    value_BT, old_value_BT: [B, T] values now and at the start of the update, in units of the
+    reward. return_BT: [B, T] what they should have been. clip: c, in the same units; infinity
+    for none. Metric: `value_clipfrac`, the share of positions where the clip decided.
+    """
+    same_shape(value_BT=value_BT, old_value_BT=old_value_BT, return_BT=return_BT, mask_BT=mask_BT)
+    on_BT = mask_BT.bool()
+    zero_BT = torch.zeros_like(value_BT, dtype=torch.float32)
+    new_BT = torch.where(on_BT, value_BT.float(), zero_BT)
+    old_BT = torch.where(on_BT, old_value_BT.float(), zero_BT)
+    target_BT = torch.where(on_BT, return_BT.float(), zero_BT)
+    bounded_BT = torch.minimum(torch.maximum(new_BT, old_BT - clip), old_BT + clip)
+    plain_BT = (new_BT - target_BT).square()
+    clipped_BT = (bounded_BT - target_BT).square()
+    clipfrac = masked_mean((clipped_BT > plain_BT).float(), on_BT)
+    return 0.5 * torch.maximum(plain_BT, clipped_BT), {"value_clipfrac": clipfrac.detach()}
+
+
+def explained_variance(
+    value_BT: torch.Tensor, return_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """0-d float64: 1 - Var(return - value) / Var(return) over the unmasked positions.
+
+    1 is a perfect critic, 0 one that knows no more than the mean, below 0 a harmful one. NaN
+    where the returns do not vary: there is nothing to explain.
+    """
+    same_shape(value_BT=value_BT, return_BT=return_BT, mask_BT=mask_BT)
+    on_BT = mask_BT.bool()
+    return_N, error_N = return_BT[on_BT].double(), (return_BT - value_BT)[on_BT].double()
+    if return_N.numel() == 0:
+        return return_N.new_full((), torch.nan)
+    share = 1.0 - error_N.var(correction=0) / return_N.var(correction=0)
+    return torch.where(return_N.amax() > return_N.amin(), share, torch.nan)

@@ -1,0 +1,28 @@
+"""What the tests of a network run on each rank."""
+
+from __future__ import annotations
+
+from mega_agentrl.actor.network import Seat
+from mega_agentrl.actor.policy import PolicyRank
+from tests.parallel.policy_jobs import poisoned
+
+
+def refused_load(seat, config, folder):
+    """What loading a model of another shape says."""
+    policy = PolicyRank(config, Seat(**seat))
+    try:
+        policy.load(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def scheduled_steps(seat, config, batch, spoiled):
+    """Stats of three updates under the configured schedule; those in `spoiled` get a NaN."""
+    policy = PolicyRank(config, Seat(**seat))
+    policy.load(config.model.path)
+    stats = []
+    for step in range(3):
+        with poisoned(policy.network, "dense" if step in spoiled and not seat["rank"] else ""):
+            stats.append(policy.update(batch))
+    return stats, policy.network.num_steps

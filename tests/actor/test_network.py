@@ -1,0 +1,93 @@
+"""Steps of a network on real ranks; the layouts themselves are compared in `tests/parallel`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mega_agentrl.actor.network import StepResult, summary
+from mega_agentrl.config.choices import LrSchedule
+from tests.actor import network_jobs
+from tests.parallel.merge import assemble, scores_by_row
+from tests.parallel.policy_jobs import run_calls
+from tests.parallel.reference import LR, adamw, load_model, score
+
+
+def test_a_step_moves_the_weights_like_adamw(rank_pool, train_config, checkpoints, batch):
+    config = train_config(checkpoints[False], tensor=2, data=2)
+    config.optim.weight_decay = 0.1
+    calls = [("supervise", batch, LR), ("weights",)]
+    ranks = rank_pool.run(run_calls, 4, config, calls)
+    model = load_model(checkpoints[False])
+    optimizer = adamw(model, config)
+    logp_BT, _ = score(model, batch, 1.0)
+    (-logp_BT[batch.mask_BT].mean()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
+    optimizer.step()
+    expected = dict(model.named_parameters())
+    shapes = {name: value.shape for name, value in expected.items()}
+    # Replicas are equal to the bit: each element is stepped once and handed round.
+    got = assemble([rank[1] for rank in ranks], shapes, atol=0.0)
+    for name, value in got.items():
+        # Adam divides by the gradient's own size: where that is near 0 the step is noise.
+        far = (value - expected[name]).abs() > 1e-4
+        assert far.float().mean() < 0.01, name
+
+
+def test_more_data_ranks_than_rows_take_the_same_step(rank_pool, train_config, checkpoints, batch):
+    one = batch.select([1])
+    calls = [("supervise", one, LR), ("logprobs", one)]
+    (alone,) = rank_pool.run(run_calls, 1, train_config(checkpoints[True]), calls)
+    both = rank_pool.run(run_calls, 2, train_config(checkpoints[True], data=2), calls)
+    for rank in both:
+        assert rank[0].loss == pytest.approx(alone[0].loss, abs=1e-5)
+        assert rank[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=1e-4)
+    logp_BT, _ = scores_by_row([rank[1] for rank in both], one)
+    torch.testing.assert_close(logp_BT, alone[1][1], rtol=0, atol=1e-4)
+
+
+def test_a_batch_without_a_trained_token_takes_no_step(rank_pool, train_config, checkpoints, batch):
+    bare = batch.with_fields(mask_BT=torch.zeros_like(batch.mask_BT))
+    calls = [("weights",), ("supervise", bare, LR), ("weights",)]
+    (((*before,), stats, (*after,)),) = rank_pool.run(
+        run_calls, 1, train_config(checkpoints[True]), calls
+    )
+    assert (stats.num_tokens, stats.num_skipped) == (0, 0)
+    assert all(torch.equal(old[2], new[2]) for old, new in zip(before, after, strict=True))
+
+
+def test_the_schedule_counts_the_steps_that_were_taken(rank_pool, train_config, checkpoints, batch):
+    config = train_config(checkpoints[True], data=2)
+    config.optim.lr, config.optim.schedule = 1e-3, LrSchedule.linear
+    config.optim.warmup_steps, config.optim.decay_steps = 2, 4
+    ranks = rank_pool.run(network_jobs.scheduled_steps, 2, config, batch, (1,))
+    for stats, num_steps in ranks:
+        assert [step.num_skipped for step in stats] == [0, 1, 0]
+        # The second step was not taken, so the third has its learning rate.
+        rates = [step.learning_rate for step in stats]
+        assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+        assert num_steps == 2
+        assert math.isnan(stats[1].grad_norm)
+
+
+def test_a_model_of_another_shape_is_not_loaded(rank_pool, train_config, checkpoints):
+    config = train_config(checkpoints[True])
+    (message,) = rank_pool.run(network_jobs.refused_load, 1, config, str(checkpoints[False]))
+    assert "differs from" in message
+    assert "another model than model.path names" in message
+
+
+def test_a_summary_weighs_metrics_by_tokens_and_leaves_skipped_norms_out():
+    def step(loss, num_tokens, entropy, norm, *, taken=True):
+        sums = {"loss": loss, "num_tokens": num_tokens, "entropy": entropy}
+        return StepResult(sums=sums, grad_norm=norm, learning_rate=norm / 10, taken=taken)
+
+    steps = [step(1.0, 2, 6.0, 3.0), None, step(4.0, 6, 2.0, math.nan, taken=False)]
+    stats = summary(steps, ("entropy",))
+    assert (stats.loss, stats.grad_norm, stats.num_tokens, stats.num_skipped) == (2.5, 3.0, 8, 1)
+    assert stats.metrics == {"entropy": 1.0}
+    nothing = summary([None], ("entropy",))
+    assert (nothing.loss, nothing.num_tokens, nothing.metrics["entropy"]) == (0.0, 0, 0.0)
+    assert math.isnan(nothing.grad_norm)

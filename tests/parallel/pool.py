@@ -1,0 +1,187 @@
+"""Rank processes that stay: started once, they run one layout after another over gloo.
+
+    pool = RankPool(folder)
+    results = pool.run(function, num_ranks, *arguments)   # one result a rank
+
+`function(seat, *arguments)` runs on the first `num_ranks` processes at once. It is looked up by
+name there, so it stands at the top of a module below `tests`. seat: the fields of
+`actor.network.Seat`; every job has a new meeting point. Joining it is the function's own affair;
+groups that it leaves behind are left before the next job.
+
+A rank that raises, dies or passes the deadline ends all processes, because its peers may wait
+for it in a collective; the error has its trace, or all ranks' logs (with the stack where each
+hangs), and the next job starts new processes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("rank_process.py")
+START_DEADLINE_S = 120.0
+COLLECTIVE_DEADLINE_S = 60.0
+STACK_WAIT_S = 1.0
+LOG_TAIL = 4000
+
+
+class RankError(RuntimeError):
+    """A job failed; the message has each rank's fate and the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    log: Path
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class RankPool:
+    """At most as many processes as the largest job so far had ranks. folder: for the logs."""
+
+    def __init__(self, folder: Path, *, deadline_s: float = 120.0) -> None:
+        self._folder = folder
+        self._deadline_s = deadline_s
+        self._ranks: list[_Rank] = []
+        self._num_started = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that are alive between jobs."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+        """What `function(seat, *arguments)` returned, by rank; raises `RankError`."""
+        name = f"{function.__module__}:{function.__qualname__}"
+        port = free_port()
+        try:
+            self._start(num_ranks - len(self._ranks))
+            busy = self._ranks[:num_ranks]
+            for number, rank in enumerate(busy):
+                seat = {
+                    "rank": number,
+                    "world_size": num_ranks,
+                    "master_address": "127.0.0.1",
+                    "master_port": port,
+                    "timeout_s": COLLECTIVE_DEADLINE_S,
+                }
+                rank.connection.send_bytes(packed((name, seat, arguments)))
+            return _collect(name, busy, self._deadline_s)
+        except BrokenPipeError as error:
+            logs = _logs(self._ranks)
+            self.close()
+            raise RankError(f"{name}: a rank died between two jobs\n{logs}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all processes; the next job starts new ones."""
+        for rank in self._ranks:
+            rank.end()
+        self._ranks = []
+
+    def _start(self, count: int) -> None:
+        """Start this many more and wait until they take jobs."""
+        if count <= 0:
+            return
+        for _ in range(count):
+            log = self._folder / f"rank-{self._num_started}.log"
+            self._num_started += 1
+            self._ranks.append(_spawn(log))
+        _collect("start", self._ranks[-count:], START_DEADLINE_S)
+
+
+def _collect(name: str, busy: list[_Rank], deadline_s: float) -> list[Any]:
+    """One answer of each, in order."""
+    ends_at = time.monotonic() + deadline_s
+    results: dict[int, Any] = {}
+    numbers = {rank.connection: number for number, rank in enumerate(busy)}
+    while numbers:
+        ready = wait(list(numbers), timeout=max(0.0, ends_at - time.monotonic()))
+        if not ready:
+            late = ", ".join(map(str, sorted(numbers.values())))
+            _ask_where(busy)
+            raise RankError(f"{name}: rank {late} still busy after {deadline_s} s\n{_logs(busy)}")
+        for connection in ready:
+            number = numbers.pop(connection)
+            try:
+                failure, value = unpacked(connection.recv_bytes())
+            except (EOFError, ConnectionResetError) as error:
+                raise RankError(f"{name}: rank {number} died\n{_logs(busy)}") from error
+            if failure:
+                raise RankError(f"{name}: rank {number} of {len(busy)} failed\n{failure}")
+            results[number] = value
+    return [results[number] for number in range(len(busy))]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def packed(value: Any) -> bytes:
+    """Any value with CPU tensors, by value."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """What `packed` was given."""
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _spawn(log: Path) -> _Rank:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    here, there = Pipe()
+    with there, log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SCRIPT), str(there.fileno())],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=[there.fileno()],
+        )
+    return _Rank(process, here, log)
+
+
+def _ask_where(ranks: list[_Rank]) -> None:
+    """Have each process write its stack into its log."""
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGUSR1)
+    time.sleep(STACK_WAIT_S)
+
+
+def _logs(ranks: list[_Rank]) -> str:
+    return "\n".join(
+        f"-- log of rank {number}\n{rank.log.read_text(errors='replace')[-LOG_TAIL:]}"
+        for number, rank in enumerate(ranks)
+    )

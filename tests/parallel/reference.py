@@ -1,0 +1,200 @@
+"""The single-process reference: transformers in float32, torch's autograd, torch's AdamW.
+
+Rows are scored one at a time and unpadded. The batch that every layout gets is made here as
+well, because its old and reference log-probs lie around the model's own: then the clip range
+decides some tokens on either side and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mega_agentrl.algo.kl import kl_penalty
+from mega_agentrl.algo.policy_loss import aggregate, clipped
+from mega_agentrl.types.batch import TrainBatch
+from tests.tiny_models import SIZES, make_tiny_model
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+
+PROMPTS = (5, 1, 8, 3, 2, 6)
+RESPONSES = (7, 12, 1, 5, 9, 4)
+NUM_STEPS = 3
+LR = 1e-2
+TEMPERATURE = 1.3
+
+
+def make_batch(seed: int = 3) -> TrainBatch:
+    """Six rows of different lengths, one without a trained token, advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, width, vocab = len(PROMPTS), max(RESPONSES), SIZES["vocab_size"]
+    response_BT = torch.zeros(num_rows, width, dtype=torch.int64)
+    mask_BT = torch.zeros(num_rows, width, dtype=torch.bool)
+    for row, length in enumerate(RESPONSES):
+        response_BT[row, :length] = torch.randint(0, vocab, (length,), generator=generator)
+        mask_BT[row, :length] = torch.rand(length, generator=generator) < 0.8
+    mask_BT[3] = False
+    noise_BT = torch.randn(num_rows, width, generator=generator)
+    return TrainBatch(
+        prompt_ids=tuple(
+            tuple(torch.randint(0, vocab, (size,), generator=generator).tolist())
+            for size in PROMPTS
+        ),
+        response_BT=response_BT,
+        length_B=torch.tensor(RESPONSES),
+        mask_BT=mask_BT,
+        group_B=torch.tensor([0, 0, 0, 1, 1, 1]),
+        reward_B=torch.zeros(num_rows),
+        node_BT=torch.zeros(num_rows, width, dtype=torch.int64),
+        rollout_logp_BT=torch.zeros(num_rows, width),
+        rollout_entropy_BT=torch.zeros(num_rows, width),
+        version_BT=torch.zeros(num_rows, width, dtype=torch.int64),
+        old_logp_BT=-4.0 + 0.3 * noise_BT,
+        ref_logp_BT=-4.0 - 0.3 * noise_BT,
+        advantage_BT=torch.randn(num_rows, 1, generator=generator).expand(-1, width).clone(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a model must give on its batch, at TEMPERATURE.
+
+    logp_BT, entropy_BT: [B, T], 0 after a row's end. loss, gradient, grad_norm: of the whole
+    clipped loss with KL term and entropy bonus, gradient by Hugging Face name, before clipping.
+    curve: losses of NUM_STEPS supervised steps of torch's AdamW.
+    """
+
+    folder: Path
+    batch: TrainBatch
+    logp_BT: torch.Tensor
+    entropy_BT: torch.Tensor
+    loss: float
+    gradient: dict[str, torch.Tensor]
+    grad_norm: float
+    curve: list[float]
+
+
+def make_reference(name: str, folder: Path, config: TrainConfig) -> Reference:
+    """Write the checkpoint `name` (a name of `layouts.MODELS`) and work it all out."""
+    family, _, tied = name.partition("-")
+    make_tiny_model(family, folder, tied=bool(tied))
+    model = load_model(folder)
+    batch = make_batch()
+    logp_BT, entropy_BT = score(model, batch, TEMPERATURE)
+    own_BT, noise_BT = logp_BT.detach(), batch.old_logp_BT + 4.0
+    batch = batch.with_fields(old_logp_BT=own_BT + noise_BT, ref_logp_BT=own_BT - noise_BT)
+    loss = policy_loss(config, batch, logp_BT, entropy_BT)
+    loss.backward()
+    gradient = checkpoint_tensors(model, gradients=True)
+    return Reference(
+        folder=folder,
+        batch=batch,
+        logp_BT=own_BT,
+        entropy_BT=entropy_BT.detach(),
+        loss=loss.item(),
+        gradient=gradient,
+        grad_norm=math.sqrt(sum(float(value.square().sum()) for value in gradient.values())),
+        curve=supervised_curve(load_model(folder), batch, config),
+    )
+
+
+def load_model(folder: Path) -> Any:
+    """The folder's model in float32, without dropout or caches."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def score(model: Any, batch: TrainBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T] log-prob and entropy of the response tokens, with gradients."""
+    logp_BT = torch.zeros(batch.response_BT.shape)
+    entropy_BT = torch.zeros(batch.response_BT.shape)
+    for row, prompt in enumerate(batch.prompt_ids):
+        length = int(batch.length_B[row])
+        response = batch.response_BT[row, :length]
+        tokens = torch.cat([torch.tensor(prompt), response])
+        logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logp_TV = logits.log_softmax(-1)
+        logp_BT[row, :length] = logp_TV.gather(1, response[:, None]).squeeze(1)
+        entropy_BT[row, :length] = -(logp_TV.exp() * logp_TV).sum(-1)
+    return logp_BT, entropy_BT
+
+
+def policy_loss(
+    config: TrainConfig, batch: TrainBatch, logp_BT: torch.Tensor, entropy_BT: torch.Tensor
+) -> torch.Tensor:
+    """The whole objective over the batch as one."""
+    algo = config.algo
+    loss_BT, _ = clipped(
+        logp_BT,
+        batch.old_logp_BT,
+        batch.advantage_BT,
+        batch.mask_BT,
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+        clip_dual=algo.clip_dual,
+    )
+    loss_BT = loss_BT + algo.kl_coef * kl_penalty(logp_BT, batch.ref_logp_BT, str(algo.kl_kind))
+    loss_BT = loss_BT - algo.entropy_coef * entropy_BT
+    return aggregate(loss_BT, batch.mask_BT, str(algo.aggregation))
+
+
+def supervised_curve(model: Any, batch: TrainBatch, config: TrainConfig) -> list[float]:
+    """Losses before each of NUM_STEPS steps on the mean negative log-prob at temperature 1."""
+    adam = adamw(model, config)
+    losses = []
+    for _ in range(NUM_STEPS):
+        logp_BT, _ = score(model, batch, 1.0)
+        loss = -logp_BT[batch.mask_BT].mean()
+        losses.append(loss.item())
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
+        adam.step()
+    return losses
+
+
+def adamw(model: Any, config: TrainConfig) -> torch.optim.AdamW:
+    """torch's AdamW with the configuration's betas; vectors without weight decay."""
+    optim = config.optim
+    decayed = [value for value in model.parameters() if value.ndim > 1]
+    spared = [value for value in model.parameters() if value.ndim == 1]
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": optim.weight_decay},
+            {"params": spared, "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(optim.beta1, optim.beta2),
+        eps=1e-8,
+    )
+
+
+def checkpoint_tensors(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters (or their gradients) under the names of the saved checkpoint.
+
+    transformers holds the experts of a layer in two tensors, [E, 2F, D] and [E, D, F]; the
+    checkpoint has three for each expert.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.grad if gradients else parameter.detach()
+        layer, fused, kind = name.partition("mlp.experts.")
+        if not fused:
+            found[name] = value
+            continue
+        for expert, part in enumerate(value):
+            start = f"{layer}{fused}{expert}."
+            if kind == "gate_up_proj":
+                gate, up = part.chunk(2)
+                found |= {f"{start}gate_proj.weight": gate, f"{start}up_proj.weight": up}
+            else:
+                found[f"{start}{kind}.weight"] = part
+    return found

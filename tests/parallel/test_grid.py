@@ -1,0 +1,93 @@
+"""The same weights give the same numbers however they are cut.
+
+Every layout against transformers and torch in one process: log-probs and entropy within 1e-4,
+the gradient of the whole objective within 1e-4 of each tensor's norm, losses of AdamW's steps.
+A covering subset of the grid by default, all of it under the marker `slow`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.conftest import BUDGETS
+from tests.parallel.layouts import COVER, GRID, MODELS, name_of
+from tests.parallel.merge import assemble, relative_errors, scores_by_row
+from tests.parallel.reference import NUM_STEPS
+
+REST = [cell for cell in GRID if cell not in COVER]
+CELLS = [
+    *(pytest.param(cell, id=name_of(cell)) for cell in COVER),
+    *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in REST),
+]
+every_layout = pytest.mark.parametrize("cell", CELLS, scope="session")
+
+
+def gradient(grid, cell, budget):
+    """The whole gradient before clipping, by Hugging Face name."""
+    shapes = {name: value.shape for name, value in grid.reference(cell["model"]).gradient.items()}
+    ranks = [rank.updates[budget][1] for rank in grid.measured(cell)]
+    return assemble(ranks, shapes, atol=1e-5)
+
+
+@every_layout
+def test_a_layout_scores_like_transformers(cell, grid):
+    reference = grid.reference(cell["model"])
+    got = scores_by_row([rank.scores for rank in grid.measured(cell)], reference.batch)
+    torch.testing.assert_close(got[0], reference.logp_BT, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got[1], reference.entropy_BT, rtol=0, atol=1e-4)
+
+
+@every_layout
+def test_a_layout_has_the_gradient_of_one_process(cell, grid):
+    reference = grid.reference(cell["model"])
+    for budget in BUDGETS:
+        errors = relative_errors(gradient(grid, cell, budget), reference.gradient)
+        assert max(errors.values()) < 1e-4, {n: e for n, e in errors.items() if e >= 1e-4}
+        for rank in grid.measured(cell):
+            stats = rank.updates[budget][0]
+            assert stats.loss == pytest.approx(reference.loss, abs=1e-5)
+            assert stats.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
+            assert stats.num_tokens == int(reference.batch.mask_BT.sum())
+            assert 0.05 < stats.metrics["clipfrac"] < 0.95
+            assert stats.num_skipped == 0
+
+
+@every_layout
+def test_a_layout_steps_like_adamw_and_skips_what_is_not_finite(cell, grid):
+    reference, ranks = grid.reference(cell["model"]), grid.measured(cell)
+    kinds = 2 if cell["model"] == "qwen3_moe" else 1
+    for rank in ranks:
+        # Each rank in turn had the NaN, in each kind of gradient; all ranks skipped each time.
+        assert [stats.num_skipped for stats in rank.skipped] == [1] * kinds * len(ranks)
+        assert rank.kept_weights
+        assert [stats.num_skipped for stats in rank.curve] == [0] * NUM_STEPS
+        # As if the skipped steps had never been tried: moments and step count too.
+        assert [stats.loss for stats in rank.curve] == pytest.approx(reference.curve, abs=1e-4)
+    assert reference.curve[-1] < reference.curve[0] - 0.5
+
+
+@every_layout
+def test_the_cut_into_micro_batches_leaves_the_gradient(cell, grid):
+    one_by_one, at_once = (gradient(grid, cell, budget) for budget in BUDGETS)
+    errors = relative_errors(one_by_one, at_once)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_data_ranks_leave_the_gradient(model, distributed_optimizer, grid):
+    (alone, shared) = (
+        next(
+            cell
+            for cell in GRID
+            if cell["model"] == model
+            and cell["data"] == data
+            and cell["distributed_optimizer"] == distributed_optimizer
+            and all(cell[axis] == 1 for axis in ("tensor", "pipeline", "context", "expert_tensor"))
+            and cell["expert"] == 1
+        )
+        for data in (1, 2)
+    )
+    errors = relative_errors(gradient(grid, shared, BUDGETS[0]), gradient(grid, alone, BUDGETS[1]))
+    assert max(errors.values()) < 1e-5, errors

@@ -1,0 +1,98 @@
+"""The simulation of a small model by the script, against a plan made from every layout."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.repetition import kinds
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "simulate_reshard.py"
+spec = importlib.util.spec_from_file_location("simulate_reshard", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+simulate_reshard = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(simulate_reshard)
+
+CONFIGS = sorted((ROOT / "tools" / "model_configs").glob("*.json"))
+# Parameters of the released models as their cards have them; 256 experts make 671 billion.
+BILLIONS = {
+    "qwen3-4b": 4.0,
+    "qwen3-30b-a3b": 30.5,
+    "qwen2.5-72b": 72.7,
+    "qwen3-235b-a22b": 235.1,
+    "deepseek-v3-sized": 672,
+}
+
+
+def shape_of(config, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelShape.from_folder(folder)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configs_are_those_of_the_models(path, tmp_path):
+    shape = shape_of(json.loads(path.read_text()), tmp_path)
+    count = sum(map(simulate_reshard._numel, simulate_reshard.hf_shapes(shape).values()))
+    assert count / 1e9 == pytest.approx(BILLIONS[path.stem], rel=0.01)
+    assert {case.model for case in simulate_reshard.CASES} == set(BILLIONS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_sample_has_one_layer_of_each_kind(path, tmp_path):
+    config = json.loads(path.read_text())
+    shape = shape_of(config, tmp_path / "whole")
+    sample = shape_of(simulate_reshard.sample_config(config, shape), tmp_path / "sample")
+    sparse = [shape.is_sparse(layer) for layer in kinds(shape)]
+    assert [sample.is_sparse(layer) for layer in range(sample.num_layers)] == sparse
+    assert sample.hidden == shape.hidden
+
+
+@pytest.fixture
+def small(tmp_path):
+    config = json.loads((ROOT / "tools" / "model_configs" / "deepseek-v3-sized.json").read_text())
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "vocab_size": 61,
+    }
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(config | sizes))
+    return path
+
+
+def test_a_small_model_moves_its_own_bytes_and_the_least_over_the_network(small, capsys):
+    run = ["--model", str(small), "--trainer", "tensor=2,pipeline=2,data=2,expert=4"]
+    assert simulate_reshard.main([*run, "--rollout", "tensor=4,engines=2"]) == 0
+    out = capsys.readouterr().out
+    assert "received / own 1.0000" in out
+    assert "small.json: trainer tensor 2, pipeline 2, data 2, expert 4" in out
+
+
+def test_colocated_ranks_on_one_machine_use_no_network(small, capsys):
+    run = ["--model", str(small), "--colocated", "--rollout", "tensor=2,engines=2"]
+    assert simulate_reshard.main([*run, "--trainer", "data=4"]) == 0
+    assert "network 0.00 GiB, at least 0.00; same node 0.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nothing"], "--model nothing: expected"),
+        (["--trainer", "tensor=2,expert=4"], "expert=4"),
+        (["--network-gbs", "0"], "network=0"),
+    ],
+)
+def test_what_does_not_fit_ends_with_code_2(small, capsys, arguments, message):
+    assert simulate_reshard.main(["--model", str(small), *arguments]) == 2
+    assert message in capsys.readouterr().err
