@@ -76,6 +76,12 @@ def test_a_block_keeps_its_shape():
         Block("w", Rect.whole((2, 3)), Rect.whole((3, 2)))
 
 
+def test_a_block_may_be_one_slice_of_a_stack():
+    assert Block("w", Rect.whole((2, 3)), Rect((4, 0, 0), (5, 2, 3))).local_rect.sides == (2, 3)
+    with pytest.raises(ValueError, match="Block of w"):
+        Block("w", Rect.whole((2, 3)), Rect((4, 0, 0), (6, 2, 3)))
+
+
 def test_an_interleaved_cut_over_two_ranks_is_a_cover():
     # rows 0-1 and 4-5 on rank 0, rows 2-3 and 6-7 on rank 1, as grouped QKV rows are
     first = shard("p", Rect((0, 0), (2, 3)), Rect((4, 0), (6, 3)))

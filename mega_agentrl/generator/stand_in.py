@@ -1,0 +1,83 @@
+"""A vLLM model of any tensor rank on the meta device: no engine, no processes, no memory.
+
+vLLM asks module-level groups for rank and size while it builds a model and while it loads
+weights. `standing_in` puts objects there that answer these two questions and nothing else, so
+that one process can be every rank in turn; a collective on one of them fails. Do not use it
+where an engine runs in the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_TENSOR_GROUPS = ("_TP", "_EP")
+_SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
+
+
+class StandInGroup:
+    """What model code reads from a `GroupCoordinator` or a process group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = self.rank_in_group = rank
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.device_group = self.cpu_group = self
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world_size
+
+
+def model_config(model_path: str, *, tensor_size: int, dtype: str) -> VllmConfig:
+    """vLLM's settings of an engine; reads config.json of the folder, no weights.
+
+    dtype: of the engine's parameters.
+    """
+    arguments = EngineArgs(
+        model=model_path,
+        tensor_parallel_size=tensor_size,
+        distributed_executor_backend="mp",  # else it wants as many GPUs as ranks
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    )
+    return arguments.create_engine_config()
+
+
+@contextmanager
+def standing_in(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
+    """Be one tensor rank of an engine: groups, current settings, default dtype."""
+    names = (*_TENSOR_GROUPS, *_SINGLE_GROUPS)
+    before = {name: getattr(parallel_state, name) for name in names}
+    tensor_size = config.parallel_config.tensor_parallel_size
+    for name in _TENSOR_GROUPS:
+        setattr(parallel_state, name, StandInGroup(tensor_rank, tensor_size))
+    for name in _SINGLE_GROUPS:
+        setattr(parallel_state, name, StandInGroup(0, 1))
+    try:
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+            yield
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+def build_model(config: VllmConfig, device: str = "meta") -> torch.nn.Module:
+    """The model as its loader finds it, within `standing_in`."""
+    # Attention layers enter themselves here by name and refuse to do so twice.
+    config.compilation_config.static_forward_context.clear()
+    with torch.device(device):
+        return initialize_model(config)
