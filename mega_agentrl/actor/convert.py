@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 from mega_agentrl.actor.checkpoint_folder import Manifest, as_json, find_damage
 from mega_agentrl.actor.checkpoint_state import MASTER, WEIGHT, has_masters, key
-from mega_agentrl.actor.export import MAX_FILE_BYTES
+from mega_agentrl.actor.export import MAX_FILE_BYTES, write_weights
 from mega_agentrl.reshard.checkpoint import (
     begin_export,
     building_folder,
@@ -65,5 +64,5 @@ def checkpoint_to_hf(
         state = {key(kind, name): torch.empty(shapes[name], dtype=dtype) for name in file.tensors}
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
         tensors = {name: state[key(kind, name)] for name in file.tensors}
-        save_file(tensors, building_folder(target) / file.name, metadata={"format": "pt"})
+        write_weights(building_folder(target) / file.name, tensors)
     finish_export(target, plan, shapes, element_bytes=dtype.itemsize)

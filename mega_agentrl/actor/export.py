@@ -8,6 +8,7 @@ before, and writes the index and renames the folder after.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,11 +71,17 @@ def export_folder(
             name: _assemble(name, shapes[name], pieces, stage, parameters) for name in file.tensors
         }
         if stage.rank() == 0:
-            path = building_folder(target) / file.name
-            save_file(tensors, path, metadata={"format": "pt"})
+            write_weights(building_folder(target) / file.name, tensors)
     dist.barrier()
     if dist.get_rank() == 0:
         finish_export(target, plan, shapes, element_bytes=element_bytes)
+
+
+def write_weights(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """One weight file beside config.json, readable by whoever may read that."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors leaves it to the owner alone.
+    shutil.copymode(path.with_name("config.json"), path)
 
 
 def _names_by_stage(shape: ModelShape, layout: ParallelConfig) -> list[list[str]]:

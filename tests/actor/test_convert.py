@@ -10,23 +10,18 @@ from mega_agentrl.actor.convert import checkpoint_to_hf
 from mega_agentrl.config.choices import Dtype
 from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from tests.actor.checkpoint_jobs import call_all
-from tests.parallel.pool import RankPool
 from tests.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, batch):
+def saved(tmp_path_factory, batch, rank_pool):
     """(model folder, checkpoint of a bf16 run on two data ranks, its weights and masters)."""
     root = tmp_path_factory.mktemp("convert")
     model = make_tiny_model("qwen3", root / "model", tied=True)
     config = TrainConfig(model=ModelConfig(path=str(model), dtype=Dtype.bfloat16))
     config.parallel = ParallelConfig(data=2)
     calls = [("load", model), ("steps", batch, 2), ("save", root / "run/one"), ("values",)]
-    pool = RankPool(tmp_path_factory.mktemp("pool"))
-    try:
-        ranks = pool.run(call_all, 2, config, calls)
-    finally:
-        pool.close()
+    ranks = rank_pool.run(call_all, 2, config, calls)
     values = {"weight": {}, "master": {}}
     for rank in ranks:
         for kind, name, rect, value in rank[3]:
@@ -54,6 +49,8 @@ def test_weights_or_masters_are_written(saved, tmp_path, dtype, kind, written):
     checkpoint_to_hf(checkpoint, model, tmp_path / "hf", dtype=dtype)
     got = tensors(tmp_path / "hf")
     assert got.keys() == tensors(model).keys() == values[kind].keys()
+    modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert modes == {(model / "config.json").stat().st_mode}
     for name, pieces in values[kind].items():
         assert got[name].dtype == written
         for rect, value in pieces:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rank_process.py")
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 300.0
 COLLECTIVE_DEADLINE_S = 60.0
 STACK_WAIT_S = 1.0
 LOG_TAIL = 4000
@@ -59,7 +59,7 @@ class _Rank:
 class RankPool:
     """At most as many processes as the largest job so far had ranks. folder: for the logs."""
 
-    def __init__(self, folder: Path, *, deadline_s: float = 120.0) -> None:
+    def __init__(self, folder: Path, *, deadline_s: float = 300.0) -> None:
         self._folder = folder
         self._deadline_s = deadline_s
         self._ranks: list[_Rank] = []
