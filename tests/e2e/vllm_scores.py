@@ -7,6 +7,7 @@ log-prob of every token after a row's first.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,9 @@ def main() -> None:
         for row, answer in zip(rows, answers, strict=True)
     ]
     Path(result).write_text(json.dumps(scores))
+    # At the interpreter's own exit vLLM aborts where its engine is slow to end.
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

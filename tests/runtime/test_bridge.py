@@ -1,6 +1,7 @@
 """The bridge over real process groups: two tensor-parallel ranks to two sinks, without vLLM."""
 
 import json
+import time
 
 import pytest
 import ray
@@ -126,11 +127,23 @@ def test_every_engine_gets_every_tensor_of_each_version(sides, tmp_path):
                 assert torch.equal(received[name], tensor), name
 
 
+def kill(actor):
+    """Kill an actor and wait until it is dead: what comes before that may well succeed."""
+    ray.kill(actor)
+    ends_at = time.monotonic() + 60
+    while time.monotonic() < ends_at:
+        try:
+            ray.get(actor.layout.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            return
+    raise AssertionError("the actor is still alive")
+
+
 def test_a_dead_rank_is_named_and_the_version_stays(sides):
     policy, engines, config, _ = sides
     bridge = WeightBridge(policy, engines, config, dtype="float32")
     bridge.connect()
-    ray.kill(policy._actors[1])
+    kill(policy._actors[1])
     with pytest.raises(RemoteError, match=r"transfer of weight version 1.*(rank 1|engine \d)"):
         bridge.send(engines, 1)
     assert engines.version == 0

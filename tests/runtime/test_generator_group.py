@@ -57,6 +57,7 @@ async def test_deadline_and_failure_name_the_engine(ray_local):
     engines, _ = group(1, call_deadline_s=1.0)
     with pytest.raises(RemoteError, match="generate: no answer within 1 s from engine 0"):
         await engines.generate(request("hang/0"))
+    engines, _ = group(1)
     with pytest.raises(RemoteError, match="generate failed on engine 0: RuntimeError"):
         await engines.generate(request("fail/0"))
 
