@@ -202,6 +202,12 @@ class Network:
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                # The graph behind the last routing holds mcore's gradient hooks through C++,
+                # where Python's collector cannot see it: network and groups would stay.
+                if dispatcher := getattr(module, "token_dispatcher", None):
+                    dispatcher.probs = None
         groups.leave()
 
     def _make_optimizer(self) -> PolicyOptimizer:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
+
 from mega_agentrl.actor.network import Seat
 from mega_agentrl.actor.policy import PolicyRank
 from tests.parallel.policy_jobs import poisoned
@@ -26,3 +30,22 @@ def scheduled_steps(seat, config, batch, spoiled):
         with poisoned(policy.network, "dense" if step in spoiled and not seat["rank"] else ""):
             stats.append(policy.update(batch))
     return stats, policy.network.num_steps
+
+
+def threads_left_behind(seat, config, batch):
+    """Threads of this process with a policy that has taken a step, and after it was closed.
+
+    Beyond those there were before; the groups of a network come with some fifty.
+    """
+    before = len(os.listdir("/proc/self/task"))
+    policy = PolicyRank(config, Seat(**seat))
+    policy.load(config.model.path)
+    policy.supervise(batch, 1e-3)
+    with_policy = len(os.listdir("/proc/self/task")) - before
+    policy.close()
+    del policy
+    gc.collect()
+    ends_at = time.monotonic() + 10
+    while (left := len(os.listdir("/proc/self/task")) - before) > 0 and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    return with_policy, left

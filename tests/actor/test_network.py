@@ -13,6 +13,7 @@ from tests.actor import network_jobs
 from tests.parallel.merge import assemble, scores_by_row
 from tests.parallel.policy_jobs import run_calls
 from tests.parallel.reference import LR, adamw, load_model, score
+from tests.tiny_models import make_tiny_model
 
 
 def test_a_step_moves_the_weights_like_adamw(rank_pool, train_config, checkpoints, batch):
@@ -46,6 +47,15 @@ def test_more_data_ranks_than_rows_take_the_same_step(rank_pool, train_config, c
         assert rank[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=1e-4)
     logp_BT, _ = scores_by_row([rank[1] for rank in both], one)
     torch.testing.assert_close(logp_BT, alone[1][1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_a_closed_network_leaves_no_thread(rank_pool, tmp_path, train_config, batch, model):
+    folder = make_tiny_model(model, tmp_path / model)
+    job = network_jobs.threads_left_behind
+    for with_policy, left in rank_pool.run(job, 2, train_config(folder, data=2), batch):
+        assert with_policy > 10
+        assert left <= 0
 
 
 def test_a_batch_without_a_trained_token_takes_no_step(rank_pool, train_config, checkpoints, batch):
