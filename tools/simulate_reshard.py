@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mega_agentrl.reshard.delivery import ITEM_BYTES
 from mega_agentrl.reshard.layout import ShardLayout
 from mega_agentrl.reshard.links import Link, LinkSpeeds, Location
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes
-from mega_agentrl.reshard.plan import ITEM_BYTES
-from mega_agentrl.reshard.planner import plan_owned
+from mega_agentrl.reshard.plan import plan_owned
 from mega_agentrl.reshard.regions import Owned, RankSets
 from mega_agentrl.reshard.repetition import (
     TrainerCut,

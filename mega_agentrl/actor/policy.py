@@ -23,10 +23,11 @@ from mega_agentrl.actor.network import Network, Seat, summary
 from mega_agentrl.actor.offload import require_on_device
 from mega_agentrl.actor.reference import Reference
 from mega_agentrl.batch.minibatch import step_masks
+from mega_agentrl.batch.probe import probe_batch
 from mega_agentrl.reshard.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from mega_agentrl.config.schema import TrainConfig
@@ -81,6 +82,21 @@ class PolicyRank:
             return None
         rows, (logp_BT, entropy_BT) = scored
         return rows, logp_BT, entropy_BT
+
+    def probe(self, token_ids: Sequence[int]) -> list[float] | None:
+        """Log-probs of a prompt's tokens after the first, at temperature 1.
+
+        On one rank of the last stage of the first data share, else None.
+        """
+        batch = probe_batch(token_ids, self.network.groups.position.data_size)
+        width = batch.response_BT.size(1)
+        select_BT = torch.ones_like(batch.mask_BT)
+        scored = self.network.score(batch, select_BT, self._head(width, 1.0))
+        if scored is None or self.network.groups.position.data_rank:
+            return None
+        _, (logp_BT, _) = scored
+        logps: list[float] = logp_BT[0].tolist()
+        return logps
 
     def update(
         self,

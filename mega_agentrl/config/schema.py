@@ -234,6 +234,30 @@ class ClusterConfig:
 
 
 @dataclass
+class WeightsConfig:
+    """The way of the weights into the engines.
+
+    bucket_mib: what travels in one go; a rank needs memory for two. deadline_s: of one wait for
+    another rank. probe_tokens: length of the prompt that trainer and engines both score after
+    every update, 0 for none; probe_tolerance: mean difference of their log-probs that is taken
+    for rounding, in nats; 0 is 1e-3 in float32 and 0.1 in bfloat16.
+    """
+
+    bucket_mib: int = 64
+    deadline_s: float = 30.0
+    probe_tokens: int = 32
+    probe_tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.bucket_mib >= 1, "weights.bucket_mib", self.bucket_mib, "at least 1")
+        require(self.deadline_s > 0, "weights.deadline_s", self.deadline_s, "more than 0")
+        tokens = self.probe_tokens
+        require(tokens == 0 or tokens >= 2, "weights.probe_tokens", tokens, "0, or at least 2")
+        tolerance = self.probe_tolerance
+        require(tolerance >= 0, "weights.probe_tolerance", tolerance, "at least 0")
+
+
+@dataclass
 class ReportConfig:
     """What is shown and kept. num_rollouts: trajectories printed at the end."""
 
@@ -263,6 +287,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:

@@ -4,9 +4,13 @@ Lives in a process of its own, whose environment `environment.set_environment` h
 everything in and out is picklable. vLLM adds an engine-core process and one worker per
 tensor-parallel rank, which end with the host (see `plugin`).
 
-Serving states: it serves -> `pause` -> paused -> `resume` -> it serves. `receive_weights` needs no
-pause before it. Requests that arrive meanwhile wait; after a failed update they are refused with
-the reason until a later update succeeds.
+Serving states: it serves -> `pause` -> paused -> `resume` -> it serves. A weight update is
+
+    pause -> receive_weights -> confirm_weights -> probe (if wanted) -> resume
+
+Requests that arrive meanwhile wait; once a step of it fails, or `refuse` is called, they are
+refused with the reason until a later update has gone through. `pause` waits for every request
+that was let in, so each is computed by one version, the one it is labelled with.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from contextlib import aclosing
+import pickle
+from collections.abc import Awaitable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +37,7 @@ from mega_agentrl.generator.plugin import TRANSFER_BACKEND
 from mega_agentrl.generator.sampling import (
     StopTable,
     check_request,
+    probe_params,
     sampling_params,
     to_generation,
 )
@@ -40,11 +47,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
+    import numpy as np
+
     from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.transport import WeightLink
+    from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.types.records import GenerateRequest, Generation
 
 
+DEATH_CHECK_S = 0.5
 CLOSE_GRACE_S = 2.0
 """Time vLLM's processes get to end by themselves before they are killed."""
 
@@ -56,7 +68,9 @@ class Engine:
         self.name = name
         self._version = 0
         self._failure: str | None = None
-        self._serving = asyncio.Event()
+        self._updating = False
+        self._serving, self._idle = asyncio.Event(), asyncio.Event()
+        self._num_running = 0
         self._keys = itertools.count()
         self._key_of: dict[str, str] = {}
 
@@ -84,7 +98,9 @@ class Engine:
         gc.collect()
         gc.freeze()
         await self._llm.collective_rpc("settle")
+        await self._llm.collective_rpc("weights_guard")
         self._serving.set()
+        self._idle.set()
         return self
 
     @property
@@ -101,17 +117,17 @@ class Engine:
         self._key_of[request.request_id] = key
         try:
             async with asyncio.timeout(self._config.call_deadline_s):
-                await self._serving.wait()
+                while not self._serving.is_set():
+                    await self._serving.wait()
                 if self._failure is not None:
                     raise RuntimeError(f"{self.name} refuses to generate: {self._failure}")
-                return await self._run(request, key)
+                with self._alive(), self._counted():
+                    return await self._run(request, key)
         except TimeoutError as error:
             raise RuntimeError(
                 f"{self.name}: {request.request_id} ran past its deadline of "
                 f"{self._config.call_deadline_s:g} s (engine.call_deadline_s)"
             ) from error
-        except EngineDeadError as error:
-            raise RuntimeError(f"{self.name} is dead; its log file has the reason") from error
         finally:
             del self._key_of[request.request_id]
 
@@ -151,41 +167,166 @@ class Engine:
     async def pause(self) -> None:
         """Let running requests end, hold new ones back, drop the prefix cache."""
         self._serving.clear()
-        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        await self._drain()
 
     async def resume(self) -> None:
-        """Serve again."""
-        await self._llm.resume_generation()
+        """Serve again; raises `RuntimeError` while the weights are not proven."""
+        if self._updating:
+            await self.refuse("it was to serve in the middle of a weight update")
+        if self._failure is None:
+            await self._ask(self._llm.resume_generation())
         self._serving.set()
+        if self._failure is not None:
+            raise RuntimeError(f"{self.name} cannot serve: {self._failure}")
+
+    async def refuse(self, reason: str) -> None:
+        """Refuse all requests, those that wait included, until an update has gone through.
+
+        The first reason is kept. A dead engine refuses as well.
+        """
+        self._failure = self._failure or reason
+        self._updating = False
+        self._serving.set()  # whoever waits gets the reason
+        with suppress(RuntimeError):
+            await self._drain()
+            await self._call_workers("weights_reject", reason)
+
+    async def _drain(self) -> None:
+        """Wait until nothing runs; requests let in a moment ago may not have reached vLLM yet."""
+        await self._idle.wait()
+        await self._ask(self._llm.pause_generation(mode="wait", clear_cache=True))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One request that `_drain` waits for."""
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Say who is dead, or whose vLLM has failed: it raises plain `Exception` for a call that
+        ended in its core, the last of a dying one among them.
+        """
+        try:
+            yield
+        except EngineDeadError as error:
+            self._failure = self._failure or "it is dead"
+            raise RuntimeError(f"{self.name} is dead; its log file has the reason") from error
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            self._failure = self._failure or f"vLLM failed: {error}"
+            raise RuntimeError(
+                f"{self.name}: vLLM failed: {error}; its log file has the reason"
+            ) from error
+
+    async def _ask(self, call: Awaitable[Any]) -> Any:
+        """What vLLM answers; it leaves the last calls before its death without an answer."""
+        task = asyncio.ensure_future(call)
+        try:
+            with self._alive():
+                while not task.done():
+                    await asyncio.wait({task}, timeout=DEATH_CHECK_S)
+                    if self._llm.errored and not task.done():
+                        raise EngineDeadError
+                return task.result()
+        finally:
+            task.cancel()
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerExtension`; answers by worker."""
+        answers: list[Any] = await self._ask(self._llm.collective_rpc(method, args=args))
+        return answers
+
+    async def layout(self) -> list[tuple[list[ShardLayout], Whereabouts]]:
+        """What each worker wants of which tensors, and where it is; traced once per worker.
+
+        Raises `ValueError` where vLLM's loader does something that no rectangle describes.
+        """
+        found = await self._call_workers("weights_layout")
+        for worker, (failure, _) in enumerate(found):
+            if failure is not None:
+                raise ValueError(f"{self.name}, worker {worker}: {failure}")
+        return [pickle.loads(answer) for _, answer in found]
 
     async def connect_weights(self, link: WeightLink) -> None:
-        """Join the transport group of the trainer; returns when all ranks of it have joined."""
+        """Join a link of the trainer; returns when all ranks of it have joined.
+
+        Raises `RuntimeError` where they do not; requests are served as before. An update that was
+        left unfinished is given up.
+        """
+        if self._updating:
+            await self.refuse("an update was left unfinished")
         request = WeightTransferInitRequest(init_info=link.to_plain())
-        await self._llm.init_weight_transfer_engine(request)
+        await self._ask(self._llm.init_weight_transfer_engine(request))
+        if (reason := await self._failure_of_workers()) is not None:
+            raise RuntimeError(f"{self.name}: joining the weight transfer failed: {reason}")
 
     async def receive_weights(self, version: int) -> None:
-        """Take the weights that the trainer ranks are sending, and serve them as `version`.
+        """Take the weights that are being sent; comes after `pause`.
 
-        Consumes: messages of the plan from every trainer rank. Unblocked by: the last one, or
-        the transport deadline. Raises `RuntimeError` that names tensor, rank and bucket; from
-        then on requests are refused.
+        Consumes: the buckets of the link's plan. Unblocked by: the last one, or the deadline of
+        the link. Raises `RuntimeError` that names tensor, ranks and bucket; from then on
+        requests are refused.
         """
-        await self.pause()
-        self._failure = f"the update to version {version} has not finished"
-        try:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(
-                WeightTransferUpdateRequest(update_info={"version": version})
-            )
-            await self._llm.finish_weight_update(str(version))
-        except Exception as error:
-            self._failure = f"the update to version {version} failed: {error}"
-            raise RuntimeError(f"{self.name}: {self._failure}") from error
-        else:
-            self._version = version
-            self._failure = None
-        finally:
-            await self.resume()
+        if self._serving.is_set():
+            raise RuntimeError(f"{self.name}: an update begins with pause(), it is not paused")
+        if self._updating:
+            raise RuntimeError(f"{self.name}: an update is under way; finish or refuse it first")
+        self._failure, self._updating = None, True
+        request = WeightTransferUpdateRequest(update_info={"version": version})
+        await self._ask(self._llm.start_weight_update())
+        await self._ask(self._llm.update_weights(request))
+        await self._check_workers(version)
+
+    async def confirm_weights(self, version: int, expected: Sequence[np.ndarray]) -> None:
+        """Compare what was received with the trainer's digests, by worker; pack for the kernels.
+
+        Raises `RuntimeError` that names the first tensor that differs; see `receive_weights`.
+        """
+        if not self._updating:
+            raise RuntimeError(f"{self.name}: no weights to confirm: {self._failure}")
+        await self._call_workers("weights_verify", version, pickle.dumps(list(expected)))
+        await self._check_workers(version)
+        await self._ask(self._llm.finish_weight_update(str(version)))
+        await self._check_workers(version)
+        self._version, self._updating = version, False
+
+    async def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of a fixed prompt's tokens after the first, at temperature 1; not served."""
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+        key = f"probe {next(self._keys)}"
+        output = None
+        with self._alive():
+            await self._llm.resume_generation()
+            async with aclosing(self._llm.generate(prompt, probe_params(), key)) as outputs:
+                async for result in outputs:
+                    output = result
+        assert output is not None, "vLLM ends every request with an output"
+        return [
+            choices[token].logprob
+            for choices, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        ]
+
+    async def _check_workers(self, version: int) -> None:
+        """Ask all workers what went wrong; one failure is everybody's."""
+        if (found := await self._failure_of_workers()) is not None:
+            reason = f"the update to version {version} failed: {found}"
+            await self.refuse(reason)
+            raise RuntimeError(f"{self.name}: {reason}")
+
+    async def _failure_of_workers(self) -> str | None:
+        """Causes first, then what followed from them: a worker that fails leaves its peers."""
+        failures = await self._call_workers("weights_failure")
+        found = [(failure, worker) for worker, failure in enumerate(failures) if failure]
+        found.sort(key=lambda item: item[0][0])
+        return "; ".join(f"worker {worker}: {reason}" for (_, reason), worker in found) or None
 
     async def close(self) -> None:
         """End vLLM and its processes; safe to call twice."""

@@ -80,6 +80,17 @@ def sampling_params(
     )
 
 
+def probe_params() -> SamplingParams:
+    """Of a request that is only there for the log-probs of its prompt, at temperature 1."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=True,
+    )
+
+
 def to_generation(
     request: GenerateRequest,
     output: CompletionOutput,

@@ -8,6 +8,7 @@ where an engine runs in the same process.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -81,3 +82,16 @@ def build_model(config: VllmConfig, device: str = "meta") -> torch.nn.Module:
     config.compilation_config.static_forward_context.clear()
     with torch.device(device):
         return initialize_model(config)
+
+
+def build_beside(config: VllmConfig) -> torch.nn.Module:
+    """The model of a running worker once more, on the meta device, with its real groups.
+
+    For a worker's own process; neither its model nor its settings change.
+    """
+    apart = copy.copy(config)
+    apart.compilation_config = copy.copy(config.compilation_config)
+    apart.compilation_config.static_forward_context = {}
+    apart.compilation_config.static_all_moe_layers = []
+    with set_current_vllm_config(apart), set_default_torch_dtype(config.model_config.dtype):
+        return build_model(apart)

@@ -7,7 +7,8 @@ vLLM treats them. The layouts describe parameters as the loader finds them, befo
 packed for a kernel (vLLM's layerwise reload brings them back to that form).
 
     trace_destinations   all tensor ranks of an engine, in one process without that engine
-    trace_model          one rank, for a model that is there already (a worker's own)
+    trace_worker         one rank, in the process of a running worker
+    trace_model          one rank, for a model that is there already
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from mega_agentrl.generator.load_recorder import LoadRecorder, Recorded
-from mega_agentrl.generator.stand_in import build_model, model_config, standing_in
+from mega_agentrl.generator.stand_in import (
+    build_beside,
+    build_model,
+    model_config,
+    standing_in,
+)
 from mega_agentrl.reshard.layout import ShardLayout, check_cover, check_disjoint
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes as shapes_of
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from mega_agentrl.reshard.layout import Rect
 
 _CAUSE = "probable cause: checkpoint and config.json are of different models"
@@ -54,6 +62,17 @@ def trace_destinations(
             layouts.append(trace_model(build_model(config), shapes, dtype))
     _check_landed(shapes, layouts)
     return layouts
+
+
+def trace_worker(config: VllmConfig) -> list[ShardLayout]:
+    """The layout of the worker that this process is. config: the worker's settings.
+
+    A copy of its model without memory is traced, so the kernels' packed weights stay untouched.
+    Raises `ValueError` as `trace_model` does.
+    """
+    shapes = shapes_of(ModelShape.from_folder(config.model_config.model))
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return trace_model(build_beside(config), shapes, dtype)
 
 
 def trace_model(

@@ -1,21 +1,31 @@
 """The worker's side of a weight update: our backend among vLLM's weight-transfer engines.
 
-Every worker of the engine joins the trainer's transport group as one sink, receives the blocks
-straight from the trainer ranks that hold them, and hands complete Hugging Face tensors to vLLM's
-own loader, which cuts them to the worker's tensor-parallel part. Loading goes through vLLM's
-layerwise reload, because kernels may have repacked the weights (on a CPU the original parameter
-is gone) and CUDA graphs need the memory to stay in place. A module that shares the parameters
-of another (a tied output layer) gets no tensor of its own; what it has repacked for its kernel is
-made again from the shared parameter, which vLLM's reload does not do.
+Every worker of an engine is a rank of the trainer's link and gets exactly its own bytes, from
+trainer ranks or from workers of other engines, straight into its parameters (`landing`). A
+module that shares the parameters of another (a tied output layer) gets nothing of its own; what
+it has repacked for its kernel is made again from the shared parameter, which vLLM's reload
+does not do.
 
-State: ready -> `start_weight_update` -> updating -> `finish_weight_update` -> ready; any error
-makes it failed until an update succeeds. In both other states a forward pass raises: the worker
-itself never computes with half-written weights, whatever the engine asks of it.
+    ready    -> `start_weight_update`    -> open       parameters are loadable
+    open     -> `receive_weights`        -> received   or failed
+    received -> `verify`                 -> verified   or failed: digests differ
+    verified -> `finish_weight_update`   -> ready      the new version
+    any      -> `reject`                 -> failed     until an update succeeds
+
+In every state but ready a step of the model raises: the worker itself never computes with
+weights that are not proven, whatever the engine asks of it. That ends the engine, so the engine
+rejects only while nothing runs.
+
+No method raises, apart from that: vLLM leaves the answers of the other workers in their queues
+when one raises, and takes them for answers to the next call. What went wrong is in `failure`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -24,17 +34,41 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from mega_agentrl.reshard.transport import ShardReceiver, WeightLink
+from mega_agentrl.generator.landing import ModuleLanding
+from mega_agentrl.generator.trace import trace_worker
+from mega_agentrl.reshard.proof import Regions
+from mega_agentrl.reshard.transport import WeightLink, join
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    from mega_agentrl.reshard.courier import Courier
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.proof import Region
+
+
+class State(Enum):
+    """See the module."""
+
+    ready = auto()
+    open = auto()
+    received = auto()
+    verified = auto()
+    failed = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """is_consequence: a peer was lost, which has a reason of its own."""
+
+    reason: str
+    is_consequence: bool
 
 
 @dataclass
@@ -60,67 +94,139 @@ class ReshardTransferEngine(WeightTransferEngine[LinkInfo, VersionInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._receiver: ShardReceiver | None = None
-        self._unusable: str | None = None
+        self.failure: Failure | None = None
+        self._state = State.ready
+        self._layout: list[ShardLayout] | None = None
+        self._courier: Courier | None = None
+        self._landing: ModuleLanding | None = None
+        self._regions: Regions | None = None
         self._tied: dict[str, torch.nn.Module] = {}
-        self.model.register_forward_pre_hook(self._refuse)
+        self.model.register_forward_pre_hook(lambda module, args: self.check_proven())
 
-    def _refuse(self, module: torch.nn.Module, args: Any) -> None:
-        if self._unusable is not None:
-            raise RuntimeError(f"forward pass refused: {self._unusable}")
+    def check_proven(self) -> None:
+        """Raise `RuntimeError` where the model must not compute."""
+        if self._state is not State.ready:
+            reason = f"a weight update is in state {self._state.name!r}"
+            if self.failure is not None:
+                reason = self.failure.reason
+            raise RuntimeError(f"forward pass refused: {reason}")
+
+    def guarded(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+        """The model runner's step behind `check_proven`: CUDA graphs pass by the model's hooks."""
+
+        def step(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens:
+                self.check_proven()
+            return execute_model(scheduled, *args, **kwargs)
+
+        return step
+
+    def layout(self) -> list[ShardLayout]:
+        """Which rectangles of which Hugging Face tensors this worker wants."""
+        if self._layout is None:
+            self._layout = trace_worker(self.vllm_config)
+        return self._layout
 
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
-        """Join the transport group; returns when all its ranks have joined."""
+        """Join a link; returns when all its ranks have joined."""
         self.shutdown()
-        link = WeightLink.from_plain(init_info.link)
-        self._receiver = ShardReceiver.join(link, sink=get_tensor_model_parallel_rank())
+        self.failure = None
+        with self._noting("joining the weight transfer"):
+            link = WeightLink.from_plain(init_info.link)
+            rank = link.plan.num_sources + link.first_sink + get_tensor_model_parallel_rank()
+            self._courier = join(link, rank, self.layout())
+            self._regions = Regions(self.layout(), link.plan.dtype_of)
+            self._landing = ModuleLanding(self.model, self.layout(), self._regions)
 
     def start_weight_update(self) -> None:
         """Make the parameters loadable again."""
-        if self._receiver is None:
-            raise RuntimeError("weight update before the transport group was joined")
-        self._unusable = "a weight update has started and not finished"
-        self._tied = tied_modules(self.model)
-        initialize_layerwise_reload(self.model)
+        self.failure = None
+        with self._noting("start of a weight update"):
+            if self._courier is None or self._landing is None:
+                raise ValueError("expected a link; none was joined, or it has failed")
+            self._state, self._tied = State.open, tied_modules(self.model)
+            initialize_layerwise_reload(self.model)
+            self._landing.begin()
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """Receive and load all tensors of one version."""
-        assert self._receiver is not None
-        try:
-            self.model.load_weights(self._receiver.receive(update_info.version))
-            self._check_all_loaded()
-        except Exception as error:
-            self._unusable = f"update to version {update_info.version} failed: {error}"
-            self.shutdown()  # trainer ranks that are still sending fail at once
-            # Back to whole modules, values undefined: the next update finds what it expects.
-            finalize_layerwise_reload(self.model, self.model_config)
-            raise
+        """Receive everything of one version."""
+        if self._state is not State.open:
+            return
+        with self._noting(f"weight version {update_info.version}"):
+            assert self._courier is not None, "checked at the start"
+            assert self._landing is not None, "made with the courier"
+            self._courier.receive(self._landing, update_info.version)
+            self._landing.check_complete()
+            self._state = State.received
+
+    def verify(self, version: int, expected: np.ndarray) -> None:
+        """Compare with what the trainer says. expected: as in `Regions.mismatches`."""
+        if self._state is not State.received:
+            return
+        with self._noting(f"weight version {version}"):
+            assert self._regions is not None, "made with the courier"
+            assert self._courier is not None, "checked at the start"
+            if wrong := self._regions.mismatches(expected):
+                raise ValueError(self._proof_failed(wrong))
+            self._state = State.verified
 
     def finish_weight_update(self) -> None:
-        """Repack for the kernels and serve again."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        for module in self._tied.values():
-            module.quant_method.process_weights_after_loading(module)
-        self._unusable = None
+        """Serve again, if the weights are proven; else stay unusable."""
+        if self._state is not State.verified:
+            self.reject(f"finished in state {self._state.name!r}, expected 'verified'")
+            return
+        with self._noting("end of a weight update"):
+            finalize_layerwise_reload(self.model, self.model_config)
+            for module in self._tied.values():
+                module.quant_method.process_weights_after_loading(module)
+            self._state = State.ready
 
-    def _check_all_loaded(self) -> None:
-        """vLLM itself keeps the old weights of a module that got none, with a warning."""
-        for name, module in self.model.named_modules():
-            if name in self._tied:
-                continue
-            info = get_layerwise_info(module)
-            waits = info.can_load() and info.load_numel == 0 and _own_parameters(module)
-            if waits and not is_deferred_attention_layer(module):
-                raise ValueError(
-                    f"module {name} got no weights; probable cause: the trainer's tensors are "
-                    f"not those of {type(self.model).__name__}"
-                )
+    def reject(self, reason: str) -> None:
+        """Compute no more until an update succeeds; what is under way is given up."""
+        self._fail(Failure(reason, is_consequence=False))
+        self._state = State.failed
 
     def shutdown(self) -> None:
-        """Leave the transport group."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        """Leave the link."""
+        if self._courier is not None:
+            self._courier.close()
+            self._courier = None
+
+    def _proof_failed(self, wrong: list[Region]) -> str:
+        assert self._regions is not None, "made with the courier"
+        assert self._courier is not None, "checked at the start"
+        name, rect = wrong[0]
+        ways = "; ".join(
+            f"rank {source} in bucket {', '.join(map(str, buckets[:8]))}"
+            for source, buckets in self._courier.sources_of(name).items()
+        )
+        others = [other for other in dict.fromkeys(region.hf_name for region in wrong)][1:]
+        return (
+            f"proof failed: {name} {rect} on rank {self._courier.rank} is not what the trainer "
+            f"holds ({len(wrong)} of {len(self._regions.regions)} regions differ); it came from "
+            f"{ways}" + (f"; also wrong: {', '.join(others[:8])}" if others else "")
+        )
+
+    @contextmanager
+    def _noting(self, operation: str) -> Iterator[None]:
+        """Keep an error for whoever asks, see the module."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the edge of the worker process
+            # The courier chains the wire's error to its own when a peer is gone or late.
+            lost = isinstance(error, RuntimeError) and isinstance(error.__cause__, RuntimeError)
+            kind = "" if isinstance(error, RuntimeError | ValueError) else type(error).__name__
+            reason = ": ".join(filter(None, (operation, kind, str(error))))
+            self._fail(Failure(reason, is_consequence=lost))
+
+    def _fail(self, failure: Failure) -> None:
+        self.failure = self.failure or failure
+        self.shutdown()  # peers that still wait fail at once
+        if self._state in (State.open, State.received, State.verified):
+            self._state = State.failed
+            # Back to whole modules, values undefined: the next update finds what it expects.
+            with self._noting("return from a weight update"):
+                finalize_layerwise_reload(self.model, self.model_config)
 
 
 def tied_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -1,16 +1,21 @@
 """Methods that the engine calls on its workers through `collective_rpc`.
 
-vLLM mixes this class into its worker class. Answers are plain picklable values. Only
-tensor-parallel rank 0 has measurements; the others answer None.
+vLLM mixes this class into its worker class. Answers are plain picklable values; what is not
+plain travels as pickled bytes. Only tensor-parallel rank 0 has measurements; the others answer
+None.
+
+Methods do not raise: vLLM would take the other workers' answers for those to the next call.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import pickle
 from collections.abc import Sequence
 
 from mega_agentrl.generator.entropy_tap import STORE
+from mega_agentrl.reshard.whereabouts import here
 
 CPU_NICENESS = 10
 
@@ -32,6 +37,34 @@ class WorkerExtension:
     def tap_size(self) -> int:
         """Number of requests with measurements."""
         return len(STORE)
+
+    def weights_layout(self) -> tuple[str | None, bytes]:
+        """What went wrong, or the pickled layout and whereabouts of this worker."""
+        try:
+            found = (self.weight_transfer_engine.layout(), here())
+        except Exception as error:  # noqa: BLE001 - the edge of the worker process
+            return f"{type(error).__name__}: {error}", b""
+        return None, pickle.dumps(found)
+
+    def weights_guard(self) -> None:
+        """Called once after the start: no step of the model with weights that are not proven."""
+        runner = self.model_runner
+        runner.execute_model = self.weight_transfer_engine.guarded(runner.execute_model)
+
+    def weights_failure(self) -> tuple[bool, str] | None:
+        """What went wrong in the present weight update, and whether it followed from a peer."""
+        failure = self.weight_transfer_engine.failure
+        return failure and (failure.is_consequence, failure.reason)
+
+    def weights_verify(self, version: int, expected: bytes) -> None:
+        """Compare with the trainer's digests. expected: pickled, by tensor rank."""
+        mine = pickle.loads(expected)[self.rank % self.parallel_config.tensor_parallel_size]
+        self.weight_transfer_engine.verify(version, mine)
+
+    def weights_reject(self, reason: str) -> None:
+        """Give up the present weight update, for vLLM's worker as well."""
+        self.weight_transfer_engine.reject(reason)
+        self._weight_update_active = False
 
     def settle(self) -> None:
         """Called once after the start.

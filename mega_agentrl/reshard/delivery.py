@@ -9,17 +9,20 @@ All ranks execute their hops in the order of (bucket, hop). The earliest hop tha
 waits for nothing then, so no ranks wait for each other in a circle. A piece names a rectangle
 of the Hugging Face tensor; each rank finds its place in its own shards (`places`).
 
-Data and look-ups; `planner` makes it, `delivery_check` checks it, `traffic` counts it.
+Data and look-ups; `plan` makes it, `delivery_check` checks it, `traffic` counts it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from mega_agentrl.reshard.layout import Rect, ShardLayout
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the types weights may travel in."""
 
 
 class Piece(NamedTuple):
@@ -77,6 +80,23 @@ class DeliveryPlan:
             for hop in bucket.hops:
                 if rank in hop:
                     yield bucket, hop
+
+    def part_of(self, ranks: Collection[int], layouts: Iterable[Iterable[ShardLayout]]) -> Self:
+        """What some ranks need of it to do their part. layouts: of these ranks.
+
+        Buckets keep their numbers; hops between other ranks and types of tensors that these
+        ranks do not hold are left out, so that a large plan need not go everywhere whole.
+        """
+        names = {block.hf_name for layout in layouts for s in layout for block in s.blocks}
+        parts = (
+            (bucket, tuple(h for h in bucket.hops if h.source in ranks or h.target in ranks))
+            for bucket in self.buckets
+        )
+        return replace(
+            self,
+            dtype_of={name: self.dtype_of[name] for name in self.dtype_of.keys() & names},
+            buckets=tuple(replace(bucket, hops=hops) for bucket, hops in parts if hops),
+        )
 
 
 class Place(NamedTuple):

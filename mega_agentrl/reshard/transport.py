@@ -1,53 +1,52 @@
-"""Moves the messages of a plan between trainer ranks and rollout ranks, point to point.
+"""How the ranks of a plan meet: one process group of their own over a TCP store.
 
-All ranks, trainer ranks first and sinks after them, join one process group of their own over a
-TCP store; the default group of neither side is touched, and no rank ever holds another rank's
-shard. Every wait has the group's deadline.
+All ranks, trainer ranks first and rollout ranks after them, join a link; the default groups of
+neither side are touched. A link belongs to one plan. Where the membership changes, the ranks of
+the new plan join a new link, by another key at the same store.
 
-    trainer rank r   store = open_store(address)            # rank 0 only; the others get its port
-                     link = WeightLink(address, store.port, plan, timeout_s)
-                     sender = ShardSender.join(link, rank=r, store=store or None)
-                     sender.send(params, version)           # once per update
-    sink s           receiver = ShardReceiver.join(link, sink=s)
-                     for name, tensor in receiver.receive(version): ...
+    rank 0     store = open_store(address, timeout_s)
+               link = WeightLink(address=address, port=store.port, plan=plan, ...)
+    any rank   courier = join(link, rank, layout, store=store if rank == 0 else None)
 
-`join` returns when all ranks of the plan have joined. `send` and `receive` run concurrently.
+`join` returns when all ranks of the plan have joined.
 """
 
 from __future__ import annotations
 
 import pickle
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from mega_agentrl.reshard.buckets import buffer_bytes, pack, unpack
-from mega_agentrl.reshard.plan import Message, TransferPlan
+from mega_agentrl.reshard.courier import Courier
+from mega_agentrl.reshard.wire.routed import join_wire
 
-_IN_FLIGHT = 2
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.reshard.delivery import DeliveryPlan
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.links import Location
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightLink:
-    """All that a rank needs to take part."""
+    """All that a rank needs to take part.
+
+    key: of this link at the store. timeout_s: of every wait. first_sink: number of the first
+    worker of the engine that this link is given to. locations: of all ranks, to pick the wire
+    between each two by; without any, all are gloo.
+    """
 
     address: str
     port: int
-    plan: TransferPlan
+    key: str
+    plan: DeliveryPlan
     timeout_s: float
     first_sink: int = 0
-    """Sink number of the first worker of the engine this link is for."""
+    locations: tuple[Location, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """Values that any serializer takes."""
@@ -58,14 +57,6 @@ class WeightLink:
         """Undo `to_plain`; only for bytes from our own driver."""
         restored: WeightLink = pickle.loads(link)
         return restored
-
-
-@dataclass(frozen=True, slots=True)
-class SendReport:
-    """num_bytes: sent by this rank to all sinks."""
-
-    num_bytes: int
-    seconds: float
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
@@ -79,148 +70,48 @@ def open_store(address: str, timeout_s: float) -> TCPStore:
     )
 
 
-class TransportGroup:
-    """Point-to-point sends among the ranks of a plan."""
+def join(
+    link: WeightLink,
+    rank: int,
+    layout: Sequence[ShardLayout],
+    *,
+    store: TCPStore | None = None,
+) -> Courier:
+    """Meet all other ranks. store: the one this process has opened, if it has.
 
-    def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
-        self.rank = rank
-        self._group = group
-        self._timeout_s = timeout_s
-
-    @classmethod
-    def join(cls, link: WeightLink, rank: int, store: TCPStore | None = None) -> Self:
-        """Meet all other ranks. store: the one this process has opened, if it has."""
-        timeout = timedelta(seconds=link.timeout_s)
-        world_size = link.plan.world_size
-        try:
-            if store is None:
-                store = TCPStore(link.address, link.port, is_master=False, timeout=timeout)
-            group = ProcessGroupGloo(
-                PrefixStore("weights", store), rank, world_size, timeout=timeout
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {rank} of the weight transfer: the {world_size} ranks did not meet at "
-                f"{link.address}:{link.port} within {link.timeout_s:g} s: {error}"
-            ) from error
-        return cls(group, rank, link.timeout_s)
-
-    def send(self, data: torch.Tensor, peer: int, message: Message) -> Any:
-        """Start sending; returns the work to wait for."""
-        with self._named("send to", peer, message):
-            return self._group.send([data], peer, message.index)
-
-    def receive(self, data: torch.Tensor, message: Message) -> Any:
-        """Start receiving from the message's source; returns the work to wait for."""
-        with self._named("receive from", message.source, message):
-            return self._group.recv([data], message.source, message.index)
-
-    def wait(self, work: Any, peer: int, message: Message, operation: str) -> None:
-        """Wait until the deadline; an error names rank, peer, bucket and first tensor."""
-        with self._named(operation, peer, message):
-            work.wait(timedelta(seconds=self._timeout_s))
-
-    @contextmanager
-    def _named(self, operation: str, peer: int, message: Message) -> Iterator[None]:
-        """Name who failed at what: a peer that is gone shows at the start or in the wait."""
-        try:
-            yield
-        except RuntimeError as error:
-            first = message.pieces[0].block.hf_name
-            raise RuntimeError(
-                f"weight transfer: rank {self.rank} could not {operation} rank {peer} in bucket "
-                f"{message.index} (starts with {first}), deadline {self._timeout_s:g} s: {error}"
-            ) from error
-
-    def close(self) -> None:
-        """Leave; peers that still wait fail at once."""
-        self._group.abort()
+    Raises `RuntimeError` naming the ranks that did not come, and `ValueError` for a plan that
+    was made from another layout or locations of another number of ranks.
+    """
+    world_size = link.plan.world_size
+    try:
+        if store is None:
+            timeout = timedelta(seconds=link.timeout_s)
+            store = TCPStore(link.address, link.port, is_master=False, timeout=timeout)
+        keyed = PrefixStore(link.key, store)
+        keyed.set(f"here/{rank}", "1")
+        hops = {hop for bucket in link.plan.buckets for hop in bucket.hops}
+        wire = join_wire(
+            keyed, rank, world_size, link.timeout_s, locations=link.locations, hops=hops
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} of the weight transfer: the {world_size} ranks did not meet at "
+            f"{link.address}:{link.port} within {link.timeout_s:g} s{_absent(link, store)}: {error}"
+        ) from error
+    try:
+        return Courier(link.plan, rank, wire, layout, link.timeout_s)
+    except ValueError as error:
+        wire.close()
+        raise ValueError(f"rank {rank} of the weight transfer: {error}") from error
 
 
-class ShardSender:
-    """Trainer side. Produces: this rank's messages. Waits for: the sinks that take them."""
-
-    def __init__(self, plan: TransferPlan, group: TransportGroup) -> None:
-        self._plan = plan
-        self._group = group
-        self._messages = [m for m in plan.messages if m.source == group.rank]
-        self._dtype_of = {tensor.name: tensor.dtype for tensor in plan.tensors}
-
-    @classmethod
-    def join(cls, link: WeightLink, *, rank: int, store: TCPStore | None = None) -> Self:
-        """Join the transport group as a trainer rank."""
-        return cls(link.plan, TransportGroup.join(link, rank, store))
-
-    def send(self, params: Mapping[str, torch.Tensor], version: int) -> SendReport:
-        """Send this rank's part. params: its shards by the names in its layout."""
-        start = time.perf_counter()
-        pending: deque[tuple[Message, torch.Tensor, list[tuple[int, Any]]]] = deque()
-        for message in self._messages:
-            buffer = pack(message, params, self._dtype_of, version)
-            works = [(sink, self._group.send(buffer, sink, message)) for sink in self._plan.sinks]
-            pending.append((message, buffer, works))
-            if len(pending) >= _IN_FLIGHT:
-                self._finish(*pending.popleft())
-        while pending:
-            self._finish(*pending.popleft())
-        num_bytes = sum(map(buffer_bytes, self._messages)) * self._plan.num_sinks
-        return SendReport(num_bytes, time.perf_counter() - start)
-
-    def _finish(self, message: Message, buffer: torch.Tensor, works: list[tuple[int, Any]]) -> None:
-        # The buffer is an argument because it must live until the sends are done.
-        for sink, work in works:
-            self._group.wait(work, sink, message, "send to")
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._group.close()
-
-
-class ShardReceiver:
-    """Rollout side. Consumes: all messages of the plan, in its order."""
-
-    def __init__(self, plan: TransferPlan, group: TransportGroup) -> None:
-        self._plan = plan
-        self._group = group
-        self._tensor_of = {tensor.name: tensor for tensor in plan.tensors}
-        self._dtype_of = {tensor.name: tensor.dtype for tensor in plan.tensors}
-
-    @classmethod
-    def join(cls, link: WeightLink, *, sink: int) -> Self:
-        """Join the transport group as the given sink of the link's engine."""
-        rank = link.plan.num_sources + link.first_sink + sink
-        return cls(link.plan, TransportGroup.join(link, rank))
-
-    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face tensors in host memory, each as soon as its last block has come."""
-        partial: dict[str, torch.Tensor] = {}
-        missing = {name: torch.Size(t.shape).numel() for name, t in self._tensor_of.items()}
-        for message, buffer in self._buffers():
-            for piece, values in unpack(message, buffer, self._dtype_of, version):
-                name, rect = piece.block.hf_name, piece.block.hf_rect
-                if name not in partial:
-                    tensor = self._tensor_of[name]
-                    partial[name] = torch.empty(tensor.shape, dtype=values.dtype)
-                partial[name][rect.slices] = values
-                missing[name] -= rect.numel
-                if not missing[name]:
-                    yield name, partial.pop(name)
-        assert not any(missing.values()), "a plan covers every element"
-
-    def _buffers(self) -> Iterator[tuple[Message, torch.Tensor]]:
-        """Messages in order; the next ones are already on their way."""
-        waiting: deque[tuple[Message, torch.Tensor, Any]] = deque()
-        upcoming = iter(self._plan.messages)
-        while True:
-            while len(waiting) < _IN_FLIGHT and (message := next(upcoming, None)) is not None:
-                buffer = torch.empty(buffer_bytes(message), dtype=torch.uint8)
-                waiting.append((message, buffer, self._group.receive(buffer, message)))
-            if not waiting:
-                return
-            message, buffer, work = waiting.popleft()
-            self._group.wait(work, message.source, message, "receive from")
-            yield message, buffer
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._group.close()
+def _absent(link: WeightLink, store: TCPStore | None) -> str:
+    """Who is missing, as far as the store can still tell."""
+    if store is None:
+        return "; the meeting point did not answer"
+    keyed = PrefixStore(link.key, store)
+    try:
+        away = [r for r in range(link.plan.world_size) if not keyed.check([f"here/{r}"])]
+    except RuntimeError:
+        return "; the meeting point is gone"
+    return f"; missing: rank {', '.join(map(str, away))}" if away else ""

@@ -1,29 +1,66 @@
 """The way of the weights from the policy ranks into the engines.
 
-`connect` makes one plan from what every policy rank holds and lets all ranks of both sides
-meet once; `send` moves a version: engines pause, ranks send their own shards straight to the
-engine workers, engines verify, load and serve again. The driver carries no weights.
+    connect     layouts and whereabouts of both sides -> one plan, one link that all ranks join
+    send        pause -> move -> prove -> probe -> serve; the driver carries digests, no weights
+    welcome     the same for single engines that are new or restarted, over a link of their own:
+                the others go on serving and join the next common link with the next `send`
+
+An engine that has started an update serves again only after its digests are those of the trainer
+and its log-probs of a fixed prompt agree. After any failure the link is given up and the engines
+refuse to serve; the next `send` makes a new link.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.batch.probe import probe_prompt
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes
-from mega_agentrl.reshard.plan import TransferPlan, make_plan
+from mega_agentrl.reshard.plan import plan_delivery
+from mega_agentrl.reshard.proof import (
+    Court,
+    all_regions,
+    expected_of,
+    regions_near,
+    regions_of,
+)
+from mega_agentrl.reshard.traffic import count_traffic
 from mega_agentrl.reshard.transport import WeightLink
-from mega_agentrl.runtime.remote import gather
+from mega_agentrl.reshard.whereabouts import locations
+from mega_agentrl.runtime.remote import RemoteError, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
 
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.proof import Region
+    from mega_agentrl.reshard.traffic import Traffic
+    from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.runtime.generator_group import GeneratorGroup
     from mega_agentrl.runtime.policy_group import PolicyGroup
     from mega_agentrl.types.ports import Generator
+
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+
+Workers = list[tuple["list[ShardLayout]", "Whereabouts"]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A link and what is proven over it. engines: numbers; regions: by engine and worker."""
+
+    key: str
+    engines: tuple[int, ...]
+    court: Court
+    regions: dict[int, list[list[Region]]]
+    traffic: Traffic
 
 
 class WeightBridge:
@@ -36,41 +73,189 @@ class WeightBridge:
         self._engines = engines
         self._config = config
         self._dtype = dtype
-        self._plan: TransferPlan | None = None
+        self._shape = ModelShape.from_folder(config.model.path)
+        self._deadline_s = config.cluster.actor_deadline_s
+        self._keys = (f"link-{number}" for number in itertools.count())
+        self._address: tuple[str, int] | None = None
+        self._workers: dict[int, Workers] = {}
+        self._common: _Line | None = None
+        self._version = 0
 
-    def connect(self) -> None:
-        """Plan the transfer and let every rank join the transport group."""
-        layouts = self._policy.call_all("layout")
-        shapes = hf_shapes(ModelShape.from_folder(self._config.model.path))
-        plan = make_plan(layouts, shapes, self._dtype, self._engines.num_ranks)
-        deadline_s = self._config.cluster.actor_deadline_s
-        address, port = self._policy.open_store(deadline_s)
-        link = WeightLink(address, port, plan, deadline_s)
-        first_sinks = range(0, self._engines.num_ranks, self._config.engine.tensor)
-        joins = self._policy.start_join(link)
-        joins |= self._engines.start_connect(
-            [replace(link, first_sink=first_sink) for first_sink in first_sinks]
-        )
-        gather(joins, "meeting for the weight transfer", deadline_s)
-        self._plan = plan
+    def connect(self) -> Traffic:
+        """Plan the transfer to all engines and let every rank join; returns the plan's traffic.
+
+        Raises `ValueError` for layouts that do not fit and `RemoteError` naming ranks that do
+        not come. Called by `send` where there is no link.
+        """
+        self._disconnect()
+        self._common = self._open(self._engines.admitted)
+        return self._common.traffic
 
     def send(self, generator: Generator, version: int) -> Mapping[str, float]:
         """Bring the policy's current weights into every engine.
 
-        Returns `bytes` received per engine worker and `seconds` from pause to serving.
-        Raises `RemoteError` naming rank, tensor and bucket; the engines then refuse to serve.
+        Returns `bytes_per_worker` that the largest share of a worker has, `seconds` from pause to
+        serving, `seconds_move` of the transfer, `seconds_prove` of comparing and packing and
+        `probe_gap`, the mean difference of log-probs in nats. Raises `RemoteError` naming
+        ranks, tensor and bucket; the engines then refuse to serve.
         """
-        assert self._plan is not None, "connect() comes before the first send"
         if generator is not self._engines:
             raise ValueError("send_weights: expected the generator this policy is attached to")
-        start_s = time.perf_counter()
-        calls = self._engines.start_call("receive_weights", version)
-        calls |= self._policy.start_send(version)
-        gather(
-            calls, f"transfer of weight version {version}", self._config.cluster.actor_deadline_s
-        )
+        if self._common is None:
+            self.connect()
+        assert self._common is not None, "connect() has made it"
+        try:
+            report = self._update(self._common, version)
+        except (RemoteError, ValueError):
+            self._disconnect()
+            raise
+        self._version = version
         self._engines.set_version(version)
-        return {
-            "bytes_per_worker": float(sum(self._plan.sent_bytes().values())),
-            "seconds": time.perf_counter() - start_s,
+        return report
+
+    def welcome(self, engines: Sequence[int]) -> None:
+        """Bring the current weights into engines that are new, without touching the others."""
+        for engine in engines:
+            self._workers.pop(engine, None)
+        line = self._open(engines)
+        try:
+            self._update(line, self._version)
+        finally:
+            self._close(line)
+        self._disconnect()  # its plan knows other workers
+
+    def _open(self, engines: Sequence[int]) -> _Line:
+        """A plan for some engines, and a link that its ranks have joined."""
+        layouts = self._policy.call_all("layout")
+        workers = [self._workers_of(engine) for engine in engines]
+        sinks = [layout for group in workers for layout, _ in group]
+        at = self._gather("whereabouts", self._policy.start_on_ranks("whereabouts"))
+        places = locations([*at.values(), *(where for group in workers for _, where in group)])
+        plan = plan_delivery(
+            layouts,
+            sinks,
+            places,
+            self._dtype,
+            names=list(hf_shapes(self._shape)),
+            bucket_bytes=self._config.weights.bucket_mib * 2**20,
+        )
+        regions = all_regions(sinks)
+        court = Court(layouts, regions)
+        if self._address is None:
+            self._address = self._policy.open_store(self._deadline_s)
+        host, port = self._address
+        link = WeightLink(
+            address=host,
+            port=port,
+            key=next(self._keys),
+            plan=plan,
+            timeout_s=self._config.weights.deadline_s,
+            locations=tuple(places),
+        )
+        # Each side gets its own part of the plan and of the regions: whole, they are large.
+        joining = [
+            (replace(link, plan=plan.part_of([rank], [layout])), regions_near(layout, regions))
+            for rank, layout in enumerate(layouts)
+        ]
+        first, links = 0, {}
+        for engine, group in zip(engines, workers, strict=True):
+            ranks = range(plan.num_sources + first, plan.num_sources + first + len(group))
+            part = plan.part_of(ranks, [layout for layout, _ in group])
+            links[engine] = (replace(link, plan=part, first_sink=first),)
+            first += len(group)
+        self._gather(
+            "meeting for the weight transfer",
+            self._policy.start_each("join", joining)
+            | self._engines.start_each("connect_weights", links),
+        )
+        proven = {
+            engine: [regions_of(layout) for layout, _ in group]
+            for engine, group in zip(engines, workers, strict=True)
         }
+        return _Line(link.key, tuple(engines), court, proven, count_traffic(plan, places))
+
+    def _workers_of(self, engine: int) -> Workers:
+        """Layouts of an engine's workers; traced once in the life of an engine."""
+        if engine not in self._workers:
+            found = self._gather("layout", self._engines.start_call("layout", only=[engine]))
+            (self._workers[engine],) = found.values()
+        return self._workers[engine]
+
+    def _update(self, line: _Line, version: int) -> dict[str, float]:
+        start_s = time.perf_counter()
+        self._on_engines(line, "pause")
+        paused_s = time.perf_counter()
+        try:
+            testimonies = self._move(line, version)
+            moved_s = time.perf_counter()
+            self._prove(line, version, testimonies)
+            proven_s = time.perf_counter()
+            gap = self._probe(line)
+            self._on_engines(line, "resume")
+        except (RemoteError, ValueError) as error:
+            reason = f"the update to version {version} failed: {error}"
+            self._on_engines(line, "refuse", reason)
+            raise
+        workers = line.traffic.num_sources
+        received = [sum(ranks) for ranks in zip(*line.traffic.received.values(), strict=True)]
+        return {
+            "bytes_per_worker": float(max(received[workers:])),
+            "seconds": time.perf_counter() - start_s,
+            "seconds_move": moved_s - paused_s,
+            "seconds_prove": proven_s - moved_s,
+            "probe_gap": gap,
+        }
+
+    def _move(self, line: _Line, version: int) -> list[np.ndarray]:
+        """Run the transfer; what every trainer rank says of the regions."""
+        calls = self._policy.start_on_ranks("send", line.key, version)
+        receiving = self._engines.start_call("receive_weights", version, only=line.engines)
+        results = self._gather(f"transfer of weight version {version}", calls | receiving)
+        return [results[name] for name in calls]
+
+    def _prove(self, line: _Line, version: int, testimonies: list[np.ndarray]) -> None:
+        digest_of = line.court.expected(testimonies)
+        expected = {
+            engine: (version, [expected_of(regions, digest_of) for regions in workers])
+            for engine, workers in line.regions.items()
+        }
+        calls = self._engines.start_each("confirm_weights", expected)
+        self._gather(f"proof of weight version {version}", calls)
+
+    def _probe(self, line: _Line) -> float:
+        """The largest mean difference of any engine; raises `ValueError` where it is too large."""
+        if not self._config.weights.probe_tokens:
+            return 0.0
+        prompt = probe_prompt(self._shape.vocab, self._config.weights.probe_tokens)
+        calls = self._policy.start_call("probe", prompt)
+        answers = self._gather(
+            "probe", calls | self._engines.start_call("probe", prompt, only=line.engines)
+        )
+        ours = next(answers[name] for name in calls if answers[name] is not None)
+        limit = self._config.weights.probe_tolerance or _TOLERANCE[self._dtype]
+        worst = 0.0
+        for name in answers.keys() - calls.keys():
+            gap = sum(abs(a - b) for a, b in zip(ours, answers[name], strict=True)) / len(ours)
+            if not gap <= limit:
+                raise ValueError(
+                    f"probe: {name} gives a fixed prompt other log-probs than the policy, by "
+                    f"{gap:.3g} nats in the mean, expected at most {limit:g} "
+                    "(weights.probe_tolerance); probable cause: the same bytes, but names or "
+                    "heads mapped differently on both sides"
+                )
+            worst = max(worst, gap)
+        return worst
+
+    def _on_engines(self, line: _Line, method: str, *args: Any) -> None:
+        self._gather(method, self._engines.start_call(method, *args, only=line.engines))
+
+    def _disconnect(self) -> None:
+        if self._common is not None:
+            self._close(self._common)
+            self._common = None
+
+    def _close(self, line: _Line) -> None:
+        self._gather("leaving the weight transfer", self._policy.start_on_ranks("leave", line.key))
+
+    def _gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+        return gather(calls, operation, self._deadline_s)

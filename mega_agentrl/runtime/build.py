@@ -86,7 +86,7 @@ def _start_groups(
     policy.start()
     generator.finish_start(starting)
     bridge = WeightBridge(policy, generator, config, dtype="bfloat16" if on_gpu else "float32")
-    bridge.connect()
+    (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
     policy.attach(bridge)
     return policy, generator
 

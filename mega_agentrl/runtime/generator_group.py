@@ -2,6 +2,9 @@
 
 Requests of one prompt stay on one engine, so that forks find their prefix in its cache; a
 new prompt goes to the engine with the fewest running requests.
+
+An engine that is new or replaced gets no requests until it is admitted, which comes after it
+has the current weights (`WeightBridge.welcome`); the others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ import ray
 from mega_agentrl.runtime.remote import RemoteError, gather, redirect_output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mega_agentrl.config.schema import EngineConfig, TrainConfig
-    from mega_agentrl.reshard.transport import WeightLink
     from mega_agentrl.types.records import GenerateRequest, Generation
 
 
@@ -50,9 +52,17 @@ class EngineActor:
 class GeneratorGroup:
     """All engines; implements `types.ports.Generator`."""
 
-    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        config: TrainConfig,
+        spawn: Callable[[int], Any] | None = None,
+    ) -> None:
+        """actors: one an engine. spawn: makes the process of one more engine, by its number."""
         self._actors = list(actors)
         self._config = config
+        self._spawn = spawn
+        self._admitted = set(range(len(self._actors)))
         self._version = 0
         self._running: Counter[int] = Counter()
         self._engine_of_prompt: dict[str, int] = {}
@@ -65,43 +75,64 @@ class GeneratorGroup:
         actor_class = ray.remote(
             num_cpus=1, num_gpus=engine.tensor if on_gpu else 0, max_concurrency=4096
         )(EngineActor)
-        actors = [
-            actor_class.remote(engine, on_gpu, str(log_folder / f"engine{index}.log"))
-            for index in range(config.cluster.num_engines)
-        ]
-        return cls(actors, config)
 
-    def start_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Start a method on all engines; object refs by engine name."""
+        def spawn(index: int) -> Any:
+            return actor_class.remote(engine, on_gpu, str(log_folder / f"engine{index}.log"))
+
+        actors = [spawn(index) for index in range(config.cluster.num_engines)]
+        return cls(actors, config, spawn)
+
+    def start_call(self, method: str, *args: Any, only: Sequence[int]) -> dict[str, Any]:
+        """Start a method on some engines; object refs by engine name."""
+        return {f"engine {index}": self._actors[index].call.remote(method, *args) for index in only}
+
+    def start_each(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
+        """Start a method on some engines, each with arguments of its own."""
         return {
-            f"engine {index}": actor.call.remote(method, *args)
-            for index, actor in enumerate(self._actors)
+            f"engine {index}": self._actors[index].call.remote(method, *args)
+            for index, args in calls.items()
         }
 
     def begin_start(self) -> dict[str, Any]:
         """Start all engines; object refs by engine name, so that others can start meanwhile."""
-        return {
-            f"engine {index}": actor.start.remote(
-                self._config.model.path, self._config.seed + index
-            )
-            for index, actor in enumerate(self._actors)
-        }
+        return dict(self._begin_start(index) for index in range(len(self._actors)))
 
     def finish_start(self, calls: dict[str, Any]) -> None:
         """Wait until every engine serves."""
         gather(calls, "start of the engines", self._config.engine.start_deadline_s)
 
-    def start_connect(self, links: Sequence[WeightLink]) -> dict[str, Any]:
-        """Let the workers of each engine join the transport group; object refs by engine."""
-        return {
-            f"engine {index}": actor.call.remote("connect_weights", link)
-            for index, (actor, link) in enumerate(zip(self._actors, links, strict=True))
-        }
+    def begin_replace(self, index: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Start a new process for an engine, dead or not, or one more engine.
+
+        Returns its number and what `finish_start` waits for. It gets no requests until `admit`.
+        """
+        assert self._spawn is not None, "a group that was not launched cannot grow"
+        if index is None:
+            index = len(self._actors)
+            self._actors.append(None)
+        else:
+            self._dismiss(index)
+            ray.kill(self._actors[index], no_restart=True)
+        self._actors[index] = self._spawn(index)
+        return index, dict([self._begin_start(index)])
+
+    def admit(self, index: int) -> None:
+        """Let an engine get requests."""
+        self._admitted.add(index)
 
     @property
-    def num_ranks(self) -> int:
-        """Number of workers over all engines."""
-        return len(self._actors) * self._config.engine.tensor
+    def admitted(self) -> list[int]:
+        """Numbers of the engines that get requests."""
+        return sorted(self._admitted)
+
+    def _dismiss(self, index: int) -> None:
+        self._admitted.discard(index)
+        homes = self._engine_of_prompt
+        self._engine_of_prompt = {key: home for key, home in homes.items() if home != index}
+
+    def _begin_start(self, index: int) -> tuple[str, Any]:
+        path, seed = self._config.model.path, self._config.seed + index
+        return f"engine {index}", self._actors[index].start.remote(path, seed)
 
     @property
     def version(self) -> int:
@@ -140,11 +171,11 @@ class GeneratorGroup:
 
     async def pause(self) -> None:
         """See `Generator.pause`."""
-        await asyncio.gather(*(self._ask(i, "pause") for i in range(len(self._actors))))
+        await asyncio.gather(*(self._ask(i, "pause") for i in self.admitted))
 
     async def resume(self) -> None:
         """See `Generator.resume`."""
-        await asyncio.gather(*(self._ask(i, "resume") for i in range(len(self._actors))))
+        await asyncio.gather(*(self._ask(i, "resume") for i in self.admitted))
 
     def close(self) -> None:
         """End every engine and its workers; safe to call twice."""
@@ -159,8 +190,8 @@ class GeneratorGroup:
     def _route(self, request_id: str) -> int:
         prompt_key = request_id.split("/", 1)[0]
         if prompt_key not in self._engine_of_prompt:
-            loads = [self._running[i] for i in range(len(self._actors))]
-            self._engine_of_prompt[prompt_key] = loads.index(min(loads))
+            least = min(self.admitted, key=lambda index: (self._running[index], index))
+            self._engine_of_prompt[prompt_key] = least
         return self._engine_of_prompt[prompt_key]
 
     async def _ask(self, index: int, method: str, *args: Any) -> Any:

@@ -20,9 +20,14 @@ from mega_agentrl.runtime.remote import free_port, gather, redirect_output
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.reshard.courier import Courier
     from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.proof import Region, Witness
     from mega_agentrl.reshard.transport import WeightLink
+    from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.runtime.bridge import WeightBridge
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.ports import Generator
@@ -43,7 +48,7 @@ class PolicyActor:
         self._world_size = world_size
         self._policy: Any = None
         self._store: Any = None
-        self._sender: Any = None
+        self._links: dict[str, tuple[Courier, Witness]] = {}
 
     def address(self) -> tuple[str, int]:
         """Host and a free port of this rank."""
@@ -80,16 +85,33 @@ class PolicyActor:
         shards: list[ShardLayout] = self._policy.layout()
         return shards
 
-    def join(self, link: WeightLink) -> None:
-        """Join the transport group; returns when all its ranks have."""
-        from mega_agentrl.reshard.transport import ShardSender
+    def whereabouts(self) -> Whereabouts:
+        """Which machine and device this rank is on."""
+        from mega_agentrl.reshard.whereabouts import here
 
-        self._sender = ShardSender.join(link, rank=self._rank, store=self._store)
+        return here()
 
-    def send(self, version: int) -> None:
-        """Send this rank's shards to every engine worker."""
-        names = [shard.name for shard in self.layout()]
-        self._sender.send({name: self._policy.parameter(name) for name in names}, version)
+    def join(self, link: WeightLink, regions: Sequence[Region]) -> None:
+        """Join a link; returns when all its ranks have. regions: what is to be proven over it."""
+        from mega_agentrl.reshard.proof import Witness
+        from mega_agentrl.reshard.transport import join
+
+        layout = self.layout()
+        witness = Witness(layout, regions, link.plan.dtype_of)
+        courier = join(link, self._rank, layout, store=self._store)
+        self._links[link.key] = (courier, witness)
+
+    def send(self, key: str, version: int) -> np.ndarray:
+        """Send this rank's part over a link; returns what it can say of the regions."""
+        courier, witness = self._links[key]
+        courier.send({s.name: self._policy.parameter(s.name) for s in self.layout()}, version)
+        return witness.testify(self._policy.parameter)
+
+    def leave(self, key: str) -> None:
+        """Leave a link; nothing happens where this rank is not in it."""
+        if key in self._links:
+            courier, _ = self._links.pop(key)
+            courier.close()
 
 
 class PolicyGroup:
@@ -158,13 +180,16 @@ class PolicyGroup:
         address: tuple[str, int] = self._gather("meeting point of the weight transfer", calls)[name]
         return address
 
-    def start_join(self, link: WeightLink) -> dict[str, Any]:
-        """Let every rank join the transport group; object refs by rank name."""
-        return {self._name(rank): a.join.remote(link) for rank, a in enumerate(self._actors)}
+    def start_on_ranks(self, method: str, *args: Any) -> dict[str, Any]:
+        """Start a method of the rank's process itself; object refs by rank name."""
+        return self.start_each(method, [args] * len(self._actors))
 
-    def start_send(self, version: int) -> dict[str, Any]:
-        """Let every rank send its shards; object refs by rank name."""
-        return {self._name(rank): a.send.remote(version) for rank, a in enumerate(self._actors)}
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+        """The same with arguments of its own for each rank."""
+        return {
+            self._name(rank): getattr(actor, method).remote(*args)
+            for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
+        }
 
     def add_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """See `Policy.add_logprobs`."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LayoutT_co = TypeVar("LayoutT_co", covariant=True)
 LinkT_contra = TypeVar("LinkT_contra", contravariant=True)
+ProofT_co = TypeVar("ProofT_co", covariant=True)
+ProofT_contra = TypeVar("ProofT_contra", contravariant=True)
 
 
 class Generator(Protocol):
@@ -165,30 +167,39 @@ class RewardModel(Protocol):
         """End every rank; safe to call twice."""
 
 
-class WeightSource(Protocol[LayoutT_co, LinkT_contra]):
+class WeightSource(Protocol[LayoutT_co, LinkT_contra, ProofT_co]):
     """One rank that holds a shard of the trained weights."""
 
     def layout(self) -> LayoutT_co:
         """Which rectangles of which Hugging Face tensors this rank holds."""
 
-    def join(self, link: LinkT_contra) -> None:
-        """Meet the other ranks of a transfer plan; returns when all have joined."""
+    def join(self, link: LinkT_contra, regions: Any) -> None:
+        """Meet the other ranks of a link; regions: what is to be proven over it."""
 
-    def send(self, version: int) -> None:
-        """Send this rank's part of the plan to every destination in it."""
+    def send(self, key: str, version: int) -> ProofT_co:
+        """Send this rank's part over the link of that key; digests of what it holds."""
 
 
-class WeightSink(Protocol[LayoutT_co, LinkT_contra]):
-    """An engine that takes weights, through all of its workers."""
+class WeightSink(Protocol[LayoutT_co, LinkT_contra, ProofT_contra]):
+    """An engine that takes weights, through all of its workers; paused meanwhile."""
 
     async def layout(self) -> LayoutT_co:
-        """Which rectangles of which Hugging Face tensors each worker needs."""
+        """Which rectangles of which Hugging Face tensors each worker wants."""
 
     async def connect_weights(self, link: LinkT_contra) -> None:
-        """Let every worker meet the other ranks of a transfer plan."""
+        """Let every worker meet the other ranks of a link."""
 
     async def receive_weights(self, version: int) -> None:
-        """Receive, verify and load every part; serve nothing in between."""
+        """Receive every part; raises `RuntimeError` that names tensor, ranks and bucket."""
+
+    async def confirm_weights(self, version: int, expected: Sequence[ProofT_contra]) -> None:
+        """Compare with the trainer's digests, by worker; only then can it serve again."""
+
+    async def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of a fixed prompt, to compare with the trainer's."""
+
+    async def refuse(self, reason: str) -> None:
+        """Answer requests with the reason until an update has gone through."""
 
 
 @runtime_checkable

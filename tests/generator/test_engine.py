@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
+pytest.importorskip("vllm")
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from mega_agentrl.generator import engine as engine_module
+from mega_agentrl.generator.engine import Engine
 from mega_agentrl.types.records import Finish, GenerateRequest
 from tests.generator.tiny_model import EOS_ID, check_against_transformers
 
@@ -173,3 +180,67 @@ def test_bad_requests_are_refused(engine, settings, message):
     )
     with pytest.raises(RuntimeError, match=message):
         engine.call("generate", request)
+
+
+class Vllm:
+    """Answers calls to its workers with given values; dies when told."""
+
+    def __init__(self, *answers):
+        self.answers, self.errored = list(answers), False
+        self.calls = []
+
+    async def collective_rpc(self, method, args=()):
+        self.calls.append(method)
+        answer = self.answers.pop(0)
+        if answer == "never":
+            self.errored = True
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def pause_generation(self, mode, clear_cache):
+        raise EngineDeadError
+
+
+@pytest.fixture
+def hollow(monkeypatch):
+    """An engine around `Vllm` that nothing runs in."""
+    monkeypatch.setattr(engine_module, "DEATH_CHECK_S", 0.01)
+    engine = Engine("engine 3")
+    engine._idle.set()
+    return engine
+
+
+async def test_the_cause_is_told_before_what_followed_from_it(hollow):
+    hollow._llm = Vllm([(True, "lost rank 5"), None, (False, "a bucket was lost"), (True, "late")])
+    assert await hollow._failure_of_workers() == (
+        "worker 2: a bucket was lost; worker 0: lost rank 5; worker 3: late"
+    )
+    hollow._llm = Vllm([None, None])
+    assert await hollow._failure_of_workers() is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (EngineDeadError(), "engine 3 is dead"),
+        ("never", "engine 3 is dead"),
+        (Exception("Call to collective_rpc failed: cancelled"), "vLLM failed: Call to .*cancelled"),
+    ],
+)
+async def test_a_dying_engine_is_named_and_refuses(hollow, answer, message):
+    hollow._llm = Vllm(answer)
+    async with asyncio.timeout(5):
+        with pytest.raises(RuntimeError, match=message):
+            await hollow.layout()
+        await hollow.refuse("others failed")  # a dead engine refuses without an error
+    assert hollow._failure is not None
+    assert hollow._serving.is_set()
+
+
+async def test_errors_of_our_own_are_not_taken_for_death(hollow):
+    hollow._llm = Vllm([("no rectangle describes it", b"")])
+    with pytest.raises(ValueError, match="engine 3, worker 0: no rectangle"):
+        await hollow.layout()
+    assert hollow._failure is None

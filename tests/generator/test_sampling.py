@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from mega_agentrl.generator.sampling import (
     StopTable,
     check_request,
+    probe_params,
     sampling_params,
     to_generation,
 )
@@ -62,6 +63,13 @@ def test_parameters_decode_text_only_where_a_stop_needs_it():
     dear = sampling_params(request(), "k", {}, ["two words"])
     assert dear.detokenize
     assert dear.include_stop_str_in_output
+
+
+def test_a_probe_is_computed_anew_at_temperature_1():
+    params = probe_params()
+    assert (params.temperature, params.max_tokens, params.prompt_logprobs) == (1.0, 1, 0)
+    assert params.skip_reading_prefix_cache
+    assert not params.detokenize
 
 
 def test_log_probs_are_moved_to_the_temperature_and_extra_steps_cut():

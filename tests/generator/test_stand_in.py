@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from vllm.distributed import parallel_state
 
-from mega_agentrl.generator.stand_in import build_model, model_config, standing_in
+from mega_agentrl.generator.stand_in import (
+    build_beside,
+    build_model,
+    model_config,
+    standing_in,
+)
 from tests.tiny_models import make_tiny_model
 
 
@@ -40,3 +45,17 @@ def test_the_same_config_builds_twice_without_memory(tmp_path):
             parameters = dict(build_model(config).named_parameters())
         assert all(parameter.is_meta for parameter in parameters.values())
         assert parameters["model.layers.0.self_attn.qkv_proj.weight"].shape == (128, 32)
+
+
+def test_a_model_beside_a_running_one_leaves_its_settings_alone(tmp_path):
+    folder = make_tiny_model("qwen3", tmp_path, head_dim=32)
+    config = model_config(str(folder), tensor_size=2, dtype="float32")
+    with standing_in(config, 1):
+        running = build_model(config)
+        layers = dict(config.compilation_config.static_forward_context)
+        beside = build_beside(config)
+    assert config.compilation_config.static_forward_context == layers
+    assert all(parameter.is_meta for parameter in beside.parameters())
+    shapes = {name: parameter.shape for name, parameter in running.named_parameters()}
+    assert {name: p.shape for name, p in beside.named_parameters()} == shapes
+    assert layers

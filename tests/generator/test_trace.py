@@ -15,7 +15,7 @@ from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.links import Location
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes, megatron_layout
-from mega_agentrl.reshard.planner import plan_delivery
+from mega_agentrl.reshard.plan import plan_delivery
 from tests.reshard.delivery_in_memory import execute, filled, make_tensors
 from tests.reshard.model_cuts import all_places
 from tests.reshard.rollout_cuts import rollout_layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from mega_agentrl.generator import worker_extension
 from mega_agentrl.generator.entropy_tap import TapStore
+from mega_agentrl.generator.transfer import Failure
 from mega_agentrl.generator.worker_extension import WorkerExtension
 
 
@@ -51,3 +53,66 @@ def test_a_settled_worker_gives_way_on_a_cpu_only(monkeypatch):
         worker.settle()
     gc.unfreeze()
     assert steps == [worker_extension.CPU_NICENESS]
+
+
+class Receiver:
+    """Notes what it is called with."""
+
+    def __init__(self):
+        self.failure = None
+        self.calls = []
+
+    def layout(self):
+        raise KeyError("weight")
+
+    def verify(self, version, expected):
+        self.calls.append((version, expected))
+
+    def reject(self, reason):
+        self.calls.append(reason)
+
+    def guarded(self, execute_model):
+        return lambda scheduled: f"guarded {execute_model(scheduled)}"
+
+
+@pytest.fixture
+def worker():
+    worker = Worker(rank=1, size=2)
+    worker.weight_transfer_engine = Receiver()
+    return worker
+
+
+def test_a_layout_comes_pickled_with_the_place_of_the_worker(worker):
+    worker.weight_transfer_engine.layout = lambda: ["shard"]
+    failure, answer = worker.weights_layout()
+    assert failure is None
+    layout, where = pickle.loads(answer)
+    assert (layout, where) == (["shard"], worker_extension.here())
+
+
+def test_a_layout_that_fails_is_an_answer_not_an_error(worker):
+    assert worker.weights_layout() == ("KeyError: 'weight'", b"")
+
+
+def test_a_worker_is_given_its_own_digests(worker):
+    worker.weights_verify(3, pickle.dumps(["of rank 0", "of rank 1"]))
+    assert worker.weight_transfer_engine.calls == [(3, "of rank 1")]
+
+
+def test_a_failure_says_whether_it_followed_from_a_peer(worker):
+    assert worker.weights_failure() is None
+    worker.weight_transfer_engine.failure = Failure("lost rank 4", is_consequence=True)
+    assert worker.weights_failure() == (True, "lost rank 4")
+
+
+def test_a_rejected_update_is_over_for_vllm_as_well(worker):
+    worker._weight_update_active = True
+    worker.weights_reject("the probe differs")
+    assert worker.weight_transfer_engine.calls == ["the probe differs"]
+    assert not worker._weight_update_active
+
+
+def test_the_model_runner_is_guarded(worker):
+    worker.model_runner = SimpleNamespace(execute_model=lambda scheduled: f"ran {scheduled}")
+    worker.weights_guard()
+    assert worker.model_runner.execute_model("step") == "guarded ran step"

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +43,13 @@ def write_model(folder: Path, *, seed: int = 0, scale: float = 1.0, **changes: i
             if parameter.ndim > 1:
                 parameter.mul_(scale)
     model.save_pretrained(folder)
+    return write_tokenizer(folder, shape["vocab_size"])
+
+
+def write_tokenizer(folder: Path, vocab: int) -> Path:
+    """A token a word, `w5` and so on."""
     words = ["<pad>", "<unk>", "<eos>", "</python>", "</search>"]
-    words += [f"w{index}" for index in range(len(words), shape["vocab_size"])]
+    words += [f"w{index}" for index in range(len(words), vocab)]
     tokenizer = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -52,8 +62,8 @@ def write_model(folder: Path, *, seed: int = 0, scale: float = 1.0, **changes: i
 
 
 @cache
-def _loaded(folder: Path) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def _loaded(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @torch.no_grad()

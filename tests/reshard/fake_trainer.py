@@ -1,133 +1,279 @@
-"""Trainer ranks that hold tensor-parallel-like shards of Hugging Face tensors, in real processes.
+"""Trainer ranks without Megatron, in real processes: shards of a model folder, cut as ours are.
 
-Matrices are cut by rows, `o_proj` and `down_proj` by columns; gate and up lie stacked in one
-parameter, as in Megatron; vectors are on every rank.
+trainer = FakeTrainer(folder, tensor=2, pipeline=2)
+link = trainer.connect(sinks)           # layouts of the rollout ranks; they join the link
+trainer.wait_joined()
+trainer.send(folder, version)           # every rank sends; the rollout ranks receive
+digest_of = trainer.digests()           # of every region, or raises what a rank raised
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import queue
+import time
+from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 
-from mega_agentrl.reshard import transport
-from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
-from mega_agentrl.reshard.transport import ShardSender, WeightLink, open_store
+from mega_agentrl.reshard.links import Location
+from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.names import hf_shapes, megatron_layout
+from mega_agentrl.reshard.place import Place
+from mega_agentrl.reshard.plan import plan_delivery
+from mega_agentrl.reshard.proof import Court, Witness, all_regions
+from mega_agentrl.reshard.transport import WeightLink, join, open_store
+from tests.reshard.faults import TOLD_FAULTS, Fault, Hit, cut, inject, told_hit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
 
-    from mega_agentrl.reshard.plan import TransferPlan
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.proof import Region
 
 ADDRESS = "127.0.0.1"
 DEADLINE_S = 60.0
 
 
-def shards_of(
-    tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int
-) -> tuple[list[ShardLayout], dict[str, torch.Tensor]]:
-    """Layouts and values of one rank."""
-    layouts, params = [], {}
-    for name, tensor in tensors.items():
-        if "up_proj" in name:
-            continue
-        parts = [name]
-        if "gate_proj" in name:
-            parts.append(name.replace("gate_proj", "up_proj"))
-        blocks, values = [], []
-        for part in parts:
-            rect = _part_of(part, tuple(tensors[part].shape), rank, num_ranks)
-            offset = sum(value.shape[0] for value in values)
-            origin = (offset, *[0] * (tensor.ndim - 1))
-            blocks.append(Block(part, rect, rect.shifted(rect.start, origin)))
-            values.append(tensors[part][rect.slices])
-        params[f"m.{name}"] = torch.cat(values)
-        layouts.append(ShardLayout(f"m.{name}", tuple(params[f"m.{name}"].shape), tuple(blocks)))
-    return layouts, params
-
-
-def _part_of(name: str, shape: tuple[int, ...], rank: int, num_ranks: int) -> Rect:
-    if len(shape) == 1:
-        return Rect.whole(shape)
-    dim = 1 if "o_proj" in name or "down_proj" in name else 0
-    size = shape[dim] // num_ranks
-    start, stop = [0, 0], list(shape)
-    start[dim], stop[dim] = rank * size, (rank + 1) * size
-    return Rect(tuple(start), tuple(stop))
+def source_layouts(folder: Path, tensor: int, pipeline: int) -> list[list[ShardLayout]]:
+    """Layouts of all trainer ranks, tensor ranks first."""
+    shape = ModelShape.from_folder(folder)
+    return [
+        megatron_layout(
+            shape,
+            Place(
+                tensor_rank=rank % tensor,
+                tensor_size=tensor,
+                pipeline_rank=rank // tensor,
+                pipeline_size=pipeline,
+            ),
+        )
+        for rank in range(tensor * pipeline)
+    ]
 
 
 class FakeTrainer:
-    """All trainer ranks; `send` makes each of them send one version."""
+    """All trainer ranks and their driver."""
 
-    def __init__(self, plan: TransferPlan, timeout_s: float = 20.0) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._answers = self._context.Queue()
-        self._orders = [self._context.Queue() for _ in range(plan.num_sources)]
-        self._joined = [self._context.Event() for _ in range(plan.num_sources)]
-        link = WeightLink(ADDRESS, 0, plan, timeout_s)
-        self.processes = []
-        self._start_rank(link, 0)
-        self.link = replace(link, port=self._answers.get(timeout=DEADLINE_S))
-        for rank in range(1, plan.num_sources):
-            self._start_rank(self.link, rank)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensor: int = 2,
+        pipeline: int = 2,
+        timeout_s: float = 20.0,
+        dtype: str = "float32",
+    ) -> None:
+        self.hit: Hit | None = None
+        """What the last fault has hit; not known of one that ends its process."""
+        self._cut = (tensor, pipeline)
+        self._timeout_s = timeout_s
+        self._num_links = self._num_orders = 0
+        self._court: Court | None = None
+        self.use(folder, dtype)
+        self.processes: list[Any] = [None] * len(self.layouts)
+        self._pipes: list[Any] = [None] * len(self.layouts)
+        for rank in range(len(self.layouts)):
+            self._start(rank)
+        self._wait_ready()
 
-    def _start_rank(self, link: WeightLink, rank: int) -> None:
-        ends = (self._orders[rank], self._answers, self._joined[rank])
-        process = self._context.Process(target=_run_rank, args=(link, rank, *ends), daemon=True)
-        process.start()
-        self.processes.append(process)
+    def use(self, folder: Path, dtype: str = "float32") -> None:
+        """Have the model of a folder, sent in a wire type, from the next link on."""
+        self.dtype = dtype
+        self.layouts = source_layouts(folder, *self._cut)
+        self.names = list(hf_shapes(ModelShape.from_folder(folder)))
+
+    def plan(self, sinks: Sequence[Sequence[ShardLayout]], bucket_bytes: int) -> Any:
+        """Of a transfer to rollout ranks on the same machine."""
+        places = [Location(0)] * (len(self.layouts) + len(sinks))
+        return plan_delivery(
+            self.layouts, sinks, places, self.dtype, names=self.names, bucket_bytes=bucket_bytes
+        )
+
+    def connect(
+        self,
+        sinks: Sequence[Sequence[ShardLayout]],
+        *,
+        bucket_bytes: int = 20_000,
+        fault: Fault | None = None,
+        away: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> WeightLink:
+        """Let every rank join a new link; returns it at once, for the rollout ranks.
+
+        away: ranks that do not join. timeout_s: another deadline than the usual one.
+        """
+        plan = self.plan(sinks, bucket_bytes)
+        self.regions: list[Region] = all_regions(sinks)
+        self._court = Court(self.layouts, self.regions)
+        self._num_links += 1
+        link = WeightLink(
+            address=ADDRESS,
+            port=self._port,
+            key=f"link-{self._num_links}",
+            plan=plan,
+            timeout_s=timeout_s or self._timeout_s,
+        )
+        self._order("join", link, self.regions, self.layouts, fault, away=away)
+        return link
+
+    def wait_joined(self) -> None:
+        """Until all ranks have joined; raises what one of them raised."""
+        self._collect()
+
+    def send(self, folder: Path, version: int, *, fault: Fault | None = None) -> None:
+        """Start sending the weights of a folder."""
+        self.hit = None
+        self._order("send", str(folder), version, fault)
+
+    def results(self) -> list[Any]:
+        """What every rank has to say of the last order: a value, or the error it raised."""
+        return self._collect(raising=False)
+
+    def digests(self) -> dict[Region, tuple[int, int]]:
+        """Of every region, after `send`."""
+        return self.expected(self._collect())
+
+    def expected(self, testimonies: Sequence[Any]) -> dict[Region, tuple[int, int]]:
+        """The same from the `results` of a `send`."""
+        assert self._court is not None, "connect() comes first"
+        return self._court.expected(testimonies)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank once all of them have joined; before, the others could not join at all."""
-        assert all(joined.wait(DEADLINE_S) for joined in self._joined), "a rank has not joined"
+        """End a rank's process."""
         self.processes[rank].kill()
         self.processes[rank].join(10)
 
-    def send(self, tensors: Mapping[str, torch.Tensor], version: int, *, corrupt: str = "") -> None:
-        """Start sending. corrupt: name of a tensor of which one bit is flipped on the way."""
-        numpy = {name: tensor.numpy() for name, tensor in tensors.items()}
-        for orders in self._orders:
-            orders.put((numpy, version, corrupt))
-
-    def results(self) -> list[Any]:
-        """What every rank's `send` returned or raised."""
-        try:
-            return [self._answers.get(timeout=DEADLINE_S) for _ in self._orders]
-        except queue.Empty:
-            raise AssertionError("a trainer rank hangs") from None
+    def revive(self) -> list[int]:
+        """Start the ranks again whose processes are gone; the old links are of no use then."""
+        gone = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
+        for rank in gone:
+            self._start(rank)
+        if gone:
+            self._wait_ready()
+        return gone
 
     def close(self) -> None:
+        """End all processes."""
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join(10)
 
+    def _start(self, rank: int) -> None:
+        # Not fork: this process has threads. Not spawn: torch is imported once for all.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
+        self._pipes[rank], theirs = context.Pipe()
+        self.processes[rank] = context.Process(target=_run_rank, args=(rank, theirs), daemon=True)
+        self.processes[rank].start()
+        theirs.close()  # so that the end of the process ends the pipe
 
-def _run_rank(link: WeightLink, rank: int, orders: Any, answers: Any, joined: Any) -> None:
-    torch.set_num_threads(1)
-    store = None
-    if rank == 0:
-        store = open_store(link.address, link.timeout_s)
-        link = replace(link, port=store.port)
-        answers.put(store.port)
-    sender = ShardSender.join(link, rank=rank, store=store)
-    joined.set()
-    plain_pack = transport.pack
-    while True:
-        numpy, version, corrupt = orders.get()
-        tensors = {name: torch.from_numpy(values) for name, values in numpy.items()}
-        _, params = shards_of(tensors, rank, link.plan.num_sources)
+    def _wait_ready(self) -> None:
+        """Until all processes are up, and the meeting point too."""
+        self._order("open", self._timeout_s)
+        self._port = self._collect()[0]
 
-        def pack(message, *args, corrupt=corrupt):
-            buffer = plain_pack(message, *args)
-            if corrupt and corrupt in [piece.block.hf_name for piece in message.pieces]:
-                buffer[40] ^= 4
-            return buffer
+    def _order(self, order: str, *arguments: Any, away: Sequence[int] = ()) -> None:
+        self._num_orders += 1
+        self._waiting = [rank for rank in range(len(self._pipes)) if rank not in away]
+        for rank in self._waiting:
+            if self.processes[rank].is_alive():
+                self._pipes[rank].send((self._num_orders, order, *arguments))
 
-        transport.pack = pack
+    def _collect(self, *, raising: bool = True) -> list[Any]:
+        answers: dict[int, Any] = {}
+        end_s = time.monotonic() + DEADLINE_S
+        while waiting := [rank for rank in self._waiting if rank not in answers]:
+            ready = wait([self._pipes[rank] for rank in waiting], end_s - time.monotonic())
+            if not ready:
+                raise AssertionError(f"trainer ranks {waiting} hang")
+            for rank in waiting:
+                if self._pipes[rank] in ready:
+                    answers |= self._answer(rank)
+        errors = [answer for answer in answers.values() if isinstance(answer, Exception)]
+        for error in errors:
+            if raising or isinstance(error, AssertionError):
+                raise error
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _answer(self, rank: int) -> dict[int, Any]:
+        """What a rank says of the last order; nothing if it still speaks of an earlier one."""
         try:
-            answers.put(sender.send(params, version))
+            number, answer, hit = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return {rank: RuntimeError(f"the process of trainer rank {rank} is gone")}
+        if number != self._num_orders:
+            return {}
+        self.hit = hit or self.hit
+        return {rank: answer}
+
+
+def _run_rank(rank: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    one = _Rank(rank)
+    while True:
+        number, order, *arguments = pipe.recv()
+        one.hit = None
+        try:
+            answer = getattr(one, order)(*arguments)
         except (RuntimeError, ValueError) as error:
-            answers.put(error)
+            answer = error
+        except Exception as error:  # noqa: BLE001 - a bug of the test, not of a transfer
+            answer = AssertionError(f"{type(error).__name__}: {error}")
+        pipe.send((number, answer, one.hit))
+
+
+class _Rank:
+    """What one process holds; its methods are the orders."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: Any = None
+        self._courier: Any = None
+        self._told: Any = None
+        self._last: Any = None
+        self.hit: Hit | None = None
+
+    def open(self, timeout_s: float) -> int | None:
+        """Rank 0 opens the meeting point, once."""
+        if self._rank == 0 and self._store is None:
+            self._store = open_store(ADDRESS, timeout_s)
+        return self._store.port if self._store else None
+
+    def join(self, link: Any, regions: Any, layouts: Any, fault: Fault | None) -> None:
+        if self._courier is not None:
+            self._courier.close()
+        self._courier, self._layouts, self._plan = None, layouts, link.plan
+        layout = layouts[self._rank]
+        self._witness = Witness(layout, regions, link.plan.dtype_of)
+        self._told = told = link.plan, layout
+        if fault is not None:
+            self._told = told = fault.spoil(self._rank, *told)
+        self._courier = join(replace(link, plan=told[0]), self._rank, told[1], store=self._store)
+
+    def send(self, folder: str, version: int, fault: Fault | None) -> Any:
+        tensors = load_file(Path(folder) / "model.safetensors")
+        layout = self._layouts[self._rank]
+        shards, last = cut(layout, tensors), self._last or tensors
+        self._last = tensors
+        injected = nullcontext()
+        if fault is not None and fault.rank == self._rank:
+            if fault.kind in TOLD_FAULTS:
+                self.hit = told_hit(self._rank, (self._plan, layout), self._told, shards)
+            else:
+                spoilers = {"right": shards}
+                if fault.kind == "foreign":
+                    spoilers["foreign"] = cut(self._layouts[self._rank ^ 1], tensors)
+                elif fault.kind == "old":
+                    spoilers["old"] = cut(layout, last)
+                injected = inject(fault, self._rank, self._courier, self._plan, spoilers)
+        with injected as hit:
+            self.hit = hit or self.hit
+            self._courier.send(shards, version)
+        return self._witness.testify(shards.__getitem__)

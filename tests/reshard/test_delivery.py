@@ -55,3 +55,18 @@ def test_a_rank_sees_its_hops_in_order():
         (2, (3, 2)),
     ]
     assert list(plan.sinks) == [2, 3]
+
+
+def test_a_part_has_the_hops_of_its_ranks_and_the_types_of_their_tensors():
+    one = Bucket(0, 8, (Piece("a", Rect((0,), (2,)), 8),), (Hop(0, 2), Hop(2, 3)))
+    two = Bucket(1, 4, (Piece("b", Rect((0,), (1,)), 4),), (Hop(1, 3),))
+    plan = DeliveryPlan(2, 2, {"a": "float32", "b": "float32"}, (one, two))
+    layout = [ShardLayout("p", (2,), (Block("a", Rect((0,), (2,)), Rect((0,), (2,))),))]
+    part = plan.part_of([0], [layout])
+    assert part.dtype_of == {"a": "float32"}
+    assert part.buckets == (Bucket(0, 8, one.pieces, (Hop(0, 2),)),)
+    assert part.world_size == plan.world_size
+    for rank in range(4):
+        part = plan.part_of([rank], [])
+        assert next(part.hops_of(rank))[1] == next(plan.hops_of(rank))[1]
+    assert plan.part_of([2, 3], []).buckets == plan.buckets

@@ -10,7 +10,7 @@ from mega_agentrl.reshard.delivery import Hop
 from mega_agentrl.reshard.delivery_check import check_delivery
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.links import Location
-from mega_agentrl.reshard.planner import plan_delivery
+from mega_agentrl.reshard.plan import plan_delivery
 from tests.reshard.test_regions import layout, rows
 
 SOURCES = [layout(rows(0, 4)), layout(rows(4, 8))]

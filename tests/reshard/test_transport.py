@@ -1,113 +1,193 @@
-"""Two real sender processes and two receiving threads over gloo."""
+"""Links between real processes: who comes, who does not, and who dies."""
 
 from __future__ import annotations
 
+import pickle
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from mega_agentrl.reshard.plan import make_plan
-from mega_agentrl.reshard.transport import SendReport, ShardReceiver, WeightLink
-from tests.reshard.fake_trainer import FakeTrainer, shards_of
+from mega_agentrl.reshard.courier import Courier
+from mega_agentrl.reshard.links import Location
+from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.transport import WeightLink, join, open_store
+from tests.reshard.fake_rollout import FakeRollout
+from tests.reshard.fake_trainer import FakeTrainer
+from tests.reshard.faults import Fault, cut
+from tests.reshard.rollout_cuts import rollout_layout
+from tests.tiny_models import make_tiny_model
 
-SHAPES = {
-    "embed": (10, 6),
-    "a.gate_proj": (8, 6),
-    "a.up_proj": (8, 6),
-    "a.down_proj": (6, 8),
-    "norm": (6,),
-}
-
-
-def tensors_of(seed):
-    generator = torch.manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+DEADLINE_S = 20.0
+SHORT_S = 5.0
+FRAME = Fault(kind="kill", rank=1, frame=3)
 
 
-def make(num_sinks, bucket_bytes):
-    layouts = [shards_of(tensors_of(0), rank, 2)[0] for rank in range(2)]
-    return make_plan(layouts, SHAPES, "float32", num_sinks, bucket_bytes=bucket_bytes)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
-def join(link, count):
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda sink: ShardReceiver.join(link, sink=sink), range(count)))
+@pytest.fixture(scope="module")
+def sinks(folder):
+    shape = ModelShape.from_folder(folder)
+    return [rollout_layout(shape, rank, 2) for rank in range(2)]
 
 
-def receive_all(receivers, version):
-    with ThreadPoolExecutor(len(receivers)) as pool:
-        return list(pool.map(lambda receiver: dict(receiver.receive(version)), receivers))
+@pytest.fixture(scope="module")
+def trainer_of_module(folder):
+    trainer = FakeTrainer(folder, tensor=2, pipeline=1, timeout_s=DEADLINE_S)
+    yield trainer
+    trainer.close()
 
 
-def test_every_sink_gets_every_tensor_version_after_version():
-    trainer = FakeTrainer(make(num_sinks=2, bucket_bytes=100))
-    try:
-        receivers = join(trainer.link, 2)
-        for version in (1, 2, 3):
-            tensors = tensors_of(version)
-            trainer.send(tensors, version)
-            for got in receive_all(receivers, version):
-                assert got.keys() == tensors.keys()
-                for name, tensor in tensors.items():
-                    assert torch.equal(got[name], tensor), name
-            reports = trainer.results()
-            assert all(isinstance(report, SendReport) for report in reports)
-            assert sum(r.num_bytes for r in reports) >= 2 * sum(t.nbytes for t in tensors.values())
-    finally:
-        trainer.close()
+@pytest.fixture
+def trainer(trainer_of_module):
+    trainer_of_module.revive()
+    return trainer_of_module
 
 
-def test_a_corrupted_block_is_named():
-    trainer = FakeTrainer(make(num_sinks=1, bucket_bytes=2**20))
-    try:
-        (receiver,) = join(trainer.link, 1)
-        trainer.send(tensors_of(1), 1, corrupt="embed")
-        with pytest.raises(ValueError, match=r"embed .*trainer rank 0 .*bucket 0"):
-            dict(receiver.receive(1))
-    finally:
-        trainer.close()
+@pytest.fixture
+def rollout(sinks):
+    rollout = FakeRollout(sinks)
+    yield rollout
+    rollout.close()
 
 
-def test_a_rank_that_died_before_the_transfer_is_named_as_well():
-    trainer = FakeTrainer(make(num_sinks=1, bucket_bytes=64), timeout_s=5.0)
-    try:
-        (receiver,) = join(trainer.link, 1)
-        trainer.kill(1)
-        time.sleep(1.0)  # until the closed connection is noticed: posting the receive now fails
-        trainer.send(tensors_of(1), 1)
-        with pytest.raises(RuntimeError, match=r"could not receive from rank 1 in bucket \d+"):
-            dict(receiver.receive(1))
-    finally:
-        trainer.close()
+def connect(trainer, rollout, sinks, **options):
+    rollout.join(trainer.connect(sinks, **options))
+    trainer.wait_joined()
 
 
-def test_a_dead_trainer_rank_ends_the_wait_with_its_name():
-    trainer = FakeTrainer(make(num_sinks=1, bucket_bytes=64), timeout_s=5.0)
-    try:
-        (receiver,) = join(trainer.link, 1)
-        trainer.kill(1)
-        trainer.send(tensors_of(1), 1)
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"could not receive from rank 1 in bucket \d+"):
-            dict(receiver.receive(1))
-        assert time.monotonic() - start < 10
-    finally:
-        trainer.close()
+def check_transfer(trainer, rollout, folder, version):
+    trainer.send(folder, version)
+    assert rollout.receive(version) == [None, None]
+    assert rollout.mismatches(trainer.digests()) == [[], []]
+    tensors = load_file(folder / "model.safetensors")
+    for landing in rollout.landings:
+        for name, expected in cut(landing.layout, tensors).items():
+            assert torch.equal(landing.params[name], expected), name
 
 
-def test_ranks_that_do_not_come_are_reported_within_the_deadline():
-    trainer = FakeTrainer(make(num_sinks=2, bucket_bytes=64), timeout_s=3.0)
-    try:
-        with pytest.raises(RuntimeError, match="4 ranks did not meet"):
-            ShardReceiver.join(trainer.link, sink=0)
-    finally:
-        trainer.close()
+def test_a_second_link_over_the_same_store(trainer, rollout, sinks, folder):
+    connect(trainer, rollout, sinks)
+    check_transfer(trainer, rollout, folder, 1)
+    check_transfer(trainer, rollout, folder, 2)
+    connect(trainer, rollout, sinks, bucket_bytes=700)
+    check_transfer(trainer, rollout, folder, 3)
 
 
-def test_a_link_survives_plain_values():
-    link = WeightLink("host", 1, make(1, 64), 3.0, first_sink=2)
-    assert WeightLink.from_plain(**link.to_plain()) == link
-    assert WeightLink.from_plain(**link.to_plain()) != replace(link, port=2)
+def test_an_engine_that_comes_later_gets_a_link_of_its_own(trainer, rollout, sinks, folder):
+    connect(trainer, rollout, sinks)
+    check_transfer(trainer, rollout, folder, 1)
+    shape = ModelShape.from_folder(folder)
+    late = [rollout_layout(shape, 0, 1)]
+    alone = FakeRollout(late)
+    connect(trainer, alone, late)
+    trainer.send(folder, 1)
+    assert alone.receive(1) == [None]
+    assert alone.mismatches(trainer.digests()) == [[]]
+    alone.close()
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(trainer, rollout, sinks):
+    start_s = time.monotonic()
+    link = trainer.connect(sinks, away=[1], timeout_s=SHORT_S)
+    with pytest.raises(RuntimeError, match=r"the 4 ranks did not meet .* within 5 s.*rank 1\b"):
+        rollout.join(link)
+    (error,) = trainer.results()
+    assert "rank 0 of the weight transfer" in str(error)
+    assert "missing: rank 1:" in str(error)
+    assert time.monotonic() - start_s < DEADLINE_S
+
+
+def test_rollout_ranks_that_do_not_come_are_named_by_the_trainer(trainer, sinks):
+    trainer.connect(sinks, timeout_s=SHORT_S)
+    for error in trainer.results():
+        assert isinstance(error, RuntimeError)
+        assert "missing: rank 2, 3:" in str(error)
+
+
+def test_a_meeting_point_that_does_not_answer(trainer, sinks):
+    store = open_store("127.0.0.1", 1.0)
+    link = WeightLink(
+        address="127.0.0.1",
+        port=store.port,
+        key="gone",
+        plan=trainer.plan(sinks, 1000),
+        timeout_s=1.0,
+    )
+    del store
+    with pytest.raises(RuntimeError, match=r"rank 2 of .* did not meet.*did not answer"):
+        join(link, 2, sinks[0])
+
+
+def test_a_rank_that_was_killed_before_is_named(trainer, rollout, sinks, folder):
+    connect(trainer, rollout, sinks)
+    trainer.kill(1)
+    start_s = time.monotonic()
+    trainer.send(folder, 1)
+    check_death(rollout.receive(1), trainer.results(), start_s)
+
+
+def test_a_rank_that_is_killed_in_the_middle_is_named(trainer, rollout, sinks, folder):
+    connect(trainer, rollout, sinks, bucket_bytes=2000)
+    start_s = time.monotonic()
+    trainer.send(folder, 1, fault=FRAME)
+    errors = rollout.receive(1)
+    check_death(errors, trainer.results(), start_s)
+    assert trainer.processes[1].exitcode == 9
+
+
+def check_death(errors, answers, start_s):
+    assert time.monotonic() - start_s < DEADLINE_S  # nobody waits for it
+    assert any("could not receive from rank 1 bucket" in str(error) for error in errors)
+    assert any("trainer rank 1 is gone" in str(answer) for answer in answers)
+
+
+def test_after_a_death_all_meet_again(trainer, rollout, sinks, folder):
+    trainer.kill(0)  # with the meeting point
+    assert trainer.revive() == [0]
+    connect(trainer, rollout, sinks)
+    check_transfer(trainer, rollout, folder, 1)
+
+
+def test_a_plan_from_another_layout_is_refused_by_its_rank(trainer, rollout, sinks):
+    """Names of two tensors exchanged that are not cut alike."""
+    wrong = [
+        replace(shard, blocks=tuple(replace(b, hf_rect=_up(b.hf_rect)) for b in shard.blocks))
+        for shard in sinks[0]
+    ]
+    link = trainer.connect(sinks)
+    rollout.landings[0].layout = wrong
+    with pytest.raises(ValueError, match=r"rank 2 of the weight transfer: .*lies in no block"):
+        rollout.join(link)
+    trainer.wait_joined()
+
+
+def _up(rect):
+    return rect.shifted((0,) * len(rect.start), (1,) * len(rect.start))
+
+
+def test_a_link_survives_plain_values(trainer, sinks):
+    link = WeightLink(
+        address="host",
+        port=1,
+        key="k",
+        plan=trainer.plan(sinks, 1000),
+        timeout_s=3.0,
+        first_sink=2,
+        locations=(Location(0), Location(1, 3)),
+    )
+    plain = link.to_plain()
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    assert WeightLink.from_plain(**plain) == link
+    assert WeightLink.from_plain(**plain) != replace(link, port=2)
+
+
+def test_join_makes_a_courier_of_the_rank(trainer, rollout, sinks):
+    connect(trainer, rollout, sinks)
+    assert [courier.rank for courier in rollout.couriers] == [2, 3]
+    assert all(isinstance(courier, Courier) for courier in rollout.couriers)

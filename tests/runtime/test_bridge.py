@@ -1,4 +1,4 @@
-"""The bridge over real process groups: two tensor-parallel ranks to two sinks, without vLLM."""
+"""The bridge over real process groups: two tensor-parallel ranks to sinks, without vLLM."""
 
 import json
 import time
@@ -9,13 +9,18 @@ import torch
 
 from mega_agentrl.config.schema import ClusterConfig, EngineConfig, ModelConfig, TrainConfig
 from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes, megatron_layout
+from mega_agentrl.reshard.names import EMBEDDING, hf_shapes, megatron_layout
 from mega_agentrl.reshard.place import Place
-from mega_agentrl.reshard.transport import ShardReceiver
+from mega_agentrl.reshard.proof import Regions
+from mega_agentrl.reshard.transport import join
+from mega_agentrl.reshard.whereabouts import here
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.policy_group import PolicyActor, PolicyGroup
 from mega_agentrl.runtime.remote import RemoteError
+from tests.reshard.fake_rollout import PlainLanding
+from tests.reshard.faults import cut
+from tests.reshard.rollout_cuts import rollout_layout
 
 NUM_RANKS = 2
 
@@ -27,29 +32,39 @@ def hf_tensors(folder, version):
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def logps_of(embedding, prompt):
+    """Stands for a model's log-probs: they depend on the weights and on the tokens."""
+    return [float(embedding[token].sum()) for token in prompt[1:]]
+
+
 class Shards:
     """What `PolicyRank` offers the bridge, with weights that follow `set_version`."""
 
     def __init__(self, folder, rank):
-        self.folder = folder
+        self.folder, self.rank, self.shift = folder, rank, 0
         shape = ModelShape.from_folder(folder)
         self.shards = megatron_layout(shape, Place(tensor_rank=rank, tensor_size=NUM_RANKS))
         self.set_version(0)
 
-    def set_version(self, version):
-        tensors = hf_tensors(self.folder, version)
-        self.parameters = {}
-        for shard in self.shards:
-            local = torch.zeros(shard.shape)
-            for block in shard.blocks:
-                local[block.local_rect.slices] = tensors[block.hf_name][block.hf_rect.slices]
-            self.parameters[shard.name] = local
+    def set_version(self, version, drift=False):
+        self.tensors = hf_tensors(self.folder, version)
+        self.parameters = cut(self.shards, self.tensors)
+        if drift and self.rank:
+            self.parameters["decoder.final_layernorm.weight"] += 1e-6
 
     def layout(self):
         return self.shards
 
     def parameter(self, name):
         return self.parameters[name]
+
+    def probe(self, prompt):
+        embedding = self.tensors[EMBEDDING].roll(self.shift, 0)
+        return None if self.rank else logps_of(embedding, prompt)
+
+    def mean_rows_shifted_by(self, shift):
+        """Use other rows for a token than the checkpoint means."""
+        self.shift = shift
 
 
 class Rank(PolicyActor):
@@ -59,19 +74,62 @@ class Rank(PolicyActor):
 
 @ray.remote(num_cpus=0)
 class Sink:
-    """The receiving half of an engine with one worker."""
+    """An engine with one worker; notes what it is told to do."""
+
+    def __init__(self, folder):
+        self.wanted = rollout_layout(ModelShape.from_folder(folder), 0, 1)
+        self.landing = PlainLanding(self.wanted)
+        self.told, self.mutilated = [], None
+
+    def start(self, model_path, seed):
+        self.told.append("start")
 
     def call(self, method, *args):
+        self.told.append(method)
         return getattr(self, method)(*args)
 
+    def layout(self):
+        return [(self.wanted, here())]
+
     def connect_weights(self, link):
-        self.receiver = ShardReceiver.join(link, sink=0)
+        self.courier = join(link, link.plan.num_sources + link.first_sink, self.wanted)
+        self.regions = Regions(self.wanted, link.plan.dtype_of)
 
     def receive_weights(self, version):
-        self.tensors = dict(self.receiver.receive(version))
+        self.regions.clear()
+        try:
+            self.courier.receive(self.landing, version)
+        except (RuntimeError, ValueError):
+            self.courier.close()
+            raise
+        if self.mutilated:
+            self.landing.params[self.mutilated] += 1e-6
+        self.regions.take((shard, self.landing.params[shard.name]) for shard in self.wanted)
+
+    def confirm_weights(self, version, expected):
+        if wrong := self.regions.mismatches(expected[0]):
+            raise RuntimeError(f"proof failed: {wrong[0]}")
+
+    def probe(self, prompt):
+        return logps_of(self.landing.params[EMBEDDING], prompt)
+
+    def mutilate(self, name):
+        self.mutilated = name
+
+    def pause(self):
+        pass
+
+    def resume(self):
+        pass
+
+    def refuse(self, reason):
+        self.told.append(reason)
 
     def received(self):
-        return self.tensors
+        return self.landing.params
+
+    def history(self):
+        return [word for word in self.told if word != "history"]
 
 
 @pytest.fixture
@@ -98,60 +156,124 @@ def sides(ray_local, tmp_path):
         engine=EngineConfig(tensor=1),
         cluster=ClusterConfig(num_engines=2, actor_deadline_s=60),
     )
+    config.weights.deadline_s = 10.0
     rank_class = ray.remote(num_cpus=0)(Rank)
     ranks = [
         rank_class.remote(config, rank, NUM_RANKS, str(tmp_path / f"{rank}.log"))
         for rank in range(NUM_RANKS)
     ]
     ray.get([rank.start.remote("", 0) for rank in ranks], timeout=60)
-    sinks = [Sink.remote() for _ in range(2)]
-    yield PolicyGroup(ranks, config), GeneratorGroup(sinks, config), config, sinks
-    for actor in [*ranks, *sinks]:
+    made = []
+
+    def spawn(index):
+        made.append(Sink.remote(tmp_path))
+        return made[-1]
+
+    sinks = [spawn(0), spawn(1)]
+    policy, engines = PolicyGroup(ranks, config), GeneratorGroup(sinks, config, spawn)
+    yield policy, engines, WeightBridge(policy, engines, config, dtype="float32")
+    for actor in [*ranks, *made]:
         ray.kill(actor)
 
 
-def test_every_engine_gets_every_tensor_of_each_version(sides, tmp_path):
-    policy, engines, config, sinks = sides
-    bridge = WeightBridge(policy, engines, config, dtype="float32")
-    bridge.connect()
+def ask(engines, index, method, *args):
+    (answer,) = ray.get(list(engines.start_call(method, *args, only=[index]).values()), timeout=30)
+    return answer
+
+
+def check_received(engines, folder, version, only=(0, 1)):
+    shape = ModelShape.from_folder(folder)
+    expected = cut(rollout_layout(shape, 0, 1), hf_tensors(folder, version))
+    for index in only:
+        received = ask(engines, index, "received")
+        assert received.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(received[name], tensor), name
+
+
+def test_every_engine_gets_its_bytes_of_each_version(sides, tmp_path):
+    policy, engines, bridge = sides
+    own = sum(4 * t.numel() for t in hf_tensors(tmp_path, 1).values())
     for version in (1, 2):
         policy.call_all("set_version", version)
         sent = bridge.send(engines, version)
-        expected = hf_tensors(tmp_path, version)
         assert engines.version == version
-        assert sent["bytes_per_worker"] == sum(4 * t.numel() for t in expected.values())
-        for sink in sinks:
-            received = ray.get(sink.received.remote(), timeout=30)
-            assert received.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(received[name], tensor), name
+        assert sent["bytes_per_worker"] == own
+        assert sent["probe_gap"] == 0
+        assert sent["seconds"] > 0
+        check_received(engines, tmp_path, version)
+    order = ["layout", "connect_weights"]
+    order += ["pause", "receive_weights", "confirm_weights", "probe", "resume"] * 2
+    assert [word for word in ask(engines, 0, "history") if word != "received"] == order
 
 
-def kill(actor):
-    """Kill an actor and wait until it is dead: what comes before that may well succeed."""
-    ray.kill(actor)
-    ends_at = time.monotonic() + 60
-    while time.monotonic() < ends_at:
-        try:
-            ray.get(actor.layout.remote(), timeout=60)
-        except ray.exceptions.RayActorError:
-            return
-    raise AssertionError("the actor is still alive")
+def test_an_engine_that_holds_something_else_is_refused_and_recovers(sides, tmp_path):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    ask(engines, 1, "mutilate", "model.layers.1.mlp.down_proj.weight")
+    with pytest.raises(RemoteError, match=r"version 2 failed on engine 1.*layers\.1\.mlp\.down"):
+        bridge.send(engines, 2)
+    assert engines.version == 1
+    for index in (0, 1):
+        assert "the update to version 2 failed" in ask(engines, index, "history")[-1]
+    ask(engines, 1, "mutilate", None)
+    policy.call_all("set_version", 3)
+    bridge.send(engines, 3)
+    check_received(engines, tmp_path, 3)
 
 
-def test_a_dead_rank_is_named_and_the_version_stays(sides):
-    policy, engines, config, _ = sides
-    bridge = WeightBridge(policy, engines, config, dtype="float32")
-    bridge.connect()
-    kill(policy._actors[1])
-    with pytest.raises(RemoteError, match=r"transfer of weight version 1.*(rank 1|engine \d)"):
+def test_replicas_that_drifted_apart_are_named(sides):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1, True)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.* trainer ranks 0 and 1"):
         bridge.send(engines, 1)
-    assert engines.version == 0
+    assert "drifted apart" in ask(engines, 0, "history")[-1]
 
 
-def test_only_the_attached_generator_is_served(sides):
-    policy, engines, config, _ = sides
-    bridge = WeightBridge(policy, engines, config, dtype="float32")
+def test_the_probe_sees_what_digests_cannot(sides):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1)
+    policy.call_all("mean_rows_shifted_by", 1)
+    with pytest.raises(ValueError, match=r"probe: engine [01] gives a fixed prompt other"):
+        bridge.send(engines, 1)
+    assert "probe: engine" in ask(engines, 0, "history")[-1]
+    assert ask(engines, 0, "history").count("resume") == 0
+    policy.call_all("mean_rows_shifted_by", 0)
+    assert bridge.send(engines, 1)["probe_gap"] == 0
+
+
+def test_new_and_replaced_engines_get_the_current_version_and_the_others_go_on(sides, tmp_path):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    before = ask(engines, 0, "history")
+    replaced, starting = engines.begin_replace(1)
+    assert (replaced, engines.admitted) == (1, [0])
+    engines.finish_start(starting)
+    added, starting = engines.begin_replace()
+    engines.finish_start(starting)
+    bridge.welcome([replaced, added])
+    check_received(engines, tmp_path, 1, only=(1, 2))
+    assert ask(engines, 0, "history") == before
+    engines.admit(replaced)
+    engines.admit(added)
+    policy.call_all("set_version", 2)
+    bridge.send(engines, 2)
+    check_received(engines, tmp_path, 2, only=(0, 1, 2))
+
+
+def test_a_dead_policy_rank_is_named_and_the_engines_refuse(sides):
+    policy, engines, bridge = sides
     bridge.connect()
-    with pytest.raises(ValueError, match="the generator this policy is attached to"):
-        bridge.send(GeneratorGroup([], config), 1)
+    ray.kill(policy._actors[1])
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match=r"rank 1"):
+        bridge.send(engines, 1)
+    assert time.monotonic() - start < 60
+
+
+def test_another_generator_is_refused(sides):
+    _, _, bridge = sides
+    with pytest.raises(ValueError, match="attached to"):
+        bridge.send(object(), 1)

@@ -27,6 +27,9 @@ class Engine:
             raise RuntimeError("out of blocks")
         return self.index
 
+    async def start(self, model_path, seed):
+        pass
+
     async def seen(self):
         return self.calls
 
@@ -67,6 +70,28 @@ async def test_dead_engine_is_named(ray_local):
     ray.kill(actors[0])
     with pytest.raises(RemoteError, match="engine 0 died"):
         await engines.generate(request("a/0"))
+
+
+async def test_a_replaced_engine_gets_requests_once_it_is_admitted(ray_local):
+    engines, actors = group(2)
+    engines._spawn = Engine.remote
+    homes = await asyncio.gather(*(engines.generate(request(f"{key}/0")) for key in "ab"))
+    assert homes == [0, 1]
+    index, starting = engines.begin_replace(1)
+    engines.finish_start(starting)
+    assert engines.admitted == [0]
+    # Its prompts move to the other engine, and stay there.
+    assert {await engines.generate(request(f"{key}/1")) for key in "abcd"} == {0}
+    await engines.pause()
+    engines.admit(index)
+    assert await engines.generate(request("b/2")) == 0
+    running = [asyncio.create_task(engines.generate(request(f"hang{n}/0"))) for n in range(2)]
+    await asyncio.sleep(0.5)
+    assert len(ray.get(engines._actors[1].seen.remote())) == 1
+    for task in running:
+        task.cancel()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actors[1].seen.remote())
 
 
 async def test_abort_reaches_the_engine_that_runs_the_request(ray_local):

@@ -1,0 +1,212 @@
+"""Proof that rollout ranks hold what trainer ranks hold: digests that know nothing of the plan.
+
+A region is a rectangle of a Hugging Face tensor that a rollout rank holds in one block. For
+every region
+
+    rollout rank    sums over the values it has received                    `Regions.digests`
+    trainer ranks   sum over the cells of the region that they hold         `Witness.testify`
+    driver          adds up one holder of each cell, and compares replicas  `Court.expected`
+    rollout rank    compares, and serves only then                          `Regions.check`
+
+From the layouts of both sides alone: which bucket carried what, over which hops, does not enter,
+so a plan that is wrong is found as well as bytes that are. A cell is what a region and a block
+of a trainer rank have in common.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mega_agentrl.reshard.delivery import Piece, Places
+from mega_agentrl.reshard.digest import digests
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.layout import Rect, ShardLayout
+
+Layout = Sequence["ShardLayout"]
+Shards = Mapping[str, torch.Tensor]
+
+
+class Region(NamedTuple):
+    """`rect` of tensor `hf_name`."""
+
+    hf_name: str
+    rect: Rect
+
+
+class Cell(NamedTuple):
+    """The part `rect` of the region with this number."""
+
+    region: int
+    rect: Rect
+
+
+def regions_of(layout: Layout) -> list[Region]:
+    """What a rank holds, block by block, each rectangle once, in an order all agree on."""
+    return sorted({Region(block.hf_name, block.hf_rect) for s in layout for block in s.blocks})
+
+
+def all_regions(layouts: Iterable[Layout]) -> list[Region]:
+    """Regions of all ranks, each once."""
+    return sorted({region for layout in layouts for region in regions_of(layout)})
+
+
+def regions_near(layout: Layout, regions: Sequence[Region]) -> list[Region]:
+    """Those of the tensors that a trainer rank holds something of, in order."""
+    names = {block.hf_name for shard in layout for block in shard.blocks}
+    return [region for region in regions if region.hf_name in names]
+
+
+class Regions:
+    """The rollout rank's side. dtype_of: wire type by tensor name."""
+
+    def __init__(self, layout: Layout, dtype_of: Mapping[str, str]) -> None:
+        self.regions = regions_of(layout)
+        self._number = {region: number for number, region in enumerate(self.regions)}
+        self._dtype_of = dtype_of
+        self._found = np.zeros((len(self.regions), 2), dtype=np.uint32)
+        self._seen = np.zeros(len(self.regions), dtype=bool)
+
+    def clear(self) -> None:
+        """Forget all digests."""
+        self._seen[:] = False
+
+    def take(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
+        """Work out the digests of all blocks of some parameters, from the values they hold.
+
+        Raises `ValueError` where a region has two places that differ.
+        """
+        regions, items = [], []
+        for shard, values in shards:
+            for block in shard.blocks:
+                regions.append(Region(block.hf_name, block.hf_rect))
+                held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
+                dtype = getattr(torch, self._dtype_of[block.hf_name])
+                items.append((held.to(dtype), block.hf_rect))
+        for region, found in zip(regions, digests(items), strict=True):
+            number = self._number[region]
+            if self._seen[number] and (self._found[number] != found).any():
+                raise ValueError(
+                    f"{region.hf_name} {region.rect} is held twice by this rank, and differently"
+                )
+            self._found[number], self._seen[number] = found, True
+
+    def mismatches(self, expected: np.ndarray) -> list[Region]:
+        """Regions that are not as expected, or of which no digest was taken.
+
+        expected: [regions, 2] uint32 in the order of `regions`.
+        """
+        wrong = ~self._seen | (self._found != expected).any(axis=1)
+        return [self.regions[number] for number in np.flatnonzero(wrong)]
+
+
+class Witness:
+    """A trainer rank's side: the cells of given regions that it holds, by its own layout."""
+
+    def __init__(
+        self, layout: Layout, regions: Sequence[Region], dtype_of: Mapping[str, str]
+    ) -> None:
+        self.cells = cells_of(layout, regions)
+        self._dtype_of = dtype_of
+        places = Places(layout)
+        self._places = [
+            (places.find(Piece(regions[cell.region].hf_name, cell.rect, 0))[0], cell.rect, name)
+            for cell in self.cells
+            for name in [regions[cell.region].hf_name]
+        ]
+
+    def testify(self, parameter: Callable[[str], torch.Tensor]) -> np.ndarray:
+        """[cells, 2] uint32. parameter: the rank's shard of a name."""
+        return digests(
+            (
+                parameter(place.param)
+                .detach()[place.rect.slices]
+                .reshape(rect.shape)
+                .to(getattr(torch, self._dtype_of[name])),
+                rect,
+            )
+            for place, rect, name in self._places
+        )
+
+
+def cells_of(layout: Layout, regions: Sequence[Region]) -> list[Cell]:
+    """Cells of the regions that a trainer rank holds, ascending, each once."""
+    blocks: dict[str, list[Rect]] = defaultdict(list)
+    for shard in layout:
+        for block in shard.blocks:
+            blocks[block.hf_name].append(block.hf_rect)
+    common = (
+        (number, rect.intersect(region.rect))
+        for number, region in enumerate(regions)
+        for rect in blocks.get(region.hf_name, ())
+    )
+    return sorted({Cell(number, rect) for number, rect in common if rect is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a digest stands: in the answer of which rank, and at which place."""
+
+    rank: int
+    position: int
+
+
+class Court:
+    """The driver's side. layouts: of all trainer ranks.
+
+    Raises `ValueError` for a region of which the trainer ranks do not hold every element once,
+    replicas aside.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._holders: dict[Cell, list[_Entry]] = defaultdict(list)
+        for rank, layout in enumerate(layouts):
+            for position, cell in enumerate(cells_of(layout, regions)):
+                self._holders[cell].append(_Entry(rank, position))
+        held = [0] * len(regions)
+        for cell in self._holders:
+            held[cell.region] += cell.rect.numel
+        for region, count in zip(regions, held, strict=True):
+            if count != region.rect.numel:
+                raise ValueError(
+                    f"proof of {region.hf_name} {region.rect}: trainer ranks hold {count} elements "
+                    f"of it, expected {region.rect.numel}; probable cause: ranks that are cut "
+                    "differently, or layouts of two different models"
+                )
+
+    def expected(self, testimonies: Sequence[np.ndarray]) -> dict[Region, tuple[int, int]]:
+        """Digest of each region. testimonies: of all trainer ranks, in order.
+
+        Raises `ValueError` where two ranks hold different values of the same cell.
+        """
+        sums = np.zeros((len(self._regions), 2), dtype=np.uint32)
+        for cell, holders in self._holders.items():
+            first = holders[0]
+            said = testimonies[first.rank][first.position]
+            for other in holders[1:]:
+                if (testimonies[other.rank][other.position] != said).any():
+                    region = self._regions[cell.region]
+                    raise ValueError(
+                        f"proof of {region.hf_name} {cell.rect}: trainer ranks {first.rank} and "
+                        f"{other.rank} should hold the same values and do not; probable cause: "
+                        "replicas that have drifted apart in training"
+                    )
+            sums[cell.region] += said
+        return {
+            region: (int(one), int(two))
+            for region, (one, two) in zip(self._regions, sums, strict=True)
+        }
+
+
+def expected_of(
+    regions: Sequence[Region], digest_of: Mapping[Region, tuple[int, int]]
+) -> np.ndarray:
+    """[regions, 2] uint32 for `Regions.mismatches`."""
+    return np.array([digest_of[region] for region in regions], dtype=np.uint32).reshape(-1, 2)

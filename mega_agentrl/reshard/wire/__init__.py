@@ -1,0 +1,1 @@
+"""Ways from one rank to another for a bucket of bytes: one interface, a module a technology."""

@@ -1,0 +1,245 @@
+"""200 random faults over real gloo processes: each is caught before anything could be served,
+the message names what was hit, and the next transfer is right, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mega_agentrl.reshard.model_shape import ModelShape
+from tests.reshard.fake_rollout import FakeRollout
+from tests.reshard.fake_trainer import FakeTrainer
+from tests.reshard.faults import (
+    CONTENT_FAULTS,
+    FRAME_FAULTS,
+    TOLD_FAULTS,
+    Fault,
+    aimed,
+    can_hit,
+    cut,
+)
+from tests.reshard.rollout_cuts import rollout_layout
+from tests.tiny_models import make_tiny_model
+
+NUM_TRAINER = 4
+DEADLINE_S = 20.0
+SHORT_S = 3.0
+BUCKET_BYTES = (500, 2000, 6000)
+KINDS = CONTENT_FAULTS + FRAME_FAULTS + TOLD_FAULTS
+PASSED_ON = ("flip", "drop", "twice", "stale", "reorder")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trainer ranks TP2 x PP2 of a model, to `engines` of `tensor` ranks each. one_target: every
+    trainer rank sends to one rollout rank, so that nothing can go astray.
+    """
+
+    model: str
+    tensor: int
+    engines: int
+    dtype: str
+    one_target: bool = False
+    num_faults: int = 40
+
+
+CASES = [
+    Case("qwen3", 2, 1, "float32", one_target=True),
+    Case("qwen3", 1, 2, "bfloat16", one_target=True),
+    Case("qwen3_moe", 2, 1, "bfloat16"),
+    Case("qwen3_moe", 1, 2, "float32", one_target=True),
+    Case("qwen3", 4, 1, "bfloat16"),
+]
+
+
+def faults_of(case):
+    """One kill, every other kind, and more at random; some on frames that rollout ranks pass on."""
+    generator = random.Random(f"faults of {case}")
+    possible = [kind for kind in KINDS if kind != "astray" or not case.one_target]
+    kinds = [*possible, *("passed on",) * 4]
+    again = [kind for kind in possible if kind != "kill"]
+    kinds += generator.choices(again, k=case.num_faults - len(kinds))
+    generator.shuffle(kinds)
+    for kind in kinds:
+        frame, bit = generator.randrange(10**6), generator.randrange(10**9)
+        rank = generator.randrange(NUM_TRAINER)
+        if kind == "passed on":
+            kind, rank = generator.choice(PASSED_ON), None
+        yield kind, rank, frame, bit, generator.choice(BUCKET_BYTES)
+
+
+def test_there_are_two_hundred_faults_and_all_kinds():
+    faults = [fault for case in CASES for fault in faults_of(case)]
+    count = Counter(kind for kind, *_ in faults)
+    assert len(faults) == 200
+    assert count.keys() == set(KINDS)
+    assert min(count.values()) == count["kill"] == len(CASES)
+    assert sum(rank is None for _, rank, *_ in faults) == 20
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two sets of weights of each model."""
+    made = {}
+    for model in ("qwen3", "qwen3_moe"):
+        paths = [tmp_path_factory.mktemp(f"{model}_{seed}") for seed in (1, 2)]
+        made[model] = [
+            make_tiny_model(model, path, tied=model == "qwen3", num_hidden_layers=2, seed=seed)
+            for seed, path in enumerate(paths)
+        ]
+    return made
+
+
+@pytest.fixture(scope="module")
+def trainer(folders):
+    trainer = FakeTrainer(folders["qwen3"][0], timeout_s=DEADLINE_S)
+    yield trainer
+    trainer.close()
+
+
+class Line:
+    """Trainer and rollout ranks of a case, link after link."""
+
+    def __init__(self, case, trainer, folders):
+        shape = ModelShape.from_folder(folders[0])
+        layouts = [rollout_layout(shape, rank, case.tensor) for rank in range(case.tensor)]
+        self.sinks = layouts * case.engines
+        self.dtype = getattr(torch, case.dtype)
+        self.folders = folders
+        self.trainer = trainer
+        trainer.use(folders[0], case.dtype)
+        self.rollout = FakeRollout(self.sinks, self.dtype)
+        self.version = 0
+        tensors = [load_file(folder / "model.safetensors") for folder in folders]
+        self.right = [[cut(layout, t) for layout in self.sinks] for t in tensors]
+
+    def connect(self, bucket_bytes, fault=None):
+        """Returns what the trainer ranks say."""
+        link = self.trainer.connect(self.sinks, bucket_bytes=bucket_bytes, fault=fault)
+        self.rollout.join(link)
+        for courier in self.rollout.couriers if fault else ():
+            courier._timeout_s = SHORT_S  # who was told nonsense may leave others without a frame
+        self.plan, self.bucket_bytes = link.plan, bucket_bytes
+        return [a for a in self.trainer.results() if isinstance(a, Exception)]
+
+    def transfer(self, fault=None):
+        """Errors of all ranks, and regions that differ by rollout rank."""
+        self.version += 1
+        ours = fault if fault and fault.rank < NUM_TRAINER else None
+        self.trainer.send(self.folders[self.version % 2], self.version, fault=ours)
+        errors = self.rollout.receive(self.version, fault=None if ours else fault)
+        if any(errors):
+            self.rollout.leave()
+        answers = self.trainer.results()
+        errors = [e for e in [*errors, *answers] if isinstance(e, Exception)]
+        if errors:
+            return errors, {}
+        wrong = self.rollout.mismatches(self.trainer.expected(answers))
+        return [], {NUM_TRAINER + sink: found for sink, found in enumerate(wrong) if found}
+
+    def check_all_is_right(self):
+        assert self.transfer() == ([], {})
+        for landing, right in zip(self.rollout.landings, self.right[self.version % 2], strict=True):
+            assert landing.params.keys() == right.keys()
+            for name, values in right.items():
+                assert torch.equal(bits(landing.params[name]), bits(values.to(self.dtype))), name
+
+
+def bits(values):
+    return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model}-{c.engines}xTP{c.tensor}")
+def test_every_fault_is_caught_and_named_and_the_next_transfer_is_right(case, trainer, folders):
+    line = Line(case, trainer, folders[case.model])
+    caught = Counter()
+    line.connect(BUCKET_BYTES[0])
+    line.check_all_is_right()
+    for kind, rank, frame, bit, bucket_bytes in faults_of(case):
+        rank = a_rank(line.plan, kind, rank, frame)
+        caught[hit_by(Fault(kind=kind, rank=rank, frame=frame, bit=bit), line)] += 1
+        trainer.revive()
+        assert not line.connect(bucket_bytes)
+        line.check_all_is_right()
+    line.rollout.close()
+    assert caught.total() == case.num_faults
+    assert min(caught[way] for way in ("header", "proof", "gone")) > 0
+
+
+def a_rank(plan, kind, rank, frame):
+    """The rank that was drawn (None: one that passes something on), if the fault can hit it."""
+    ranks = plan.sinks if rank is None else [(rank + n) % NUM_TRAINER for n in range(NUM_TRAINER)]
+    able = [one for one in ranks if can_hit(kind, one, plan)]
+    return able[frame % len(able)] if rank is None else able[0]
+
+
+def hit_by(fault, line):
+    """How a fault showed; the link is broken afterwards."""
+    plan = line.plan
+    if fault.kind in TOLD_FAULTS:
+        if refused := line.connect(line.bucket_bytes, fault):
+            check_refusal(fault, plan, line.trainer.layouts[fault.rank], refused)
+            return "join"
+    errors, wrong = line.transfer(fault)
+    assert errors or wrong, f"{fault} was missed"
+    messages = [str(error) for error in errors]
+    if fault.kind == "kill":
+        assert line.trainer.processes[fault.rank].exitcode == 9
+        check_named(fault, aimed(fault, plan)[1], messages, "could not receive from rank")
+        return "gone"
+    hit = line.rollout.hit if fault.rank >= NUM_TRAINER else line.trainer.hit
+    assert hit is not None
+    if errors:
+        assert fault.kind not in (*CONTENT_FAULTS, "names")
+        check_named(fault, hit, messages, "expected")
+        return "header"
+    assert fault.kind in (*CONTENT_FAULTS, *TOLD_FAULTS)
+    check_proof(fault, hit, line.rollout, wrong)
+    return "proof"
+
+
+def check_refusal(fault, plan, layout, refused):
+    """A rank that was told nonsense says so when it joins, and nobody else complains."""
+    told_plan, told_layout = fault.spoil(fault.rank, plan, layout)
+    right, told = (
+        {piece for bucket in p.buckets for piece in bucket.pieces}
+        | {block for shard in shards for block in shard.blocks}
+        for p, shards in ((plan, layout), (told_plan, told_layout))
+    )
+    suspects = {item.hf_name for item in right ^ told}
+    (error,) = refused
+    assert any(f"{name} Rect" in str(error) for name in suspects), (suspects, error)
+    assert f"rank {fault.rank}" in str(error)
+
+
+def check_named(fault, hit, messages, why):
+    """One of the ranks that were hit names itself, the sender, and bucket and tensor."""
+    for target in hit.targets:
+        start = f"rank {target} could not receive from rank {fault.rank} "
+        for message in messages:
+            if start in message and why in message and (named(hit, message) or why != "expected"):
+                return
+    raise AssertionError(f"{fault} hit {hit}, but the messages are\n" + "\n".join(messages))
+
+
+def named(hit, message):
+    """As the bucket that was expected, with its first tensor, or as the one that came instead."""
+    expected = any(f"bucket {bucket} (from " in message for bucket in hit.buckets)
+    return (expected and any(f"(from {name} " in message for name in hit.names)) or any(
+        f": bucket {bucket} came instead" in message for bucket in hit.buckets
+    )
+
+
+def check_proof(fault, hit, rollout, wrong):
+    """Exactly the tensors that were hit, on the ranks that got them, with their source."""
+    assert {region.hf_name for regions in wrong.values() for region in regions} == hit.names
+    for target in hit.targets:
+        assert {region.hf_name for region in wrong[target]} <= hit.names
+        ways = [rollout.couriers[target - NUM_TRAINER].sources_of(name) for name in hit.names]
+        assert any(hit.buckets & set(way.get(fault.rank, ())) for way in ways)

@@ -1,0 +1,183 @@
+"""Pieces land where the layout says, and a module is processed when it has all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+
+from mega_agentrl.generator.landing import ModuleLanding, pack_experts_again
+from mega_agentrl.reshard.delivery import Place
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.proof import Regions
+
+ROWS, COLUMNS = 4, 3
+
+
+def block(name, rows, at=0):
+    rect = Rect((0, 0), (rows, COLUMNS))
+    return Block(name, rect, Rect((at, 0), (at + rows, COLUMNS)))
+
+
+LAYOUT = [
+    # Two tensors of two rows over each other; one of three rows and one of padding; a vector.
+    ShardLayout("fused.weight", (ROWS, COLUMNS), (block("a", 2), block("b", 2, at=2))),
+    ShardLayout("padded.weight", (ROWS, COLUMNS), (block("c", 3),)),
+    ShardLayout("norm.scale", (5,), (Block("d", Rect((0,), (5,)), Rect((0,), (5,))),)),
+]
+WHOLE = {
+    Place(shard.name, one.local_rect): torch.arange(1.0, 1 + one.local_rect.numel).reshape(
+        one.local_rect.shape
+    )
+    for shard in LAYOUT
+    for one in shard.blocks
+}
+
+
+class Model(nn.Module):
+    """Parameters as a loader wants them, full of a value that no piece has."""
+
+    def __init__(self):
+        super().__init__()
+        for shard in LAYOUT:
+            path, _, name = shard.name.partition(".")
+            module = nn.Module()
+            module.register_parameter(
+                name, nn.Parameter(torch.full(shard.shape, -7.0), requires_grad=False)
+            )
+            self.add_module(path, module)
+
+
+@pytest.fixture
+def model():
+    model = Model()
+    record_metadata_for_reloading(model)
+    return model
+
+
+@pytest.fixture
+def regions():
+    return Regions(LAYOUT, dict.fromkeys("abcd", "float32"))
+
+
+def begun(model, regions, layout=LAYOUT):
+    landing = ModuleLanding(model, layout, regions)
+    initialize_layerwise_reload(model)
+    landing.begin()
+    return landing
+
+
+def digests_of_whole():
+    regions = Regions(LAYOUT, dict.fromkeys("abcd", "float32"))
+    value = {shard.name: torch.zeros(shard.shape) for shard in LAYOUT}
+    for place, values in WHOLE.items():
+        value[place.param][place.rect.slices] = values
+    regions.take((shard, value[shard.name]) for shard in LAYOUT)
+    return value, regions._found
+
+
+def test_everything_lands_and_padding_is_zero(model, regions):
+    kept = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for _ in range(2):  # one update after another
+        landing = begun(model, regions)
+        for place, values in reversed(WHOLE.items()):
+            landing.write(place, values)
+        landing.check_complete()
+        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+        value, expected = digests_of_whole()
+        assert regions.mismatches(expected) == []
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, value[name]), name
+            assert parameter.data_ptr() == kept[name]  # where CUDA graphs expect it
+
+
+def test_a_module_has_memory_between_its_first_and_its_last_piece(model, regions):
+    landing = begun(model, regions)
+    places = [place for place in WHOLE if place.param == "fused.weight"]
+    assert model.fused.weight.is_meta
+    landing.write(places[0], WHOLE[places[0]])
+    assert not model.fused.weight.is_meta
+    assert model.padded.weight.is_meta
+    landing.write(places[1], WHOLE[places[1]])
+    assert model.fused.weight.tolist() == [[1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6]]
+
+
+def test_values_are_brought_to_the_parameter_s_type(regions):
+    model = Model().to(torch.bfloat16)
+    record_metadata_for_reloading(model)
+    landing = begun(model, regions)
+    (place,) = [place for place in WHOLE if place.param == "norm.scale"]
+    landing.write(place, torch.full((5,), 1.00390625))  # between two values of bfloat16
+    assert model.norm.scale.dtype == torch.bfloat16
+    assert model.norm.scale.tolist() == [1.0] * 5
+
+
+def test_a_wrong_value_shows_in_the_digest_of_its_region(model, regions):
+    landing = begun(model, regions)
+    for place, values in WHOLE.items():
+        wrong = place.param == "padded.weight"
+        landing.write(place, values + wrong)
+    _, expected = digests_of_whole()
+    assert [region.hf_name for region in regions.mismatches(expected)] == ["c"]
+
+
+def test_a_hole_is_named(model, regions):
+    landing = begun(model, regions)
+    for place, values in list(WHOLE.items())[1:]:
+        landing.write(place, values)
+    with pytest.raises(ValueError, match=r"fused \(6 elements\), 1 in all.*a hole"):
+        landing.check_complete()
+    _, expected = digests_of_whole()
+    assert {region.hf_name for region in regions.mismatches(expected)} == {"a", "b"}
+
+
+def test_a_piece_too_many_is_named_and_changes_nothing(model, regions):
+    landing = begun(model, regions)
+    for place, values in WHOLE.items():
+        landing.write(place, values)
+    again = next(iter(WHOLE))
+    with pytest.raises(ValueError, match=r"fused\.weight .* 0 elements of its module missing"):
+        landing.write(again, WHOLE[again] + 1)
+    value, _ = digests_of_whole()
+    assert torch.equal(model.fused.weight, value["fused.weight"])
+
+
+def test_an_update_that_was_given_up_leaves_nothing_behind(model, regions):
+    landing = begun(model, regions)
+    place = next(iter(WHOLE))
+    landing.write(place, WHOLE[place])
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    assert torch.equal(model.fused.weight, torch.full((ROWS, COLUMNS), -7.0))
+    test_everything_lands_and_padding_is_zero(model, regions)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "got"),
+    [("fused.weight", (ROWS + 1, COLUMNS), r"\(4, 3\)"), ("norm.bias", (5,), "None")],
+)
+def test_another_shape_than_the_traced_one_is_refused(model, regions, name, shape, got):
+    layout = [ShardLayout(name, shape, (block("a", 2),) if "fused" in name else ())]
+    with pytest.raises(ValueError, match=rf"{name} has shape {got}, expected .* as traced"):
+        begun(model, regions, layout)
+
+
+def test_experts_are_packed_again_on_a_cpu_only():
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2))
+    module.quant_method = SimpleNamespace(moe_kernel=object())
+    pack_experts_again(module.to("meta"))
+    assert module.quant_method.moe_kernel is not None
+    module.weight = nn.Parameter(torch.zeros(2))
+    pack_experts_again(module)
+    assert module.quant_method.moe_kernel is None
+    pack_experts_again(nn.Linear(2, 2))

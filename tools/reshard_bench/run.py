@@ -1,0 +1,276 @@
+"""Drives trainer and engine through memory, transfers and updates by either path.
+
+The driver hosts the engine, so this module is for a process whose environment is prepared for
+vLLM (`generator.environment`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mega_agentrl.batch.probe import probe_prompt
+from mega_agentrl.generator import engine as engine_module
+from mega_agentrl.generator.engine import Engine, engine_args
+from mega_agentrl.reshard.links import Location
+from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.names import hf_shapes
+from mega_agentrl.reshard.plan import plan_delivery
+from mega_agentrl.reshard.proof import Court, all_regions, expected_of, regions_of
+from mega_agentrl.reshard.transport import WeightLink
+from tools.reshard_bench.model import num_params, trainer_layouts
+from tools.reshard_bench.trainer import ADDRESS, TIMEOUT_S, Trainer
+from tools.reshard_bench.usual import OURS, PEERS, schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mega_agentrl.config.schema import EngineConfig
+
+MIB = 1 << 20
+PROBE_TOKENS = 32
+BARE = "ours without proof"
+
+
+def _bench_args(*arguments: Any, **keywords: Any) -> Any:
+    """The product's arguments, with random weights and the bench's methods in the workers."""
+    return replace(
+        engine_args(*arguments, **keywords),
+        load_format="dummy",
+        worker_extension_cls="tools.reshard_bench.worker.BenchExtension",
+    )
+
+
+async def run(
+    chosen: Sequence[Any],
+    results: Any,
+    folder: Path,
+    config: EngineConfig,
+    repeats: int,
+    bucket_bytes: int,
+) -> None:
+    """Fill the results with all that the chosen cases need."""
+    engine_module.engine_args = _bench_args
+    engine = Engine()
+    trainer = Trainer(folder, len(trainer_layouts(ModelShape.from_folder(folder))))
+    try:
+        await engine.start(config, str(folder), seed=1)
+        bench = Bench(engine, trainer, folder, bucket_bytes, results)
+        await bench.prepare()
+        for wire in dict.fromkeys(case.wire for case in chosen):
+            kinds = {case.kind for case in chosen if case.wire == wire}
+            peers = [p for p in PEERS if any(c.peer == p and c.wire == wire for c in chosen)]
+            await bench.measure(wire, kinds, peers, repeats)
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+class Bench:
+    """Both sides, started."""
+
+    def __init__(
+        self, engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int, results: Any
+    ) -> None:
+        self._engine, self._trainer, self._results = engine, trainer, results
+        self._shape = ModelShape.from_folder(folder)
+        self._bucket_bytes = bucket_bytes
+        self._sources = trainer_layouts(self._shape)
+        self._versions = itertools.count(1)
+        self._keys = itertools.count()
+        self._answers: set[tuple[float, ...]] = set()
+        self._prompt = probe_prompt(self._shape.vocab, PROBE_TOKENS)
+        self._parcels = {
+            peer: schedule(peer, self._sources, hf_shapes(self._shape), bucket_bytes)
+            for peer in PEERS
+        }
+
+    async def prepare(self) -> None:
+        """Layouts, watches and the meeting point."""
+        found = await self._engine.layout()
+        self._sinks = [layout for layout, _ in found]
+        self._regions = all_regions(self._sinks)
+        self._court = Court(self._sources, self._regions)
+        await self._workers("bench_install")
+        self._port = self._trainer.call("open")[0]
+        self._trainer.call("meet", self._port)
+        note(f"nccl_m2n is not measured: {m2n_absence()}")
+        note(f"{num_params(self._shape) / 1e6:.0f} M parameters, {len(self._regions)} regions")
+
+    async def measure(self, wire: str, kinds: set[str], peers: list[str], repeats: int) -> None:
+        """Everything over one wire. Memory comes first: it counts buffers that stay afterwards."""
+        paths = (OURS, *peers)
+        for path in paths:
+            await self._memory(wire, path)
+        await self._connect(wire, OURS)
+        if "transfer" in kinds:
+            await self._workers("bench_leave_out", ["packing", "proof"])
+            for repeat in range(repeats + 1):
+                for path in paths:
+                    seconds = await self._transfer(path)
+                    if repeat:  # the first time connects and touches memory
+                        self._results.add("transfer", wire, path, seconds)
+        if kinds & {"update", "packing", "proof"}:
+            for _ in range(repeats):
+                self._trainer.call("advance")
+                await self._updates(wire, (*paths, BARE) if "proof" in kinds else paths)
+        await self._workers("bench_leave_out", [])
+
+    # ---- phases ---------------------------------------------------------------------------
+
+    async def _memory(self, wire: str, path: str) -> None:
+        self._trainer.call("leave")
+        await self._workers("bench_start_peak")
+        self._trainer.call("start_peak")
+        received = await self._connect(wire, path)
+        await self._update(path)
+        peaks = {
+            "rollout": await self._workers("bench_peak"),
+            "trainer": self._trainer.call("peak"),
+        }
+        if path == OURS:
+            spent = await self._workers("bench_spent")
+            received = [worker["received_bytes"] for worker in spent]
+        self._results.add("received", wire, path, max(received) / MIB)
+        for side, values in peaks.items():
+            self._results.add(f"memory/{side}", wire, path, max(values))
+
+    async def _updates(self, wire: str, paths: Sequence[str]) -> None:
+        answers = {}
+        for path in paths:
+            await self._workers("bench_leave_out", ["proof"] if path == BARE else [])
+            trainer_s, workers_s = await self._cpu_s()
+            seconds, proof_s = await self._update(path)
+            spent = await self._workers("bench_spent")
+            answers[path] = await self._engine.probe(self._prompt)
+            await self._engine.resume()
+            packing_s = max(worker["cpu_s"].get("packing", 0.0) for worker in spent)
+            proof_s += sum(worker["cpu_s"].get("proof", 0.0) for worker in spent)
+            trainer_s = sum(self._trainer.call("cpu_s")) - trainer_s
+            workers_s = sum(worker["process_s"] for worker in spent) - workers_s
+            self._results.add("update", wire, path, seconds)
+            self._results.add("packing", wire, path, packing_s)
+            self._results.add("proof", wire, path, proof_s / (trainer_s + workers_s))
+            note(
+                f"update/{wire}/{path}: {seconds:.3f} s; CPU seconds: trainer {trainer_s:.2f}, "
+                f"workers {workers_s:.2f}, of them packing {packing_s:.2f}, proof {proof_s:.3f}"
+            )
+        distinct = set(map(tuple, answers.values()))
+        if len(distinct) != 1 or distinct & self._answers:
+            raise RuntimeError(f"a path brought other weights than the trainer's: {answers}")
+        self._answers |= distinct
+
+    # ---- one movement ---------------------------------------------------------------------
+
+    async def _connect(self, wire: str, path: str) -> list[int]:
+        """Let all ranks meet; returns the bytes that rollout ranks will receive, if known."""
+        key = f"{path}-{next(self._keys)}"
+        if path != OURS:
+            parcels = self._parcels[path]
+            self._trainer.start("join_usual", path, parcels, key, len(self._sinks))
+            answer = await self._workers(
+                "bench_join_usual", path, pickle.dumps(parcels), key, ADDRESS, self._port
+            )
+            await asyncio.to_thread(self._trainer.collect)
+            return answer
+        places = (Location(0),) * (len(self._sources) + len(self._sinks))
+        names = list(hf_shapes(self._shape))
+        plan = plan_delivery(
+            self._sources, self._sinks, places, "float32",
+            names=names, bucket_bytes=self._bucket_bytes,
+        )  # fmt: skip
+        link = WeightLink(
+            address=ADDRESS,
+            port=self._port,
+            key=key,
+            plan=plan,
+            timeout_s=TIMEOUT_S,
+            locations=() if wire == "gloo" else places,
+        )
+        self._trainer.start("join", link, self._regions)
+        await self._engine.connect_weights(link)
+        await asyncio.to_thread(self._trainer.collect)
+        return []
+
+    async def _transfer(self, path: str) -> float:
+        await self._workers("bench_begin")
+        version = next(self._versions)
+        start_s = time.perf_counter()
+        if path == OURS:
+            self._trainer.start("send", version, False)
+            await self._workers("bench_move", version)
+        else:
+            self._trainer.start("send_usual", path)
+            await self._workers("bench_move_usual", path)
+        await asyncio.to_thread(self._trainer.collect)
+        seconds = time.perf_counter() - start_s
+        await self._workers("bench_end")
+        return seconds
+
+    async def _update(self, path: str) -> tuple[float, float]:
+        """Seconds from pause to serving, and CPU seconds of proof outside the workers."""
+        start_s = time.perf_counter()
+        await self._engine.pause()
+        proof_s = 0.0
+        if path in (OURS, BARE):
+            proof_s = await self._update_ours(next(self._versions), proof=path == OURS)
+        else:
+            await self._workers("bench_begin")
+            self._trainer.start("send_usual", path)
+            await self._workers("bench_move_usual", path)
+            await asyncio.to_thread(self._trainer.collect)
+            await self._workers("bench_end")
+        await self._engine.resume()
+        return time.perf_counter() - start_s, proof_s
+
+    async def _update_ours(self, version: int, *, proof: bool) -> float:
+        self._trainer.start("send", version, proof)
+        await self._engine.receive_weights(version)
+        answers = await asyncio.to_thread(self._trainer.collect)
+        start_s = time.thread_time()
+        expected: list[Any] = [None] * len(self._sinks)
+        if proof:
+            digest_of = self._court.expected([testimony for testimony, _ in answers])
+            expected = [expected_of(regions_of(layout), digest_of) for layout in self._sinks]
+        proof_s = time.thread_time() - start_s
+        await self._engine.confirm_weights(version, expected)
+        return proof_s + sum(spent_s for _, spent_s in answers)
+
+    # ---- the workers ----------------------------------------------------------------------
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        found = await self._engine._llm.collective_rpc(method, args=arguments)
+        for worker, (failure, _) in enumerate(found):
+            if failure is not None:
+                raise RuntimeError(f"worker {worker}, {method}:\n{failure}")
+        return [answer for _, answer in found]
+
+    async def _cpu_s(self) -> tuple[float, float]:
+        spent = await self._workers("bench_spent")
+        return sum(self._trainer.call("cpu_s")), sum(worker["process_s"] for worker in spent)
+
+
+def m2n_absence() -> str:
+    """Why vLLM's own resharding backend is no second baseline."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    from vllm.distributed.weight_transfer.m2n_common import import_m2n
+
+    try:
+        import_m2n()
+    except ImportError as error:
+        return str(error)
+    return "its trainer has one mesh for all parameters, no pipeline stages; this bench has two"
+
+
+def note(text: str) -> None:
+    """What is no result."""
+    sys.stderr.write(f"bench_reshard: {text}\n")
