@@ -13,6 +13,7 @@ refuse to serve; the next `send` makes a new link.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from mega_agentrl.reshard.proof import (
 from mega_agentrl.reshard.traffic import count_traffic
 from mega_agentrl.reshard.transport import WeightLink
 from mega_agentrl.reshard.whereabouts import locations
-from mega_agentrl.runtime.remote import RemoteError, gather
+from mega_agentrl.runtime.remote import RemoteError, gather, gather_causes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from mega_agentrl.runtime.policy_group import PolicyGroup
     from mega_agentrl.types.ports import Generator
 
+_GRACE_S = 5.0
+"""How long others may take to say what they know of a transfer that has failed."""
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 Workers = list[tuple["list[ShardLayout]", "Whereabouts"]]
@@ -183,9 +186,9 @@ class WeightBridge:
 
     def _update(self, line: _Line, version: int) -> dict[str, float]:
         start_s = time.perf_counter()
-        self._on_engines(line, "pause")
-        paused_s = time.perf_counter()
         try:
+            self._on_engines(line, "pause")
+            paused_s = time.perf_counter()
             testimonies = self._move(line, version)
             moved_s = time.perf_counter()
             self._prove(line, version, testimonies)
@@ -193,8 +196,7 @@ class WeightBridge:
             gap = self._probe(line)
             self._on_engines(line, "resume")
         except (RemoteError, ValueError) as error:
-            reason = f"the update to version {version} failed: {error}"
-            self._on_engines(line, "refuse", reason)
+            self._refuse(line, f"the update to version {version} failed: {error}")
             raise
         workers = line.traffic.num_sources
         received = [sum(ranks) for ranks in zip(*line.traffic.received.values(), strict=True)]
@@ -210,7 +212,13 @@ class WeightBridge:
         """Run the transfer; what every trainer rank says of the regions."""
         calls = self._policy.start_on_ranks("send", line.key, version)
         receiving = self._engines.start_call("receive_weights", version, only=line.engines)
-        results = self._gather(f"transfer of weight version {version}", calls | receiving)
+        # Engines first: they know what was wrong where trainer ranks only see them leave.
+        results = gather_causes(
+            receiving | calls,
+            f"transfer of weight version {version}",
+            self._deadline_s,
+            _GRACE_S,
+        )
         return [results[name] for name in calls]
 
     def _prove(self, line: _Line, version: int, testimonies: list[np.ndarray]) -> None:
@@ -245,6 +253,14 @@ class WeightBridge:
                 )
             worst = max(worst, gap)
         return worst
+
+    def _refuse(self, line: _Line, reason: str) -> None:
+        """Tell every engine that still answers; the reason is raised by the caller."""
+        for call in self._engines.start_call("refuse", reason, only=line.engines).items():
+            try:
+                self._gather("refuse", dict([call]))
+            except RemoteError as error:
+                print(f"weight update: {error}", file=sys.stderr)
 
     def _on_engines(self, line: _Line, method: str, *args: Any) -> None:
         self._gather(method, self._engines.start_call(method, *args, only=line.engines))

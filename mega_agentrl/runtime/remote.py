@@ -45,6 +45,28 @@ def gather(calls: Mapping[str, Any], operation: str, deadline_s: float) -> dict[
     return {name: results[name] for name in calls}
 
 
+def gather_causes(
+    calls: Mapping[str, Any], operation: str, deadline_s: float, grace_s: float
+) -> dict[str, Any]:
+    """As `gather`, for calls that fail together: the error has what each of them says.
+
+    Waits grace_s for the others after the first failure: who is hit by the failure of another
+    often answers before the one that knows the cause.
+    """
+    try:
+        return gather(calls, operation, deadline_s)
+    except RemoteError as first:
+        names = {ref: name for name, ref in calls.items()}
+        ready, _ = ray.wait(list(names), num_returns=len(names), timeout=grace_s)
+        reasons = []
+        for ref in sorted(ready, key=list(names).index):
+            try:
+                _result(ref, operation, names[ref])
+            except RemoteError as error:
+                reasons.append(str(error))
+        raise RemoteError("\n".join(dict.fromkeys([*reasons, str(first)]))) from first
+
+
 def _result(ref: Any, operation: str, name: str) -> Any:
     try:
         return ray.get(ref)

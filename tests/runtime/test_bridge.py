@@ -273,6 +273,15 @@ def test_a_dead_policy_rank_is_named_and_the_engines_refuse(sides):
     assert time.monotonic() - start < 60
 
 
+def test_a_dead_engine_is_named_and_the_others_get_the_reason(sides):
+    _, engines, bridge = sides
+    bridge.connect()
+    ray.kill(engines._actors[1])
+    with pytest.raises(RemoteError, match="pause: engine 1 died"):
+        bridge.send(engines, 1)
+    assert "engine 1 died" in ask(engines, 0, "history")[-1]
+
+
 def test_another_generator_is_refused(sides):
     _, _, bridge = sides
     with pytest.raises(ValueError, match="attached to"):

@@ -7,7 +7,13 @@ import time
 import pytest
 import ray
 
-from mega_agentrl.runtime.remote import RemoteError, free_port, gather, redirect_output
+from mega_agentrl.runtime.remote import (
+    RemoteError,
+    free_port,
+    gather,
+    gather_causes,
+    redirect_output,
+)
 
 
 @ray.remote(num_cpus=0)
@@ -40,6 +46,21 @@ def test_first_failure_is_raised_while_a_peer_still_hangs(ray_local):
     with pytest.raises(RemoteError, match=r"update failed on rank 1: ValueError\('bad shard'\)"):
         gather({"rank 0": other.value.remote(0, 60), "rank 1": worker.fail.remote()}, "update", 100)
     assert time.monotonic() - start < 30
+
+
+def test_all_that_failed_together_have_their_say(ray_local):
+    workers = [Worker.remote() for _ in range(4)]
+    calls = {
+        "engine 0": workers[0].value.remote(0, 1.0),
+        "rank 0": workers[1].die.remote(),
+        "rank 1": workers[2].fail.remote(),
+        "rank 2": workers[3].value.remote(0, 60),
+    }
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match=r"rank 0 died[^$]*failed on rank 1: .*bad shard"):
+        gather_causes(calls, "send", 100, 5.0)
+    assert time.monotonic() - start < 30
+    assert gather_causes({"a": workers[0].value.remote(3)}, "read", 20, 1.0) == {"a": 3}
 
 
 def test_deadline_names_operation_and_silent_rank(ray_local):
