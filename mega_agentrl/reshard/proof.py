@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -149,31 +148,37 @@ def cells_of(layout: Layout, regions: Sequence[Region]) -> list[Cell]:
     return sorted({Cell(number, rect) for number, rect in common if rect is not None})
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Where a digest stands: in the answer of which rank, and at which place."""
-
-    rank: int
-    position: int
-
-
 class Court:
     """The driver's side. layouts: of all trainer ranks.
 
-    Raises `ValueError` for a region of which the trainer ranks do not hold every element once,
+    All tables are made here, once per link: a large model has millions of cells. Raises
+    `ValueError` for a region of which the trainer ranks do not hold every element once,
     replicas aside.
     """
 
     def __init__(self, layouts: Sequence[Layout], regions: Sequence[Region]) -> None:
         self._regions = regions
-        self._holders: dict[Cell, list[_Entry]] = defaultdict(list)
+        self._number = {region: number for number, region in enumerate(regions)}
+        first: dict[Cell, int] = {}
+        replicas: list[tuple[int, int]] = []
+        self._said: list[tuple[int, Cell]] = []
+        """Rank and cell of every digest there will be, all testimonies in a row."""
         for rank, layout in enumerate(layouts):
-            for position, cell in enumerate(cells_of(layout, regions)):
-                self._holders[cell].append(_Entry(rank, position))
-        held = [0] * len(regions)
-        for cell in self._holders:
+            for cell in cells_of(layout, regions):
+                at = len(self._said)
+                self._said.append((rank, cell))
+                if first.setdefault(cell, at) != at:
+                    replicas.append((at, first[cell]))
+        self._first = np.array(list(first.values()), dtype=np.int64)
+        self._region_of_first = np.array([cell.region for cell in first], dtype=np.int64)
+        self._replicas = np.array(replicas, dtype=np.int64).reshape(-1, 2)
+        self._check_held(first)
+
+    def _check_held(self, cells: Iterable[Cell]) -> None:
+        held = [0] * len(self._regions)
+        for cell in cells:
             held[cell.region] += cell.rect.numel
-        for region, count in zip(regions, held, strict=True):
+        for region, count in zip(self._regions, held, strict=True):
             if count != region.rect.numel:
                 raise ValueError(
                     f"proof of {region.hf_name} {region.rect}: trainer ranks hold {count} elements "
@@ -181,32 +186,26 @@ class Court:
                     "differently, or layouts of two different models"
                 )
 
-    def expected(self, testimonies: Sequence[np.ndarray]) -> dict[Region, tuple[int, int]]:
-        """Digest of each region. testimonies: of all trainer ranks, in order.
+    def expected(self, testimonies: Sequence[np.ndarray]) -> np.ndarray:
+        """[regions, 2] uint32 digests. testimonies: of all trainer ranks, in order.
 
         Raises `ValueError` where two ranks hold different values of the same cell.
         """
+        said = np.concatenate(testimonies)
+        assert len(said) == len(self._said), "testimonies are of the ranks and regions given"
+        differ = (said[self._replicas[:, 0]] != said[self._replicas[:, 1]]).any(axis=1)
+        if differ.any():
+            other, first = self._replicas[np.flatnonzero(differ)[0]]
+            (other_rank, cell), (first_rank, _) = self._said[other], self._said[first]
+            raise ValueError(
+                f"proof of {self._regions[cell.region].hf_name} {cell.rect}: trainer ranks "
+                f"{first_rank} and {other_rank} should hold the same values and do not; probable "
+                "cause: replicas that have drifted apart in training"
+            )
         sums = np.zeros((len(self._regions), 2), dtype=np.uint32)
-        for cell, holders in self._holders.items():
-            first = holders[0]
-            said = testimonies[first.rank][first.position]
-            for other in holders[1:]:
-                if (testimonies[other.rank][other.position] != said).any():
-                    region = self._regions[cell.region]
-                    raise ValueError(
-                        f"proof of {region.hf_name} {cell.rect}: trainer ranks {first.rank} and "
-                        f"{other.rank} should hold the same values and do not; probable cause: "
-                        "replicas that have drifted apart in training"
-                    )
-            sums[cell.region] += said
-        return {
-            region: (int(one), int(two))
-            for region, (one, two) in zip(self._regions, sums, strict=True)
-        }
+        np.add.at(sums, self._region_of_first, said[self._first])
+        return sums
 
-
-def expected_of(
-    regions: Sequence[Region], digest_of: Mapping[Region, tuple[int, int]]
-) -> np.ndarray:
-    """[regions, 2] uint32 for `Regions.mismatches`."""
-    return np.array([digest_of[region] for region in regions], dtype=np.uint32).reshape(-1, 2)
+    def numbers_of(self, regions: Sequence[Region]) -> np.ndarray:
+        """[regions] int64: where some regions stand in what `expected` returns."""
+        return np.array([self._number[region] for region in regions], dtype=np.int64)

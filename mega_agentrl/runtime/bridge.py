@@ -25,7 +25,6 @@ from mega_agentrl.reshard.plan import plan_delivery
 from mega_agentrl.reshard.proof import (
     Court,
     all_regions,
-    expected_of,
     regions_near,
     regions_of,
 )
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.proof import Region
     from mega_agentrl.reshard.traffic import Traffic
     from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.runtime.generator_group import GeneratorGroup
@@ -57,12 +55,14 @@ Workers = list[tuple["list[ShardLayout]", "Whereabouts"]]
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A link and what is proven over it. engines: numbers; regions: by engine and worker."""
+    """A link and what is proven over it. engines: numbers; regions: of the court, by engine and
+    worker.
+    """
 
     key: str
     engines: tuple[int, ...]
     court: Court
-    regions: dict[int, list[list[Region]]]
+    regions: dict[int, list[np.ndarray]]
     traffic: Traffic
 
 
@@ -172,7 +172,7 @@ class WeightBridge:
             | self._engines.start_each("connect_weights", links),
         )
         proven = {
-            engine: [regions_of(layout) for layout, _ in group]
+            engine: [court.numbers_of(regions_of(layout)) for layout, _ in group]
             for engine, group in zip(engines, workers, strict=True)
         }
         return _Line(link.key, tuple(engines), court, proven, count_traffic(plan, places))
@@ -222,9 +222,9 @@ class WeightBridge:
         return [results[name] for name in calls]
 
     def _prove(self, line: _Line, version: int, testimonies: list[np.ndarray]) -> None:
-        digest_of = line.court.expected(testimonies)
+        digests = line.court.expected(testimonies)
         expected = {
-            engine: (version, [expected_of(regions, digest_of) for regions in workers])
+            engine: (version, [digests[numbers] for numbers in workers])
             for engine, workers in line.regions.items()
         }
         calls = self._engines.start_each("confirm_weights", expected)

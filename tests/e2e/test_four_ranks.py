@@ -4,8 +4,20 @@ import json
 
 from safetensors import safe_open
 
+from mega_agentrl.reshard.model_shape import ModelShape
 from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
+from tests.reshard.rollout_cuts import rollout_layout
+
+
+def own_bytes(folder, tensor):
+    """The largest shard of an engine's workers in float32: what each of them receives."""
+    shape = ModelShape.from_folder(folder)
+    layouts = [rollout_layout(shape, rank, tensor) for rank in range(tensor)]
+    return max(
+        4 * sum(block.hf_rect.numel for shard in layout for block in shard.blocks)
+        for layout in layouts
+    )
 
 
 def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
@@ -38,7 +50,8 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
         assert line["mismatch/entropy_mean_abs"] < 1e-3
         assert line["rollout/num_trajectories"] == 32
         assert line["rollout/failed"] == 0
-        assert line["send/bytes_per_worker"] > 1e6
+        assert line["send/bytes_per_worker"] == own_bytes(f"{assets}/model", 2)
+        assert 0 < line["send/probe_gap"] < 1e-3
     assert (run_dir / "reward.png").exists()
     assert "held-out reward after RL" in output
     with (

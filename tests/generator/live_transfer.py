@@ -11,7 +11,8 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.reshard.proof import expected_of, regions_of
+from mega_agentrl.reshard.proof import regions_of
+from tests.reshard.fake_rollout import expected_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from mega_agentrl.reshard.proof import Regions, expected_of
+from mega_agentrl.reshard.proof import Regions
 from mega_agentrl.reshard.transport import join
 from tests.reshard.faults import inject
 
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.proof import Region
     from mega_agentrl.reshard.transport import WeightLink
     from tests.reshard.faults import Fault, Hit
+
+
+def expected_of(
+    regions: Sequence[Region], digest_of: Mapping[Region, tuple[int, int]]
+) -> np.ndarray:
+    """What a rank compares with: [regions, 2] uint32."""
+    return np.array([digest_of[region] for region in regions], dtype=np.uint32).reshape(-1, 2)
 
 
 class PlainLanding:

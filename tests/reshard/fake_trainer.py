@@ -142,7 +142,9 @@ class FakeTrainer:
     def expected(self, testimonies: Sequence[Any]) -> dict[Region, tuple[int, int]]:
         """The same from the `results` of a `send`."""
         assert self._court is not None, "connect() comes first"
-        return self._court.expected(testimonies)
+        digests = self._court.expected(testimonies)
+        pairs = ((int(one), int(two)) for one, two in digests)
+        return dict(zip(self.regions, pairs, strict=True))
 
     def kill(self, rank: int) -> None:
         """End a rank's process."""

@@ -26,9 +26,9 @@ from mega_agentrl.reshard.proof import (
     Witness,
     all_regions,
     cells_of,
-    expected_of,
     regions_of,
 )
+from tests.reshard.fake_rollout import expected_of
 from tests.reshard.faults import cut
 from tests.reshard.model_cuts import all_places, make_moe_shape, make_shape, models_and_places
 from tests.reshard.rollout_cuts import rollout_layout
@@ -64,7 +64,8 @@ def said_by(layouts, tensors, regions, dtype_of, spoil=None):
 
 def judged(layouts, tensors, regions, dtype_of, spoil=None):
     """Digest by region."""
-    return Court(layouts, regions).expected(said_by(layouts, tensors, regions, dtype_of, spoil))
+    digests = Court(layouts, regions).expected(said_by(layouts, tensors, regions, dtype_of, spoil))
+    return {region: tuple(map(int, row)) for region, row in zip(regions, digests, strict=True)}
 
 
 def found_by(layout, params, dtype_of):

@@ -23,7 +23,7 @@ from mega_agentrl.reshard.links import Location
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes
 from mega_agentrl.reshard.plan import plan_delivery
-from mega_agentrl.reshard.proof import Court, all_regions, expected_of, regions_of
+from mega_agentrl.reshard.proof import Court, all_regions, regions_of
 from mega_agentrl.reshard.transport import WeightLink
 from tools.reshard_bench.model import num_params, trainer_layouts
 from tools.reshard_bench.trainer import ADDRESS, TIMEOUT_S, Trainer
@@ -99,6 +99,7 @@ class Bench:
         self._sinks = [layout for layout, _ in found]
         self._regions = all_regions(self._sinks)
         self._court = Court(self._sources, self._regions)
+        self._numbers = [self._court.numbers_of(regions_of(layout)) for layout in self._sinks]
         await self._workers("bench_install")
         self._port = self._trainer.call("open")[0]
         self._trainer.call("meet", self._port)
@@ -238,8 +239,8 @@ class Bench:
         start_s = time.thread_time()
         expected: list[Any] = [None] * len(self._sinks)
         if proof:
-            digest_of = self._court.expected([testimony for testimony, _ in answers])
-            expected = [expected_of(regions_of(layout), digest_of) for layout in self._sinks]
+            digests = self._court.expected([testimony for testimony, _ in answers])
+            expected = [digests[numbers] for numbers in self._numbers]
         proof_s = time.thread_time() - start_s
         await self._engine.confirm_weights(version, expected)
         return proof_s + sum(spent_s for _, spent_s in answers)
