@@ -15,9 +15,10 @@ is the median. Cases are KIND/WIRE/PEER, a pattern is a shell pattern over the w
     memory     MiB at the peak of an update above what was resident before any buffer existed;
                memory/trainer and memory/rollout, the largest over ranks; a trainer's slots that
                a worker reads where they are count for the trainer
-    proof      digests of trainer and workers, their sum and their comparison, as a share of the
-               CPU seconds that trainer and workers spend on our update (ranks outnumber cores,
-               so that is its share of the time as well); `baseline` is the target, 0.05
+    proof      what of the CPU seconds that trainer and workers spend on our update is for the
+               proof: those of updates with it against those of updates without it, in turns
+               (ranks outnumber cores, so that is its share of the time as well); `baseline` is
+               the target, 0.05
 
 WIRE is how our bytes travel; PEER is whose usual path it is, see `reshard_bench/usual.py`. Where
 the workers serve after an update, log-probs of a fixed prompt must be the same, bit by bit, by
@@ -48,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.reshard_bench.model import Sizes, write_folder  # noqa: E402
-from tools.reshard_bench.usual import OURS, PEERS  # noqa: E402
+from tools.reshard_bench.usual import BARE, OURS, PEERS  # noqa: E402
 
 KINDS = {
     "transfer": "s",
@@ -107,8 +108,11 @@ class Results:
 
     def line(self, case: Case) -> dict[str, Any]:
         """The JSON line of a case."""
-        ours, baseline = self.median(case.kind, case.wire, OURS), PROOF_TARGET
-        if case.peer is not None:
+        if case.peer is None:
+            bare = self.median("cpu", case.wire, BARE)
+            ours, baseline = 1 - bare / self.median("cpu", case.wire, OURS), PROOF_TARGET
+        else:
+            ours = self.median(case.kind, case.wire, OURS)
             baseline = self.median(case.kind, case.wire, case.peer)
         return {
             "bench": "reshard",

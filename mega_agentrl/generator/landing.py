@@ -2,7 +2,7 @@
 
 vLLM's layerwise reload has taken every module back to the form its loader fills, on the meta
 device (kernels may have repacked the weights; on a CPU the original parameter is gone). A module
-gets memory with its first piece; its last piece makes it whole: digests are taken, vLLM packs it
+gets memory with its first piece; its last piece makes it whole: digests are done, vLLM packs it
 for its kernel and moves the result to where CUDA graphs expect it. So no more is in memory
 twice than the modules that are under way.
 
@@ -87,7 +87,7 @@ class ModuleLanding:
             )
         if not hold.open:
             self._open(hold)
-        getattr(hold.module, attribute).data[place.rect.slices].copy_(values)
+        self._regions.copy(place, getattr(hold.module, attribute).data[place.rect.slices], values)
         hold.missing -= place.rect.numel
         if hold.missing == 0:
             self._close(hold)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from mega_agentrl.reshard.delivery import Bucket, DeliveryPlan, Place
+    from mega_agentrl.reshard.frames import Copy
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.wire.ends import Arrival, Departure, Wire
 
@@ -65,6 +66,14 @@ class CourierReport:
     sent_bytes: int
     received_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Goods:
+    """What a trainer rank sends, see `Courier.send`."""
+
+    shards: Mapping[str, torch.Tensor]
+    copy: Copy | None
 
 
 @dataclass(slots=True)
@@ -118,12 +127,14 @@ class Courier:
         self._targets = sorted({target for leg in self._legs for target in leg.targets})
         self._sources = sorted({leg.source for leg in self._legs if leg.source is not None})
 
-    def send(self, shards: Mapping[str, torch.Tensor], version: int) -> CourierReport:
-        """A trainer rank's part. shards: its parameters by the names in its layout. Raises as
-        `receive`.
+    def send(
+        self, shards: Mapping[str, torch.Tensor], version: int, copy: Copy | None = None
+    ) -> CourierReport:
+        """A trainer rank's part. shards: its parameters by the names in its layout. copy: how
+        their values get into frames. Raises as `receive`.
         """
         with self._leaving():
-            return self._walk(version, shards, None)
+            return self._walk(version, _Goods(shards, copy), None)
 
     def receive(self, landing: Landing, version: int) -> CourierReport:
         """A rollout rank's part.
@@ -133,7 +144,7 @@ class Courier:
         has left the link then.
         """
         with self._leaving():
-            return self._walk(version, {}, landing)
+            return self._walk(version, _Goods({}, None), landing)
 
     def sources_of(self, hf_name: str) -> dict[int, list[int]]:
         """From which ranks pieces of a tensor come to this one, with the numbers of buckets."""
@@ -162,25 +173,21 @@ class Courier:
             self.close()
             raise
 
-    def _walk(
-        self, version: int, shards: Mapping[str, torch.Tensor], landing: Landing | None
-    ) -> CourierReport:
+    def _walk(self, version: int, goods: _Goods, landing: Landing | None) -> CourierReport:
         try:
-            return self._carry(version, shards, landing)
+            return self._carry(version, goods, landing)
         except Exception:
             self.close()  # else peers wait for this rank until their deadlines
             raise
 
-    def _carry(
-        self, version: int, shards: Mapping[str, torch.Tensor], landing: Landing | None
-    ) -> CourierReport:
+    def _carry(self, version: int, goods: _Goods, landing: Landing | None) -> CourierReport:
         start_s = time.perf_counter()
         free = list(self._slots)
         loads: deque[_Load] = deque()
         for leg in self._legs:
             if not free:
                 free.append(self._finish(loads.popleft(), version, landing))
-            loads.append(self._start(leg, free.pop(), version, shards))
+            loads.append(self._start(leg, free.pop(), version, goods))
         while loads:
             free.append(self._finish(loads.popleft(), version, landing))
         self._close_update(free, version)
@@ -191,14 +198,12 @@ class Courier:
             seconds=time.perf_counter() - start_s,
         )
 
-    def _start(
-        self, leg: Leg, slot: torch.Tensor, version: int, shards: Mapping[str, torch.Tensor]
-    ) -> _Load:
+    def _start(self, leg: Leg, slot: torch.Tensor, version: int, goods: _Goods) -> _Load:
         if leg.source is not None:
             with self._named("receive", leg.source, leg.bucket):
                 room = self._room(slot, frame_bytes(leg.bucket))
                 return _Load(leg, slot, self._wire.receive(room, leg.source), [])
-        frame = self._frames.write(leg.bucket, slot, shards, version)
+        frame = self._frames.write(leg.bucket, slot, goods.shards, version, goods.copy)
         return _Load(leg, slot, None, self._send_all(leg, frame))
 
     def _finish(self, load: _Load, version: int, landing: Landing | None) -> torch.Tensor:

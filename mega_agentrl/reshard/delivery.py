@@ -123,7 +123,7 @@ class Places:
         places = []
         for hf_rect, param, local_rect in self._blocks.get(piece.hf_name, ()):
             if piece.rect.intersect(hf_rect) == piece.rect:
-                places.append(Place(param, _inside(piece.rect, hf_rect, local_rect)))
+                places.append(Place(param, inside(piece.rect, hf_rect, local_rect)))
         if not places:
             raise ValueError(
                 f"{piece.hf_name} {piece.rect} lies in no block of this rank, expected one; "
@@ -132,8 +132,10 @@ class Places:
         return places
 
 
-def _inside(rect: Rect, hf_rect: Rect, local_rect: Rect) -> Rect:
-    """Where a part of `hf_rect` is in `local_rect`, which may have more dims of one element."""
+def inside(rect: Rect, hf_rect: Rect, local_rect: Rect) -> Rect:
+    """Where a part `rect` of `hf_rect` is in `local_rect`, or the other way round: two boxes that
+    are equal but for dims of one element.
+    """
     sides = [dim for dim, side in enumerate(hf_rect.shape) if side > 1]
     start, stop = list(local_rect.start), list(local_rect.stop)
     local_sides = (dim for dim, side in enumerate(local_rect.shape) if side > 1)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mega_agentrl.reshard.weigh import copy_and_weigh
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -66,6 +68,32 @@ def _digest(values: torch.Tensor, rect: Rect) -> torch.Tensor:
     last = start[0] + num_rows
     factor_2R = _table(_ROW, last, values.device)[:, start[0] : last]
     return (sum_R * factor_2R).sum(1, dtype=torch.int32)
+
+
+def copy_and_digest(to: torch.Tensor, values: torch.Tensor, rect: Rect) -> np.ndarray | None:
+    """Copy and take the digest in one pass; [2] uint32.
+
+    to, values: of the rectangle's shape, dims of one element aside. None, and nothing copied,
+    where that is not to be had: not in the memory of a CPU, another type, rows of odd halves.
+    """
+    size, num_columns = values.element_size(), rect.shape[-1]
+    start, num_rows = (0,) * (2 - len(rect.start)) + rect.start, rect.numel // num_columns
+    if to.dtype != values.dtype or size not in (2, 4) or not (_on_cpu(to) and _on_cpu(values)):
+        return None
+    to_RC, value_RC = to.view(num_rows, num_columns), values.view(num_rows, num_columns)
+    for matrix_RC in (to_RC, value_RC):
+        if matrix_RC.stride(1) != 1 or (size == 2 and not _in_pairs(matrix_RC, start[1])):
+            return None
+    first, last = (column * size // 4 for column in (start[1], start[1] + num_columns))
+    factor_C = _table(_COLUMN, last, to.device)[0].numpy()[first:last]
+    end = start[0] + num_rows
+    factor_2R = _table(_ROW, end, to.device).numpy()[:, start[0] : end]
+    words = to_RC.view(torch.int32), value_RC.view(torch.int32)
+    return copy_and_weigh(*words, factor_C, factor_2R).view(np.uint32)
+
+
+def _on_cpu(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu"
 
 
 def _words(value_RC: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:

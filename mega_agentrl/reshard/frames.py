@@ -10,6 +10,7 @@ update: a frame of nothing but a header.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from mega_agentrl.reshard.delivery import Bucket, DeliveryPlan, Piece, Place
     from mega_agentrl.reshard.layout import ShardLayout
+
+Copy = Callable[["Place", torch.Tensor, torch.Tensor], None]
+"""Copies from a place of a parameter, third, to a frame, second; shapes as in `tally.Tally`."""
 
 END = -1
 HEADER_BYTES = 32
@@ -73,7 +77,12 @@ class Frames:
         return parts
 
     def write(
-        self, bucket: Bucket, slot: torch.Tensor, shards: Mapping[str, torch.Tensor], version: int
+        self,
+        bucket: Bucket,
+        slot: torch.Tensor,
+        shards: Mapping[str, torch.Tensor],
+        version: int,
+        copy: Copy | None = None,
     ) -> torch.Tensor:
         """The frame in the beginning of a slot. shards: by parameter name, in any dtype."""
         frame = slot[: frame_bytes(bucket)]
@@ -81,7 +90,10 @@ class Frames:
         for part in self.parts(bucket):
             place = part.places[0]
             values = shards[place.param].detach()[place.rect.slices]
-            part.view(frame).copy_(values.reshape(part.piece.rect.shape))
+            if copy is not None:
+                copy(place, part.view(frame), values)
+            else:
+                part.view(frame).copy_(values.reshape(part.piece.rect.shape))
         return frame
 
     def read(self, bucket: Bucket, frame: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:

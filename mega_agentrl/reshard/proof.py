@@ -11,6 +11,9 @@ every region
 From the layouts of both sides alone: which bucket carried what, over which hops, does not enter,
 so a plan that is wrong is found as well as bytes that are. A cell is what a region and a block
 of a trainer rank have in common.
+
+Where the values are copied by a CPU both sides sum while they copy (`tally`), and read again
+only what the copies did not cover exactly.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ import torch
 
 from mega_agentrl.reshard.delivery import Piece, Places
 from mega_agentrl.reshard.digest import digests
+from mega_agentrl.reshard.tally import Span, Tally
 
 if TYPE_CHECKING:
-    from mega_agentrl.reshard.layout import Rect, ShardLayout
+    from mega_agentrl.reshard.delivery import Place
+    from mega_agentrl.reshard.frames import Copy
+    from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 
 Layout = Sequence["ShardLayout"]
 Shards = Mapping[str, torch.Tensor]
@@ -71,30 +77,48 @@ class Regions:
         self._dtype_of = dtype_of
         self._found = np.zeros((len(self.regions), 2), dtype=np.uint32)
         self._seen = np.zeros(len(self.regions), dtype=bool)
+        blocks = [(shard.name, block) for shard in layout for block in shard.blocks]
+        self._tally = Tally([Span(name, b.local_rect, b.hf_rect) for name, b in blocks])
+        self._spans: dict[str, list[tuple[int, Block]]] = defaultdict(list)
+        for number, (name, block) in enumerate(blocks):
+            self._spans[name].append((number, block))
 
     def clear(self) -> None:
         """Forget all digests."""
         self._seen[:] = False
+        self._tally.clear()
+
+    def copy(self, place: Place, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy what has arrived to its place; `to` is the place in the parameter."""
+        self._tally.copy(place, to, values)
 
     def take(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
-        """Work out the digests of all blocks of some parameters, from the values they hold.
+        """Work out the digests of all blocks of some parameters: from what was copied to them
+        or, where that is not the whole story, from the values they hold.
 
         Raises `ValueError` where a region has two places that differ.
         """
         regions, items = [], []
         for shard, values in shards:
-            for block in shard.blocks:
-                regions.append(Region(block.hf_name, block.hf_rect))
+            for span, block in self._spans[shard.name]:
+                region = Region(block.hf_name, block.hf_rect)
+                if (copied := self._tally.digest_of(span)) is not None:
+                    self._note(region, copied)
+                    continue
                 held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
                 dtype = getattr(torch, self._dtype_of[block.hf_name])
+                regions.append(region)
                 items.append((held.to(dtype), block.hf_rect))
         for region, found in zip(regions, digests(items), strict=True):
-            number = self._number[region]
-            if self._seen[number] and (self._found[number] != found).any():
-                raise ValueError(
-                    f"{region.hf_name} {region.rect} is held twice by this rank, and differently"
-                )
-            self._found[number], self._seen[number] = found, True
+            self._note(region, found)
+
+    def _note(self, region: Region, found: np.ndarray) -> None:
+        number = self._number[region]
+        if self._seen[number] and (self._found[number] != found).any():
+            raise ValueError(
+                f"{region.hf_name} {region.rect} is held twice by this rank, and differently"
+            )
+        self._found[number], self._seen[number] = found, True
 
     def mismatches(self, expected: np.ndarray) -> list[Region]:
         """Regions that are not as expected, or of which no digest was taken.
@@ -119,10 +143,30 @@ class Witness:
             for cell in self.cells
             for name in [regions[cell.region].hf_name]
         ]
+        self._tally = Tally(
+            [Span(place.param, place.rect, rect) for place, rect, _ in self._places]
+        )
+
+    def watch(self) -> Copy:
+        """How to copy from the rank's shards, so that they need not be read again."""
+        self._tally.clear()
+        return self._tally.copy
 
     def testify(self, parameter: Callable[[str], torch.Tensor]) -> np.ndarray:
-        """[cells, 2] uint32. parameter: the rank's shard of a name."""
-        return digests(
+        """[cells, 2] uint32. parameter: the rank's shard of a name, as it was sent.
+
+        Ends what `watch` has begun.
+        """
+        said = np.zeros((len(self._places), 2), dtype=np.uint32)
+        missing = []
+        for number in range(len(self._places)):
+            copied = self._tally.digest_of(number)
+            if copied is None:
+                missing.append(number)
+            else:
+                said[number] = copied
+        self._tally.clear()
+        said[missing] = digests(
             (
                 parameter(place.param)
                 .detach()[place.rect.slices]
@@ -130,8 +174,9 @@ class Witness:
                 .to(getattr(torch, self._dtype_of[name])),
                 rect,
             )
-            for place, rect, name in self._places
+            for place, rect, name in (self._places[number] for number in missing)
         )
+        return said
 
 
 def cells_of(layout: Layout, regions: Sequence[Region]) -> list[Cell]:

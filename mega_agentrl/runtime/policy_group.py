@@ -104,7 +104,8 @@ class PolicyActor:
     def send(self, key: str, version: int) -> np.ndarray:
         """Send this rank's part over a link; returns what it can say of the regions."""
         courier, witness = self._links[key]
-        courier.send({s.name: self._policy.parameter(s.name) for s in self.layout()}, version)
+        shards = {s.name: self._policy.parameter(s.name) for s in self.layout()}
+        courier.send(shards, version, witness.watch())
         return witness.testify(self._policy.parameter)
 
     def leave(self, key: str) -> None:

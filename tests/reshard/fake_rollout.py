@@ -43,14 +43,21 @@ class PlainLanding:
     def __init__(self, layout: Sequence[ShardLayout], dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.regions: Regions | None = None
         self.clear()
 
     def clear(self) -> None:
         self.params = {s.name: torch.zeros(s.shape, dtype=self.dtype) for s in self.layout}
         self.missing = sum(b.local_rect.numel for s in self.layout for b in s.blocks)
+        if self.regions is not None:
+            self.regions.clear()
 
     def write(self, place: Place, values: torch.Tensor) -> None:
-        self.params[place.param][place.rect.slices] = values
+        to = self.params[place.param][place.rect.slices]
+        if self.regions is not None:
+            self.regions.copy(place, to, values)
+        else:
+            to.copy_(values)
         self.missing -= place.rect.numel
 
 
@@ -70,6 +77,8 @@ class FakeRollout:
         self.leave()
         self._plan = link.plan
         first = link.plan.num_sources
+        for landing in self.landings:
+            landing.regions = Regions(landing.layout, link.plan.dtype_of)
         self.couriers = self._on_all(
             lambda sink: join(link, first + sink, self.landings[sink].layout)
         )
@@ -100,7 +109,7 @@ class FakeRollout:
         """Regions by rank that are not what the trainer says."""
         found = []
         for landing in self.landings:
-            regions = Regions(landing.layout, self._plan.dtype_of)
+            regions = landing.regions
             regions.take((shard, landing.params[shard.name]) for shard in landing.layout)
             found.append(regions.mismatches(expected_of(regions.regions, digest_of)))
         return found

@@ -277,5 +277,5 @@ class _Rank:
                 injected = inject(fault, self._rank, self._courier, self._plan, spoilers)
         with injected as hit:
             self.hit = hit or self.hit
-            self._courier.send(shards, version)
+            self._courier.send(shards, version, self._witness.watch())
         return self._witness.testify(shards.__getitem__)

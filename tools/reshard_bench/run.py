@@ -27,7 +27,7 @@ from mega_agentrl.reshard.proof import Court, all_regions, regions_of
 from mega_agentrl.reshard.transport import WeightLink
 from tools.reshard_bench.model import num_params, trainer_layouts
 from tools.reshard_bench.trainer import ADDRESS, TIMEOUT_S, Trainer
-from tools.reshard_bench.usual import OURS, PEERS, schedule
+from tools.reshard_bench.usual import BARE, OURS, PEERS, schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PROBE_TOKENS = 32
-BARE = "ours without proof"
 
 
 def _bench_args(*arguments: Any, **keywords: Any) -> Any:
@@ -120,9 +119,11 @@ class Bench:
                     if repeat:  # the first time connects and touches memory
                         self._results.add("transfer", wire, path, seconds)
         if kinds & {"update", "packing", "proof"}:
-            for _ in range(repeats):
+            wanted = (*paths, BARE) if "proof" in kinds else paths
+            for repeat in range(repeats):
                 self._trainer.call("advance")
-                await self._updates(wire, (*paths, BARE) if "proof" in kinds else paths)
+                # Turned round every time: to come first or last is no advantage.
+                await self._updates(wire, wanted[:: 1 - 2 * (repeat % 2)])
         await self._workers("bench_leave_out", [])
 
     # ---- phases ---------------------------------------------------------------------------
@@ -149,20 +150,19 @@ class Bench:
         for path in paths:
             await self._workers("bench_leave_out", ["proof"] if path == BARE else [])
             trainer_s, workers_s = await self._cpu_s()
-            seconds, proof_s = await self._update(path)
+            seconds = await self._update(path)
             spent = await self._workers("bench_spent")
             answers[path] = await self._engine.probe(self._prompt)
             await self._engine.resume()
             packing_s = max(worker["cpu_s"].get("packing", 0.0) for worker in spent)
-            proof_s += sum(worker["cpu_s"].get("proof", 0.0) for worker in spent)
             trainer_s = sum(self._trainer.call("cpu_s")) - trainer_s
             workers_s = sum(worker["process_s"] for worker in spent) - workers_s
             self._results.add("update", wire, path, seconds)
             self._results.add("packing", wire, path, packing_s)
-            self._results.add("proof", wire, path, proof_s / (trainer_s + workers_s))
+            self._results.add("cpu", wire, path, trainer_s + workers_s)
             note(
                 f"update/{wire}/{path}: {seconds:.3f} s; CPU seconds: trainer {trainer_s:.2f}, "
-                f"workers {workers_s:.2f}, of them packing {packing_s:.2f}, proof {proof_s:.3f}"
+                f"workers {workers_s:.2f}, of them packing {packing_s:.2f}"
             )
         distinct = set(map(tuple, answers.values()))
         if len(distinct) != 1 or distinct & self._answers:
@@ -216,13 +216,12 @@ class Bench:
         await self._workers("bench_end")
         return seconds
 
-    async def _update(self, path: str) -> tuple[float, float]:
-        """Seconds from pause to serving, and CPU seconds of proof outside the workers."""
+    async def _update(self, path: str) -> float:
+        """Seconds from pause to serving."""
         start_s = time.perf_counter()
         await self._engine.pause()
-        proof_s = 0.0
         if path in (OURS, BARE):
-            proof_s = await self._update_ours(next(self._versions), proof=path == OURS)
+            await self._update_ours(next(self._versions), proof=path == OURS)
         else:
             await self._workers("bench_begin")
             self._trainer.start("send_usual", path)
@@ -230,20 +229,17 @@ class Bench:
             await asyncio.to_thread(self._trainer.collect)
             await self._workers("bench_end")
         await self._engine.resume()
-        return time.perf_counter() - start_s, proof_s
+        return time.perf_counter() - start_s
 
-    async def _update_ours(self, version: int, *, proof: bool) -> float:
+    async def _update_ours(self, version: int, *, proof: bool) -> None:
         self._trainer.start("send", version, proof)
         await self._engine.receive_weights(version)
-        answers = await asyncio.to_thread(self._trainer.collect)
-        start_s = time.thread_time()
+        testimonies = await asyncio.to_thread(self._trainer.collect)
         expected: list[Any] = [None] * len(self._sinks)
         if proof:
-            digests = self._court.expected([testimony for testimony, _ in answers])
+            digests = self._court.expected(testimonies)
             expected = [digests[numbers] for numbers in self._numbers]
-        proof_s = time.thread_time() - start_s
         await self._engine.confirm_weights(version, expected)
-        return proof_s + sum(spent_s for _, spent_s in answers)
 
     # ---- the workers ----------------------------------------------------------------------
 

@@ -70,15 +70,11 @@ class TrainerRank:
             self._courier.close()
             self._courier = None
 
-    def send(self, version: int, proof: bool) -> tuple[Any, float]:
-        """Our path; returns what the rank testifies, and the CPU seconds of that."""
+    def send(self, version: int, proof: bool) -> Any:
+        """Our path; returns what the rank testifies."""
         assert self._courier is not None and self._witness is not None, "join comes first"
-        self._courier.send(self._shards, version)
-        if not proof:
-            return None, 0.0
-        start_s = time.thread_time()
-        testimony = self._witness.testify(self._shards.__getitem__)
-        return testimony, time.thread_time() - start_s
+        self._courier.send(self._shards, version, self._witness.watch() if proof else None)
+        return self._witness.testify(self._shards.__getitem__) if proof else None
 
     def join_usual(self, peer: str, parcels: Sequence[Parcel], key: str, num_sinks: int) -> None:
         """Make the groups of the usual path."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
 
 OURS = "ours"
+BARE = "ours without proof"
 PEERS = ("slime", "verl")
 """Paths."""
 TIMEOUT = timedelta(seconds=120)

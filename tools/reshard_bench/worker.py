@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -26,6 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from mega_agentrl.generator.worker_extension import WorkerExtension
 from mega_agentrl.reshard.courier import Courier
+from mega_agentrl.reshard.delivery import Place
 from mega_agentrl.reshard.proof import Regions
 from tools.reshard_bench.memory import Peak
 from tools.reshard_bench.usual import UsualReceiver
@@ -88,6 +90,7 @@ class BenchExtension(WorkerExtension):
                 LEDGER.watch(method, "process_weights_after_loading", "packing", _nothing)
         place = layerwise._place_kernel_tensors
         LEDGER.watch(layerwise, "_copy_and_restore_kernel_tensors", "packing", place)
+        LEDGER.watch(Regions, "copy", "proof", _plain_copy)
         LEDGER.watch(Regions, "take", "proof", _nothing)
         LEDGER.watch(Regions, "mismatches", "proof", _nothing)
         receive = Courier.receive
@@ -170,6 +173,11 @@ class BenchExtension(WorkerExtension):
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(engine.model, engine.model_config)
+
+
+def _plain_copy(regions: Regions, place: Place, to: torch.Tensor, values: torch.Tensor) -> None:
+    """A copy without a digest."""
+    to.copy_(values)
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:
