@@ -15,6 +15,9 @@ is the median. Cases are KIND/WIRE/PEER, a pattern is a shell pattern over the w
     memory     MiB at the peak of an update above what was resident before any buffer existed;
                memory/trainer and memory/rollout, the largest over ranks; a trainer's slots that
                a worker reads where they are count for the trainer
+    slots      MiB at the peak of receiving and dropping everything, on a rollout rank: what of
+               memory/rollout is the transport's, the rest being modules that are under way into
+               the engine; `baseline` is the target, two buckets
     proof      what of the CPU seconds that trainer and workers spend on our update is for the
                proof: those of updates with it against those of updates without it, in turns
                (ranks outnumber cores, so that is its share of the time as well); `baseline` is
@@ -59,6 +62,8 @@ KINDS = {
     "memory/trainer": "MiB",
     "memory/rollout": "MiB",
 }
+ALONE = {"slots": "MiB", "proof": "share"}
+"""Kinds that are compared with a target."""
 PROOF_TARGET = 0.05
 WIRES = ("gloo", "mapped")
 DEFAULT_SIZES = Sizes(
@@ -90,14 +95,15 @@ def cases(wires: Sequence[str]) -> list[Case]:
     found = []
     for wire in wires:
         found += [Case(kind, wire, peer) for kind in KINDS for peer in PEERS]
-        found.append(Case("proof", wire, None))
+        found += [Case(kind, wire, None) for kind in ALONE]
     return found
 
 
 class Results:
     """Measured values by (kind, wire, path); path is "ours" or a peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, bucket_mib: int) -> None:
+        self._bucket_mib = bucket_mib
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
 
     def add(self, kind: str, wire: str, path: str, value: float) -> None:
@@ -108,7 +114,10 @@ class Results:
 
     def line(self, case: Case) -> dict[str, Any]:
         """The JSON line of a case."""
-        if case.peer is None:
+        if case.kind == "slots":
+            ours = self.median(case.kind, case.wire, OURS)
+            baseline = 2.0 * self._bucket_mib
+        elif case.kind == "proof":
             bare = self.median("cpu", case.wire, BARE)
             ours, baseline = 1 - bare / self.median("cpu", case.wire, OURS), PROOF_TARGET
         else:
@@ -117,7 +126,7 @@ class Results:
         return {
             "bench": "reshard",
             "case": case.name,
-            "unit": KINDS.get(case.kind, "share"),
+            "unit": (KINDS | ALONE)[case.kind],
             "ours": round(ours, 4),
             "baseline": round(baseline, 4),
             "ratio": round(baseline / ours, 4),
@@ -136,7 +145,7 @@ def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: Sizes) -> 
         set_environment(config, log_path=Path(scratch) / "vllm.log")
         from tools.reshard_bench.run import run
 
-        results = Results()
+        results = Results(given.bucket_mib)
         asyncio.run(run(chosen, results, folder, config, given.repeats, given.bucket_mib << 20))
     for case in chosen:
         yield results.line(case)

@@ -133,6 +133,8 @@ class Bench:
         await self._workers("bench_start_peak")
         self._trainer.call("start_peak")
         received = await self._connect(wire, path)
+        if path == OURS:
+            await self._receive_only(wire)
         await self._update(path)
         peaks = {
             "rollout": await self._workers("bench_peak"),
@@ -144,6 +146,14 @@ class Bench:
         self._results.add("received", wire, path, max(received) / MIB)
         for side, values in peaks.items():
             self._results.add(f"memory/{side}", wire, path, max(values))
+
+    async def _receive_only(self, wire: str) -> None:
+        """What the transport alone needs: nothing is put anywhere."""
+        version = next(self._versions)
+        self._trainer.start("send", version, False)
+        await self._workers("bench_receive_only", version)
+        await asyncio.to_thread(self._trainer.collect)
+        self._results.add("slots", wire, OURS, max(await self._workers("bench_peak")))
 
     async def _updates(self, wire: str, paths: Sequence[str]) -> None:
         answers = {}

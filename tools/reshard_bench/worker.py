@@ -150,6 +150,11 @@ class BenchExtension(WorkerExtension):
         return time.perf_counter() - start_s
 
     @_told
+    def bench_receive_only(self, version: int) -> None:
+        """Receive by our path and drop it."""
+        self.weight_transfer_engine._courier.receive(_Nowhere(), version)
+
+    @_told
     def bench_join_usual(self, peer: str, parcels: bytes, key: str, address: str, port: int) -> int:
         """Make the groups of the usual path; returns the bytes this rank is going to receive."""
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=120))
@@ -173,6 +178,13 @@ class BenchExtension(WorkerExtension):
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(engine.model, engine.model_config)
+
+
+class _Nowhere:
+    """A `courier.Landing` that keeps nothing."""
+
+    def write(self, place: Place, values: torch.Tensor) -> None:
+        """See `courier.Landing.write`."""
 
 
 def _plain_copy(regions: Regions, place: Place, to: torch.Tensor, values: torch.Tensor) -> None:
