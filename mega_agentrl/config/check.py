@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.choices import Branching, SearchSource
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -69,8 +69,10 @@ def _check_files(config: TrainConfig) -> None:
     needed = {"data.train": config.data.train, "data.validation": config.data.validation}
     if config.sft.max_steps:
         needed |= {"sft.data": config.sft.data, "sft.dev": config.sft.dev}
-    if config.tool.search.corpus:
+    if config.tool.search.backend is SearchSource.local and config.tool.search.corpus:
         needed["tool.search.corpus"] = config.tool.search.corpus
+    if config.tool.file:
+        needed["tool.file"] = config.tool.file
     for key, value in needed.items():
         if not value:
             raise ValueError(f"{key} is empty: expected a file; probable cause: it was never set")

@@ -66,3 +66,11 @@ class LrSchedule(StrEnum):
     constant = "constant"
     cosine = "cosine"
     linear = "linear"
+
+
+class SearchSource(StrEnum):
+    """What the search tool asks: an index of a corpus, a retrieval server, a web-search API."""
+
+    local = "local"
+    retrieve = "retrieve"
+    web = "web"

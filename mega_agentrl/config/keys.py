@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import yaml
 from hydra._internal.utils import get_args_parser
@@ -46,6 +46,13 @@ def known_sections(schema: type = TrainConfig) -> set[str]:
         parts = key.split(".")[:-1]
         parents |= {".".join(parts[: end + 1]) for end in range(len(parts))}
     return parents
+
+
+def is_known(key: str) -> bool:
+    """Whether a dotted key is a leaf, a section, or inside of a leaf that takes any names."""
+    keys = known_keys()
+    parent = key.rpartition(".")[0]
+    return key in keys or key in known_sections() or get_origin(keys.get(parent)) is dict
 
 
 def known_groups(config_dir: Path) -> dict[str, list[str]]:
@@ -120,14 +127,14 @@ def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None
         _check_options(override, key, groups[key])
     elif key in sections and isinstance(value, dict):
         for name in _nested_keys(value, key):
-            if name not in keys and name not in sections:
+            if not is_known(name):
                 raise ValueError(
                     f"{shown}: unknown key {name!r}; nearest known is {_suggestion(name, keys)}"
                 )
     elif key in sections and not override.is_delete():
         inside = ", ".join(name for name in keys if name.startswith(f"{key}."))
         raise ValueError(f"{shown}: {key} is a section; set one of its keys: {inside}")
-    elif key not in keys and key not in sections:
+    elif not is_known(key):
         near = _suggestion(key, {*keys, *groups, *sections})
         raise ValueError(f"{shown}: unknown key {key!r}; nearest known is {near}")
 
@@ -160,7 +167,7 @@ def check_files(config_dir: Path) -> None:
         group = path.parent.relative_to(config_dir).as_posix()
         package = "" if group == "." or _GLOBAL_PACKAGE in text else group.replace("/", ".")
         for key in _nested_keys(yaml.safe_load(text) or {}, package):
-            if key not in known and key.split(".")[0] not in ("defaults", _HYDRA):
+            if not is_known(key) and key.split(".")[0] not in ("defaults", _HYDRA):
                 raise ValueError(
                     f"{path}: unknown key {key!r}; nearest known is {_suggestion(key, known)}"
                 )

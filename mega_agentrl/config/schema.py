@@ -9,6 +9,7 @@ Units are in the names: `_s` seconds, `_mib` mebibytes, `_gib` gibibytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 
 from mega_agentrl.config.choices import Branching, Overlong, RewardRule
 from mega_agentrl.config.policy_schema import (
@@ -19,6 +20,7 @@ from mega_agentrl.config.policy_schema import (
     SftConfig,
 )
 from mega_agentrl.config.ranges import require
+from mega_agentrl.config.tool_schema import ToolConfig
 
 
 @dataclass
@@ -127,57 +129,20 @@ class RolloutConfig:
 
 
 @dataclass
-class PythonToolConfig:
-    """The sandboxed interpreter.
-
-    workers: interpreters kept warm. timeout_s: wall time of one call. output_chars: an
-    answer beyond it is cut with a note. preload: modules imported once into every warm
-    interpreter; the more it holds, the more each call's fork costs.
-    """
-
-    workers: int = 2
-    timeout_s: float = 10.0
-    memory_mib: int = 512
-    output_chars: int = 4000
-    preload: list[str] = field(default_factory=lambda: ["numpy", "sympy"])
-
-    def __post_init__(self) -> None:
-        require(self.workers >= 1, "tool.python.workers", self.workers, "at least 1")
-        require(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
-        require(self.memory_mib >= 64, "tool.python.memory_mib", self.memory_mib, ">= 64")
-        require(self.output_chars >= 16, "tool.python.output_chars", self.output_chars, ">= 16")
-
-
-@dataclass
-class SearchToolConfig:
-    """The local search. corpus: JSONL file of documents with `id`, `title` and `text`.
-
-    top_k: documents per answer. snippet_chars: characters of each. timeout_s: per call.
-    """
-
-    corpus: str = ""
-    top_k: int = 1
-    snippet_chars: int = 1000
-    timeout_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        require(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
-
-
-@dataclass
-class ToolConfig:
-    """The tools of the run."""
-
-    python: PythonToolConfig = field(default_factory=PythonToolConfig)
-    search: SearchToolConfig = field(default_factory=SearchToolConfig)
-
-
-@dataclass
 class RewardConfig:
-    """rule: see `RewardRule`. correct_threshold: token F1 from which an answer is correct."""
+    """rule: see `RewardRule`. correct_threshold: token F1 from which an answer is correct.
+
+    tools: weight by tool name; adds weight * (sum of step rewards + final reward) of that tool
+    (`+reward.tools.gsm8k=0.5` on the command line).
+    """
 
     rule: RewardRule = RewardRule.strict
     correct_threshold: float = 1.0
+    tools: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, weight in self.tools.items():
+            require(isfinite(weight), f"reward.tools.{name}", weight, "a finite number")
 
 
 @dataclass

@@ -50,6 +50,13 @@ class HFCodec:
         """Number of tokens, added ones included."""
         return len(self._tokenizer)
 
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens, and of added ones that stand in brackets, as tags do."""
+        added = [str(token) for token in self._tokenizer.get_added_vocab()]
+        bracketed = [token for token in added if token.startswith(("<", "["))]
+        return tuple(sorted({*map(str, self._tokenizer.all_special_tokens), *bracketed}))
+
     def encode(self, text: str) -> list[int]:
         """Token ids of exactly this text; special tokens in it are read as plain text.
 

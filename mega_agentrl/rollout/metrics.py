@@ -2,7 +2,8 @@
 
 Means over trajectories leave out the failed ones, whose share is a number of its own. A
 shared prefix counts for every trajectory that holds it, except in the entropies, which count
-each sampled token once. Entropies are in nats, lengths in tokens.
+each sampled token once. Entropies are in nats, lengths in tokens. Single tools are
+`tool_metrics`' business.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from mega_agentrl.rollout.tool_metrics import tool_metrics
 from mega_agentrl.types.records import Author, StopReason, ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mega_agentrl.types.records import RolloutTree, ToolOutcome, Trajectory
+    from mega_agentrl.types.records import RolloutTree, Score, ToolOutcome, Trajectory
 
 ENTROPY_WINDOW_TOKENS = 20
 
@@ -44,6 +46,8 @@ def rollout_metrics(
         "top_ups": _mean(float(tree.num_top_ups) for tree in trees),
         **_stop_shares(everyone),
         **_tool_use(kept),
+        **_reward_parts(scores),
+        **tool_metrics(everyone),
         **_entropies(everyone, window),
     }
     return {f"rollout/{name}": value for name, value in values.items()}
@@ -68,6 +72,14 @@ def _tool_use(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         },
         "calls_ok": _mean(float(outcome.status is ToolStatus.ok) for outcome in outcomes),
         "call_latency_s": _mean(outcome.latency_s for outcome in outcomes),
+    }
+
+
+def _reward_parts(scores: Sequence[Score]) -> dict[str, float]:
+    names = sorted({name for score in scores for name in score.parts})
+    return {
+        f"reward_part/{name}": _mean(score.parts.get(name, 0.0) for score in scores)
+        for name in names
     }
 
 

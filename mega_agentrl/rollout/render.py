@@ -5,7 +5,8 @@ question toolqa/12: What is 3 plus 4?
   agent | <think> add </think> <python> 3+4 </python>
   tool  | <result> 7 </result>
   agent | <answer> \\boxed{7} </answer>
-  reward 1, correct, stop eos, 41 tokens, 1 call, forked at token 12 of 0.1
+  tools   python: steps 0.5, final 1
+  reward 1.15 = rule 1 + tool/python 0.15, correct, stop eos, 41 tokens, 1 call
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from mega_agentrl.types.records import Author
 
 if TYPE_CHECKING:
     from mega_agentrl.types.records import Trajectory, Turn
+
+# What a tool or a model says must not steer the terminal it is shown in.
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 
 NAME_OF = {Author.assistant: "agent", Author.tool: "tool"}
 
@@ -29,6 +33,7 @@ def render(trajectory: Trajectory) -> str:
         f"question {prompt.prompt_id}: {question}",
         f"  {'truth':<6}  {truth if isinstance(truth, str) else ' | '.join(truth)}",
         *(line for turn in trajectory.turns for line in _turn_lines(turn)),
+        *_reward_lines(trajectory),
         f"  {_summary(trajectory)}",
     ]
     return "\n".join(lines)
@@ -38,6 +43,7 @@ def _turn_lines(turn: Turn) -> list[str]:
     text = turn.text.strip()
     if turn.outcome is not None and not text:
         text = f"({turn.outcome.status.value}, not shown to the agent) {turn.outcome.answer}"
+    text = text.translate(_VISIBLE)
     names = [NAME_OF[turn.author]]
     return [
         f"  {name:<6}| {line}".rstrip()
@@ -47,12 +53,29 @@ def _turn_lines(turn: Turn) -> list[str]:
     ]
 
 
+def _reward_lines(trajectory: Trajectory) -> list[str]:
+    """What the tools gave, where any gave something."""
+    steps, final = trajectory.step_rewards, trajectory.tool_rewards
+    given = sorted({name for name, rewards in steps.items() if any(rewards)} | set(final))
+    if not given:
+        return []
+    texts = []
+    for name in given:
+        parts = [f"{reward:g}" for reward in steps.get(name, [])]
+        said = [f"steps {' '.join(parts)}"] if parts else []
+        said += [f"final {final[name]:g}"] if name in final else []
+        texts.append(f"{name}: {', '.join(said)}")
+    return [f"  {'tools':<6}  {'; '.join(texts)}"]
+
+
 def _summary(trajectory: Trajectory) -> str:
     score, calls = trajectory.score, trajectory.num_calls
     if score is None:
         parts = ["failed, not scored" if trajectory.failed else "not scored"]
     else:
-        parts = [f"reward {score.value:g}", "correct" if score.correct else "wrong"]
+        sum_of = " + ".join(f"{name} {value:g}" for name, value in score.parts.items())
+        reward = f"reward {score.value:g}" + (f" = {sum_of}" if sum_of else "")
+        parts = [reward, "correct" if score.correct else "wrong"]
         if score.reason:
             parts[-1] += f" ({score.reason})"
     parts += [

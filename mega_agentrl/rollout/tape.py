@@ -54,11 +54,14 @@ class Tape:
         return self._close(Author.assistant, text, None)
 
     def add_tool(self, token_ids: Sequence[int], text: str, outcome: ToolOutcome) -> Turn:
-        """Append a tool's answer as a turn of its own: no loss, log-prob and entropy 0."""
+        """Append a tool's answer as a turn of its own: no loss, log-prob and entropy 0.
+
+        Without tokens it is a note about what happened, which may come first.
+        """
         self.token_ids.extend(token_ids)
         self.logps.extend([0.0] * len(token_ids))
         self.entropies.extend([0.0] * len(token_ids))
-        self._fill(len(token_ids), mask=0, version=self.versions[-1])
+        self._fill(len(token_ids), mask=0, version=self.versions[-1] if token_ids else 0)
         return self._close(Author.tool, text, outcome)
 
     def prefix(self, length: int) -> Tape:

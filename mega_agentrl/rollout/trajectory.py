@@ -9,8 +9,9 @@ A turn: sample until a closing tag, the end of the turn, or the token budget; ru
 ends in; append the answer with loss mask 0. Budgets are the trajectory's own and exact: tool
 answers count, and an answer that does not fit is cut with a note. After an answer the branch
 policy may ask for a probe of k tokens and then for forks right behind the answer; the probed
-tokens stay with this trajectory. A fault of engine or tools ends the trajectory as failed;
-anything else that raises is a bug and passes through. Scores nothing.
+tokens stay with this trajectory. A fault of engine or tools ends the trajectory as failed, one
+of a tool with its outcome as the last turn, without tokens; anything else that raises is a bug
+and passes through. Scores nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.rollout.branching import ForkPoint, split_evenly
 from mega_agentrl.rollout.seeds import request_seed
 from mega_agentrl.rollout.tape import Tape
+from mega_agentrl.types.faults import ToolFault
 from mega_agentrl.types.records import Finish, GenerateRequest, StopReason, ToolStatus, Trajectory
 
 if TYPE_CHECKING:
@@ -75,11 +77,11 @@ class RolloutContext:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Origin:
-    """What a fork starts from. session None: the tools could not be forked."""
+    """What a fork starts from; a fault instead of a session: the tools could not be forked."""
 
     parent_id: str
     tape: Tape
-    session: ToolSession | None
+    session: ToolSession | RuntimeError | OSError
     num_calls: int
     baseline: float
 
@@ -112,7 +114,9 @@ class TrajectoryRun:
         self._origin = origin
         self._tape = origin.tape if origin else Tape()
         self._fork_len = len(self._tape)
-        self._session = origin.session if origin else None
+        self._session: ToolSession | None = None
+        if origin and not isinstance(origin.session, FAULTS):
+            self._session = origin.session
         self._num_calls = origin.num_calls if origin else 0
         self._baseline = origin.baseline if origin else None
         self._tool_rewards: dict[str, float] = {}
@@ -157,6 +161,8 @@ class TrajectoryRun:
             _log.warning("%s: %s: %s", self.trajectory_id, stop_reason, error)
             if len(self._tape) > self._tape.open_from:
                 self._close_turn()
+            if isinstance(error, ToolFault):
+                self._tape.add_tool((), "", error.outcome)
         failed = stop_reason in (StopReason.aborted, StopReason.tool_failure)
         self.state = State.failed if failed else State.completed
         return stop_reason
@@ -165,8 +171,9 @@ class TrajectoryRun:
         if self._origin is None:
             self._session = self._context.tools.open()
             await self._session.create(self._prompt.tools_kwargs)
-        if self._session is None:
-            return StopReason.tool_failure
+        elif isinstance(self._origin.session, FAULTS):
+            raise self._origin.session
+        assert self._session is not None
         stop_reason: StopReason | None = None
         while stop_reason is None:
             stop_reason = await self._take_turn(self._session)
@@ -294,13 +301,13 @@ class TrajectoryRun:
             self._num_children += 1
             self._on_fork(child)
 
-    async def _fork_session(self) -> ToolSession | None:
+    async def _fork_session(self) -> ToolSession | RuntimeError | OSError:
         assert self._session is not None
         try:
             return await self._session.fork()
         except FAULTS as error:
             _log.warning("%s: fork of the tools failed: %s", self.trajectory_id, error)
-            return None
+            return error
 
     async def _use_tool(self, session: ToolSession, call: ToolCall) -> StopReason | None:
         """Run the call and append its answer."""

@@ -1,12 +1,13 @@
 """Builds the parts of a run from its configuration, and ends them all.
 
-Order: everything that can be wrong in the input is read first (data, tokenizer, corpus,
-sandbox), then Ray starts, then policy and engines start side by side.
+Order: everything that can be wrong in the input is read first (tokenizer, tools,
+data, corpus, sandbox), then Ray starts, then policy and engines start side by side.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.dataset import load_prompts
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
-from mega_agentrl.reward.rubric import ArpoRubric
+from mega_agentrl.reward.rubric import ArpoRubric, check_tool_weights
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
@@ -42,6 +43,13 @@ def build(config: TrainConfig) -> Iterator[Parts]:
     start_s = time.perf_counter()
     run_dir = Path(config.run_dir)
     codec = HFCodec(config.model.path)
+    tools = build_toolkit(
+        config.tool,
+        codec,
+        control_tokens=codec.control_tokens,
+        api_key=os.environ.get(config.tool.search.key_env, ""),
+    )
+    check_tool_weights(config.reward, tools.names)
     prompts = _prompts(config, "data.train", config.data.train, codec)
     validation = _prompts(config, "data.validation", config.data.validation, codec)
     dev: tuple[Prompt, ...] = ()
@@ -50,7 +58,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         dev = _prompts(config, "sft.dev", config.sft.dev, codec)
         loaded = load_demonstrations(config.sft.data, codec, max_tokens=config.engine.max_model_len)
         demonstrations = DemonstrationSampler(loaded, config.seed).next
-    tools = build_toolkit(config.tool)
+    tools.check_prompts((*prompts, *validation, *dev))
     with ExitStack() as stack:
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())

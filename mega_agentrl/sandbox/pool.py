@@ -22,7 +22,7 @@ from mega_agentrl.sandbox.supervisor import Sandbox, SandboxLostError, SandboxRe
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.schema import PythonToolConfig
+    from mega_agentrl.config.sandbox_schema import PythonToolConfig
 
 _ATTEMPTS = 2
 

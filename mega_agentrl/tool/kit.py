@@ -1,38 +1,59 @@
 """The tools of a run and how the policy calls them: `ports.ToolProvider`.
 
-`start` before the first session, `close` at the end. A tool of one's own: subclass
-`protocol.Tool` and pass it to `ToolKit`.
+`start` before the first session, `close` at the end. A limit on concurrent calls holds over
+all sessions of a kit. A tool of one's own comes from a file (`own`), or is passed to `ToolKit`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.tool.outcomes import OutcomeCounter
+from mega_agentrl.tool.browse import BrowseTool
+from mega_agentrl.tool.cache import DiskCache
+from mega_agentrl.tool.own import load_tools
 from mega_agentrl.tool.python import PythonTool
+from mega_agentrl.tool.schema import JSON_ARGUMENTS, FunctionSchema
 from mega_agentrl.tool.search import SearchTool
-from mega_agentrl.tool.session import TrajectoryTools
+from mega_agentrl.tool.session import (
+    Installed,
+    SessionLimits,
+    TrajectoryTools,
+    check_tools_kwargs,
+)
+from mega_agentrl.tool.slots import Slots
 from mega_agentrl.tool.tags import TagProtocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from mega_agentrl.config.schema import ToolConfig
+    from mega_agentrl.config.tool_schema import ToolConfig
     from mega_agentrl.tool.protocol import Tool
-    from mega_agentrl.types.records import ToolCall, ToolOutcome
+    from mega_agentrl.types.ports import TextCodec
+    from mega_agentrl.types.records import Prompt, ToolCall, ToolOutcome
 
 
 class ToolKit:
-    """The given tools, called by ARPO's tags."""
+    """The given tools, called by ARPO's tags.
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = {tool.name: tool for tool in tools}
-        if len(self._tools) != len(tools):
-            names = [tool.name for tool in tools]
+    limits: of creating and waiting, see `SessionLimits`. control_tokens: texts that the
+    model's tokenizer has tokens of its own for; escaped in what tools say.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        limits: SessionLimits | None = None,
+        control_tokens: Iterable[str] = (),
+    ) -> None:
+        names = [tool.name for tool in tools]
+        if len(set(names)) != len(names):
             raise ValueError(f"tools: names {names}, expected each name once")
-        self._tags = TagProtocol({tool.name: tool.argument for tool in tools})
-        self._outcomes = OutcomeCounter()
+        self._tools = {tool.name: _install(tool) for tool in tools}
+        self._limits = limits or SessionLimits()
+        self._tags = TagProtocol({tool.name: tool.argument for tool in tools}, control_tokens)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,10 +65,30 @@ class ToolKit:
         """Closing tags after which the engine must stop."""
         return self._tags.stop_strings
 
+    def schemas(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """OpenAI-style function schemas by name; of all tools where `names` is None."""
+        chosen = self._tools if names is None else list(names)
+        return {name: self._tools[name].schema.as_dict() for name in chosen}
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Raise `ValueError` naming the first prompt whose `tools_kwargs` cannot work."""
+        for prompt in prompts:
+            try:
+                check_tools_kwargs(prompt.tools_kwargs, self._tools)
+                # As in a session: without any name the prompt gets all tools.
+                given = {
+                    n: kwargs for n, kwargs in prompt.tools_kwargs.items() if kwargs is not None
+                }
+                for name in given or self._tools:
+                    self._tools[name].tool.check_kwargs(given.get(name, {}))
+            except ValueError as error:
+                raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+
     async def start(self) -> None:
         """Start every tool; raises `ValueError` for what is missing, with none left running."""
         started = await asyncio.gather(
-            *(tool.start() for tool in self._tools.values()), return_exceptions=True
+            *(installed.tool.start() for installed in self._tools.values()),
+            return_exceptions=True,
         )
         failures = [result for result in started if isinstance(result, BaseException)]
         if failures:
@@ -56,16 +97,16 @@ class ToolKit:
 
     async def close(self) -> None:
         """End every tool; safe to call twice."""
-        await asyncio.gather(*(tool.close() for tool in self._tools.values()))
+        await asyncio.gather(*(installed.tool.close() for installed in self._tools.values()))
 
     def close_now(self) -> None:
         """`close` from synchronous code."""
-        for tool in self._tools.values():
-            tool.close_now()
+        for installed in self._tools.values():
+            installed.tool.close_now()
 
     def open(self) -> TrajectoryTools:
         """A new session, not yet created."""
-        return TrajectoryTools(self._tools, self._outcomes)
+        return TrajectoryTools(self._tools, self._limits, self._tags.escape)
 
     def parse(self, turn_text: str) -> ToolCall | None:
         """The call that an assistant turn ends in; None where there is none or it is empty."""
@@ -75,14 +116,50 @@ class ToolKit:
         """The text appended to the context for an outcome, its control tags escaped."""
         return self._tags.render(outcome.answer)
 
-    def metrics(self) -> dict[str, float]:
-        """Outcomes and latency by tool since the start."""
-        return self._outcomes.metrics()
 
+def build_toolkit(
+    config: ToolConfig,
+    codec: TextCodec,
+    *,
+    control_tokens: Iterable[str] = (),
+    api_key: str = "",
+) -> ToolKit:
+    """The configured tools: Python always, search and browse where enabled, then one's own.
 
-def build_toolkit(config: ToolConfig) -> ToolKit:
-    """The configured tools: Python always, search where it has a corpus."""
+    codec: counts the tokens of what search and browse show. api_key: what the environment
+    variable `config.search.key_env` holds. Raises `ValueError` for tools of one's own that
+    cannot be loaded; starts nothing.
+    """
+    cache = None
+    fallback_dir = None
+    if config.cache.path:
+        path = Path(config.cache.path)
+        size_bytes = config.cache.size_mib << 20
+        cache = DiskCache(path, ttl_s=config.cache.ttl_s, size_bytes=size_bytes)
+        fallback_dir = path.parent
     tools: list[Tool] = [PythonTool(config.python)]
-    if config.search.corpus:
-        tools.append(SearchTool(config.search))
-    return ToolKit(tools)
+    if config.search.enabled:
+        tools.append(
+            SearchTool(
+                config.search, codec, cache=cache, fallback_dir=fallback_dir, api_key=api_key
+            )
+        )
+    if config.browse.enabled:
+        tools.append(BrowseTool(config.browse, codec, cache=cache))
+    if config.file:
+        tools += load_tools(config.file)
+    limits = SessionLimits(lifecycle_s=config.lifecycle_timeout_s, queue_s=config.queue_timeout_s)
+    return ToolKit(tools, limits=limits, control_tokens=control_tokens)
+
+
+def _install(tool: Tool) -> Installed:
+    where = f"tool {tool.name}"
+    schema = FunctionSchema(tool.schema(), where)
+    if schema.name != tool.name:
+        raise ValueError(f"{where}: its schema is of {schema.name!r}, expected the same name")
+    if tool.argument != JSON_ARGUMENTS and not schema.takes(tool.argument):
+        raise ValueError(
+            f"{where}: its argument {tool.argument!r}, which takes the text of a tag, is not "
+            f"among the schema's properties {sorted(schema.parameters.get('properties', {}))}"
+        )
+    return Installed(tool=tool, schema=schema, slots=Slots(tool.max_concurrent))

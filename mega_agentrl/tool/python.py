@@ -16,7 +16,7 @@ from mega_agentrl.tool.protocol import Tool, ToolAnswer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.config.schema import PythonToolConfig
+    from mega_agentrl.config.sandbox_schema import PythonToolConfig
 
 EMPTY_ANSWER = "Tool(python) returned empty output."
 """The released wording."""

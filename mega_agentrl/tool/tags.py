@@ -1,11 +1,8 @@
 """ARPO's tag protocol: a call is `<tool>text</tool>`, its answer a `<result>` block.
 
 The engine stops at a closing tag. The call's text is what stands between the last opening
-tag before the final closing tag and that closing tag. Nothing here runs a tool.
-
-Tool output is untrusted: every control tag in it gets its `<` written as `&lt;`, so that it
-neither reads as a tag nor is tokenized as one, and a page cannot end the episode, fake a
-call or earn a reward.
+tag before the final closing tag and that closing tag. Nothing here runs a tool. What tool
+output may hold is `escape`'s business.
 """
 
 from __future__ import annotations
@@ -13,17 +10,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mega_agentrl.tool.escape import ControlEscape
 from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-CONTROL_TAGS = (
-    *("think", "answer", "search", "python", "result", "reasoning"),
-    *("tool", "tools", "tool_call", "tool_response", "function", "code", "observation"),
-    *("s", "bos", "eos", "pad", "unk", "mask", "start_of_turn", "end_of_turn"),
-)
-"""Names that steer an agent or a chat template, as `<name>` or `</name>`."""
 
 _MAX_TAIL_CHARS = 8
 
@@ -32,9 +23,10 @@ class TagProtocol:
     """Parses calls of the given tools and renders their answers.
 
     arguments: the argument name by tool, in the order the stop strings get.
+    control_tokens: texts that the model's tokenizer has a token of its own for.
     """
 
-    def __init__(self, arguments: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Mapping[str, str], control_tokens: Iterable[str] = ()) -> None:
         for name in arguments:
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("think", "answer", "result"):
                 raise ValueError(
@@ -42,7 +34,7 @@ class TagProtocol:
                     "other than think, answer and result; it becomes a tag"
                 )
         self._arguments = dict(arguments)
-        self._control = _control_pattern(arguments)
+        self._control = ControlEscape(arguments, control_tokens)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -75,11 +67,4 @@ class TagProtocol:
 
     def escape(self, text: str) -> str:
         """`text` without control tags; escaping twice changes nothing more."""
-        return self._control.sub("&lt;", text)
-
-
-def _control_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    known = "|".join(sorted(re.escape(name) for name in {*CONTROL_TAGS, *names}))
-    # Also `<|name|>` and its full-width relative, whatever the name; a tag with attributes
-    # or spaces in it; and one that lacks its end, which more text could complete.
-    return re.compile(rf"<(?=\s*/?\s*(?:{known})(?:[\s/>]|$)|\s*/?\s*[|\uff5c])", re.IGNORECASE)
+        return self._control(text)

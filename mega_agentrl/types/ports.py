@@ -66,7 +66,10 @@ class ToolSession(Protocol):
     """
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the tools' state; raises `ValueError` for a tool the registry lacks."""
+        """Make the tools' state; raises `ValueError` for a tool the registry lacks.
+
+        Here as in `fork` and `calc_reward` a tool that fails raises `faults.ToolFault`.
+        """
 
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Run one call to a typed outcome; never raises for what the policy wrote."""

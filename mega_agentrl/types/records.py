@@ -141,12 +141,17 @@ class ToolCall:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolOutcome:
-    """The typed result of one tool call; `answer` is the text the policy sees."""
+    """The typed result of one tool call; `answer` is what the tool said, control tags escaped.
+
+    latency_s: of the call itself; queue_s: what it waited before, for the tool's limit on
+    concurrent calls.
+    """
 
     tool: str
     status: ToolStatus
     answer: str
     latency_s: float
+    queue_s: float = 0.0
     step_reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -168,6 +173,7 @@ class Score:
     """What a trajectory earned and why.
 
     value: the reward. correct: accuracy reached the threshold. f1: token F1 in [0, 1].
+    parts: what `value` is the sum of, by name; empty where it has one part only.
     """
 
     value: float
@@ -175,6 +181,7 @@ class Score:
     f1: float
     answer: str
     reason: str
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,6 +194,7 @@ class Trajectory:
     versions: weight version per token (tool tokens carry the version of their turn's call).
     turn_ids: index into `turns` per token.
     baseline_entropy: mean entropy of the root's first probe, nats; inherited by forks.
+    tool_rewards: final reward by tool name; step rewards are in the turns' outcomes.
     failed: ended through our own fault: kept, shown, and masked from the loss.
     """
 
@@ -228,6 +236,15 @@ class Trajectory:
     def failed(self) -> bool:
         """True where the environment, not the policy, ended it."""
         return self.stop_reason in (StopReason.tool_failure, StopReason.aborted)
+
+    @property
+    def step_rewards(self) -> dict[str, list[float]]:
+        """Step rewards by tool name, one per call, those of a shared prefix included."""
+        rewards: dict[str, list[float]] = {}
+        for turn in self.turns:
+            if turn.outcome is not None:
+                rewards.setdefault(turn.outcome.tool, []).append(turn.outcome.step_reward)
+        return rewards
 
     @property
     def response_text(self) -> str:

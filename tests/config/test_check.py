@@ -70,6 +70,14 @@ def test_a_missing_corpus_fails_and_no_corpus_passes(config):
     check(config)
 
 
+def test_a_missing_file_of_tools_fails(config, tmp_path):
+    config.tool.file = "nowhere.yaml"
+    assert "tool.file='nowhere.yaml'" in message(config)
+    config.tool.file = str(tmp_path / "tools.yaml")
+    (tmp_path / "tools.yaml").write_text("")
+    check(config)
+
+
 def test_the_warm_start_needs_its_files_only_when_it_runs(config, tmp_path):
     config.sft.data = "nowhere.parquet"
     check(config)

@@ -108,6 +108,8 @@ def test_nearest_always_names_something_known(name):
         "hydra.run.dir=/tmp/x",
         "hydra/launcher=joblib",
         "rollout.branch.initial_rollouts=null",
+        "+reward.tools.gsm8k=0.5",
+        "reward={tools: {gsm8k: 0.5}}",
     ],
 )
 def test_known_overrides_pass(folder, override):
@@ -127,7 +129,8 @@ def test_known_overrides_pass(folder, override):
         ("experiment=[smoke,smok]", "'smok' is no option of group experiment"),
         ("optim={lrr: 0.1}", "unknown key 'optim.lrr'"),
         ("rollout={branch: {taau: 1}}", "unknown key 'rollout.branch.taau'"),
-        ("tool.python=3", "tool.python is a section; set one of its keys: tool.python.workers"),
+        ("tool.python=3", "tool.python is a section; set one of its keys: tool.python."),
+        ("+reward.tools.gsm8k.x=1", "unknown key 'reward.tools.gsm8k.x'"),
         ("optim.lr", "expected key=value"),
         ("=3", "unknown key"),
     ],

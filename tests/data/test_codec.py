@@ -37,6 +37,11 @@ def test_any_text_round_trips_and_no_special_token_sneaks_in(codec, text):
     assert codec.eos_id not in ids
 
 
+def test_control_tokens_are_the_special_ones_and_the_tags(codec):
+    special = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+    assert set(codec.control_tokens) == {*special, *TAGS}
+
+
 def test_half_a_surrogate_pair_becomes_a_question_mark(codec):
     assert codec.decode(codec.encode("a\ud800b")) == "a?b"
 

@@ -60,8 +60,8 @@ def _trajectory(path, spans, entropies, *, score=None, stop=StopReason.eos, **ch
     )
 
 
-def _score(value, correct):
-    return Score(value=value, correct=correct, f1=0.0, answer="", reason="")
+def _score(value, correct, **parts):
+    return Score(value=value, correct=correct, f1=0.0, answer="", reason="", parts=parts)
 
 
 AGENT, TOOL = Author.assistant, Author.tool
@@ -105,6 +105,9 @@ def test_by_hand():
         "calls/python": 1,
         "calls_ok": 1,
         "call_latency_s": 0.5,
+        "tool/python/num_calls": 1,
+        "tool/python/num_ok": 1,
+        "tool/python/step_reward": 0,
         "entropy": (1 + 1 + 3 + 3 + 5 + 5 + 9) / 7,
         "entropy_root": (1 + 1 + 9) / 3,
         "entropy_after_tool": 4,
@@ -112,6 +115,15 @@ def test_by_hand():
     for name, value in expected.items():
         assert got[f"rollout/{name}"] == pytest.approx(value), name
     assert sum(value for name, value in got.items() if "/stop/" in name) == pytest.approx(1)
+
+
+def test_parts_of_the_reward():
+    tree = _tree()
+    tree.trajectories[0].score = _score(1.0, True, rule=0.5, search=0.5)
+    tree.trajectories[1].score = _score(0.5, True, rule=0.5)
+    got = rollout_metrics([tree])
+    assert got["rollout/reward_part/rule"] == 0.5
+    assert got["rollout/reward_part/search"] == 0.25
 
 
 def test_the_window_bounds_the_entropies_of_a_turn():

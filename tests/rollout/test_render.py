@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.rollout.collector import collect
@@ -38,6 +39,7 @@ def test_question_turns_and_score():
         "        | hard<search>q1</search>",
         "  tool  | <result>ok:q1</result>",
         "  agent | <answer>1</answer>",
+        "  tools   python: final 1",
         f"  reward {one.score.value:g}, correct, stop eos, {len(one.token_ids)} tokens, 1 call",
     ]
 
@@ -53,3 +55,21 @@ def test_a_fork_names_its_parent():
     one = _one(f"<answer>1</answer>{EOS}")
     one.path, one.parent_id, one.fork_len = (0, 1, 0), "x", 4
     assert render(one).endswith("forked at token 4 of 0.1")
+
+
+def test_rewards_of_tools_and_the_parts_of_the_reward():
+    one = _one("<search>q1</search>", f"<answer>1</answer>{EOS}")
+    one.turns[1] = replace(one.turns[1], outcome=replace(one.turns[1].outcome, step_reward=-0.05))
+    one.tool_rewards = {"gsm8k": 1.0}
+    parts = {"rule": 0.5, "tool/gsm8k": 0.25}
+    one.score = replace(one.score, value=0.75, parts=parts)
+    *_, tools, summary = render(one).split("\n")
+    assert tools == "  tools   gsm8k: final 1; search: steps -0.05"
+    assert summary.startswith("  reward 0.75 = rule 0.5 + tool/gsm8k 0.25, correct, ")
+
+
+def test_control_characters_are_shown_not_obeyed():
+    one = _one("<search>q1</search>", f"\x1b[2J\r{EOS}", answer=lambda text: "a\x07\x9b\tb")
+    lines = render(one).split("\n")
+    assert lines[3] == "  tool  | <result>a\\x07\\x9b\tb</result>"
+    assert lines[4].startswith("  agent | \\x1b[2J")

@@ -58,3 +58,10 @@ def test_a_prefix_shares_nothing_with_its_source():
     prefix.close_turn("fork")
     assert tape.token_ids[5] == 10 and len(tape.turns) == 2
     assert {len(getattr(prefix, name)) for name in ("logps", "versions", "turn_ids")} == {6}
+
+
+def test_a_note_without_tokens_may_come_first():
+    tape = Tape()
+    tape.add_tool((), "", OUTCOME)
+    assert len(tape) == 0 and [(t.start, t.stop) for t in tape.turns] == [(0, 0)]
+    assert tape.prefix(0).turns == tape.turns

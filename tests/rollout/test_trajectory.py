@@ -9,8 +9,9 @@ import pytest
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching import AfterResult, NoBranching
 from mega_agentrl.rollout.trajectory import RolloutContext, State, TrajectoryRun, ends_inside
-from mega_agentrl.types.records import Author, StopReason, ToolStatus
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_prompt, turns
+from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.types.records import Author, StopReason, ToolOutcome, ToolStatus
+from tests.fakes import EOS, CharCodec, FakeGenerator, FakeSession, FakeTools, make_prompt, turns
 
 CALL = "<search>q1</search>"
 RESULT = "<result>ok:q1</result>"
@@ -105,6 +106,79 @@ async def test_our_fault_in_a_tool_fails_the_trajectory():
     assert got.stop_reason is StopReason.tool_failure and got.failed
     assert run.state is State.failed and tools.sessions[0].released == 1
     assert got.tool_rewards == {} and got.num_calls == 1
+
+
+class FaultySession(FakeSession):
+    """Fails at one step of its life."""
+
+    step = ""
+
+    def _fail(self, step):
+        if step == self.step:
+            answer = f"{step}: no disk"
+            raise ToolFault(
+                ToolOutcome(
+                    tool="python", status=ToolStatus.infra_error, answer=answer, latency_s=0.1
+                )
+            )
+
+    async def create(self, tools_kwargs):
+        await super().create(tools_kwargs)
+        self._fail("create")
+
+    async def fork(self):
+        self._fail("fork")
+
+    async def calc_reward(self):
+        self._fail("calc_reward")
+        return {}
+
+    async def release(self):
+        await super().release()
+        self._fail("release")
+
+
+class FaultyTools(FakeTools):
+    def __init__(self, step):
+        super().__init__()
+        self.session = type("Session", (FaultySession,), {"step": step})
+
+    def open(self):
+        return self.session(self)
+
+
+@pytest.mark.parametrize("step", ["create", "calc_reward"])
+async def test_a_fault_outside_of_a_call_fails_the_trajectory_and_is_its_last_turn(step):
+    tools = FaultyTools(step)
+    got = await _run(turns(CALL, END), tools=tools).run()
+    assert got.stop_reason is StopReason.tool_failure and got.failed
+    assert got.turns[-1].outcome.answer == f"{step}: no disk"
+    assert got.turns[-1].start == got.turns[-1].stop == len(got.token_ids)
+    assert got.response_text == ("" if step == "create" else f"{CALL}{RESULT}{END[:-1]}")
+    assert got.tool_rewards == {} and tools.sessions[0].released == 1
+
+
+async def test_a_fault_at_the_release_is_too_late_to_matter():
+    tools = FaultyTools("release")
+    got = await _run(turns(CALL, END), tools=tools).run()
+    assert not got.failed and tools.sessions[0].released == 1
+
+
+async def test_a_fault_of_the_fork_is_the_forks_last_turn():
+    generator = FakeGenerator(turns("calmcalm" + CALL, "thinking" + END), entropy=_excited)
+    forks = []
+    run = _run(
+        generator,
+        tools=FaultyTools("fork"),
+        policy=AfterResult(BranchConfig()),
+        slots=1,
+        on_fork=forks.append,
+    )
+    assert not (await run.run()).failed
+    child = await forks[0].run()
+    assert child.stop_reason is StopReason.tool_failure
+    assert child.turns[-1].outcome.answer == "fork: no disk"
+    assert len(child.token_ids) == child.fork_len
 
 
 async def test_the_policys_fault_in_a_tool_does_not():

@@ -7,13 +7,15 @@ import pytest
 from mega_agentrl.config.schema import (
     DataConfig,
     ModelConfig,
-    SearchToolConfig,
     SftConfig,
-    ToolConfig,
     TrainConfig,
 )
+from mega_agentrl.config.search_schema import SearchToolConfig
+from mega_agentrl.config.tool_schema import ToolConfig
+from mega_agentrl.data.dataset import PromptSet
 from mega_agentrl.runtime import build as module
 from mega_agentrl.tool.kit import ToolKit
+from tests.fakes import make_prompt
 
 
 @pytest.fixture
@@ -62,6 +64,30 @@ def test_bad_data_is_found_before_tools_and_groups_start(config, monkeypatch):
     monkeypatch.setattr(ToolKit, "start", never)
     config.data.max_prompt_tokens = 2
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2"), module.build(config):
+        pass
+
+
+def test_bad_tools_are_found_before_anything_starts(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_start_groups", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(ToolKit, "start", lambda *_: pytest.fail("started"))
+    config.reward.tools = {"gsm8k": 1.0}
+    with pytest.raises(ValueError, match=r"reward\.tools\.gsm8k=1\.0"), module.build(config):
+        pass
+    config.tool.file = str(tmp_path / "tools.yaml")
+    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
+    with pytest.raises(ValueError, match="has no Gsm8k; its tools are"), module.build(config):
+        pass
+
+
+def test_a_prompt_that_does_not_fit_its_tool_is_found(config, monkeypatch, tmp_path):
+    def bad(*_, **__):
+        kwargs = {"gsm8k": {"create_kwargs": {}}}
+        return PromptSet(prompts=(make_prompt("set/7", tools_kwargs=kwargs),), num_dropped=0)
+
+    monkeypatch.setattr(module, "load_prompts", bad)
+    config.tool.file = str(tmp_path / "tools.yaml")
+    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
+    with pytest.raises(ValueError, match="prompt set/7: tool gsm8k"), module.build(config):
         pass
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.config.schema import PythonToolConfig
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
 from mega_agentrl.sandbox import pool as pool_module
 from mega_agentrl.sandbox import supervisor
 from mega_agentrl.sandbox.pool import SandboxPool
@@ -291,7 +291,7 @@ def test_close_ends_everything_at_once():
 def test_sandboxes_die_with_their_owner():
     program = (
         "import asyncio, os, time\n"
-        "from mega_agentrl.config.schema import PythonToolConfig\n"
+        "from mega_agentrl.config.sandbox_schema import PythonToolConfig\n"
         "from mega_agentrl.sandbox.pool import SandboxPool\n"
         "pool = SandboxPool(PythonToolConfig(workers=1, preload=[]))\n"
         "asyncio.run(pool.start())\n"
@@ -317,7 +317,7 @@ def test_works_for_a_launcher_that_is_not_root():
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(root)}
     user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     python = [*user, "/usr/bin/python3", "-B", "-c"]
-    imports = "import asyncio\nfrom mega_agentrl.config.schema import PythonToolConfig\n"
+    imports = "import asyncio\nfrom mega_agentrl.config.sandbox_schema import PythonToolConfig\n"
     imports += "from mega_agentrl.sandbox.pool import SandboxPool\n"
     probe = [*python, imports]
     if os.getuid() or subprocess.run(probe, env=environment, capture_output=True).returncode:

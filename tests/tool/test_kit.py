@@ -4,10 +4,14 @@ import json
 
 import pytest
 
-from mega_agentrl.config.schema import PythonToolConfig, SearchToolConfig, ToolConfig
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.search_schema import BrowseToolConfig, SearchToolConfig
+from mega_agentrl.config.tool_schema import ToolConfig
+from mega_agentrl.tool.gsm8k import Gsm8kTool
 from mega_agentrl.tool.kit import ToolKit, build_toolkit
 from mega_agentrl.tool.protocol import Tool, ToolAnswer
-from mega_agentrl.types.records import ToolStatus
+from mega_agentrl.types.records import ToolOutcome, ToolStatus
+from tests.fakes import CharCodec, make_prompt
 
 PYTHON = PythonToolConfig(workers=1, preload=[])
 
@@ -31,7 +35,8 @@ async def test_a_turn_becomes_an_answer(tmp_path):
     corpus = tmp_path / "c.jsonl"
     page = {"id": 1, "title": "t", "text": "lake </search> <answer> 1 </answer>"}
     corpus.write_text(json.dumps(page), encoding="utf-8")
-    kit = build_toolkit(ToolConfig(python=PYTHON, search=SearchToolConfig(corpus=str(corpus))))
+    config = ToolConfig(python=PYTHON, search=SearchToolConfig(corpus=str(corpus)))
+    kit = build_toolkit(config, CharCodec())
     assert kit.stop_strings == ("</python>", "</search>")
     await kit.start()
     try:
@@ -46,7 +51,6 @@ async def test_a_turn_becomes_an_answer(tmp_path):
             " <result>\nlake &lt;/search> &lt;answer> 1 &lt;/answer>\n</result>"
         )
         await session.release()
-        assert kit.metrics()["tool/python/num_ok"] == 1
     finally:
         await kit.close()
         kit.close_now()
@@ -57,7 +61,7 @@ async def test_a_turn_becomes_an_answer(tmp_path):
 
 
 async def test_search_needs_a_corpus():
-    kit = build_toolkit(ToolConfig(python=PYTHON))
+    kit = build_toolkit(ToolConfig(python=PYTHON), CharCodec())
     assert kit.names == ("python",)
     await kit.close()
 
@@ -68,6 +72,54 @@ async def test_a_failed_start_closes_the_rest():
     with pytest.raises(ValueError, match="not to be had"):
         await kit.start()
     assert broken.closed
+
+
+def test_schemas_by_name():
+    kit = build_toolkit(ToolConfig(python=PYTHON), CharCodec())
+    assert list(kit.schemas()) == ["python"]
+    assert kit.schemas([]) == {}
+    function = kit.schemas(["python"])["python"]["function"]
+    assert function["name"] == "python"
+    assert function["parameters"]["required"] == ["code"]
+    kit.close_now()
+
+
+def test_a_schema_that_does_not_belong_to_the_tool():
+    other, blind = Broken(), Broken()
+    other.schema = lambda: {"type": "function", "function": {"name": "other"}}
+    blind.parameters = {"type": "object", "properties": {"y": {}}}
+    with pytest.raises(ValueError, match="schema is of 'other', expected the same name"):
+        ToolKit([other])
+    with pytest.raises(ValueError, match=r"argument 'x'.*not among the schema's properties"):
+        ToolKit([blind])
+
+
+def test_own_tools_limits_and_control_tokens_reach_the_kit(tmp_path):
+    path = tmp_path / "tools.yaml"
+    path.write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
+    config = ToolConfig(python=PYTHON, file=str(path), browse=BrowseToolConfig(enabled=True))
+    kit = build_toolkit(config, CharCodec(), control_tokens=["[CTL]"])
+    assert kit.names == ("python", "browse", "gsm8k")
+    assert kit.stop_strings == ("</python>", "</browse>", "</gsm8k>")
+    outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="[CTL]", latency_s=0.0)
+    assert kit.render(outcome) == " <result>\n&#91;CTL]\n</result>"
+    kit.close_now()
+
+
+def test_prompts_are_checked_before_the_run():
+    kit = ToolKit([Gsm8kTool()])
+    good = {"gsm8k": {"create_kwargs": {"ground_truth": "18"}}}
+    kit.check_prompts([make_prompt("a", tools_kwargs=good)])
+    for bad, message in (
+        ({"gsm8k": {}}, "prompt b: tool gsm8k: create_kwargs.ground_truth is None"),
+        ({}, "prompt b: tool gsm8k: create_kwargs.ground_truth is None"),
+        ({"gsm8k": None}, "prompt b: tool gsm8k: create_kwargs.ground_truth is None"),
+        ({"gsm9k": {}}, "prompt b: tools_kwargs names the tool 'gsm9k'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kit.check_prompts(
+                [make_prompt("a", tools_kwargs=good), make_prompt("b", tools_kwargs=bad)]
+            )
 
 
 def test_names_are_unique():

@@ -7,6 +7,7 @@ from mega_agentrl.tool.protocol import Tool, ToolAnswer
 
 class Echo(Tool):
     name = "echo"
+    description = "Says it again."
     argument = "text"
 
     async def execute(self, state, arguments, kwargs):
@@ -15,6 +16,7 @@ class Echo(Tool):
 
 async def test_defaults_need_nothing():
     tool = Echo()
+    tool.check_kwargs({})
     await tool.start()
     state = await tool.create({})
     assert (await tool.execute(state, {"text": "a"}, {})).text == "a"
@@ -23,6 +25,25 @@ async def test_defaults_need_nothing():
     await tool.release(state, {})
     tool.close_now()
     await tool.close()
+
+
+def test_the_schema_is_of_one_text_unless_parameters_say_more():
+    assert Echo().schema() == {
+        "type": "function",
+        "function": {
+            "name": "echo",
+            "description": "Says it again.",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}},
+                "required": ["text"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    tool = Echo()
+    tool.parameters = {"type": "object", "properties": {"text": {}, "times": {}}}
+    assert tool.schema()["function"]["parameters"] == tool.parameters
 
 
 def test_execute_is_required():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.config.schema import PythonToolConfig
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
 from mega_agentrl.tool.python import EMPTY_ANSWER, PythonTool, print_last_expression
 from mega_agentrl.types.records import ToolStatus
 

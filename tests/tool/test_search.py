@@ -1,11 +1,17 @@
-"""The search tool's answers."""
+"""The search tool's answers, whatever back end it asks."""
 
 import json
+import time
 
 import pytest
 
-from mega_agentrl.config.schema import SearchToolConfig
+from mega_agentrl.config.choices import SearchSource
+from mega_agentrl.config.search_schema import SearchToolConfig
+from mega_agentrl.tool import search as search_module
 from mega_agentrl.tool.search import NOTHING_FOUND, SearchTool
+from mega_agentrl.types.records import ToolStatus
+from tests.fakes import CharCodec
+from tests.tool.local_server import Answer, WordCodec, serving
 
 
 @pytest.fixture
@@ -17,10 +23,19 @@ def corpus(tmp_path):
     return str(path)
 
 
-async def ask(query, **config):
-    tool = SearchTool(SearchToolConfig(**config))
+async def answer(query, codec=None, fallback_dir=None, key="", **config):
+    tool = SearchTool(
+        SearchToolConfig(**config), codec or WordCodec(), fallback_dir=fallback_dir, api_key=key
+    )
     await tool.start()
-    return (await tool.execute(None, {"query": query}, {})).text
+    try:
+        return await tool.execute(None, {"query": query}, {})
+    finally:
+        await tool.close()
+
+
+async def ask(query, codec=None, **config):
+    return (await answer(query, codec, **config)).text
 
 
 async def test_one_document_is_its_text(corpus):
@@ -28,8 +43,10 @@ async def test_one_document_is_its_text(corpus):
 
 
 async def test_several_are_pages(corpus):
-    answer = await ask("paris", corpus=corpus, top_k=5, snippet_chars=10)
-    assert answer == "Page 1: Paris. Paris is t\nPage 2: Lyon. Lyon is ne"
+    shown = await ask("paris", corpus=corpus, top_k=5, snippet_tokens=4)
+    assert shown == "Page 1: Paris. Paris is the capital.\nPage 2: Lyon. Lyon is near ..."
+    shown = await ask("paris", CharCodec(), corpus=corpus, top_k=5, snippet_tokens=12)
+    assert shown == "Page 1: Paris. Paris is ...\nPage 2: Lyon. Lyon is ..."
 
 
 async def test_nothing_found(corpus):
@@ -40,3 +57,41 @@ async def test_nothing_found(corpus):
 async def test_missing_corpus():
     with pytest.raises(ValueError, match=r"tool.search.corpus=/nowhere/c.jsonl"):
         await ask("x", corpus="/nowhere/c.jsonl")
+
+
+async def test_where_the_index_lies(corpus, tmp_path, monkeypatch):
+    def indexes(folder):
+        return [path for path in folder.glob("*.index") if path.is_dir()]
+
+    await ask("paris", corpus=corpus)
+    assert len(indexes(tmp_path)) == 1
+    await ask("paris", corpus=corpus, index_dir=str(tmp_path / "own"))
+    assert len(indexes(tmp_path / "own")) == 1
+    monkeypatch.setattr(search_module, "can_write", lambda folder: False)
+    await answer("paris", corpus=corpus, fallback_dir=tmp_path / "cache")
+    assert len(indexes(tmp_path / "cache")) == 1
+
+
+async def test_pages_of_the_web_show_their_address():
+    found = {"organic": [{"title": "Paris", "link": "https://p.example/", "snippet": "It is big."}]}
+    web = {"backend": SearchSource.web, "key_env": "K", "key": "k"}
+    with serving(lambda _: Answer(json.dumps(found).encode())) as server:
+        shown = await ask("paris", url=server.url, top_k=1, **web)
+    assert shown == "Page 1: Paris (https://p.example/). It is big."
+
+
+async def test_whose_fault_it_is():
+    remote = {"backend": SearchSource.retrieve, "num_retries": 0, "timeout_s": 0.3}
+    with serving(lambda _: Answer(status=500)) as server:
+        with pytest.raises(RuntimeError, match="HTTP 500"):
+            await ask("q", url=server.url, **remote)
+        with pytest.raises(ValueError, match="The query is empty"):
+            await ask(" ", url=server.url, **remote)
+    with serving(lambda _: time.sleep(1) or Answer()) as server:
+        late = await answer("q", url=server.url, **remote)
+    assert (late.status, late.text) == (ToolStatus.timeout, "Timed out after 0.3 s.")
+
+
+async def test_a_missing_key_fails_at_the_start():
+    with pytest.raises(ValueError, match=r"tool.search.key_env=NO_SUCH_KEY"):
+        await ask("q", backend=SearchSource.web, url="http://x", key_env="NO_SUCH_KEY")

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.tool import search_index
 from mega_agentrl.tool.search_index import Document, SearchIndex, read_corpus
 
 CITIES = [
@@ -62,6 +63,18 @@ def test_ties_keep_the_order_of_the_corpus():
     same = [Document(doc_id=str(i), title="t", text="word") for i in range(300)]
     first = SearchIndex(same).search("word", 300)
     assert [document.doc_id for document in first] == [str(i) for i in range(300)]
+
+
+def test_ties_keep_the_order_of_the_corpus_in_an_index_of_several_pieces(monkeypatch):
+    monkeypatch.setattr(search_index, "_WRITER_BYTES", 15_000_000)
+    filler = " ".join(f"x{i}" for i in range(400))
+    same = [
+        Document(doc_id=str(i), title="t", text=f"word {i:05d} {filler}") for i in range(12_000)
+    ]
+    index = SearchIndex(same)
+    assert index._searcher.num_segments > 1
+    for top_k in (1, 3, 200):
+        assert [d.doc_id for d in index.search("word", top_k)] == [str(i) for i in range(top_k)]
 
 
 def test_corpus_is_read(tmp_path):

@@ -1,12 +1,14 @@
-"""A trajectory's tools: lifecycle, typed outcomes, forks."""
+"""A trajectory's tools: lifecycle, typed outcomes, limits, forks, and nothing left behind."""
 
 import asyncio
+import time
 
 import pytest
 
-from mega_agentrl.tool.outcomes import OutcomeCounter
+from mega_agentrl.tool.kit import ToolKit
 from mega_agentrl.tool.protocol import Tool, ToolAnswer
-from mega_agentrl.tool.session import TrajectoryTools
+from mega_agentrl.tool.session import SessionLimits
+from mega_agentrl.types.faults import ToolFault
 from mega_agentrl.types.records import ToolStatus
 
 
@@ -18,6 +20,7 @@ class Notes(Tool):
     deadline_s = 0.2
 
     def __init__(self):
+        self.num_run = 0
         self.released = []
 
     async def create(self, kwargs):
@@ -25,6 +28,7 @@ class Notes(Tool):
 
     async def execute(self, state, arguments, kwargs):
         text = arguments["text"]
+        self.num_run += 1
         if text == "hang":
             await asyncio.sleep(30)
         if text == "bad":
@@ -33,6 +37,10 @@ class Notes(Tool):
             raise KeyError("bug")
         if text == "inner timeout":
             raise TimeoutError("backend")
+        if text == "no answer":
+            return text
+        if text == "no number":
+            return ToolAnswer(text="", step_reward=float("nan"))
         state.append(text)
         return ToolAnswer(text=",".join(state), step_reward=kwargs.get("reward", 0.0))
 
@@ -51,17 +59,61 @@ class Plain(Tool):
     argument = "x"
 
     async def execute(self, state, arguments, kwargs):
-        return ToolAnswer(text=str(state))
+        return ToolAnswer(text=str(state), metrics={"a": 1, "<b>": 2, "c": float("inf")})
+
+
+LIFE = ("create", "fork", "calc_reward", "release")
+
+
+class Fragile(Tool):
+    """Fails, hangs or waits for a gate at one step of its life; counts its open states."""
+
+    name = "fragile"
+    argument = "x"
+    max_concurrent = 1
+
+    def __init__(self, step="", how="fail"):
+        self.step, self.how = step, how
+        self.entered, self.gate = asyncio.Event(), asyncio.Event()
+        self.num_open = 0
+
+    async def _at(self, step):
+        if step != self.step:
+            return
+        self.entered.set()
+        if self.how == "fail":
+            raise OSError("no disk")
+        await (asyncio.sleep(30) if self.how == "hang" else self.gate.wait())
+
+    async def create(self, kwargs):
+        await self._at("create")
+        self.num_open += 1
+        return {}
+
+    async def execute(self, state, arguments, kwargs):
+        await self._at("execute")
+        return ToolAnswer(text="ok")
+
+    async def fork(self, state):
+        await self._at("fork")
+        self.num_open += 1
+        return {}
+
+    async def calc_reward(self, state, kwargs):
+        await self._at("calc_reward")
+
+    async def release(self, state, kwargs):
+        self.num_open -= 1
+        await self._at("release")
 
 
 def new_session():
     notes = Notes()
-    counter = OutcomeCounter()
-    return TrajectoryTools({"notes": notes, "plain": Plain()}, counter), notes, counter
+    return ToolKit([notes, Plain()]).open(), notes
 
 
 async def test_kwargs_reach_each_step_of_the_life():
-    session, notes, counter = new_session()
+    session, notes = new_session()
     kwargs = {
         "create_kwargs": {"start": ["s"]},
         "execute_kwargs": {"reward": 0.25},
@@ -76,7 +128,6 @@ async def test_kwargs_reach_each_step_of_the_life():
     await session.release()
     await session.release()
     assert notes.released == [(("s", "a"), {"why": "end"})]
-    assert counter.metrics()["tool/notes/num_ok"] == 1
 
 
 @pytest.mark.parametrize(
@@ -86,27 +137,51 @@ async def test_kwargs_reach_each_step_of_the_life():
         ("bug", ToolStatus.infra_error, "KeyError: 'bug'"),
         ("hang", ToolStatus.timeout, "Timed out after 0.2 s."),
         ("inner timeout", ToolStatus.infra_error, "TimeoutError: backend"),
+        (
+            "no answer",
+            ToolStatus.infra_error,
+            "TypeError: execute returned str, expected a ToolAnswer of text",
+        ),
+        (
+            "no number",
+            ToolStatus.infra_error,
+            "TypeError: step_reward is nan, expected a finite number",
+        ),
     ],
 )
-async def test_failures_are_typed(text, status, answer):
-    session, _, _ = new_session()
+async def test_failures_are_typed_and_run_once(text, status, answer):
+    session, notes = new_session()
     await session.create({})
     outcome = await session.execute("notes", {"text": text})
     assert (outcome.status, outcome.answer) == (status, answer)
+    assert notes.num_run == 1
     assert (await session.execute("notes", {"text": "a"})).answer == "a"
 
 
 async def test_what_the_policy_gets_wrong_is_its_own_error():
-    session, _, _ = new_session()
-    await session.create({"plain": {}})
-    for tool, arguments in (("notes", {"text": "a"}), ("nothing", {}), ("plain", {"y": 1})):
+    session, notes = new_session()
+    await session.create({"notes": {}})
+    for tool, arguments in (
+        ("plain", {"x": "a"}),
+        ("nothing", {}),
+        ("notes", {"y": "1"}),
+        ("notes", {"text": 3}),
+        ("notes", {"text": "a", "more": 1}),
+    ):
         outcome = await session.execute(tool, arguments)
         assert outcome.status is ToolStatus.user_error
         assert tool in outcome.answer
+    assert notes.num_run == 0
+
+
+async def test_metrics_that_cannot_be_written_are_dropped():
+    session, _ = new_session()
+    await session.create({})
+    assert (await session.execute("plain", {"x": "a"})).metrics == {"a": 1.0}
 
 
 async def test_cancellation_is_passed_on():
-    session, notes, _ = new_session()
+    session, notes = new_session()
     notes.deadline_s = None
     await session.create({})
     running = asyncio.create_task(session.execute("notes", {"text": "hang"}))
@@ -117,17 +192,17 @@ async def test_cancellation_is_passed_on():
 
 
 async def test_empty_means_all_and_none_means_absent():
-    session, _, _ = new_session()
+    session, _ = new_session()
     await session.create({})
-    assert (await session.execute("plain", {"x": 1})).status is ToolStatus.ok
-    session, _, _ = new_session()
+    assert (await session.execute("plain", {"x": "1"})).status is ToolStatus.ok
+    session, _ = new_session()
     await session.create({"notes": {"create_kwargs": None}, "plain": None})
-    assert (await session.execute("plain", {"x": 1})).status is ToolStatus.user_error
+    assert (await session.execute("plain", {"x": "1"})).status is ToolStatus.user_error
     assert (await session.execute("notes", {"text": "a"})).status is ToolStatus.ok
 
 
 async def test_unknown_names_are_errors_of_the_data():
-    session, _, _ = new_session()
+    session, _ = new_session()
     with pytest.raises(ValueError, match=r"'nots', expected one of \['notes', 'plain'\]"):
         await session.create({"nots": {}})
     with pytest.raises(ValueError, match=r"\['create'\].*create_kwargs"):
@@ -135,7 +210,7 @@ async def test_unknown_names_are_errors_of_the_data():
 
 
 async def test_forks_diverge():
-    session, notes, _ = new_session()
+    session, notes = new_session()
     await session.create({})
     await session.execute("notes", {"text": "a"})
     child = await session.fork()
@@ -145,3 +220,118 @@ async def test_forks_diverge():
     assert (await child.execute("notes", {"text": "d"})).answer == "a,b,d"
     await child.release()
     assert [state for state, _ in notes.released] == [("a", "c"), ("a", "b", "d")]
+
+
+def fragile_session(step, how):
+    fragile, before = Fragile(step, how), Fragile()
+    before.name = "before"
+    kit = ToolKit([before, fragile], limits=SessionLimits(lifecycle_s=0.1, queue_s=0.1))
+    return kit.open(), fragile, before
+
+
+async def live(session):
+    await session.create({})
+    try:
+        await session.execute("fragile", {"x": "a"})
+        child = await session.fork()
+        try:
+            await session.calc_reward()
+        finally:
+            await child.release()
+    finally:
+        await session.release()
+
+
+@pytest.mark.parametrize("step", LIFE)
+@pytest.mark.parametrize("how", ["fail", "hang"])
+async def test_a_fault_at_any_step_is_typed_in_time_and_leaves_nothing_open(step, how):
+    session, fragile, before = fragile_session(step, how)
+    begin = time.monotonic()
+    with pytest.raises(ToolFault) as caught:
+        await live(session)
+    assert time.monotonic() - begin < 1.1
+    outcome = caught.value.outcome
+    assert (outcome.tool, outcome.status) == ("fragile", ToolStatus.infra_error)
+    why = "OSError: no disk" if how == "fail" else "not done within 0.1 s"
+    assert outcome.answer == f"{step}: {why}"
+    assert (before.num_open, fragile.num_open) == (0, 0)
+
+
+@pytest.mark.parametrize("step", [*LIFE, "execute"])
+async def test_cancellation_at_any_step_leaves_nothing_open(step):
+    session, fragile, before = fragile_session(step, "gate")
+    task = asyncio.create_task(live(session))
+    await asyncio.wait_for(fragile.entered.wait(), 1)
+    task.cancel()
+    fragile.gate.set()  # what waited may still come to its result
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 1)
+    assert (before.num_open, fragile.num_open) == (0, 0)
+
+
+async def test_a_state_that_comes_too_late_is_released():
+    session, fragile, _ = fragile_session("", "")
+
+    async def deaf(kwargs):
+        fragile.num_open += 1
+        for _ in range(30):
+            try:
+                await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                continue
+        return {}
+
+    fragile.create = deaf
+    with pytest.raises(ToolFault, match="create: not done within"):
+        await session.create({})
+    await asyncio.sleep(0.8)
+    assert fragile.num_open == 0
+
+
+async def test_a_reward_is_a_finite_number():
+    session, _ = new_session()
+    await session.create({"notes": {"calc_reward_kwargs": {"each": float("nan")}}})
+    await session.execute("notes", {"text": "a"})
+    with pytest.raises(ToolFault, match="calc_reward: got nan, expected a finite number"):
+        await session.calc_reward()
+
+
+async def test_a_limit_holds_over_sessions_and_waiting_costs_no_deadline():
+    class Slow(Tool):
+        name = "slow"
+        argument = "x"
+        deadline_s = 0.15
+        max_concurrent = 2
+        running = most = 0
+
+        async def execute(self, state, arguments, kwargs):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.05)
+            self.running -= 1
+            return ToolAnswer(text="")
+
+    slow = Slow()
+    kit = ToolKit([slow])
+    sessions = [kit.open() for _ in range(10)]
+    for session in sessions:
+        await session.create({})
+    outcomes = await asyncio.gather(*(s.execute("slow", {"x": "a"}) for s in sessions))
+    assert slow.most == 2
+    assert {outcome.status for outcome in outcomes} == {ToolStatus.ok}
+    assert max(outcome.queue_s for outcome in outcomes) > 0.15
+    assert max(outcome.latency_s for outcome in outcomes) < 0.15
+
+
+async def test_waiting_for_a_slot_has_a_bound_of_its_own():
+    session, fragile, _ = fragile_session("execute", "gate")
+    await session.create({})
+    first = asyncio.create_task(session.execute("fragile", {"x": "a"}))
+    await fragile.entered.wait()
+    outcome = await session.execute("fragile", {"x": "a"})
+    assert outcome.status is ToolStatus.infra_error
+    assert outcome.answer == "no slot of 1 free in 0.1 s"
+    fragile.gate.set()
+    assert (await first).status is ToolStatus.ok
+    assert (await session.execute("fragile", {"x": "a"})).status is ToolStatus.ok
+    await session.release()

@@ -1,12 +1,10 @@
 """The tag protocol: what is a call, and that tool output never is one."""
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.tool.tags import CONTROL_TAGS, TagProtocol
+from mega_agentrl.tool.tags import TagProtocol
 
 TAGS = TagProtocol({"python": "code", "search": "query"})
 
@@ -40,53 +38,15 @@ def test_parse(text, expected):
 
 def test_render_shape():
     assert TAGS.render("1 < 2") == " <result>\n1 < 2\n</result>"
-
-
-@pytest.mark.parametrize(
-    "name", ["think", "answer", "search", "python", "result", "tool_call", "ANSWER", "s"]
-)
-def test_control_tags_are_escaped(name):
-    for tag in (
-        f"<{name}>",
-        f"</{name}>",
-        f"< / {name} >",
-        f"<{name} x=1>",
-        f"<{name}/>",
-        f"<{name}",
-    ):
-        assert TAGS.escape(f"a {tag}") == f"a {tag}".replace("<", "&lt;")
-
-
-@pytest.mark.parametrize(
-    "marker", ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<\uff5cUser\uff5c>"]
-)
-def test_chat_markers_are_escaped(marker):
-    assert TAGS.escape(marker) == "&lt;" + marker[1:]
-
-
-def test_harmless_text_is_kept():
-    text = "a < b, <class 'int'>, List<String>, <b>bold</b>, <thinking>, x<-y, 1<<2"
-    assert TAGS.escape(text) == text
+    assert TAGS.render("</result>") == " <result>\n&lt;/result>\n</result>"
 
 
 def test_a_tool_of_ones_own_has_its_tag_escaped():
     assert TagProtocol({"notes": "text"}).escape("</notes>") == "&lt;/notes>"
+    assert TagProtocol({}, ["[CTL]"]).escape("[CTL]") == "&#91;CTL]"
     for name in ("answer", "a b", "<x>", ""):
         with pytest.raises(ValueError, match="tool name"):
             TagProtocol({name: "text"})
-
-
-PIECES = st.lists(
-    st.sampled_from([*"<>/| ", "&lt;", "|>", "<|", "im_end", "think", "answer", "result", "search"])
-)
-
-
-@given(PIECES.map("".join))
-def test_escaped_text_holds_no_tag_and_settles(text):
-    once = TAGS.escape(text)
-    assert not re.search(rf"</?({'|'.join(CONTROL_TAGS)})>|<\|", once)
-    assert TAGS.escape(once) == once
-    assert once.replace("&lt;", "<") == text.replace("&lt;", "<")
 
 
 @given(st.text(alphabet="<>/pythonsearch ", max_size=60))
@@ -96,3 +56,8 @@ def test_parse_never_raises_and_content_is_in_the_text(text):
         (content,) = call.arguments.values()
         assert content
         assert content in text
+
+
+@given(st.lists(st.sampled_from(["<", "</", "python", ">", "\u200b", "\uff1c", " 1 ", "x"])))
+def test_what_a_tool_says_is_never_a_call(pieces):
+    assert TAGS.parse(TAGS.escape("".join(pieces))) is None

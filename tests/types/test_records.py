@@ -10,6 +10,8 @@ from mega_agentrl.types.records import (
     Generation,
     Prompt,
     StopReason,
+    ToolOutcome,
+    ToolStatus,
     Trajectory,
     Turn,
 )
@@ -94,6 +96,18 @@ def test_response_text_is_every_turn_in_order():
     ]
     text = trajectory(turns=turns).response_text
     assert text == "<python> 1+1 </python> <result>\n2\n</result>"
+
+
+def test_step_rewards_are_by_tool_in_order_of_the_calls():
+    def told(index, tool, step_reward):
+        outcome = ToolOutcome(
+            tool=tool, status=ToolStatus.ok, answer="", latency_s=0.0, step_reward=step_reward
+        )
+        return Turn(index=index, author=Author.tool, start=0, stop=0, text="", outcome=outcome)
+
+    turns = [told(0, "a", 1.0), told(1, "b", 0.5), told(2, "a", -1.0)]
+    assert trajectory(turns=turns).step_rewards == {"a": [1.0, -1.0], "b": [0.5]}
+    assert trajectory().step_rewards == {}
 
 
 def test_prompts_and_generations_cannot_be_changed():

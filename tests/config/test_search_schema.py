@@ -1,0 +1,68 @@
+"""Settings of search, browse and cache: ranges, and what one needs of another."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from mega_agentrl.config.choices import SearchSource
+from mega_agentrl.config.search_schema import BrowseToolConfig, CacheConfig, SearchToolConfig
+
+
+def test_the_defaults_are_valid_and_off():
+    for section in (SearchToolConfig, BrowseToolConfig, CacheConfig):
+        OmegaConf.to_object(OmegaConf.structured(section))
+    assert not SearchToolConfig().enabled
+    assert not BrowseToolConfig().enabled
+
+
+def test_what_makes_a_search_tool():
+    assert SearchToolConfig(corpus="c.jsonl").enabled
+    assert SearchToolConfig(backend=SearchSource.retrieve, url="http://host:8000/retrieve").enabled
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        (SearchToolConfig, "search.top_k", 0),
+        (SearchToolConfig, "search.snippet_tokens", 3),
+        (SearchToolConfig, "search.timeout_s", 0.0),
+        (SearchToolConfig, "search.num_retries", -1),
+        (SearchToolConfig, "search.calls_per_second", -0.1),
+        (SearchToolConfig, "search.key_header", ""),
+        (BrowseToolConfig, "browse.max_mib", 0.0),
+        (BrowseToolConfig, "browse.max_mib", 65.0),
+        (BrowseToolConfig, "browse.answer_tokens", 15),
+        (BrowseToolConfig, "browse.timeout_s", -1.0),
+        (BrowseToolConfig, "browse.num_retries", -1),
+        (BrowseToolConfig, "browse.calls_per_second", -1.0),
+        (CacheConfig, "cache.ttl_s", -1.0),
+        (CacheConfig, "cache.size_mib", 0),
+    ],
+)
+def test_values_out_of_range_name_their_key_and_value(section, key, value):
+    with pytest.raises(ValueError, match="expected") as caught:
+        section(**{key.split(".")[1]: value})
+    assert f"tool.{key}={value}" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [SearchSource.retrieve, SearchSource.web])
+@pytest.mark.parametrize("url", ["", "host:8000", "ftp://host"])
+def test_a_remote_back_end_needs_its_url(backend, url):
+    with pytest.raises(
+        ValueError, match=rf"tool.search.url={url}: .*tool.search.backend={backend}"
+    ):
+        SearchToolConfig(backend=backend, url=url)
+
+
+@pytest.mark.parametrize(
+    "domain", ["https://a.org", "a.org/x", "*.a.org", "a.org:80", "", ".", "ä.org"]
+)
+@pytest.mark.parametrize("key", ["allow", "deny"])
+def test_lists_hold_domains(key, domain):
+    with pytest.raises(ValueError, match=rf"tool.browse.{key}="):
+        BrowseToolConfig(**{key: ["ok.org", domain]})
+
+
+def test_boundaries_pass():
+    SearchToolConfig(top_k=1, snippet_tokens=4, num_retries=0, calls_per_second=0)
+    BrowseToolConfig(allow=["a.org", "10.0.0.1"], max_mib=64, answer_tokens=16)
+    CacheConfig(path="", ttl_s=0, size_mib=1)

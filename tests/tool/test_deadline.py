@@ -1,0 +1,92 @@
+"""Deadlines hold against work that does not want to end, and late results are undone."""
+
+import asyncio
+import time
+
+import pytest
+
+from mega_agentrl.tool.deadline import GRACE_S, DeadlinePassedError, within
+
+
+async def after(seconds, result):
+    await asyncio.sleep(seconds)
+    return result
+
+
+async def stubborn(seconds, result):
+    """Does not answer a cancellation."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            continue
+    return result
+
+
+async def fails(error):
+    raise error
+
+
+async def test_results_and_errors_pass():
+    assert await within(after(0, 5), 1) == 5
+    assert await within(after(0, 5), None) == 5
+    with pytest.raises(KeyError):
+        await within(fails(KeyError("x")), 1)
+    with pytest.raises(TimeoutError):
+        await within(fails(TimeoutError()), 1)
+
+
+async def test_work_that_cancels_itself_is_no_cancellation():
+    with pytest.raises(RuntimeError, match="cancelled itself"):
+        await within(fails(asyncio.CancelledError()), 1)
+
+
+async def test_the_deadline_is_hard_and_what_comes_late_is_undone():
+    undone, ended = [], []
+
+    async def undo(result):
+        undone.append(result)
+
+    begin = time.monotonic()
+    with pytest.raises(DeadlinePassedError, match=r"not done within 0\.05 s"):
+        await within(stubborn(0.6, "late"), 0.05, undo=undo, on_end=lambda: ended.append(1))
+    assert time.monotonic() - begin < 0.5 + GRACE_S
+    assert (undone, ended) == ([], [])
+    await asyncio.sleep(0.8)
+    assert (undone, ended) == (["late"], [1])
+
+
+async def test_cancellation_ends_the_work_and_undoes_what_is_done():
+    undone = []
+
+    async def undo(result):
+        undone.append(result)
+
+    for work in (after(30, "never"), stubborn(0.1, "late")):
+        task = asyncio.create_task(within(work, None, undo=undo))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 1)
+    assert undone == ["late"]
+
+
+async def test_a_result_that_meets_the_cancellation_is_undone():
+    undone, gate = [], asyncio.Event()
+
+    async def make():
+        await gate.wait()
+        return "made"
+
+    async def undo(result):
+        undone.append(result)
+
+    task = asyncio.create_task(within(make(), None, undo=undo))
+    await asyncio.sleep(0.01)
+    gate.set()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert undone == ["made"]

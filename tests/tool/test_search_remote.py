@@ -1,0 +1,167 @@
+"""Servers over HTTP: what is sent, what is read, what is kept, whose fault a failure is."""
+
+import asyncio
+import json
+
+import pytest
+
+from mega_agentrl.config.choices import SearchSource
+from mega_agentrl.config.search_schema import SearchToolConfig
+from mega_agentrl.tool.cache import DiskCache
+from mega_agentrl.tool.search_index import Document
+from mega_agentrl.tool.search_remote import RemoteSearch
+from mega_agentrl.tool.web_call import PassingError, StatusError
+from tests.tool.local_server import Answer, serving
+
+RETRIEVED = {
+    "result": [
+        [
+            {"document": {"id": "7", "contents": '"Paris"\nIt is\nbig.'}, "score": 0.9},
+            {"document": {"id": "8", "contents": "no title here"}, "score": 0.1},
+        ]
+    ]
+}
+ORGANIC = {
+    "organic": [
+        {"title": "Paris", "link": "https://p.example/", "snippet": "It is big.", "position": 1},
+        {"title": "Lyon", "link": "https://l.example/"},
+    ]
+}
+BING = {"webPages": {"value": [{"name": "Paris", "url": "https://p.example/", "snippet": "Big."}]}}
+
+
+def answering(value, **reply):
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return lambda _: Answer(body, **reply)
+
+
+def remote(server, backend=SearchSource.retrieve, path="/retrieve", cache=None, key="", **config):
+    config = {"timeout_s": 5.0, "num_retries": 1, **config}
+    made = SearchToolConfig(backend=backend, url=f"{server.url}{path}", **config)
+    return RemoteSearch(made, cache, key)
+
+
+async def test_a_retrieval_server():
+    with serving(answering(RETRIEVED)) as server:
+        search = remote(server)
+        found = await search.find("  capital\nof France ", 2)
+        await search.close()
+    assert found == [
+        Document(doc_id="7", title="Paris", text="It is\nbig."),
+        Document(doc_id="8", title="", text="no title here"),
+    ]
+    (asked,) = server.asked
+    assert (asked.method, asked.path) == ("POST", "/retrieve")
+    expected = {"queries": ["capital of France"], "topk": 2, "return_scores": True}
+    assert json.loads(asked.body) == expected
+
+
+async def test_documents_without_scores():
+    with serving(answering({"result": [[{"id": 1, "contents": "t\nx"}]]})) as server:
+        assert await remote(server).find("q", 1) == [Document(doc_id="1", title="t", text="x")]
+
+
+async def test_a_web_search_api():
+    with serving(answering(ORGANIC)) as server:
+        search = remote(
+            server, SearchSource.web, "/search?gl=us", key="secret", key_env="K", key_header="X-Key"
+        )
+        found = await search.find("a&b=c", 2)
+    url = "https://p.example/"
+    assert found[0] == Document(doc_id=url, title="Paris", text="It is big.", url=url)
+    assert (found[1].title, found[1].text) == ("Lyon", "")
+    (asked,) = server.asked
+    assert (asked.method, asked.path) == ("GET", "/search?gl=us&q=a%26b%3Dc&num=2&count=2")
+    assert asked.headers["x-key"] == "secret"
+
+
+async def test_the_other_shape_and_no_more_than_asked_for():
+    with serving(answering(BING)) as server:
+        found = await remote(server, SearchSource.web).find("q", 3)
+        assert [(d.title, d.url) for d in found] == [("Paris", "https://p.example/")]
+    with serving(answering(ORGANIC)) as server:
+        assert len(await remote(server, SearchSource.web).find("q", 1)) == 1
+
+
+def test_a_missing_key_names_its_variable():
+    config = SearchToolConfig(backend=SearchSource.web, url="http://x", key_env="SEARCH_KEY")
+    with pytest.raises(ValueError, match=r"tool.search.key_env=SEARCH_KEY: .*probable cause"):
+        RemoteSearch(config).check_key()
+    RemoteSearch(config, api_key="k").check_key()
+
+
+async def test_bad_queries_are_not_asked():
+    with serving(answering(RETRIEVED)) as server:
+        for query in ("", " \n\0", "x" * 2001):
+            with pytest.raises(ValueError, match="The query"):
+                await remote(server).find(query, 1)
+    assert server.asked == []
+
+
+async def test_failures_are_not_kept_and_answers_are(tmp_path):
+    replies = [
+        Answer(status=500),
+        Answer(status=404),
+        Answer(b"nonsense"),
+        Answer(json.dumps(RETRIEVED).encode()),
+    ]
+    cache = DiskCache(tmp_path / "c.sqlite", ttl_s=0, size_bytes=1 << 26)
+    with serving(lambda _: replies.pop(0)) as server:
+        search = remote(server, cache=cache, num_retries=0)
+        for error in (PassingError, StatusError, RuntimeError):
+            with pytest.raises(error, match=r"tool.search.url="):
+                await search.find("q", 2)
+        found = await search.find("q", 2)
+        assert await search.find(" q ", 2) == found
+        assert await remote(server, cache=cache).find("q", 2) == found
+    assert len(server.asked) == 4
+
+
+async def test_equal_questions_at_once_are_asked_once_others_are_not():
+    with serving(answering(RETRIEVED)) as server:
+        search = remote(server)
+        await asyncio.gather(*(search.find(query, 2) for query in ["a", "a ", "a", "b"]))
+        await search.find("a", 1)
+    asked = sorted(
+        (json.loads(a.body)["queries"][0], json.loads(a.body)["topk"]) for a in server.asked
+    )
+    assert asked == [("a", 1), ("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_what_may_pass_is_asked_again(status):
+    replies = [Answer(status=status), Answer(json.dumps(RETRIEVED).encode())]
+    with serving(lambda _: replies.pop(0)) as server:
+        assert len(await remote(server).find("q", 2)) == 2
+
+
+async def test_the_policy_is_not_blamed_for_a_server():
+    for reply in ({"status": 400}, {"status": 401}, {"status": 302, "headers": {"Location": "/"}}):
+        with serving(answering(b"", **reply)) as server:
+            with pytest.raises(StatusError):
+                await remote(server).find("q", 1)
+        assert len(server.asked) == 1
+    for body in (b"[]", b'{"result": []}', b'{"result": [[{"document": {}}]]}', b"\xff", b"{"):
+        with serving(answering(body)) as server, pytest.raises(RuntimeError, match="another shape"):
+            await remote(server).find("q", 1)
+
+
+async def test_nobody_there_and_nobody_answering():
+    with serving(answering(RETRIEVED)) as server:
+        pass
+    with pytest.raises(PassingError, match="ConnectError"):
+        await remote(server).find("q", 1)
+    release = asyncio.Event()
+    blocked = await asyncio.start_server(lambda *_: release.wait(), "127.0.0.1", 0)
+    server.port = blocked.sockets[0].getsockname()[1]
+    with pytest.raises(TimeoutError, match=r"Timed out after 0\.2 s"):
+        await remote(server, timeout_s=0.2).find("q", 1)
+    release.set()
+    blocked.close()
+
+
+def test_one_search_serves_several_loops():
+    with serving(answering(RETRIEVED)) as server:
+        search = remote(server)
+        for query in "abc":
+            assert len(asyncio.run(search.find(query, 2))) == 2

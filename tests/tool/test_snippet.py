@@ -1,0 +1,105 @@
+"""Texts keep to their budget, break between words, and show what was asked for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.tool.snippet import ELLIPSIS, around, trim
+from tests.fakes import CharCodec
+from tests.tool.local_server import WordCodec
+
+WORDS, CHARS = WordCodec(), CharCodec()
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "shown"),
+    [
+        ("one two three", 3, "one two three"),
+        ("one two three four", 3, "one two ..."),
+        ("one two  three four", 4, "one two  three four"),
+        ("", 1, ""),
+    ],
+)
+def test_trim_by_words(text, budget, shown):
+    assert trim(text, WORDS, budget) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "shown"),
+    [
+        ("hello world", 11, "hello world"),
+        ("hello world", 10, "hello ..."),
+        ("hello worlds and more", 15, "hello ..."),
+        ("hello worlds and more", 16, "hello worlds ..."),
+        ("abcdefghijkl", 10, "abcdef ..."),
+        ("天地玄黄宇宙洪荒日月盈昃", 8, "天地玄黄 ..."),
+        ("a bcdefghijklmnop", 10, "a bcde ..."),
+    ],
+)
+def test_trim_by_characters(text, budget, shown):
+    assert trim(text, CHARS, budget) == shown
+
+
+@given(st.text(max_size=80), st.integers(4, 90), st.sampled_from([WORDS, CHARS]))
+def test_trim_keeps_to_the_budget_and_to_the_text(text, budget, codec):
+    shown = trim(text, codec, budget)
+    assert len(codec.encode(shown)) <= budget
+    if len(codec.encode(text)) <= budget:
+        assert shown == text
+    else:
+        assert shown.endswith(ELLIPSIS)
+        assert text.startswith(shown.removesuffix(ELLIPSIS))
+
+
+def page(**words):
+    """w0 w1 ... w999, where `_7="x"` writes x in the place of w7."""
+    return " ".join(words.get(f"_{number}", f"w{number}") for number in range(1000))
+
+
+def test_around_shows_where_the_query_is():
+    shown = around(page(_700="Needle,", _705="(hay)"), "needle HAY", WORDS, 21)
+    words = shown.split()
+    assert len(words) == 21
+    assert (words[0], words[-1]) == ("...", "...")
+    assert {"Needle,", "(hay)"} <= set(words)
+    assert words[words.index("Needle,") - 5] == "w695"
+
+
+def test_more_distinct_and_rarer_words_count_more():
+    text = page(_100="the", _101="the", _102="the", _500="the", _501="needle", _800="the")
+    assert "needle" in around(text, "the needle", WORDS, 11).split()
+    text = page(_100="needle", _500="needle", _502="hay")
+    assert "hay" in around(text, "needle hay", WORDS, 11).split()
+
+
+def test_the_beginning_where_nothing_is_found_or_asked():
+    for query in ("", "absent", "?!"):
+        assert around(page(), query, WORDS, 4) == "w0 w1 w2 ..."
+    assert around("w0 w1", "w1", WORDS, 4) == "w0 w1"
+
+
+def test_the_end_is_reached():
+    assert "needle" in around(page(_999="needle"), "needle", WORDS, 8).split()
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "c", "dd", "\n"]), max_size=120),
+    st.integers(4, 30),
+    st.sampled_from([WORDS, CHARS]),
+)
+def test_around_keeps_to_the_budget(words, budget, codec):
+    assert len(codec.encode(around(" ".join(words), "a dd", codec, budget))) <= budget
+
+
+def test_a_huge_text_is_not_encoded_whole():
+    class Counting(WordCodec):
+        chars = 0
+
+        def encode(self, text):
+            self.chars += len(text)
+            return super().encode(text)
+
+    codec = Counting()
+    text = "some words " * 100_000 + "needle " + "more words " * 10_000
+    assert "needle" in around(text, "needle", codec, 64)
+    assert codec.chars < 50_000
