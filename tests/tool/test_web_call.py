@@ -140,18 +140,12 @@ def test_statuses():
         assert (passing.value.status, passing.value.pause_s) == (code, None)
 
 
-@pytest.mark.parametrize(
-    ("header", "low", "high"),
-    [
-        ("7", 7, 7),
-        (formatdate(time.time() + 3600, usegmt=True), 3000, 3700),
-        (formatdate(0, usegmt=True), 0, 0),
-    ],
-)
-def test_retry_after_is_read(header, low, high):
-    with pytest.raises(PassingError) as caught:
-        status(429, retry_after=header)
-    assert low <= caught.value.pause_s <= high
+def test_retry_after_is_read():
+    hour = formatdate(time.time() + 3600, usegmt=True)
+    for header, low, high in (("7", 7, 7), (hour, 3000, 3700), (formatdate(0, usegmt=True), 0, 0)):
+        with pytest.raises(PassingError) as caught:
+            status(429, retry_after=header)
+        assert low <= caught.value.pause_s <= high
 
 
 @pytest.mark.parametrize("header", ["soon", "-1", "1e9"])
