@@ -9,7 +9,7 @@ ARGS ?=
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-env: ## make .venv and install bubblewrap (DEVICE=cpu|gpu, PYTHON=..., TORCH_INDEX_URL=...)
+env: ## make .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTHON=..., TORCH_INDEX_URL=...)
 	@tools/setup_env.sh
 
 model: env ## make the tiny model and the data of the smoke run under runs/toolqa

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the system packages it needs (bubblewrap; on CPUs libnuma1).
+# Makes .venv and installs the system packages it needs (bubblewrap, libseccomp2; on CPUs libnuma1).
 # Instant when nothing has changed: .venv/.stamp holds the checksum of what it was made from.
 #
 #   DEVICE=cpu|gpu      default: gpu where nvidia-smi is present
@@ -31,12 +31,13 @@ find_python() {
         "install one (Debian: python3 and python3-venv) or name it: make env PYTHON=/path/to/python3.11"
 }
 
-# Debian names. bubblewrap isolates the Python tool, vLLM's CPU build loads libnuma.
+# Debian names. bubblewrap and libseccomp isolate the Python tool, vLLM's CPU build loads libnuma.
 missing_system_packages() {
     local libraries
     command -v bwrap >/dev/null || echo bubblewrap
     # Not piped into grep -q: it closes the pipe early, which pipefail reads as "not found".
     libraries=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p)
+    [[ $libraries == *libseccomp.so.2* ]] || echo libseccomp2
     [[ $DEVICE != cpu || $libraries == *libnuma.so.1* ]] || echo libnuma1
 }
 

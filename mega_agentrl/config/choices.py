@@ -74,3 +74,17 @@ class SearchSource(StrEnum):
     local = "local"
     retrieve = "retrieve"
     web = "web"
+
+
+class PythonMode(StrEnum):
+    """Whether the Python tool's variables and files end with a call or with the trajectory."""
+
+    stateless = "stateless"
+    stateful = "stateful"
+
+
+class Isolation(StrEnum):
+    """What keeps the Python tool's code from this machine; none is for trusted code only."""
+
+    bubblewrap = "bubblewrap"
+    none = "none"

@@ -2,31 +2,48 @@
 
 Inside: own user, mount, PID, IPC, network (no interface but loopback), UTS and cgroup
 namespaces; no capability; `/usr` and the interpreter's own folders read-only; an empty
-environment. The interpreter nests further user namespaces: one in which it may make
-namespaces for its calls, and one for each call, whose two small tmpfs are all that is
-writable (see `interpreter`). Works the same for root and for any other user.
+environment. The program inside (`inner`) makes further namespaces, small tmpfs, limits and
+a system call filter for each call or session. Works the same for root, whose sandboxes run
+under users of their own (`stage`, `host_user`), and for any other user.
 
-Not covered: the kernel's own attack surface (no system-call filter), and the memory of
-several processes together (limits are per process).
+Not covered: errors of the kernel in the system calls that are allowed; side channels (time,
+caches, load); memory of several processes together where no control group can be written
+(limits are per process then); the disk bandwidth and CPU share of other users; what a branch
+does through files its parent held open at the fork. A container whose own filter or masked
+/proc forbids user namespaces or mounting proc cannot hold sandboxes: `check_isolation` says so.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.process import run_to_end
+from mega_agentrl.sandbox.stage import REFUSED
 
-PROGRAM_PATH = "/sandbox/interpreter.py"
-"""Where the inner program is seen from inside."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INNER_PATH = "/sandbox"
+"""Where the inner program's package is seen from inside."""
 
 _ENVIRONMENT = Path("/sandbox/environment")
 """Where a virtual environment is seen from inside, wherever it lies: it may be below /tmp,
 which every call replaces by a tmpfs of its own."""
 
+_PACKAGE = "mega_agentrl/sandbox/inner"
+_START = (
+    "import sys; sys.path.insert(0, {0!r}); from mega_agentrl.sandbox.inner.main import main; "
+    "del sys.path[0]; main(sys.argv[1])"
+)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_CALM = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "LANG": "C.UTF-8"}
+"""A thread of the allocator's would not survive a fork, and might hold a lock meanwhile."""
+
 _INNER_ID = "1000"
 _CHECK_DEADLINE_S = 20.0
 
@@ -36,19 +53,25 @@ def find_bubblewrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
         raise ValueError(
-            "sandbox: program bwrap not found on PATH, expected bubblewrap; "
-            "install the system package `bubblewrap` (apt-get install bubblewrap)"
+            "sandbox: program bwrap not found on PATH, expected bubblewrap; install the system "
+            "package `bubblewrap` (apt-get install bubblewrap). For trusted code only: "
+            "tool.python.isolation=none"
         )
     return path
 
 
-def check_isolation() -> None:
-    """Raise `ValueError` where sandboxes cannot be made here, saying what is missing."""
-    command = [*_wall(), "--", "/usr/bin/true"]
+def check_isolation(user: int | None = None) -> None:
+    """Raise `ValueError` where sandboxes cannot be made here, saying what is missing.
+
+    user: host user that sandboxes run under, None for our own.
+    """
+    command = staged([*_wall(), "--", "/usr/bin/true"], user=user)
     try:
         code, error = run_to_end(command, timeout_s=_CHECK_DEADLINE_S)
     except TimeoutError as slow:
         raise ValueError(f"sandbox: {slow}; expected an answer at once") from slow
+    if code == REFUSED:
+        raise ValueError(f"sandbox: {error}")
     if code != 0:
         raise ValueError(
             f"sandbox: bwrap failed with exit code {code}: {error or 'no message'}; expected user, "
@@ -58,19 +81,55 @@ def check_isolation() -> None:
         )
 
 
-def interpreter_command(settings: str) -> list[str]:
-    """The command that starts the inner program behind the wall.
+def walled_command(settings: str) -> list[str]:
+    """The command that starts the inner program behind the wall, for `staged`.
 
-    settings: its one argument, see `interpreter.Settings`.
+    settings: its one argument, see `inner.settings`.
     """
-    program = Path(__file__).with_name("interpreter.py")
+    inner = Path(__file__).with_name("inner")
     return [
         *_wall(),
-        *("--ro-bind", str(program), PROGRAM_PATH),
+        *("--ro-bind", _mark(inner), f"{INNER_PATH}/{_PACKAGE}"),
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         "--",
-        *(interpreter_path(), "-I", "-B", PROGRAM_PATH, settings),
+        *(interpreter_path(), "-I", "-B", "-c", _START.format(INNER_PATH), settings),
     ]
+
+
+def open_command(settings: str) -> list[str]:
+    """The same without any wall: for trusted code only."""
+    root = str(Path(__file__).parents[2])
+    variables = [f"{name}={value}" for name, value in _variables().items()]
+    program = [sys.executable, "-I", "-B", "-c", _START.format(root), settings]
+    return ["/usr/bin/env", *variables, *program]
+
+
+def staged(
+    command: list[str], *, user: int | None = None, cgroups: Sequence[str] = ()
+) -> list[str]:
+    """`command` by way of `stage`: as that user, in those cgroups."""
+    marks = [word for word in command if word.startswith(_MARK)]
+    job = {
+        "cgroups": list(cgroups),
+        "user": user,
+        "folders": [mark.removeprefix(_MARK) for mark in marks],
+        "command": [f"{{{marks.index(w)}}}" if w in marks else w for w in command],
+    }
+    program = str(Path(__file__).with_name("stage.py"))
+    return [sys.executable, "-I", "-S", "-B", program, json.dumps(job)]
+
+
+_MARK = "reach:"
+"""Ahead of a path that the sandbox's user may be unable to reach by itself."""
+
+
+def _mark(folder: Path | str) -> str:
+    return f"{_MARK}{folder}"
+
+
+def _variables() -> dict[str, str]:
+    fixed = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"} | _CALM
+    return fixed | dict.fromkeys(_THREADS, "1")
 
 
 def _wall() -> list[str]:
@@ -88,14 +147,12 @@ def _wall() -> list[str]:
     for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
         command += ["--ro-bind-try", name, name]
     for folder in interpreter_folders():
-        command += ["--ro-bind", str(folder), str(folder)]
+        command += ["--ro-bind", _mark(folder), str(folder)]
     if sys.prefix != sys.base_prefix:
-        command += ["--ro-bind", sys.prefix, str(_ENVIRONMENT)]
+        command += ["--ro-bind", _mark(sys.prefix), str(_ENVIRONMENT)]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    command += ["--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
-    command += ["--setenv", "LANG", "C.UTF-8"]
-    for name in _THREADS:
-        command += ["--setenv", name, "1"]
+    for name, value in _variables().items():
+        command += ["--setenv", name, value]
     return command
 
 

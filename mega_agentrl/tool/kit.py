@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.tool_schema import ToolConfig
     from mega_agentrl.tool.protocol import Tool
+    from mega_agentrl.tool.python import Sandboxes
     from mega_agentrl.types.ports import TextCodec
     from mega_agentrl.types.records import Prompt, ToolCall, ToolOutcome
 
@@ -123,12 +124,13 @@ def build_toolkit(
     *,
     control_tokens: Iterable[str] = (),
     api_key: str = "",
+    sandboxes: Sandboxes | None = None,
 ) -> ToolKit:
     """The configured tools: Python always, search and browse where enabled, then one's own.
 
     codec: counts the tokens of what search and browse show. api_key: what the environment
-    variable `config.search.key_env` holds. Raises `ValueError` for tools of one's own that
-    cannot be loaded; starts nothing.
+    variable `config.search.key_env` holds. sandboxes: for Python; None for a pool in this
+    process. Raises `ValueError` for tools of one's own that cannot be loaded; starts nothing.
     """
     cache = None
     fallback_dir = None
@@ -137,7 +139,7 @@ def build_toolkit(
         size_bytes = config.cache.size_mib << 20
         cache = DiskCache(path, ttl_s=config.cache.ttl_s, size_bytes=size_bytes)
         fallback_dir = path.parent
-    tools: list[Tool] = [PythonTool(config.python)]
+    tools: list[Tool] = [PythonTool(config.python, sandboxes)]
     if config.search.enabled:
         tools.append(
             SearchTool(

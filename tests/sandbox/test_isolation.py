@@ -1,5 +1,6 @@
 """The wall's command, and what is said where it cannot be built."""
 
+import json
 import stat
 import sys
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.sandbox.isolation import (
-    PROGRAM_PATH,
+    INNER_PATH,
     check_isolation,
-    interpreter_command,
     interpreter_folders,
     interpreter_path,
+    open_command,
+    staged,
+    walled_command,
 )
 
 
@@ -39,15 +42,43 @@ def test_refused_namespaces_show_the_reason(monkeypatch, tmp_path):
 
 
 def test_only_the_interpreter_is_bound_and_read_only():
-    command = interpreter_command("{}")
+    command = walled_command("{}")
     assert "--bind" not in command
-    assert command[-5:] == [interpreter_path(), "-I", "-B", PROGRAM_PATH, "{}"]
+    assert command[-6:-2] == [interpreter_path(), "-I", "-B", "-c"]
+    assert INNER_PATH in command[-2]
+    assert command[-1] == "{}"
     bound = {command[i + 1] for i, word in enumerate(command) if word == "--ro-bind"}
+    bound = {path.removeprefix("reach:") for path in bound}
     allowed = {str(folder) for folder in interpreter_folders()} | {sys.prefix}
     rest = {
         path for path in bound - allowed if not path.startswith(("/usr", "/lib", "/bin", "/sbin"))
     }
-    assert [Path(path).name for path in rest] == ["interpreter.py"]
+    assert [Path(path).name for path in rest] == ["inner"]
+
+
+def test_stage_gets_every_folder_that_must_be_reached():
+    command = ["bwrap", "--ro-bind", "reach:/a b", "/x", "--ro-bind", "reach:/c", "/y", "run", "{}"]
+    job = json.loads(staged(command, user=7, cgroups=["/g/procs"])[-1])
+    assert job["folders"] == ["/a b", "/c"]
+    assert job["command"] == [
+        "bwrap",
+        "--ro-bind",
+        "{0}",
+        "/x",
+        "--ro-bind",
+        "{1}",
+        "/y",
+        "run",
+        "{}",
+    ]
+    assert (job["user"], job["cgroups"]) == (7, ["/g/procs"])
+
+
+def test_without_a_wall_it_is_the_same_program():
+    command = open_command("{}")
+    assert "bwrap" not in " ".join(command)
+    assert command[-1] == "{}"
+    assert sys.executable in command
 
 
 def test_folders_hold_the_interpreter_and_do_not_overlap():
@@ -65,13 +96,9 @@ def test_an_environment_below_tmp_is_seen_elsewhere(monkeypatch):
     monkeypatch.setattr(sys, "base_prefix", "/opt/python")
     monkeypatch.setattr(Path, "resolve", lambda path: Path("/opt/python/bin/python3.11"))
     assert interpreter_path() == "/sandbox/environment/bin/python"
-    command = interpreter_command("{}")
-    place = command.index("/tmp/clone/.venv")
-    assert command[place - 1 : place + 2] == [
-        "--ro-bind",
-        "/tmp/clone/.venv",
-        "/sandbox/environment",
-    ]
+    command = walled_command("{}")
+    place = command.index("reach:/tmp/clone/.venv")
+    assert command[place + 1] == "/sandbox/environment"
 
 
 def test_an_interpreter_below_tmp_is_refused(monkeypatch):

@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
+import pyseccomp
 import pytest
 
+from mega_agentrl.config.choices import Isolation, PythonMode
 from mega_agentrl.config.sandbox_schema import PythonToolConfig
 from mega_agentrl.sandbox import pool as pool_module
 from mega_agentrl.sandbox import supervisor
@@ -77,6 +81,60 @@ async def test_behaves_as_python_c(pool):
     ).output
 
 
+async def test_a_forked_child_that_comes_to_its_end_just_ends(pool):
+    code = "import os, time\nif os.fork(): time.sleep(0.3); print('parent')"
+    assert (await pool.run(code)).output == "parent"
+
+
+async def test_cancelling_ends_the_call_at_once(pool):
+    running = [asyncio.create_task(pool.run("while True: pass", 30)) for _ in range(4)]
+    await asyncio.sleep(0.3)
+    for call in running:  # two run, two wait for a sandbox
+        call.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert all(call.cancelled() for call in running)
+    begin = time.monotonic()
+    assert await is_healthy(pool)
+    assert time.monotonic() - begin < 5
+
+
+async def test_cpu_time_is_limited():
+    pool = await started_pool(workers=1, cpu_s=1.0, timeout_s=30.0)
+    begin = time.monotonic()
+    try:
+        result = await pool.run("while True: pass")
+    finally:
+        await pool.close()
+    assert (result.status, time.monotonic() - begin < 20) == (ToolStatus.timeout, True)
+
+
+async def test_without_isolation_it_warns_and_works(caplog, tmp_path):
+    target = tmp_path / "written"
+    pool = await started_pool(workers=1, isolation=Isolation.none)
+    try:
+        await pool.run(f"open({str(target)!r}, 'w').close()")
+        late = await pool.run("while True: pass", 0.3)
+    finally:
+        await pool.close()
+    assert target.exists()
+    assert late.status is ToolStatus.timeout
+    assert caplog.text.count("WITHOUT ANY ISOLATION") == 1
+
+
+async def test_sessions_without_isolation():
+    pool = await started_pool(workers=1, isolation=Isolation.none, mode=PythonMode.stateful)
+    try:
+        session = await pool.open()
+        await session.run("x = [1]; open('f', 'w').write('a')")
+        child = await session.fork()
+        await child.run("x.append(2); open('f', 'a').write('b')")
+        look = "print(x, open('f').read())"
+        assert (await child.run(look)).output == "[1, 2] ab"
+        assert (await session.run(look)).output == "[1] a"
+    finally:
+        await pool.close()
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -117,7 +175,7 @@ async def test_calls_share_no_files(pool):
 
 
 async def test_file_system_is_read_only_and_empty_of_ours(pool):
-    for target in ("/x", "/usr/x", f"{sys.prefix}/x", "/sandbox/interpreter.py", "/dev/x"):
+    for target in ("/x", "/usr/x", f"{sys.prefix}/x", "/sandbox/mega_agentrl/x", "/dev/x"):
         result = await pool.run(f"open({target!r}, 'w')")
         assert result.status is ToolStatus.user_error, target
     secret = Path(__file__)
@@ -205,8 +263,8 @@ def test_bad_preload_fails_at_start_naming_it():
 
 async def test_lost_sandbox_is_replaced_and_runs_nothing_twice(pool):
     sandbox = pool._idle[-1]
-    inner = descendants(sandbox._child.pid)
-    os.kill(sandbox._child.pid, signal.SIGKILL)
+    inner = descendants(sandbox.pid)
+    os.kill(sandbox.pid, signal.SIGKILL)
     assert gone(inner)
     before = pool.num_replaced
     results = [await pool.run(f"print({i})") for i in range(3)]
@@ -215,7 +273,7 @@ async def test_lost_sandbox_is_replaced_and_runs_nothing_twice(pool):
     running = asyncio.create_task(pool.run("import time; time.sleep(5)"))
     await asyncio.sleep(0.3)
     busy = next(box for box in pool._all if box not in pool._idle)
-    os.kill(busy._child.pid, signal.SIGKILL)
+    os.kill(busy.pid, signal.SIGKILL)
     lost = await running
     assert lost.status is ToolStatus.infra_error  # it had started
     assert await is_healthy(pool)
@@ -228,7 +286,7 @@ async def test_hung_supervisor_is_infra_error(monkeypatch):
         running = asyncio.create_task(pool.run("import time; time.sleep(30)", 1.0))
         await asyncio.sleep(0.3)
         (sandbox,) = pool._all
-        inner = [int(pid) for pid in descendants(sandbox._child.pid)]
+        inner = [int(pid) for pid in descendants(sandbox.pid)]
         for pid in inner:
             os.kill(pid, signal.SIGSTOP)
         assert (await running).status is ToolStatus.infra_error
@@ -265,7 +323,7 @@ def descendants(pid):
 
 def test_close_ends_everything_at_once():
     pool = make_pool()
-    outer = [box._child.pid for box in pool._all]
+    outer = [box.pid for box in pool._all]
     inner = [pid for root in outer for pid in descendants(root)]
     assert len(inner) >= 4
     results = []
@@ -295,7 +353,7 @@ def test_sandboxes_die_with_their_owner():
         "from mega_agentrl.sandbox.pool import SandboxPool\n"
         "pool = SandboxPool(PythonToolConfig(workers=1, preload=[]))\n"
         "asyncio.run(pool.start())\n"
-        "print(*(box._child.pid for box in pool._all), flush=True)\n"
+        "print(*(box.pid for box in pool._all), flush=True)\n"
         "time.sleep(60)\n"
     )
     root = Path(pool_module.__file__).parents[2]
@@ -312,24 +370,42 @@ async def test_many_concurrent_calls(pool):
     assert [result.output for result in results] == [str(i * i) for i in range(100)]
 
 
+AS_A_USER = """
+import asyncio
+from mega_agentrl.config.choices import PythonMode
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.sandbox.pool import SandboxPool
+
+async def main():
+    for mode in PythonMode:
+        pool = SandboxPool(PythonToolConfig(workers=1, preload=[], mode=mode))
+        await pool.start()
+        for code in ("print(6 * 7)", "import os\\nwhile True: os.fork()"):
+            print((await pool.run(code)).status.value)
+        if mode is PythonMode.stateful:
+            session = await pool.open()
+            await session.run("x = 5; open('f', 'w').write('g')")
+            print((await (await session.fork()).run("print(x, open('f').read())")).output)
+        await pool.close()
+
+asyncio.run(main())
+"""
+
+
 def test_works_for_a_launcher_that_is_not_root():
-    root = Path(pool_module.__file__).parents[2]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(root)}
-    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    python = [*user, "/usr/bin/python3", "-B", "-c"]
-    imports = "import asyncio\nfrom mega_agentrl.config.sandbox_schema import PythonToolConfig\n"
-    imports += "from mega_agentrl.sandbox.pool import SandboxPool\n"
-    probe = [*python, imports]
-    if os.getuid() or subprocess.run(probe, env=environment, capture_output=True).returncode:
-        pytest.skip("needs root, and a system Python that can import this checkout")
-    program = imports + (
-        "pool = SandboxPool(PythonToolConfig(workers=1, preload=[]))\n"
-        "asyncio.run(pool.start())\n"
-        "for code in ('print(6 * 7)', 'import os\\nwhile True: os.fork()'):\n"
-        "    print(asyncio.run(pool.run(code)).status.value)\n"
-        "pool.close_now()\n"
-    )
-    run = subprocess.run(
-        [*python, program], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert run.stdout.split() == ["ok", "user_error"], run.stderr
+    if os.getuid():
+        pytest.skip("the other tests run as a user already")
+    package = Path(pool_module.__file__).parents[1]
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to others
+        shutil.copytree(package, Path(folder, package.name))
+        shutil.copy(pyseccomp.__file__, folder)
+        os.chmod(folder, 0o755)
+        user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": folder}
+        python = [*user, "/usr/bin/python3", "-B", "-c"]
+        if subprocess.run([*python, "import asyncio, ctypes"], env=environment).returncode:
+            pytest.skip("needs a system Python")
+        run = subprocess.run(
+            [*python, AS_A_USER], env=environment, capture_output=True, text=True, timeout=90
+        )
+    assert run.stdout.split("\n")[:-1] == [*["ok", "user_error"] * 2, "5 g"], run.stderr

@@ -1,18 +1,23 @@
-"""One sandbox: a loss says whether the code may have run."""
+"""One sandbox: a loss says whether the code may have run; a cancelled call ends at once."""
 
 import threading
 import time
 
 import pytest
 
-from mega_agentrl.sandbox.interpreter import Settings
-from mega_agentrl.sandbox.supervisor import Sandbox, SandboxLostError
+from mega_agentrl.sandbox.inner.settings import Settings
+from mega_agentrl.sandbox.supervisor import RefusedError, Sandbox, SandboxLostError, Ticket
+from mega_agentrl.sandbox.syscall_filter import encoded_filter
 from mega_agentrl.types.records import ToolStatus
+
+
+def make_sandbox(**changes):
+    return Sandbox(Settings(filter=encoded_filter(stateful=False), **changes))
 
 
 @pytest.fixture
 def sandbox():
-    box = Sandbox(Settings())
+    box = make_sandbox()
     yield box
     box.close()
 
@@ -41,7 +46,31 @@ def test_killed_during_the_call_has_started(sandbox):
     assert time.monotonic() - begin < 5
 
 
+def test_cancelled_during_the_call(sandbox):
+    ticket = Ticket()
+    threading.Timer(0.3, ticket.cancel).start()
+    begin = time.monotonic()
+    result = sandbox.call("import time; time.sleep(30)", 30, ticket)
+    assert time.monotonic() - begin < 5
+    assert result.status is ToolStatus.infra_error
+    ticket.cancel()  # too late: the next call is not its call
+    assert sandbox.call("import time; time.sleep(0.2); print(1)", 10).output == "1"
+
+
+def test_cancelled_before_the_call(sandbox):
+    ticket = Ticket()
+    ticket.cancel()
+    with pytest.raises(RefusedError, match="cancelled"):
+        sandbox.call("print(1)", 10, ticket)
+    assert sandbox.call("print(2)", 10).output == "2"
+
+
 def test_a_module_that_cannot_be_imported_is_named():
     with pytest.raises(SandboxLostError, match="No module named 'no_such_module'") as lost:
-        Sandbox(Settings(preload=("no_such_module",)))
+        make_sandbox(preload=("no_such_module",))
     assert not lost.value.started
+
+
+def test_a_filter_that_cannot_be_installed_is_named():
+    with pytest.raises(SandboxLostError, match="install the system call filter"):
+        Sandbox(Settings(filter="AAAA"))

@@ -1,0 +1,166 @@
+"""The system calls Python has no function for. Each raises `OSError` naming itself.
+
+`clone` makes a child in new namespaces from any state of the process, also one with threads
+(which `unshare` of a user namespace refuses). It is what glibc's `fork` does, less the
+handlers registered with `pthread_atfork`; the C library's idea of the child's thread id is
+kept right, and Python's own fork handlers run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+import socket
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_NOSUID_NODEV = 0x2 | 0x4
+MS_NOEXEC = 0x8
+
+CELL_FLAGS = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+"""Namespaces of every cell."""
+
+_CLONE_CHILD_CLEARTID = 0x00200000
+_CLONE_CHILD_SETTID = 0x01000000
+_IFF_UP = 1
+_SIOCSIFFLAGS = 0x8914
+_PR_SET_PDEATHSIG = 1
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_GET_TID_ADDRESS = 40
+_CAPABILITY_VERSION = 0x20080522
+_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_FILTER_FLAG_NEW_LISTENER = 1 << 3
+_INSTRUCTION_BYTES = 8
+
+# Numbers of clone and seccomp; clone's last two arguments swap places on 64-bit ARM.
+_NUMBERS = {"x86_64": (56, 317), "aarch64": (220, 277)}
+CLONE_NUMBER, _SECCOMP_NUMBER = _NUMBERS.get(platform.machine(), (-1, -1))
+
+libc = ctypes.CDLL(None, use_errno=True)
+_python = ctypes.PyDLL(None, use_errno=True)  # calls that keep the interpreter's lock
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def checked(status: int, what: str) -> int:
+    """`status`, unless it is negative."""
+    if status < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return status
+
+
+def clone_register(flags: int) -> int:
+    """What `clone(flags)` passes in its first register."""
+    return flags | signal.SIGCHLD | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces; 0 in the child, else its process id."""
+    address = ctypes.c_void_p()
+    checked(libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0), "thread id address")
+    child_tid, tls = ctypes.c_void_p(address.value), ctypes.c_void_p(0)
+    last = (tls, child_tid) if platform.machine() == "aarch64" else (child_tid, tls)
+    register = ctypes.c_ulong(clone_register(flags))
+    null = ctypes.c_void_p(0)
+    call = _python.syscall
+    call.restype = ctypes.c_long
+    number = ctypes.c_long(CLONE_NUMBER)
+    _python.PyOS_BeforeFork()
+    pid: int = call(number, register, null, null, *last)
+    if pid == 0:
+        _python.PyOS_AfterFork_Child()
+        return 0
+    _python.PyOS_AfterFork_Parent()
+    return checked(pid, "clone into new namespaces")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Enter the namespace that `fd` refers to."""
+    checked(libc.setns(fd, flags), "setns")
+
+
+def mount(kind: str, folder: str, flags: int, options: str = "") -> None:
+    """Mount a file system of that kind on `folder`."""
+    text = options.encode() if options else None
+    name = kind.encode()
+    status = libc.mount(name, folder.encode(), name, ctypes.c_ulong(flags), text)
+    checked(status, f"mount {kind} on {folder}")
+
+
+def map_own_ids(pid: str = "self") -> None:
+    """Map our user and group id to the inner ones, in a user namespace just made."""
+    lines = (("setgroups", "deny"), ("uid_map", _identity(OUTER_IDS[0])))
+    for name, text in (*lines, ("gid_map", _identity(OUTER_IDS[1]))):
+        with open(f"/proc/{pid}/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+OUTER_IDS = (os.getuid(), os.getgid())
+"""User and group id as the supervisor sees them; every nested namespace keeps the numbers."""
+
+
+def _identity(number: int) -> str:
+    return f"{number} {number} 1"
+
+
+def raise_loopback() -> None:
+    """Bring up the one interface of a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the thread that forked it ends."""
+    checked(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for good."""
+    number = 0
+    while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
+        number += 1
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "drop capabilities")
+
+
+def install_filter(program: bytes, *, listener: bool) -> int:
+    """Filter this process's system calls from now on; the listener's descriptor, or 0."""
+    checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    buffer = ctypes.create_string_buffer(program, len(program))
+    filled = _Program(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(buffer))
+    flags = _SECCOMP_FILTER_FLAG_NEW_LISTENER if listener else 0
+    status: int = libc.syscall(
+        _SECCOMP_NUMBER, _SECCOMP_SET_MODE_FILTER, ctypes.c_ulong(flags), ctypes.byref(filled)
+    )
+    return checked(status, "install the system call filter")
+
+
+_NOTIFICATION = struct.Struct("QIIiIQ6Q")
+_ANSWER = struct.Struct("QqiI")
+NOTIFICATION_BYTES = _NOTIFICATION.size
+RECEIVE_REQUEST = 0xC0000000 | (_NOTIFICATION.size << 16) | (ord("!") << 8)
+ANSWER_REQUEST = 0xC0000000 | (_ANSWER.size << 16) | (ord("!") << 8) | 1
+
+
+def read_notification(buffer: bytes | bytearray) -> tuple[int, int, int, int]:
+    """Cookie, process id, system call number and first argument of a notification."""
+    cookie, pid, _, number, _, _, first, *_ = _NOTIFICATION.unpack(buffer)
+    return cookie, pid, number, first
+
+
+def answer(cookie: int, *, error: int) -> bytearray:
+    """The answer to a notification: `error`, or 0 to let the call go on."""
+    return bytearray(_ANSWER.pack(cookie, 0, -error, 0 if error else 1))

@@ -1,0 +1,170 @@
+"""Thousands of calls, some of which hang or crash: every outcome is right, nothing is left."""
+
+import asyncio
+import gc
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.config.choices import PythonMode
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.sandbox.pool import SandboxPool
+from tests.escape.outside import descendants
+
+WORKERS = 8
+HUNG_S = 0.5
+CALL_S = 20.0
+
+HANGS = (
+    "while True: pass",
+    "import time; time.sleep(60)",
+    "import os, time\nif os.fork() == 0: time.sleep(60)\ntime.sleep(60)",
+    "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nsignal.pause()",
+    "import os\nos.close(1); os.close(2)\nwhile True: os.getpid()",
+)
+CRASHES = (
+    ("raise ValueError('boom {n}')", "ValueError: boom {n}"),
+    ("import os; os._exit(7)", ""),
+    ("import ctypes; ctypes.string_at(0)", "Killed by signal 11"),
+    ("x = bytearray(1 << 33)", "MemoryError"),
+    ("import sys; sys.exit('bye {n}')", "bye {n}"),
+    ("def f(:", "SyntaxError: invalid syntax"),
+    ("import os; os.abort()", "Killed by signal"),
+    ("import os, time\nif os.fork() == 0: time.sleep(60)\n1 / 0", "ZeroDivisionError"),
+)
+WORKS = (
+    "print({n} * {n})",
+    "open('a', 'w').write('{n}'); print(int(open('a').read()) * {n})",
+    "import subprocess\nprint(subprocess.check_output(['/bin/echo', str({n} * {n})]).decode())",
+    "import os, time\nif os.fork() == 0: time.sleep(60)\nprint({n} * {n})",
+)
+
+
+def make_call(n):
+    """Code, deadline, status and a part of the answer of call `n`: 5 % hang, 5 % crash."""
+    kind = n % 20
+    if kind == 7:
+        return HANGS[n // 20 % len(HANGS)], HUNG_S, "timeout", f"Timed out after {HUNG_S} s."
+    if kind == 13:
+        code, said = CRASHES[n // 20 % len(CRASHES)]
+        return code.replace("{n}", str(n)), CALL_S, "user_error", said.replace("{n}", str(n))
+    # Most calls are the plain one: starting processes is what takes the time.
+    code = WORKS[n % 4] if n % 10 == 0 else WORKS[n % 2]
+    return code.replace("{n}", str(n)), CALL_S, "ok", str(n * n)
+
+
+def holdings():
+    """Descriptors of this process and of every process below it, and how many those are."""
+    below = sorted(set(descendants(os.getpid())))
+    return count_descriptors("self"), [count_descriptors(pid) for pid in below]
+
+
+def count_descriptors(pid):
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def cgroups_of_ours():
+    """Control groups that were made for this process."""
+    return {str(path) for path in Path("/sys/fs/cgroup").rglob(f"mega_agentrl-{os.getpid()}-*")}
+
+
+async def settled(before):
+    """What is held once the kernel has collected what was killed, or after two seconds."""
+    deadline = time.monotonic() + 2.0
+    while (now := holdings()) != before and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return now
+
+
+async def call_all(pool, count):
+    """Wrong outcomes of `count` calls, one worker's worth of calls at a time."""
+    numbers = iter(range(count))
+    wrong = []
+
+    async def caller():
+        for n in numbers:
+            code, timeout_s, status, part = make_call(n)
+            result = await pool.run(code, timeout_s)
+            late = result.latency_s > timeout_s + 2
+            if result.status.value != status or part not in result.output or late:
+                wrong.append((n, code, result))
+
+    await asyncio.gather(*(caller() for _ in range(WORKERS)))
+    return wrong
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+async def test_many_calls(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before_start = holdings()
+    pool = SandboxPool(PythonToolConfig(workers=WORKERS, preload=[], memory_mib=128))
+    await pool.start()
+    assert not await call_all(pool, 40)
+    gc.collect()
+    warm = holdings()
+    folders, groups = sorted(tmp_path.rglob("*")), cgroups_of_ours()
+    wrong = await call_all(pool, count)
+    assert not wrong, f"{len(wrong)} wrong: {wrong[:5]}"
+    assert await settled(warm) == warm
+    assert sorted(tmp_path.rglob("*")) == folders
+    assert cgroups_of_ours() == groups
+    assert pool.num_replaced == 0
+    await pool.close()
+    gc.collect()
+    assert await settled(before_start) == before_start
+    assert not list(tmp_path.rglob("*"))
+    assert not cgroups_of_ours()
+
+
+async def test_many_sessions(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before_start = holdings()
+    config = PythonToolConfig(workers=2, preload=[], memory_mib=128, mode=PythonMode.stateful)
+    pool = SandboxPool(config)
+    await pool.start()
+    await trajectories(pool, 4)
+    gc.collect()
+    warm, groups = holdings(), cgroups_of_ours()
+    await trajectories(pool, 60)
+    assert await settled(warm) == warm
+    assert cgroups_of_ours() == groups
+    await pool.close()
+    gc.collect()
+    assert await settled(before_start) == before_start
+    assert not list(tmp_path.rglob("*"))
+    assert not cgroups_of_ours()
+
+
+async def trajectories(pool, count):
+    """Sessions of some calls and a branch; one of ten hangs, one of ten crashes, some are
+    closed while their parent lives and some after it."""
+
+    async def one(n):
+        root = await pool.open()
+        assert (await root.run(f"x = [{n}]; print(x)")).output == f"[{n}]"
+        child = await root.fork()
+        assert (await child.run("x.append(1); print(x)")).output == f"[{n}, 1]"
+        grandchild = await child.fork()
+        if n % 10 == 3:
+            assert (await child.run("while True: pass", HUNG_S)).status.value == "timeout"
+        if n % 10 == 7:
+            assert (await child.run("import os; os._exit(3)")).status.value == "user_error"
+        assert (await root.run("print(x)")).output == f"[{n}]"
+        assert (await grandchild.run("print(x)")).output == f"[{n}, 1]"
+        family = [root, child, grandchild]
+        for session in family if n % 2 else reversed(family):
+            await session.close()
+
+    gate = asyncio.Semaphore(4)
+
+    async def limited(n):
+        async with gate:
+            await one(n)
+
+    await asyncio.gather(*map(limited, range(count)))

@@ -1,0 +1,101 @@
+"""Two pools for all attacks, one for each way in which code meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+
+import pytest
+
+from mega_agentrl.config.choices import PythonMode
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.sandbox.pool import SandboxPool
+
+LIMIT_S = 5.0
+OVERTIME_S = 2.0
+"""Twice what is promised: a machine under load is no escape."""
+
+
+class Target:
+    """Where an attack runs: in a fresh interpreter each call, or in one session."""
+
+    def __init__(self, pool, session):
+        self.pool = pool
+        self.session = session
+
+    async def attack(self, code, timeout_s=LIMIT_S):
+        """The attack's result; it must not outlive its deadline."""
+        runner = self.session or self.pool
+        begin = time.monotonic()
+        result = await runner.run(code, timeout_s)
+        assert time.monotonic() - begin < timeout_s + OVERTIME_S
+        return result
+
+    async def start_again(self):
+        """Give up a session that may have lied about itself."""
+        if self.session:
+            await self.session.close()
+            self.session = await self.pool.open()
+
+    async def check_serves(self):
+        """The next calls are as if nothing had happened."""
+        write = "open('note', 'w').write('6 * 7'); print(eval(open('note').read()))"
+        results = await asyncio.gather(*(self.pool.run(write) for _ in range(4)))
+        if self.session:
+            fresh = await self.pool.open()
+            results.append(await fresh.run(write))
+            await fresh.close()
+            # After a timeout the answer begins by saying that the state is lost.
+            results.append(await self.session.run(write))
+        for result in results:
+            assert result.status.value == "ok", result
+            assert result.output.splitlines()[-1] == "42"
+
+
+def started(mode):
+    config = PythonToolConfig(
+        mode=mode,
+        workers=2,
+        timeout_s=LIMIT_S,
+        memory_mib=128,
+        total_memory_mib=256,
+        preload=[],
+    )
+    pool = SandboxPool(config)
+    asyncio.run(pool.start())
+    return pool
+
+
+@pytest.fixture(scope="session")
+def stateless_pool():
+    made = started(PythonMode.stateless)
+    yield made
+    made.close_now()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """The one that has sessions."""
+    made = started(PythonMode.stateful)
+    yield made
+    made.close_now()
+
+
+@pytest.fixture(params=["stateless", "stateful"])
+async def target(request, stateless_pool, pool):
+    if request.param == "stateful":
+        made = Target(pool, await pool.open())
+    else:
+        made = Target(stateless_pool, None)
+    yield made
+    await made.check_serves()
+    if made.session:
+        await made.session.close()
+
+
+@pytest.fixture
+def marker(_numbers=itertools.count()):  # noqa: B008  one counter for the whole run
+    """A process name of at most 15 characters that nobody else has."""
+    return f"esc{os.getpid() % 100000}x{next(_numbers)}"

@@ -1,0 +1,100 @@
+"""Attacks without a wall: the same code as a plain child process, for the proof that it works.
+
+What is proven outside is bounded by the values an attack is given there, never by luck: every
+run has a deadline and its process group is killed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEADLINE_S = 20.0
+
+
+def with_values(code: str, **values: object) -> str:
+    """`code` with its values assigned in front of it."""
+    return "".join(f"{name} = {value!r}\n" for name, value in values.items()) + code
+
+
+@contextmanager
+def started(code: str, folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`code` in a plain interpreter with `folder` as working folder; killed with its group."""
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **environment},
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait(DEADLINE_S)
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def outside(code: str, folder: Path, **environment: str) -> str:
+    """What `code` prints without a wall."""
+    with started(code, folder, **environment) as child:
+        output, _ = child.communicate(timeout=DEADLINE_S)
+    return output.strip()
+
+
+def pids_named(name: str) -> list[int]:
+    """Host pids of the processes called `name` (see `/proc/PID/comm`), zombies left out."""
+    return [
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if _read(folder / "comm").strip() == name and ") Z " not in _read(folder / "stat")
+    ]
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of `pid`, their children and so on."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        for child in _read(task / "children").split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+def vanish(name: str, *, timeout_s: float = 2.0) -> bool:
+    """True as soon as no process is called `name`: the kernel needs a moment after a kill."""
+    deadline = time.monotonic() + timeout_s
+    while pids_named(name):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def end_all(name: str) -> int:
+    """Kill every process called `name`; how many there were."""
+    pids = pids_named(name)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ProcessLookupError):
+        return ""

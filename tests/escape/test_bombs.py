@@ -1,0 +1,251 @@
+"""What uses everything up is stopped at its limit or its deadline, and nobody else notices."""
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.escape.outside import (
+    descendants,
+    end_all,
+    outside,
+    pids_named,
+    started,
+    vanish,
+    with_values,
+)
+
+CHILDREN = """
+import os, time
+open('/proc/self/comm', 'w').write(name)
+made = 0
+try:
+    while made < bound:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        made += 1
+except OSError as error:
+    print(error.strerror)
+print('made', made, flush=True)
+if hold:
+    time.sleep(60)
+"""
+
+FORK_BOMB = """
+import os
+open('/proc/self/comm', 'w').write(name)
+for _ in range(bound):
+    try:
+        os.fork()
+    except OSError:
+        pass
+while True:
+    pass
+"""
+
+THREADS = """
+import threading, time
+made = 0
+try:
+    while made < bound:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        made += 1
+except RuntimeError as error:
+    print(error)
+print('made', made)
+"""
+
+MEMORY = """
+block = bytearray(mib << 20)
+for i in range(0, len(block), 4096):
+    block[i] = 1
+print(len(block) >> 20)
+"""
+
+MEMORY_TOGETHER = """
+import os, signal, time
+reader, writer = os.pipe()
+children = []
+for _ in range(processes):
+    children.append(os.fork())
+    if children[-1] == 0:
+        block = bytearray(mib << 20)
+        for i in range(0, len(block), 4096):
+            block[i] = 1
+        os.write(writer, b'x')
+        time.sleep(60)
+os.close(writer)
+os.set_blocking(reader, False)
+there = 0
+deadline = time.monotonic() + wait_s
+while there < processes and time.monotonic() < deadline:
+    try:
+        there += len(os.read(reader, processes))
+    except BlockingIOError:
+        time.sleep(0.01)
+print(there)
+for pid in children:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+OUTPUT = """
+import os
+block = b'x' * (1 << 20)
+for _ in range(10 << 10):
+    os.write(fd, block)
+"""
+
+STUBBORN = """
+import signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+print('ready', flush=True)
+while True:
+    try:
+        time.sleep(0.01)
+    except BaseException:
+        pass
+"""
+
+
+async def most_processes(run):
+    """Result of `run`, and the largest number of our descendants seen meanwhile."""
+    task = asyncio.ensure_future(run)
+    most = 0
+    while not task.done():
+        most = max(most, len(descendants(os.getpid())))
+        await asyncio.sleep(0.02)
+    return task.result(), most
+
+
+async def test_many_children(target, tmp_path, marker):
+    bounded = with_values(CHILDREN, name=marker, bound=200, hold=True)
+    with started(bounded, tmp_path) as child:
+        assert child.stdout.readline() == "made 200\n"
+        assert end_all(marker) == 201
+    code = with_values(CHILDREN, name=marker, bound=200, hold=False)
+    before = len(descendants(os.getpid()))
+    result, most = await most_processes(target.attack(code))
+    assert "made 200" not in result.output
+    assert most < before + 200
+    # A session that is still there goes by the name that it gave itself.
+    assert vanish(marker) or (target.session and len(pids_named(marker)) == 1)
+
+
+async def test_fork_bomb(target, tmp_path, marker):
+    bounded = with_values(FORK_BOMB, name=marker, bound=8)
+    with started(bounded, tmp_path):
+        deadline = time.monotonic() + 10
+        while len(pids_named(marker)) < 2**8 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert end_all(marker) == 2**8
+    assert vanish(marker)
+    code = with_values(FORK_BOMB, name=marker, bound=10**9)
+    before = len(descendants(os.getpid()))
+    result, most = await most_processes(target.attack(code, 1.0))
+    assert result.status.value in ("timeout", "user_error")
+    assert most < before + 200
+    assert vanish(marker)
+
+
+async def test_many_threads(target, tmp_path):
+    code = with_values(THREADS, bound=400)
+    assert outside(code, tmp_path) == "made 400"
+    assert "made 400" not in (await target.attack(code)).output
+
+
+async def test_memory_of_one_process(target, tmp_path):
+    code = with_values(MEMORY, mib=300)
+    assert outside(code, tmp_path) == "300"
+    result = await target.attack(code)
+    assert result.status.value == "user_error"
+    assert result.output.endswith("MemoryError") or "signal 9" in result.output
+
+
+def can_limit_memory():
+    """Whether the memory of several processes can be limited together here."""
+    return os.access("/sys/fs/cgroup/memory", os.W_OK) or (
+        "memory" in _controllers() and os.access("/sys/fs/cgroup", os.W_OK)
+    )
+
+
+def _controllers():
+    try:
+        with open("/sys/fs/cgroup/cgroup.controllers", encoding="ascii") as file:
+            return file.read().split()
+    except FileNotFoundError:
+        return []
+
+
+async def test_memory_of_several_processes(target, tmp_path):
+    if not can_limit_memory():
+        pytest.skip("a machine whose cgroups we may not use: the limits are per process")
+    code = with_values(MEMORY_TOGETHER, processes=12, mib=100, wait_s=2.5)
+    assert outside(code, tmp_path) == "12"
+    result = await target.attack(code)
+    assert result.output != "12"
+    assert not result.output.isdigit() or int(result.output) * 100 <= 600
+
+
+@pytest.mark.parametrize("fd", [1, 2])
+async def test_output_without_end(target, tmp_path, fd):
+    code = with_values(OUTPUT, fd=fd)
+    with started(code, tmp_path) as child:
+        seen = 0
+        while seen < 64 << 20:
+            part = child.stdout.buffer.read1(1 << 20)
+            assert part
+            seen += len(part)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = await target.attack(code, 2.0)
+    assert result.status.value in ("ok", "timeout")
+    assert len(result.output) < 5000
+    if sys.platform == "linux":
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+async def test_loop_that_ignores_signals(target, tmp_path):
+    with started(STUBBORN, tmp_path) as child:
+        assert child.stdout.readline() == "ready\n"
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(child.pid, number)
+        time.sleep(0.3)
+        assert child.poll() is None
+    result = await target.attack(STUBBORN, 0.5)
+    assert result.status.value == "timeout"
+
+
+async def test_loop_that_gives_nothing_back(target):
+    code = "import os\nos.close(1); os.close(2)\nwhile True: pass"
+    assert (await target.attack(code, 0.5)).status.value == "timeout"
+    held = "import time\nprint('x', flush=True)\n"
+    held += "(lambda f: f(f))(lambda f: (time.sleep(0.001), f(f)))"
+    assert (await target.attack(held, 0.5)).status.value in ("timeout", "user_error")
+
+
+async def test_a_bomb_leaves_its_neighbour_alone(target, marker):
+    bomb = with_values(FORK_BOMB, name=marker, bound=10**9)
+    busy = "import subprocess, sys\nprint(subprocess.check_output(['/bin/echo', 'fine']).decode())"
+
+    async def neighbour():
+        session = await target.pool.open() if target.session else None
+        outputs = []
+        for _ in range(5):
+            result = await (session or target.pool).run(busy)
+            outputs.append(result.output)
+            await asyncio.sleep(0.1)
+        if session:
+            await session.close()
+        return outputs
+
+    outputs, _ = await asyncio.gather(neighbour(), target.attack(bomb, 1.0))
+    assert outputs == ["fine"] * 5
+    assert vanish(marker)

@@ -1,0 +1,236 @@
+"""The protocol, word by word, spoken to a real program by hand."""
+
+import os
+import signal
+import socket
+import struct
+import time
+
+import pytest
+
+from mega_agentrl.sandbox.inner.channel import Channel
+from tests.sandbox.inner.inner_program import (
+    WAIT_S,
+    begin,
+    done,
+    forked,
+    ordered,
+    output,
+    program,
+    run,
+    wait_for,
+)
+
+LIMIT = 100
+
+
+@pytest.fixture(scope="module")
+def stateless():
+    with program(output_bytes=LIMIT, cpu_s=1.0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    with program(stateful=True, output_bytes=LIMIT, cpu_s=1.0) as one:
+        yield one
+
+
+@pytest.fixture
+def session(stateful):
+    made = stateful.open()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["call", "session"])
+def seat(request, stateless, stateful):
+    """A channel that takes calls, and whether it keeps their state."""
+    if request.param == "call":
+        yield stateless.main, False
+    else:
+        made = stateful.open()
+        yield made, True
+        made.close()
+
+
+def test_up_comes_first(stateless, stateful):
+    assert stateless.first == stateful.first == {"event": "up"}
+
+
+def test_a_call(seat):
+    channel, keeps = seat
+    begin(channel, "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)", number=7)
+    expected = {"end": "exit", "code": 3, "stdout": "1\n", "stderr": "2\n", "num_cut": 0}
+    assert done(channel, number=7) == expected | {"fresh": False, "alive": keeps}
+
+
+def test_beginning_of_stdout_and_end_of_stderr_are_kept(seat):
+    channel, _ = seat
+    code = "import sys\nprint('b' + 'x' * 400, end='e')\nprint('b' + 'y' * 400, file=sys.stderr)\n1 / 0"
+    answer = run(channel, code)
+    assert answer["stdout"] == "b" + "x" * (LIMIT - 1)
+    assert len(answer["stderr"]) == LIMIT
+    assert answer["stderr"].endswith("\nZeroDivisionError: division by zero\n")
+    traceback = 'Traceback (most recent call last):\n  File "<string>", line 4, in <module>\n'
+    written = 402 + 402 + len(traceback) + len("ZeroDivisionError: division by zero\n")
+    assert answer["num_cut"] == written - 2 * LIMIT
+
+
+def test_more_output_than_a_pipe_holds_does_not_block(seat):
+    channel, _ = seat
+    answer = run(channel, "import os\nfor _ in range(300): os.write(1, b'z' * 10_000)")
+    assert (answer["stdout"], answer["num_cut"]) == ("z" * LIMIT, 3_000_000 - LIMIT)
+
+
+def test_a_long_code_arrives_whole(seat):
+    channel, _ = seat
+    assert output(channel, f"x = '{'q' * 3_000_000}'; print(len(x))") == "3000000"
+
+
+def test_executors_and_annotations_as_anywhere(seat):
+    channel, _ = seat
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(2)\n"
+        "def f(x: int): return x\n"
+        "print(pool.submit(f, 8).result(), f.__annotations__)"
+    )
+    assert output(channel, code) == "8 {'x': <class 'int'>}"
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "number"),
+    [
+        ("import time; time.sleep(60)", "timeout", signal.SIGKILL),
+        ("import ctypes; ctypes.string_at(0)", "exit", signal.SIGSEGV),
+        ("import os; os.kill(os.getpid(), 9)\nos._exit(4)", "exit", -4),
+    ],
+)
+def test_ends_of_a_call(seat, code, end, number):
+    channel, keeps = seat
+    answer = run(channel, code, timeout_s=0.4 if end == "timeout" else 5.0)
+    assert (answer["end"], answer["code"], answer["alive"]) == (end, -number, False)
+    after = run(channel, "print('again')")
+    assert (after["stdout"], after["fresh"], after["alive"]) == ("again\n", keeps, keeps)
+    assert not run(channel, "")["fresh"]
+
+
+def test_cpu_time_is_counted(session):
+    code = (
+        "import signal, threading; signal.signal(signal.SIGXCPU, lambda *a: None)\n"
+        "def spin():\n    while True: pass\n"
+        "for _ in range(2): threading.Thread(target=spin, daemon=True).start()\nspin()"
+    )
+    answer = run(session, code)
+    assert (answer["end"], answer["code"]) == ("cpu", -signal.SIGKILL)
+
+
+def test_cancel_ends_that_call_and_no_other(seat):
+    channel, keeps = seat
+    channel.send({"order": "cancel", "id": 1})  # nothing runs
+    begin(channel, "import time; print('begun', flush=True); time.sleep(60)", number=2)
+    channel.send({"order": "cancel", "id": 1})
+    channel.send({"order": "cancel", "id": 3})
+    with pytest.raises(TimeoutError):
+        channel.receive(timeout_s=0.2)
+    channel.send({"order": "cancel", "id": 2})
+    answer = done(channel, number=2)
+    assert (answer["end"], answer["code"]) == ("cancelled", -signal.SIGKILL)
+    assert (answer["stdout"], answer["alive"]) == ("begun\n", False)
+    channel.send({"order": "cancel", "id": 2})  # too late
+    assert run(channel, "print(4)", number=4)["fresh"] is keeps
+
+
+def test_a_fork_goes_on_from_the_state(session):
+    assert run(session, "x = [1]")["alive"]
+    child = forked(session)
+    assert output(child, "x.append(2); print(x)") == "[1, 2]"
+    assert output(session, "print(x)") == "[1]"
+    child.close()
+
+
+def test_fork_of_a_lost_state_says_so(session):
+    assert not run(session, "import os; os._exit(0)")["alive"]
+    child = forked(session)
+    for one in (child, session):
+        assert [run(one, "")["fresh"] for _ in range(2)] == [True, False]
+    child.close()
+
+
+@pytest.mark.parametrize("order", ["fork", "open"])
+def test_an_order_without_its_channel_fails(stateful, session, order):
+    channel = session if order == "fork" else stateful.main
+    channel.send({"order": order})
+    answer = channel.receive(timeout_s=WAIT_S)
+    assert answer == {"event": "failed", "error": "0 descriptors came, expected 1"}
+    assert output(session, "print(1)") == "1"
+
+
+def test_a_fork_that_cannot_be_fails_and_the_session_goes_on(stateful, session):
+    before = stateful.cells()
+    run(session, "import os; x = 5\nfor _ in range(140): os.mkdir('d'); os.chdir('d')")
+    child = ordered(session, "fork")
+    answer = session.receive(timeout_s=WAIT_S)
+    assert answer["event"] == "failed"
+    assert "nested more than 128 deep" in answer["error"]
+    with pytest.raises(EOFError):
+        child.receive(timeout_s=WAIT_S)
+    child.close()
+    after = run(session, "print(x); os.chdir('/tmp')\nimport shutil\nos.system('rm -rf d')")
+    assert (after["stdout"], after["fresh"]) == ("5\n", False)
+    child = forked(session)
+    assert output(child, "print(x)") == "5"
+    child.close()
+    wait_for(lambda: len(stateful.cells()) <= len(before) + 1)
+
+
+def test_closing_frees_everything(stateful):
+    output(stateful.main, "print(1)")
+    wait_for(lambda: len(stateful.cells()) == 3)  # the hands, their next helper, a spare cell
+    num_fds = stateful.num_fds()
+    first = stateful.open()
+    run(first, "import subprocess; subprocess.Popen(['/bin/sleep', '60'])")
+    others = [forked(first), forked(first)]
+    others.append(forked(others[0]))
+    for one in (first, *others):
+        run(one, "")
+    begin(others[0], "import time, os; os.fork(); time.sleep(60)")
+    assert len(stateful.cells()) >= 3 + 4 + 2
+    for one in (first, *others):
+        one.close()
+    wait_for(lambda: len(stateful.cells()) == 3)
+    wait_for(lambda: stateful.num_fds() == num_fds)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"\xff" * 8, struct.pack(">I", 2) + b"[]", struct.pack(">I", 3) + b"{,}"],
+    ids=["too long", "no object", "no JSON"],
+)
+def test_nonsense_on_one_channel_harms_no_other(stateful, session, nonsense):
+    wait_for(lambda: len(stateful.cells()) == 4)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        stateful.main.send({"order": "open"}, (theirs.fileno(),))
+        stateful.main.receive(timeout_s=WAIT_S)
+        os.close(stateful.main.take_fds(1)[0])
+    begin(session, "import time; x = 3; time.sleep(0.3)")
+    ours.send(nonsense)
+    bad = Channel(ours)
+    with pytest.raises((EOFError, ConnectionResetError)):
+        bad.receive(timeout_s=WAIT_S)
+    bad.close()
+    assert done(session)["alive"]
+    assert output(session, "print(x)") == "3"
+    wait_for(lambda: len(stateful.cells()) == 4)
+
+
+def test_two_sessions_run_at_once(stateful, session):
+    other = stateful.open()
+    begin(session, "import time; time.sleep(0.5)")
+    clock = time.monotonic()
+    assert output(other, "print(2)") == "2"
+    assert time.monotonic() - clock < 0.5
+    assert done(session)["code"] == 0
+    other.close()

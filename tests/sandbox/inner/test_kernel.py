@@ -1,0 +1,188 @@
+"""System calls by hand: layouts against the kernel's own numbers, the rest in child processes."""
+
+import errno
+import json
+import os
+import platform
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mega_agentrl.sandbox.inner import kernel, processes
+
+UNAME = {"x86_64": 63, "aarch64": 160}[platform.machine()]
+ALLOW, ERRNO, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
+
+BEGIN = (
+    "import errno, fcntl, json, os, signal, sys, threading, time\n"
+    "from mega_agentrl.sandbox.inner import kernel\n"
+    "def say(**facts): print(json.dumps(facts), flush=True)\n"
+    "def ended(pid): return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+    "def tried(call, *arguments):\n"
+    "    try: call(*arguments); return 0\n"
+    "    except OSError as error: return error.errno\n"
+)
+
+
+def program(action):
+    """A filter that answers `action` to uname and lets all else pass."""
+    load = struct.pack("HBBI", 0x20, 0, 0, 0)
+    skip = struct.pack("HBBI", 0x15, 0, 1, UNAME)
+    return load + skip + b"".join(struct.pack("HBBI", 0x06, 0, 0, one) for one in (action, ALLOW))
+
+
+def said(code):
+    """What a process of its own says, one JSON object a line."""
+    command = [sys.executable, "-B", "-c", BEGIN + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def user_namespaces():
+    """Skips where the kernel or a container refuses them."""
+    flags = kernel.CELL_FLAGS
+    code = f"pid = kernel.clone({flags})\nif pid == 0: os._exit(tried(kernel.map_own_ids))\n"
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", f"{BEGIN}{code}sys.exit(ended(pid))"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if done.returncode:
+        pytest.skip(f"user namespaces are not to be had here: {done.stderr.strip()[-200:]}")
+
+
+def test_layouts_are_the_kernels():
+    assert kernel.RECEIVE_REQUEST == 0xC0502100
+    assert kernel.ANSWER_REQUEST == 0xC0182101
+    assert kernel.clone_register(kernel.CLONE_NEWUSER) == 0x11200011
+
+
+def test_notification_and_answer():
+    notification = struct.pack(
+        "=QIIiIQ6Q", 7 << 40, 123, 0, 56, 0xC000003E, 9, 0x7E020011, *[1] * 5
+    )
+    assert len(notification) == kernel.NOTIFICATION_BYTES == 80
+    assert kernel.read_notification(notification) == (7 << 40, 123, 56, 0x7E020011)
+    refused, let_go = (kernel.answer(7 << 40, error=error) for error in (errno.EPERM, 0))
+    assert bytes(refused) == struct.pack("=QqiI", 7 << 40, 0, -errno.EPERM, 0)
+    assert bytes(let_go) == struct.pack("=QqiI", 7 << 40, 0, 0, 1)
+
+
+def test_failures_name_the_call():
+    with pytest.raises(OSError, match="mount nofs on /nowhere: ") as failed:
+        kernel.mount("nofs", "/nowhere", 0)
+    assert failed.value.errno in (errno.ENOENT, errno.EPERM)
+    with pytest.raises(OSError, match="setns: Bad file descriptor"):
+        kernel.setns(-1, 0)
+    with pytest.raises(OSError, match="clone into new namespaces: Invalid argument"):
+        kernel.clone(0x00010000)  # a thread, but not of our memory
+    assert kernel.checked(5, "nothing") == 5
+
+
+def test_clone_is_a_fork_into_new_namespaces(user_namespaces):
+    (facts,) = said(
+        "import random; random.seed(1); expected = random.Random(1).random()\n"
+        "stop = threading.Event(); threading.Thread(target=stop.wait).start()\n"
+        "os.register_at_fork(after_in_child=lambda: handlers.append('child'),\n"
+        "    before=lambda: handlers.append('before'))\n"
+        "handlers = []; old = os.readlink('/proc/self/ns/user')\n"
+        "reading, writing = os.pipe()\n"
+        "pid = kernel.clone(kernel.CELL_FLAGS | kernel.CLONE_NEWNET)\n"
+        "if pid == 0:\n"
+        "    kernel.map_own_ids(); kernel.raise_loopback()\n"
+        "    inner = os.fork() or os._exit(7)\n"
+        "    mine = dict(pid=os.getpid(), tid=threading.get_native_id(), inner=inner,\n"
+        "        code=ended(inner), threads=threading.active_count(), handlers=handlers,\n"
+        "        ids=[os.getuid(), os.getgid()], reseeded=random.random() != expected)\n"
+        "    os.write(writing, json.dumps(mine).encode()); os._exit(3)\n"
+        "new = os.readlink(f'/proc/{pid}/ns/user'); stop.set()\n"
+        "say(code=ended(pid), child=json.loads(os.read(reading, 4096)), apart=new != old)"
+    )
+    assert facts["apart"]
+    assert facts["code"] == 3
+    assert facts["child"] == {
+        "pid": 1,
+        "tid": 1,
+        "inner": 2,
+        "code": 7,
+        "threads": 1,
+        "handlers": ["before", "child", "before"],
+        "ids": [os.getuid(), os.getgid()],
+        "reseeded": True,
+    }
+
+
+def test_capabilities_are_gone_for_good(user_namespaces):
+    (facts,) = said(
+        "reading, writing = os.pipe(); pid = kernel.clone(kernel.CELL_FLAGS)\n"
+        "def powers():\n"
+        "    fields = dict(line.split(':\\t') for line in open('/proc/self/status'))\n"
+        "    names = ('Inh', 'Prm', 'Eff', 'Bnd', 'Amb')\n"
+        "    return [int(fields['Cap' + name], 16) for name in names]\n"
+        "if pid == 0:\n"
+        "    kernel.map_own_ids(); before = powers()\n"
+        "    first = tried(kernel.mount, 'tmpfs', '/tmp', 0, 'size=1m')\n"
+        "    kernel.drop_capabilities(); second = tried(kernel.mount, 'tmpfs', '/tmp', 0)\n"
+        "    mine = dict(before=before[2], first=first, after=powers(), second=second)\n"
+        "    os.write(writing, json.dumps(mine).encode()); os._exit(0)\n"
+        "ended(pid); say(**json.loads(os.read(reading, 4096)))"
+    )
+    assert facts["before"] > 0
+    assert facts["first"] == 0
+    assert facts["after"] == [0] * 5
+    assert facts["second"] == errno.EPERM
+
+
+def test_a_filter_answers_and_is_inherited():
+    code = f"kernel.install_filter({program(ERRNO | 77)!r}, listener=False)\n"
+    (facts,) = said(
+        "before = tried(os.uname)\n" + code + "pid = os.fork()\n"
+        "if pid == 0: os._exit(tried(os.uname))\n"
+        "say(before=before, own=tried(os.uname), child=ended(pid))"
+    )
+    assert facts == {"before": 0, "own": 77, "child": 77}
+
+
+def test_a_listener_is_asked_and_answers():
+    code = f"fd = kernel.install_filter({program(NOTIFY)!r}, listener=True)\n"
+    (facts,) = said(
+        code + "pid = os.fork()\n"
+        "if pid == 0: os._exit(tried(os.uname) * 10 + tried(os.uname))\n"
+        "asked = []\n"
+        "for error in (7, 0):\n"
+        "    buffer = bytearray(kernel.NOTIFICATION_BYTES)\n"
+        "    fcntl.ioctl(fd, kernel.RECEIVE_REQUEST, buffer)\n"
+        "    cookie, who, number, _ = kernel.read_notification(buffer)\n"
+        "    asked.append([who == pid, number])\n"
+        "    fcntl.ioctl(fd, kernel.ANSWER_REQUEST, kernel.answer(cookie, error=error))\n"
+        "say(asked=asked, code=ended(pid), fd=fd)"
+    )
+    assert facts["fd"] > 2
+    assert facts["asked"] == [[True, UNAME]] * 2
+    assert facts["code"] == 70  # refused with 7, then let through
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff" * 8])
+def test_no_program_is_no_filter(text):
+    (facts,) = said(f"say(errno=tried(lambda: kernel.install_filter({text!r}, listener=False)))")
+    assert facts["errno"] == errno.EINVAL
+
+
+def test_ends_with_its_parent():
+    (facts,) = said(
+        "reading, writing = os.pipe(); pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    os.close(1); os.close(2); kernel.end_with_parent(); os.write(writing, b'.')\n"
+        "    time.sleep(60)\n"
+        "os.read(reading, 1); say(pid=pid)"
+    )
+    deadline = time.monotonic() + 5
+    while processes.state(facts["pid"]) not in "ZX":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

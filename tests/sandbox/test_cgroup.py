@@ -1,0 +1,73 @@
+"""Control groups: limits that bind, nothing left behind, and version 2 on a fake tree."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.sandbox import cgroup
+from mega_agentrl.sandbox.cgroup import new_cgroup, remove_leftovers
+
+
+@pytest.fixture
+def group():
+    made = new_cgroup(memory_mib=64, num_processes=5)
+    yield made
+    made.close()
+
+
+def test_limits_bind_and_the_group_goes(group):
+    if not group.is_real:
+        pytest.skip("no control group can be written here")
+    script = "read go; for i in 1 2 3 4 5 6 7 8; do sleep 5 & done"
+    command = ["/bin/sh", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        group.add(child.pid)
+        _, error = child.communicate(b"go\n", timeout=20)
+    assert b"fork" in error
+    folders = [Path(entrance).parent for entrance in group.entrances]
+    for entrance in group.entrances:
+        for pid in Path(entrance).read_text(encoding="ascii").split():
+            os.kill(int(pid), 9)
+    group.close()
+    group.close()
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(group):
+    if not group.is_real:
+        pytest.skip("no control group can be written here")
+    parent = Path(group.entrances[0]).parents[1]
+    dead = parent / "mega_agentrl-4000000-1-0"
+    dead.mkdir()
+    remove_leftovers()
+    assert not dead.exists()
+    assert Path(group.entrances[0]).exists()
+
+
+def test_version_2_is_preferred(monkeypatch, tmp_path):
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+    (tmp_path / "cgroup.controllers").write_text("memory pids", encoding="ascii")
+    real_mkdir = Path.mkdir
+
+    def mkdir(path, *rest, **more):  # as the kernel: a new folder has its files
+        real_mkdir(path, *rest, **more)
+        for name in ("memory.max", "pids.max", "memory.swap.max", "cgroup.procs"):
+            (path / name).touch()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    made = new_cgroup(memory_mib=3, num_processes=9)
+    (entrance,) = made.entrances
+    folder = Path(entrance).parent
+    assert folder.parent == tmp_path
+    assert (folder / "memory.max").read_text(encoding="ascii") == str(3 << 20)
+    assert (folder / "pids.max").read_text(encoding="ascii") == "9"
+
+
+def test_none_where_nothing_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "none")
+    made = new_cgroup(memory_mib=3, num_processes=9)
+    assert not made.is_real
+    assert made.entrances == []
+    made.close()

@@ -1,0 +1,114 @@
+"""The filter: what the kernel answers to calls made by ctypes inside, and what is said where
+it cannot be compiled."""
+
+import builtins
+import errno
+import json
+import platform
+
+import pytest
+
+from mega_agentrl.sandbox import syscall_filter
+from mega_agentrl.sandbox.syscall_filter import DENIED, encoded_filter, filter_program
+from tests.sandbox.sandboxes import make_pool, make_stateful_pool
+
+NEW_USER, NEW_NET, CHILD = 0x10000000, 0x40000000, 17
+
+PROBE = """
+import ctypes, json
+libc = ctypes.CDLL(None, use_errno=True)
+answers = []
+for number, arguments in {calls}:
+    ctypes.set_errno(0)
+    status = libc.syscall(ctypes.c_long(number), *[ctypes.c_ulong(a) for a in arguments])
+    if number == {clone} and status == 0:
+        libc._exit(0)
+    answers.append(0 if status >= 0 else ctypes.get_errno())
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module", params=[make_pool, make_stateful_pool], ids=["once", "session"])
+def pool(request):
+    made = request.param()
+    yield made
+    made.close_now()
+
+
+def number(name):
+    import pyseccomp
+
+    return pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)
+
+
+async def answers(pool, calls):
+    code = PROBE.format(calls=calls, clone=number("clone"))
+    result = await pool.run(code)
+    return json.loads(result.output)
+
+
+async def test_every_denied_call_is_not_permitted(pool):
+    known = [name for name in DENIED if number(name) >= 0]
+    got = await answers(pool, [(number(name), [0] * 6) for name in known])
+    wrong = {name: errno.errorcode.get(code) for name, code in zip(known, got, strict=True)}
+    assert {name: code for name, code in wrong.items() if code != "EPERM"} == {}
+
+
+async def test_arguments_decide(pool):
+    null = [0] * 5
+    table = [
+        ("clone", [NEW_USER | CHILD, *null], errno.EPERM),
+        ("clone", [NEW_NET | CHILD, *null], errno.EPERM),
+        ("clone", [CHILD, *null], 0),
+        ("clone3", [0, 0], errno.ENOSYS),
+        ("socket", [16, 3, 0], errno.EPERM),  # netlink
+        ("socket", [40, 1, 0], errno.EPERM),  # vsock
+        ("socket", [17, 3, 0], errno.EPERM),  # packet
+        ("socket", [1, 1, 0], 0),
+        ("socket", [2, 1, 0], 0),
+        ("socket", [10, 1, 0], 0),
+        ("personality", [0xFFFFFFFF], 0),
+        ("personality", [0x0040000], errno.EPERM),
+        ("setrlimit", [6, 0], errno.EPERM),  # processes
+        ("setrlimit", [0, 0], errno.EPERM),  # CPU time
+        ("setrlimit", [7, 0], errno.EFAULT),
+        ("prlimit64", [0, 6, 8, 0], errno.EPERM),
+        ("prlimit64", [0, 6, 0, 0], 0),
+        ("getpid", [], 0),
+    ]
+    got = await answers(pool, [(number(name), arguments) for name, arguments, _ in table])
+    assert got == [expected for *_, expected in table]
+
+
+async def test_calls_unknown_here_do_not_exist(pool):
+    got = await answers(pool, [(468, [0] * 6), (1000, [0] * 6), (0x40000000 + 39, [0] * 6)])
+    assert got == [errno.ENOSYS] * 3  # the last is getpid of x86's 32-bit-pointer relative
+
+
+def test_program_is_whole_instructions():
+    for stateful in (False, True):
+        program = filter_program(stateful=stateful)
+        assert len(program) % 8 == 0
+        assert len(program) // 8 < 4096
+    assert encoded_filter(stateful=False) != encoded_filter(stateful=True)
+
+
+def test_missing_library_names_the_package(monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *rest, **more):
+        if name == "pyseccomp":
+            raise RuntimeError("Unable to find libseccomp")
+        return real(name, *rest, **more)
+
+    syscall_filter.filter_program.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ValueError, match="install the system package `libseccomp2`"):
+        filter_program(stateful=False)
+
+
+def test_another_machine_is_refused(monkeypatch):
+    syscall_filter.filter_program.cache_clear()
+    monkeypatch.setattr(platform, "machine", lambda: "s390x")
+    with pytest.raises(ValueError, match="machine s390x, expected x86_64 or aarch64"):
+        filter_program(stateful=False)

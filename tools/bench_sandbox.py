@@ -1,0 +1,358 @@
+"""The Python sandbox against a cold subprocess per call, one JSON line a case.
+
+    python tools/bench_sandbox.py [--cases PATTERN ...] [--calls N] [--workers N]
+
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is
+better. The baseline is what the released ARPO code does, `python -c CODE` in a subprocess of the
+launcher's interpreter, without a wall; it is run once, also where the released code runs three
+times because nothing was printed. Cases, a pattern is a shell pattern over the whole name:
+
+    rate/KIND           seconds per call with `workers` calls at a time
+    p50/KIND, p99/KIND  latency of one call, one at a time
+    stateful/p50, p99   one call in a session that lives, against a cold call
+    fork/p50, p99       a session of some calls forked until the branch's first call has been
+                        answered, against a cold start that runs those calls again
+    refork/p50, p99     the same until the parent's next call has been answered as well
+    memory/idle         MiB of unique memory per idle sandbox, against an idle cold interpreter
+                        with the same imports; memory/session: per idle session
+
+KIND is plain, numpy, sympy, pandas, or mix: a third plain, a third numpy, the rest sympy and
+pandas in turns. Both sides run the same snippets in the same order and must print the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from mega_agentrl.config.choices import PythonMode
+    from mega_agentrl.sandbox.pool import SandboxPool
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+PRELOAD = ("numpy", "sympy", "pandas")
+KINDS = ("plain", *PRELOAD, "mix")
+SNIPPETS = {
+    "plain": "total = 0\nfor i in range(1000):\n    total += i * i % {n}\nprint(total)",
+    "numpy": (
+        "import numpy as np\na = np.arange(400.0).reshape(20, 20) + {n} * np.eye(20)\n"
+        "print(round(float(np.linalg.inv(a).sum()), 6))"
+    ),
+    "sympy": (
+        "from sympy import expand, solve, symbols\nx = symbols('x')\n"
+        "print(solve(expand((x - {n}) * (x + 2)), x))"
+    ),
+    "pandas": (
+        "import pandas as pd\ntable = pd.DataFrame({{'a': [1, 2, 1], 'b': [{n}, 2, 3]}})\n"
+        "print(table.groupby('a')['b'].sum().to_dict())"
+    ),
+}
+HISTORY = (
+    "import numpy as np\nrows = [i * i for i in range(1000)]",
+    "table = np.array(rows).reshape(100, 10)\nopen('table.txt', 'w').write(str(table.sum()))",
+    "def total(row):\n    return int(table[row].sum())",
+)
+BRANCH = "print(total(7), open('table.txt').read())"
+SESSION_CASES = ("stateful/", "fork/", "refork/", "memory/session")
+ROUNDS = 5
+COLD_CALLS = 12
+"""A multiple of what a mix repeats after."""
+DEADLINE_S = 60.0
+
+
+def case_names() -> list[str]:
+    """All cases in the order in which they run."""
+    names = [f"{what}/{kind}" for what in ("rate", "p50", "p99") for kind in KINDS]
+    pairs = [f"{what}/{rank}" for what in ("stateful", "fork", "refork") for rank in ("p50", "p99")]
+    return [*names, *pairs, "memory/idle", "memory/session"]
+
+
+def snippets(kind: str, count: int) -> list[str]:
+    """`count` different programs of a kind."""
+    kinds = ["plain", "numpy", "sympy", "plain", "numpy", "pandas"] if kind == "mix" else [kind]
+    return [SNIPPETS[kinds[n % len(kinds)]].format(n=n + 3) for n in range(count)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def line(case: str, ours: float, baseline: float, unit: str = "s") -> dict[str, Any]:
+    """The JSON line of a case."""
+    return {
+        "bench": "sandbox",
+        "case": case,
+        "unit": unit,
+        "ours": round(ours, 6),
+        "baseline": round(baseline, 6),
+        "ratio": round(baseline / ours, 4),
+    }
+
+
+# ---- the released way ----------------------------------------------------------------------
+
+
+def cold(code: str) -> str:
+    """`python -c CODE`; raises `RuntimeError` with its error text."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        cwd="/tmp",
+    )
+    if done.returncode:
+        raise RuntimeError(f"the baseline failed: {done.stderr}")
+    return done.stdout.strip()
+
+
+def cold_memory() -> float:
+    """Unique MiB of an idle interpreter with our imports while a second one is there."""
+    code = f"import {', '.join(PRELOAD)}\nprint('ready', flush=True)\ninput()"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    try:
+        for child in children:
+            child.stdout.readline()  # type: ignore[union-attr]
+        return unique_mib([children[0].pid])
+    finally:
+        for child in children:
+            child.communicate(b"\n")
+
+
+# ---- ours ----------------------------------------------------------------------------------
+
+
+class Bench:
+    """A started pool in the mode that the cases need, and the measurements on it."""
+
+    def __init__(self, pool: SandboxPool, num_calls: int, workers: int) -> None:
+        self._pool = pool
+        self._num_calls = num_calls
+        self._workers = workers
+        self._seen: dict[str, tuple[list[float], list[float]]] = {}
+
+    async def measure(self, case: str) -> dict[str, Any]:
+        """The line of a case."""
+        what, detail = case.split("/")
+        if what == "rate":
+            return await self._rate(case, detail)
+        if what == "memory":
+            return await self._memory(case, detail)
+        share = {"p50": 0.5, "p99": 0.99}[detail if what not in ("p50", "p99") else what]
+        kind = what if what not in ("p50", "p99") else detail
+        if kind not in self._seen:
+            self._seen[kind] = await self._latencies(kind)
+        ours, baseline = self._seen[kind]
+        return line(case, percentile(ours, share), percentile(baseline, share))
+
+    async def _rate(self, case: str, kind: str) -> dict[str, Any]:
+        codes = snippets(kind, self._num_calls)
+        few = codes[:COLD_CALLS]
+        ours_s, baseline_s = [], []
+        for _ in range(ROUNDS):  # in turns: what else the machine does hits both alike
+            begin = time.perf_counter()
+            answers = await at_once(codes, self._run, self._workers)
+            ours_s.append((time.perf_counter() - begin) / len(codes))
+            begin = time.perf_counter()
+            with ThreadPoolExecutor(self._workers) as threads:
+                expected = list(threads.map(cold, few))
+            baseline_s.append((time.perf_counter() - begin) / len(few))
+            compare(answers, expected)
+        return line(case, statistics.median(ours_s), statistics.median(baseline_s))
+
+    async def _latencies(self, kind: str) -> tuple[list[float], list[float]]:
+        if kind == "stateful":
+            return await self._stateful()
+        if kind in ("fork", "refork"):
+            return await self._forks(both=kind == "refork")
+        return await in_turns(snippets(kind, self._num_calls), self._run)
+
+    async def _stateful(self) -> tuple[list[float], list[float]]:
+        session = await self._pool.open()
+        codes = [f"x = {n}\nprint(x * 7)" for n in range(self._num_calls)]
+        found = await in_turns(codes, lambda code: output(session.run(code)))
+        await session.close()
+        return found
+
+    async def _forks(self, *, both: bool) -> tuple[list[float], list[float]]:
+        ours, baseline = [], []
+        replay = "\n".join([*HISTORY, BRANCH])
+        for number in range(max(12, self._num_calls // 5)):
+            if number % 4 == 0:
+                begin = time.perf_counter()
+                expected = cold(replay)
+                baseline.append(time.perf_counter() - begin)
+            session = await self._pool.open()
+            for code in HISTORY:
+                await output(session.run(code))
+            begin = time.perf_counter()
+            child = await session.fork()
+            compare([await output(child.run(BRANCH))], [expected])
+            if both:
+                compare([await output(session.run(BRANCH))], [expected])
+            ours.append(time.perf_counter() - begin)
+            await child.close()
+            await session.close()
+        return ours, baseline
+
+    async def _memory(self, case: str, detail: str) -> dict[str, Any]:
+        launcher = Path("/proc/self").resolve().name
+        own = [*descendants(int(launcher))]
+        if detail == "idle":
+            return line(case, unique_mib(own) / self._workers, cold_memory(), "MiB")
+        before = unique_mib(own)
+        sessions = [await self._pool.open() for _ in range(8)]
+        for session in sessions:
+            await output(session.run("x = 1\nprint(x)"))
+        after = unique_mib([*descendants(int(launcher))])
+        for session in sessions:
+            await session.close()
+        return line(case, max(after - before, 0.01) / len(sessions), cold_memory(), "MiB")
+
+    async def _run(self, code: str) -> str:
+        return await output(self._pool.run(code))
+
+
+async def output(running: Awaitable[Any]) -> str:
+    """The answer of a call; raises `RuntimeError` when it did not succeed."""
+    result = await running
+    if result.status.value != "ok":
+        raise RuntimeError(f"our call ended with {result.status.value}: {result.output}")
+    return str(result.output)
+
+
+async def in_turns(
+    codes: Sequence[str], run: Callable[[str], Awaitable[str]]
+) -> tuple[list[float], list[float]]:
+    """Seconds of each call by `run`, and of every tenth by a cold subprocess."""
+    ours, baseline = [], []
+    for number, code in enumerate(codes):
+        begin = time.perf_counter()
+        answer = await run(code)
+        ours.append(time.perf_counter() - begin)
+        if number % 10 == number // 10 % 10:  # all kinds of a mix have their turn
+            begin = time.perf_counter()
+            expected = cold(code)
+            baseline.append(time.perf_counter() - begin)
+            compare([answer], [expected])
+    return ours, baseline
+
+
+async def at_once(
+    codes: Sequence[str], run: Callable[[str], Awaitable[str]], limit: int
+) -> list[str]:
+    """Answers of all, at most `limit` at a time."""
+    gate = asyncio.Semaphore(limit)
+
+    async def one(code: str) -> str:
+        async with gate:
+            return await run(code)
+
+    return list(await asyncio.gather(*map(one, codes)))
+
+
+def compare(answers: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise `RuntimeError` where ours differ; only as many as both have are compared."""
+    for number, (ours, theirs) in enumerate(zip(answers, expected, strict=False)):
+        if ours != theirs:
+            raise RuntimeError(f"call {number}: ours printed {ours!r}, the baseline {theirs!r}")
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Children of a process, their children and so on."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text(encoding="ascii").split()):
+            yield child
+            yield from descendants(child)
+
+
+def unique_mib(pids: Sequence[int]) -> float:
+    """MiB of proportional memory: a page that several processes share is divided by them."""
+    total_kib = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        except (OSError, ProcessLookupError):
+            continue
+        total_kib += next((int(row.split()[1]) for row in lines if row.startswith("Pss:")), 0)
+    return total_kib / 1024
+
+
+async def measure_all(chosen: Sequence[str], num_calls: int, workers: int) -> None:
+    """Print the line of each case, those of stateless calls first."""
+    from mega_agentrl.config.choices import PythonMode
+
+    with_sessions = [case for case in chosen if case.startswith(SESSION_CASES)]
+    without = [case for case in chosen if case not in with_sessions]
+    for mode, cases in ((PythonMode.stateless, without), (PythonMode.stateful, with_sessions)):
+        if cases:
+            await measure_mode(mode, cases, num_calls, workers)
+
+
+async def measure_mode(
+    mode: PythonMode, chosen: Sequence[str], num_calls: int, workers: int
+) -> None:
+    """Print the line of each case, on a pool in that mode."""
+    from mega_agentrl.config.sandbox_schema import PythonToolConfig
+    from mega_agentrl.sandbox.pool import SandboxPool
+
+    config = PythonToolConfig(
+        mode=mode, workers=workers, preload=list(PRELOAD), timeout_s=DEADLINE_S
+    )
+    pool = SandboxPool(config)
+    await pool.start()
+    try:
+        bench = Bench(pool, num_calls, workers)
+        for kind in SNIPPETS:  # both sides' files are in memory, both sides have run once
+            (code,) = snippets(kind, 1)
+            compare([await output(pool.run(code))], [cold(code)])
+        for case in chosen:
+            sys.stdout.write(json.dumps(await bench.measure(case)) + "\n")
+            sys.stdout.flush()
+    finally:
+        await pool.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the lines of the chosen cases."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args(arguments)
+    patterns = [part for text in given.cases for part in text.split(",")]
+    offered = case_names()
+    chosen = [case for case in offered if any(fnmatchcase(case, p) for p in patterns)]
+    if not chosen:
+        listed = "\n  ".join(offered)
+        sys.stderr.write(f"--cases {' '.join(patterns)}: none of\n  {listed}\n")
+        return 2
+    asyncio.run(measure_all(chosen, given.calls, given.workers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
