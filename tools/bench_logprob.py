@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -227,8 +227,8 @@ def _status_bytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
 
-def run_rank(job: dict[str, Any]) -> None:
-    """One rank of one case; rank 0 prints the largest values over ranks."""
+def run_rank(job: dict[str, Any]) -> NoReturn:
+    """One rank of one case; rank 0 prints the largest values over ranks. Ends the process."""
     # If memory ends, this process is to go, not somebody else's.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     case = Case(**job["case"])
@@ -253,6 +253,9 @@ def run_rank(job: dict[str, Any]) -> None:
     if job["rank"] == 0:
         sys.stdout.write(json.dumps(dict(zip(found, worst.tolist(), strict=True))) + "\n")
     dist.destroy_process_group()
+    sys.stdout.flush()
+    # Threads that torch leaves running can abort the process in the interpreter's own exit.
+    os._exit(0)
 
 
 # ---- all cases -----------------------------------------------------------------------------
@@ -326,7 +329,6 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.rank is not None:
         run_rank(given.rank)
-        return 0
     patterns = [part for text in given.cases for part in text.split(",")]
     offered = cases(given.vocab)
     chosen = [case for case in offered if any(fnmatchcase(case.name, p) for p in patterns)]
