@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from mega_agentrl.reshard.delivery import inside
 from mega_agentrl.reshard.digest import copy_and_digest
+from mega_agentrl.reshard.weigh import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from mega_agentrl.reshard.delivery import Place
     from mega_agentrl.reshard.layout import Rect
@@ -47,6 +47,8 @@ class Tally:
         """By place: the spans it touches and, where it is all inside one, its place there."""
         self._sums = np.zeros((len(spans), 2), dtype=np.uint32)
         self.clear()
+        if not torch.cuda.is_available():
+            kernel()  # compiled now, as a rank joins, and not within its first update
 
     def clear(self) -> None:
         """Start anew."""
