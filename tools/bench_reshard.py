@@ -14,7 +14,8 @@ is the median. Cases are KIND/WIRE/PEER, a pattern is a shell pattern over the w
     received   MiB that a rollout rank receives
     memory     MiB at the peak of an update above what was resident before any buffer existed;
                memory/trainer and memory/rollout, the largest over ranks; a trainer's slots that
-               a worker reads where they are count for the trainer
+               a worker reads where they are count for the trainer; not counted is the compiler
+               of the digest's loop, some 120 MiB once in a process without a GPU
     slots      MiB at the peak of receiving and dropping everything, on a rollout rank: what of
                memory/rollout is the transport's, the rest being modules that are under way into
                the engine; `baseline` is the target, two buckets

@@ -29,6 +29,7 @@ from mega_agentrl.generator.worker_extension import WorkerExtension
 from mega_agentrl.reshard.courier import Courier
 from mega_agentrl.reshard.delivery import Place
 from mega_agentrl.reshard.proof import Regions
+from mega_agentrl.reshard.weigh import kernel
 from tools.reshard_bench.memory import Peak
 from tools.reshard_bench.usual import UsualReceiver
 
@@ -81,7 +82,8 @@ class BenchExtension(WorkerExtension):
 
     @_told
     def bench_install(self) -> None:
-        """Watch packing, which both paths pay, and proof."""
+        """Watch packing, which both paths pay, and proof; compile what is compiled once."""
+        kernel()
         watched = set()
         for module in self.weight_transfer_engine.model.modules():
             method = getattr(module, "quant_method", None)
