@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching, SearchSource
+from mega_agentrl.config.choices import Branching, Isolation, SearchSource
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -37,7 +37,9 @@ def check(config: TrainConfig) -> None:
     _check_cuts(config, model)
     _check_lengths(config, model)
     _check_groups(config)
-    _check_bubblewrap()
+    # Where the sandboxes are on other nodes, those say at their start whether they have it.
+    if config.tool.python.isolation is Isolation.bubblewrap and not config.tool.python.hosts:
+        _check_bubblewrap()
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

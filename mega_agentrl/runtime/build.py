@@ -1,7 +1,8 @@
 """Builds the parts of a run from its configuration, and ends them all.
 
 Order: everything that can be wrong in the input is read first (tokenizer, tools,
-data, corpus, sandbox), then Ray starts, then policy and engines start side by side.
+data, corpus, sandbox), then Ray starts, then policy and engines start side by side. Only where
+sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, before the rest.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.policy_group import PolicyGroup
+from mega_agentrl.runtime.sandbox_group import SandboxGroup
 from mega_agentrl.tool.kit import build_toolkit
 from mega_agentrl.types.parts import Parts
 
@@ -38,16 +40,19 @@ if TYPE_CHECKING:
 def build(config: TrainConfig) -> Iterator[Parts]:
     """All parts, ready; every process is ended on the way out, whatever happened.
 
-    Raises `ValueError` for bad input before Ray or an engine starts.
+    Raises `ValueError` for bad input before an engine starts, and before Ray does where it needs
+    no cluster to be found.
     """
     start_s = time.perf_counter()
     run_dir = Path(config.run_dir)
     codec = HFCodec(config.model.path)
+    hosted = config.tool.python.hosts > 0
     tools = build_toolkit(
         config.tool,
         codec,
         control_tokens=codec.control_tokens,
         api_key=os.environ.get(config.tool.search.key_env, ""),
+        sandboxes=SandboxGroup(config.tool.python, run_dir / "logs") if hosted else None,
     )
     check_tool_weights(config.reward, tools.names)
     prompts = _prompts(config, "data.train", config.data.train, codec)
@@ -62,9 +67,16 @@ def build(config: TrainConfig) -> Iterator[Parts]:
     with ExitStack() as stack:
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())
-        stack.callback(tools.close_now)
-        runner.run(tools.start())
-        policy, generator = _start_groups(config, stack, run_dir / "logs")
+
+        def start_tools() -> None:
+            stack.callback(tools.close_now)
+            runner.run(tools.start())
+
+        if not hosted:
+            start_tools()
+        policy, generator = _start_groups(
+            config, stack, run_dir / "logs", start_tools if hosted else None
+        )
         yield Parts(
             run_dir=run_dir,
             policy=policy,
@@ -82,10 +94,15 @@ def build(config: TrainConfig) -> Iterator[Parts]:
 
 
 def _start_groups(
-    config: TrainConfig, stack: ExitStack, log_folder: Path
+    config: TrainConfig,
+    stack: ExitStack,
+    log_folder: Path,
+    start_tools: Callable[[], None] | None,
 ) -> tuple[PolicyGroup, GeneratorGroup]:
     on_gpu = connect(config)
     stack.callback(ray.shutdown)
+    if start_tools is not None:
+        start_tools()
     generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(generator.close)
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)

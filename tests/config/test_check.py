@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mega_agentrl.config.check import SUPPORTED_ARCHITECTURES, check
-from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.choices import Branching, Isolation
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.reshard import model_shape
 
@@ -263,3 +263,8 @@ def test_minibatches_divide_the_batch(config):
 def test_bubblewrap_must_be_installed(config, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "apt-get install bubblewrap" in message(config)
+    config.tool.python.hosts = 1  # not needed here, but there
+    check(config)
+    config.tool.python.hosts = 0
+    config.tool.python.isolation = Isolation.none
+    check(config)

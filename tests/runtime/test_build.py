@@ -107,3 +107,30 @@ def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
     with pytest.raises(RuntimeError, match="no cluster"), module.build(config):
         pass
     assert closed
+
+
+@pytest.mark.parametrize("hosts", [0, 1])
+def test_tools_start_before_the_cluster_unless_their_sandboxes_are_in_it(
+    config, monkeypatch, hosts
+):
+    config.tool.python.hosts = hosts
+    events = []
+
+    async def start(_):
+        events.append("tools")
+
+    def stop(*_, **__):
+        events.append("engines")
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(ToolKit, "start", start)
+    monkeypatch.setattr(ToolKit, "close_now", lambda _: events.append("close"))
+    monkeypatch.setattr(module, "connect", lambda _: events.append("connect"))
+    monkeypatch.setattr(module.ray, "shutdown", lambda: events.append("shutdown"))
+    monkeypatch.setattr(module.GeneratorGroup, "launch", stop)
+    with pytest.raises(RuntimeError, match="far enough"), module.build(config):
+        pass
+    if hosts:
+        assert events == ["connect", "tools", "engines", "close", "shutdown"]
+    else:
+        assert events == ["tools", "connect", "engines", "shutdown", "close"]

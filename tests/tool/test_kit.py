@@ -7,6 +7,7 @@ import pytest
 from mega_agentrl.config.sandbox_schema import PythonToolConfig
 from mega_agentrl.config.search_schema import BrowseToolConfig, SearchToolConfig
 from mega_agentrl.config.tool_schema import ToolConfig
+from mega_agentrl.sandbox.supervisor import SandboxResult
 from mega_agentrl.tool.gsm8k import Gsm8kTool
 from mega_agentrl.tool.kit import ToolKit, build_toolkit
 from mega_agentrl.tool.protocol import Tool, ToolAnswer
@@ -125,3 +126,14 @@ def test_prompts_are_checked_before_the_run():
 def test_names_are_unique():
     with pytest.raises(ValueError, match="each name once"):
         ToolKit([Broken(), Broken()])
+
+
+async def test_python_runs_in_the_sandboxes_it_is_given():
+    class Elsewhere:
+        async def run(self, code, timeout_s=None):
+            return SandboxResult(status=ToolStatus.ok, output=f"there: {code}", latency_s=0.0)
+
+    session = build_toolkit(ToolConfig(python=PYTHON), CharCodec(), sandboxes=Elsewhere()).open()
+    await session.create({})
+    assert (await session.execute("python", {"code": "x = 1"})).answer == "there: x = 1"
+    await session.release()

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.config.choices import PythonMode
 from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.sandbox.session import LOST_NOTE
+from mega_agentrl.sandbox.supervisor import SandboxResult
 from mega_agentrl.tool.python import EMPTY_ANSWER, PythonTool, print_last_expression
 from mega_agentrl.types.records import ToolStatus
 
@@ -20,6 +23,15 @@ GOLDEN = json.loads(
 @pytest.fixture(scope="module")
 def tool():
     made = PythonTool(PythonToolConfig(workers=1, preload=[], timeout_s=20))
+    asyncio.run(made.start())
+    yield made
+    made.close_now()
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    config = PythonToolConfig(mode=PythonMode.stateful, workers=2, preload=[], timeout_s=20)
+    made = PythonTool(config)
     asyncio.run(made.start())
     yield made
     made.close_now()
@@ -56,3 +68,79 @@ async def test_long_and_deep_code_is_an_error_not_a_crash(tool):
 def test_rewriting_never_raises_and_settles(code):
     once = print_last_expression(code)
     assert print_last_expression(once) == once
+
+
+async def test_without_a_memory_there_is_no_state(tool):
+    assert await tool.create({}) is None
+    assert await tool.fork(None) is None
+    await tool.release(None, {})
+    await tool.execute(None, {"code": "x = 1"}, {})
+    after = await tool.execute(None, {"code": "x"}, {})
+    assert after.status is ToolStatus.user_error
+    assert "NameError" in after.text
+    assert after.metrics["state_lost"] == 0.0
+
+
+async def test_a_trajectory_goes_on_where_it_was_and_its_branch_from_there(stateful):
+    state = await stateful.create({})
+    first = await stateful.execute(state, {"code": "x = [1]"}, {})
+    assert (first.text, first.status) == (EMPTY_ANSWER, ToolStatus.ok)
+    branch = await stateful.fork(state)
+    await stateful.execute(branch, {"code": "x.append(2)"}, {})
+    await stateful.execute(state, {"code": "x.append(3)"}, {})
+    answers = [await stateful.execute(one, {"code": "x"}, {}) for one in (state, branch)]
+    assert [answer.text for answer in answers] == ["[1, 3]", "[1, 2]"]
+    assert [answer.metrics["state_lost"] for answer in answers] == [0.0, 0.0]
+    await stateful.release(state, {})
+    assert (await stateful.execute(branch, {"code": "len(x)"}, {})).text == "2"
+    await stateful.release(branch, {})
+    ended = await stateful.execute(branch, {"code": "x"}, {})
+    assert ended.status is ToolStatus.infra_error
+
+
+async def test_a_lost_state_is_said_and_counted_once(stateful):
+    state = await stateful.create({})
+    await stateful.execute(state, {"code": "x = 1"}, {})
+    slow = await stateful.execute(
+        state, {"code": "import time; time.sleep(30)"}, {"timeout_s": 0.5}
+    )
+    assert slow.status is ToolStatus.timeout
+    lost = await stateful.execute(state, {"code": "'x' in dir()"}, {})
+    assert lost.text == f"{LOST_NOTE}\nFalse"
+    assert lost.metrics["state_lost"] == 1.0
+    again = await stateful.execute(state, {"code": "1"}, {})
+    assert (again.text, again.metrics["state_lost"]) == ("1", 0.0)
+    await stateful.release(state, {})
+
+
+class Elsewhere:
+    """Sandboxes that are not this process's own."""
+
+    num_replaced = 0
+
+    def __init__(self):
+        self.calls = []
+
+    async def start(self):
+        self.calls.append("start")
+
+    async def run(self, code, timeout_s=None):
+        self.calls.append((code, timeout_s))
+        return SandboxResult(status=ToolStatus.ok, output="there", latency_s=0.5)
+
+    async def close(self):
+        self.calls.append("close")
+
+    def close_now(self):
+        self.calls.append("close_now")
+
+
+async def test_it_works_in_the_sandboxes_it_is_given():
+    given = Elsewhere()
+    tool = PythonTool(PythonToolConfig(), given)
+    await tool.start()
+    answer = await tool.execute(None, {"code": "6 * 7"}, {"timeout_s": 3.0})
+    assert (answer.text, answer.metrics["run_s"]) == ("there", 0.5)
+    await tool.close()
+    tool.close_now()
+    assert given.calls == ["start", ("print(6 * 7)", 3.0), "close", "close_now"]

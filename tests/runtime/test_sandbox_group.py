@@ -1,0 +1,274 @@
+"""Hosts as real Ray actors: the pool's interface, and what a dead, stuck or missing one does."""
+
+import asyncio
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+import mega_agentrl
+from mega_agentrl.config.choices import PythonMode
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.runtime.sandbox_group import HostedSession, SandboxGroup
+from mega_agentrl.sandbox.pool import SandboxPool
+from mega_agentrl.sandbox.session import LOST_NOTE, SandboxSession
+from mega_agentrl.tool.python import PythonTool
+from mega_agentrl.types.records import ToolStatus
+
+SILENCE_S = 3.0
+SLEEP = "import time; time.sleep(30)"
+
+
+def make_group(folder, **changes):
+    values = {"hosts": 1, "workers": 1, "preload": [], "timeout_s": 10.0}
+    group = SandboxGroup(PythonToolConfig(**(values | changes)), folder, silence_s=SILENCE_S)
+    asyncio.run(group.start())
+    return group
+
+
+@pytest.fixture(scope="module")
+def group(ray_local, tmp_path_factory):
+    """Two hosts with sessions; every test leaves them up and empty."""
+    folder = tmp_path_factory.mktemp("logs")
+    made = make_group(folder, hosts=2, workers=2, mode=PythonMode.stateful)
+    yield made
+    made.close_now()
+
+
+def links(group):
+    return dict(group._keeper._up)
+
+
+def pid_of(link):
+    return int(re.search(r"process (\d+)", link.name).group(1))
+
+
+def is_alive(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return ") Z " not in stat
+
+
+def below(pid):
+    found = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in tasks.read_text(encoding="ascii").split():
+            found += [int(child), *below(int(child))]
+    return found
+
+
+async def until(done, *, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.05)
+
+
+async def all_up(group, number=2):
+    await until(lambda: len(links(group)) == number)
+
+
+@pytest.mark.parametrize(
+    ("near", "far"), [(SandboxPool, SandboxGroup), (SandboxSession, HostedSession)]
+)
+def test_the_interface_is_that_of_the_pool(near, far):
+    def public(kind):
+        return {
+            name: [*inspect.signature(member).parameters] if callable(member) else None
+            for name, member in vars(kind).items()
+            if not name.startswith("_")
+        }
+
+    assert public(near) == public(far)
+
+
+async def test_many_calls_spread_over_the_hosts(group):
+    calls = [asyncio.create_task(group.run(f"print({i} * {i})")) for i in range(40)]
+    await asyncio.sleep(0)
+    assert [link.load for link in links(group).values()] == [20, 20]
+    results = await asyncio.gather(*calls)
+    assert [result.output for result in results] == [str(i * i) for i in range(40)]
+    assert [link.load for link in links(group).values()] == [0, 0]
+
+
+async def test_a_session_stays_where_it_is_and_new_ones_spread(group):
+    sessions = await asyncio.gather(*(group.open() for _ in range(4)))
+    assert [link.num_sessions for link in links(group).values()] == [2, 2]
+    for n, session in enumerate(sessions):
+        await session.run(f"x = [{n}]")
+    child = await sessions[1].fork()
+    assert child._link is sessions[1]._link
+    await child.run("x.append('child')")
+    said = [(await session.run("print(x)")).output for session in (*sessions, child)]
+    assert said == ["[0]", "[1]", "[2]", "[3]", "[1, 'child']"]
+    for session in (*sessions, child):
+        await session.close()
+        await session.close()
+    assert [link.num_sessions for link in links(group).values()] == [0, 0]
+    with pytest.raises(RuntimeError, match="it is closed"):
+        await child.fork()
+    assert (await child.run("1")).output == "the session is closed"
+
+
+async def test_cancelling_ends_the_call_on_its_host_at_once(group):
+    session = await group.open()
+    await session.run("x = 1")
+    calls = [asyncio.create_task(group.run(SLEEP, 60)) for _ in range(6)]
+    calls.append(asyncio.create_task(session.run(SLEEP, 60)))
+    await asyncio.sleep(0.5)
+    for call in calls:
+        call.cancel()
+    begin = time.monotonic()
+    await asyncio.wait(calls)
+    after = await session.run("print('x' in dir())")
+    assert after.state_lost
+    assert after.output == f"{LOST_NOTE}\nFalse"
+    results = await asyncio.gather(*(group.run("print(1)") for _ in range(8)))
+    assert {result.output for result in results} == {"1"}
+    assert time.monotonic() - begin < 10
+    await session.close()
+
+
+async def test_a_killed_host_ends_its_calls_and_sessions_and_comes_back(group):
+    sessions = [await group.open() for _ in range(2)]
+    for session in sessions:
+        await session.run("x = 1")
+    calls = [
+        asyncio.create_task(one.run("import time; time.sleep(2); print(x)")) for one in sessions
+    ]
+    await asyncio.sleep(0.5)
+    lost, kept = sessions
+    pid = pid_of(lost._link)
+    sandboxes = below(pid)
+    assert len(sandboxes) >= 4
+    replaced = group.num_replaced
+    os.kill(pid, signal.SIGKILL)
+    result = await calls[0]
+    assert result.status is ToolStatus.infra_error
+    assert re.search(r"sandbox host \d \(node .*\) died; its log file", result.output)
+    assert (await calls[1]).output == "1"
+    assert (await lost.run("print(x)")).output.startswith("the interpreter's state is lost: ")
+    with pytest.raises(RuntimeError, match="cannot be forked: the interpreter's state is lost"):
+        await lost.fork()
+    await until(lambda: not any(map(is_alive, sandboxes)))
+    await all_up(group)
+    assert group.num_replaced == replaced + 2
+    results = await asyncio.gather(*(group.run("print(1)") for _ in range(8)))
+    assert {result.output for result in results} == {"1"}
+    assert (await kept.run("print(x)")).output == "1"
+    for session in sessions:
+        await session.close()
+
+
+async def test_a_stuck_host_ends_its_calls_and_is_replaced(group):
+    session = await group.open()
+    stuck = session._link
+    sandboxes = [pid_of(stuck), *below(pid_of(stuck))]
+    os.kill(pid_of(stuck), signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        result = await session.run("print(1)", 1.0)
+        assert result.status is ToolStatus.infra_error
+        assert f"did not answer for {SILENCE_S:g} s" in result.output
+        assert time.monotonic() - begin < 20
+        assert (await group.run("print(2)")).output == "2"
+        await all_up(group)
+        await until(lambda: not any(map(is_alive, sandboxes)))
+    finally:
+        if is_alive(pid_of(stuck)):
+            os.kill(pid_of(stuck), signal.SIGKILL)
+    await session.close()
+
+
+async def test_the_tool_works_on_hosts_as_on_its_own_pool(group):
+    tool = PythonTool(PythonToolConfig(mode=PythonMode.stateful), group)
+    state = await tool.create({})
+    await tool.execute(state, {"code": "x = 6"}, {})
+    child = await tool.fork(state)
+    await tool.execute(child, {"code": "x += 1"}, {})
+    answers = [await tool.execute(one, {"code": "x * 7"}, {}) for one in (state, child)]
+    assert [answer.text for answer in answers] == ["42", "49"]
+    odd = await tool.execute(child, {"code": "\ud800"}, {})
+    assert odd.status is ToolStatus.user_error
+    large = await tool.execute(child, {"code": f"len('{'x' * 300_000}')"}, {})
+    assert large.text == "300000"
+    for one in (state, child):
+        await tool.release(one, {})
+
+
+async def test_calls_wait_for_the_successor_of_the_only_host(ray_local, tmp_path):
+    group = await asyncio.to_thread(make_group, tmp_path)
+    try:
+        with pytest.raises(ValueError, match=r"tool.python.mode=stateless: expected stateful"):
+            await group.open()
+        first = links(group)[0]
+        os.kill(pid_of(first), signal.SIGKILL)
+        await until(lambda: not links(group))
+        results = await asyncio.gather(*(group.run("print(1)") for _ in range(4)))
+        assert {result.output for result in results} == {"1"}
+        running = asyncio.create_task(group.run(SLEEP, 60))
+        await asyncio.sleep(0.5)
+        begin = time.monotonic()
+        await group.close()
+        assert (await running).output == "the sandbox pool is closed"
+        assert time.monotonic() - begin < 10
+        assert (await group.run("print(1)")).status is ToolStatus.infra_error
+    finally:
+        group.close_now()
+    assert (tmp_path / "sandbox-host0.log").is_file()
+
+
+async def test_a_host_that_cannot_start_is_an_error_that_says_why(ray_local, tmp_path):
+    config = PythonToolConfig(hosts=2, workers=1, preload=["no_such_module"])
+    group = SandboxGroup(config, tmp_path)
+    with pytest.raises(ValueError, match=r"hosts=2: start failed on sandbox host \d.*no_such_mod"):
+        await group.start()
+    assert (await group.run("1")).status is ToolStatus.infra_error
+
+
+DRIVER = """
+import asyncio, logging, sys
+from pathlib import Path
+
+import ray
+
+from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.runtime.sandbox_group import SandboxGroup
+
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
+
+
+async def main():
+    group = SandboxGroup(PythonToolConfig(hosts=1, preload=[]), Path(sys.argv[2]))
+    await group.start()
+    print(group._keeper._up[0].name, flush=True)
+    await group.run("import time; time.sleep(60)", 60)
+
+
+asyncio.run(main())
+"""
+
+
+async def test_hosts_and_sandboxes_die_with_the_driver(ray_local, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    root = Path(mega_agentrl.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", DRIVER, address, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
+        try:
+            said = (await asyncio.to_thread(driver.stdout.readline)).decode()
+            host = int(re.search(r"process (\d+)", said).group(1))
+            await until(lambda: len(below(host)) >= 3)
+            there = [host, *below(host)]
+        finally:
+            driver.kill()
+    await until(lambda: not any(map(is_alive, there)))
