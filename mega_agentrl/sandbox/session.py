@@ -112,8 +112,12 @@ class SandboxSession:
         """
         if self._closed or self._failure:
             raise RuntimeError(f"the session cannot be forked: {self._failure or 'it is closed'}")
+        forking = asyncio.ensure_future(self._work(self._line.fork))
         try:
-            line: Line = await self._work(self._line.fork)
+            line: Line = await asyncio.shield(forking)
+        except asyncio.CancelledError:
+            forking.add_done_callback(_hang_up)
+            raise
         except SandboxLostError as error:
             self._fail(str(error))
             raise RuntimeError(f"the session cannot be forked: {error}") from error
@@ -153,6 +157,12 @@ class SandboxSession:
 
     def _fail(self, why: str) -> None:
         self._failure = f"the interpreter's state is lost: {why}"
+
+
+def _hang_up(forking: asyncio.Future[Line]) -> None:
+    """Nobody wants the fork any more: its sandbox ends it when its channel closes."""
+    if not forking.cancelled() and forking.exception() is None:
+        forking.result().close()
 
 
 def infra_error(why: str) -> SandboxResult:

@@ -22,6 +22,7 @@ from mega_agentrl.sandbox import supervisor
 from mega_agentrl.sandbox.pool import SandboxPool
 from mega_agentrl.sandbox.process import end_child, start_child
 from mega_agentrl.types.records import ToolStatus
+from tests.sandbox.sandboxes import descendants, gone
 
 TIMEOUT_S = 10.0
 
@@ -294,31 +295,6 @@ async def test_hung_supervisor_is_infra_error(monkeypatch):
         assert gone(inner)
     finally:
         await pool.close()
-
-
-def is_alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return ") Z " not in stat
-
-
-def gone(pids, *, timeout_s=2.0):
-    """True as soon as none of them is alive: the kernel needs a moment after the kill."""
-    deadline = time.monotonic() + timeout_s
-    while any(map(is_alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def descendants(pid):
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
-        found += [child, *descendants(child)]
-    return found
 
 
 def test_close_ends_everything_at_once():

@@ -79,6 +79,23 @@ async def test_fork_copies_and_separates(session):
     await child.close()
 
 
+async def test_a_fork_that_nobody_waits_for_is_ended(pool, session):
+    await said(session, "x = 1")
+    line, made = session._line, []
+    fork, line.fork = line.fork, lambda: made.append(fork()) or made[0]
+    forking = asyncio.create_task(session.fork())
+    await asyncio.sleep(0)
+    forking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await forking
+    deadline = time.monotonic() + 5
+    while not made or made[0]._channel.fileno() >= 0:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    line.fork = fork
+    assert await said(session, "print(x)") == "1"
+
+
 async def test_forks_of_forks_and_several_of_one(session):
     await said(session, "x = ['root']")
     first, second = await session.fork(), await session.fork()
