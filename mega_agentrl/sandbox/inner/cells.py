@@ -228,6 +228,8 @@ class CellMaker:
 
     def _set_up_branch(self, cell: Cell, parent: Cell) -> None:
         order = {"order": "go"}
+        # What a thread has started meanwhile must not write to files that are being copied.
+        processes.end_leftovers(parent.pid, spare=parent.branches)
         if self._hands is not None:
             _check_branch(cell, parent)
             _limit_processes(cell.pid, self._settings.num_processes)
@@ -241,7 +243,6 @@ class CellMaker:
                 for fd in folders:
                     os.close(fd)
             order["folder"] = cell.folder
-        processes.end_leftovers(parent.pid, spare=parent.branches)
         cell.control.send(order, timeout_s=_SETUP_S)
         cell.control.receive(timeout_s=_SETUP_S)
         self.pause(cell)

@@ -118,10 +118,17 @@ def _sweep(cell: str, channel: Channel) -> int:
     kernel.setns(spaces[1], kernel.CLONE_NEWPID)
     pid = os.fork()
     if pid:
-        _, status = os.waitpid(pid, 0)
-        return 1 if status else 0
+        return _answer(pid, channel)
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
+    return 0
+
+
+def _answer(pid: int, channel: Channel) -> int:
+    """Only when the process inside has gone: the cell could see it, and kill it."""
+    _, status = os.waitpid(pid, 0)
+    if status:
+        return 1
     channel.send({"error": ""})
     return 0
 
@@ -139,12 +146,10 @@ def _arrange(parent: str, branch: str, channel: Channel, settings: Settings) -> 
     kernel.setns(spaces[3], kernel.CLONE_NEWNS)
     pid = os.fork()
     if pid:
-        _, status = os.waitpid(pid, 0)
-        return 1 if status else 0
+        return _answer(pid, channel)
     mount_folders(settings)
     for source, folder in zip(sources, FOLDERS, strict=True):
         copy_tree(source, os.open(folder, os.O_RDONLY))
-    channel.send({"error": ""})
     return 0
 
 

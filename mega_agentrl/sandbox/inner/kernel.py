@@ -15,6 +15,7 @@ import platform
 import signal
 import socket
 import struct
+from itertools import starmap
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -78,10 +79,14 @@ def clone(flags: int) -> int:
     call = _python.syscall
     call.restype = ctypes.c_long
     number = ctypes.c_long(CLONE_NUMBER)
+    forks = starmap(call, [(number, register, null, null, *last)])
+    becomes_child = starmap(_python.PyOS_AfterFork_Child, [()])
     _python.PyOS_BeforeFork()
-    pid: int = call(number, register, null, null, *last)
+    # Unpacked, not called: after a call Python lets threads that wait for its lock go first,
+    # and would wait for ever in the child, which has none of them.
+    (pid,) = forks
     if pid == 0:
-        _python.PyOS_AfterFork_Child()
+        (_,) = becomes_child
         return 0
     _python.PyOS_AfterFork_Parent()
     return checked(pid, "clone into new namespaces")

@@ -96,7 +96,8 @@ def ordered(channel, order):
 def forked(channel):
     """A session's fork."""
     child = ordered(channel, "fork")
-    assert channel.receive(timeout_s=WAIT_S) == {"event": "forked"}
+    answer = channel.receive(timeout_s=WAIT_S)
+    assert answer == {"event": "forked"}, answer
     return child
 
 

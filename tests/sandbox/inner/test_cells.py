@@ -1,5 +1,6 @@
 """Cells from outside: who lives while branches are made and closed, and what a failure leaves."""
 
+import itertools
 import os
 import resource
 import signal
@@ -48,14 +49,16 @@ def session(walled):
     made.close()
 
 
-def cell_of(program_, session):
-    """Process id, as we see it, of the session's cell: it alone is running."""
-    begin(session, "import time; time.sleep(0.2)")
-    running = [pid for pid in program_.cells() if processes.state(pid) == "S"]
-    stopped_and_own = [pid for pid in running if kernel_id(pid) == 1]
-    done(session)
-    (pid,) = [pid for pid in stopped_and_own if processes.state(pid) == "T"]
+def cell_of(program_, session, _numbers=itertools.count()):  # noqa: B008  one for all
+    """Process id, as we see it, of the session's cell: it takes a name nobody else has."""
+    name = f"cell{next(_numbers)}"
+    run(session, f"open('/proc/self/comm', 'w').write({name!r})")
+    (pid,) = [pid for pid in program_.cells() if name_of(pid) == name]
     return pid
+
+
+def name_of(pid):
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
 
 
 def kernel_id(pid):
@@ -78,13 +81,13 @@ def test_a_forked_cell_stays_until_its_last_branch_ends(walled, session):
     assert len(processes.children(root)) == 1
     run(session, "")  # the session goes on in a branch of its own
     assert len(processes.children(root)) == 2
-    assert len(walled.cells()) == IDLE + 3
+    wait_for(lambda: len(walled.cells()) == IDLE + 3)
     child.close()
     wait_for(lambda: len(walled.cells()) == IDLE + 2)
     assert processes.state(root) == "T"
     session.close()
     wait_for(lambda: len(walled.cells()) == IDLE)
-    assert processes.state(root) == "X"
+    wait_for(lambda: processes.state(root) == "X")
 
 
 def test_the_end_of_a_branch_is_no_end_of_its_relatives(walled, session):
@@ -100,6 +103,69 @@ def test_the_end_of_a_branch_is_no_end_of_its_relatives(walled, session):
         one.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGCONT])
+def test_a_signal_to_its_group_reaches_no_relative(walled, session, number):
+    run(
+        session,
+        "import os, signal, threading, time\nfor n in (15, 18): signal.signal(n, lambda *a: None)\n"
+        "def spin():\n    while True: pass\nthreading.Thread(target=spin, daemon=True).start()",
+    )
+    root = cell_of(walled, session)
+    children = [forked(session) for _ in range(2)]
+    for place, one in enumerate(children):
+        run(one, f"x = {place}")
+    stopped = {pid for pid in walled.cells() if processes.state(pid) == "T"}
+    assert root in stopped
+    before = processes.cpu_s(root)
+    assert run(children[0], f"os.kill(0, {int(number)}); time.sleep(0.1)")["alive"]
+    assert stopped <= {pid for pid in walled.cells() if processes.state(pid) == "T"}
+    assert processes.cpu_s(root) == before
+    for place, one in enumerate(children):
+        assert output(one, "print(x)") == str(place)
+        one.close()
+
+
+@pytest.mark.parametrize("name", ["os.setsid", "kernel.drop_capabilities", "kernel.clone"])
+def test_a_fork_that_the_code_has_tampered_with_is_refused(session, name):
+    """Whatever it puts in place of our functions: what it makes is looked at from outside."""
+    code = (
+        "import os, sys\nfrom importlib import import_module\n"
+        "kernel = sys.modules['mega_agentrl.sandbox.inner.kernel']\n"
+        f"kept = {name}; {name} = (lambda *a: os.fork()) if 'clone' in {name!r} else lambda *a: 0"
+    )
+    assert output(session, code) == ""
+    child = ordered(session, "fork")
+    answer = session.receive(timeout_s=WAIT_S)
+    assert answer["event"] == "failed"
+    assert "a branch is not what was ordered" in answer["error"]
+    child.close()
+    assert output(session, f"{name} = kept") == ""
+    child = forked(session)
+    child.close()
+
+
+def test_nobody_writes_to_files_that_are_copied(session):
+    """What a thread starts while its cell is awake for the fork."""
+    code = (
+        "import os, threading, time\nawake = False\n"
+        "def swap():\n    while True:\n"
+        "        for n in range(60):\n"
+        "            os.mkfifo('/tmp/pipe'); os.rename('/tmp/pipe', f'/tmp/f{n}')\n"
+        "            open('/tmp/file', 'w').close(); os.rename('/tmp/file', f'/tmp/f{n}')\n"
+        "def start():\n    while not awake: time.sleep(0.0005)\n"
+        "    if os.fork() == 0: swap()\n    time.sleep(60)\n"
+        "for n in range(60): open(f'/tmp/f{n}', 'w').close()\n"
+        "threading.Thread(target=start, daemon=True).start()"
+    )
+    run(session, code)
+    run(session, "awake = True")
+    for _ in range(3):
+        child = forked(session)
+        names = output(child, "print(*sorted(os.listdir('/tmp')))").split()
+        assert set(names) - {"pipe", "file"} == {f"f{n}" for n in range(60)}
+        child.close()
+
+
 def test_every_branch_has_the_whole_limit_of_processes(session):
     code = (
         "import os, resource, time\nmade = 0\n"
@@ -109,14 +175,16 @@ def test_every_branch_has_the_whole_limit_of_processes(session):
     )
     assert output(session, code) == "7 8"
     child = forked(session)
-    assert output(child, code) == "7 8"
-    assert output(session, code) == "7 8"
+    for one in (child, session):  # those who made its folders count until they have ended
+        wait_for(lambda one=one: output(one, code) == "7 8")
     child.close()
 
 
 def test_a_cell_killed_while_idle_fails_the_fork_and_is_told(walled, session):
     run(session, "x = 1")
-    os.kill(cell_of(walled, session), signal.SIGKILL)
+    pid = cell_of(walled, session)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: processes.state(pid) in "ZX")
     child = ordered(session, "fork")
     assert session.receive(timeout_s=WAIT_S)["event"] == "failed"
     child.close()
@@ -126,8 +194,11 @@ def test_a_cell_killed_while_idle_fails_the_fork_and_is_told(walled, session):
 
 def test_a_killed_spare_cell_is_replaced(walled):
     wait_for(lambda: len(walled.cells()) == IDLE)
+    time.sleep(0.1)  # an earlier test's cell may just be on its way out, the spare one on its way
+    wait_for(lambda: len(walled.cells()) == IDLE)
     (spare,) = (pid for pid in walled.cells() if kernel_id(pid) == 1)
     os.kill(spare, signal.SIGKILL)
+    wait_for(lambda: processes.state(spare) in "ZX")
     assert output(walled.main, "print(1)") == "1"
     wait_for(lambda: len(walled.cells()) == IDLE)
 

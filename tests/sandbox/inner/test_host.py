@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import struct
-import time
 
 import pytest
 
@@ -67,7 +66,8 @@ def test_a_call(seat):
 
 def test_beginning_of_stdout_and_end_of_stderr_are_kept(seat):
     channel, _ = seat
-    code = "import sys\nprint('b' + 'x' * 400, end='e')\nprint('b' + 'y' * 400, file=sys.stderr)\n1 / 0"
+    print_both = "print('b' + 'x' * 400, end='e')\nprint('b' + 'y' * 400, file=sys.stderr)"
+    code = f"import sys\n{print_both}\n1 / 0"
     answer = run(channel, code)
     assert answer["stdout"] == "b" + "x" * (LIMIT - 1)
     assert len(answer["stderr"]) == LIMIT
@@ -228,9 +228,8 @@ def test_nonsense_on_one_channel_harms_no_other(stateful, session, nonsense):
 
 def test_two_sessions_run_at_once(stateful, session):
     other = stateful.open()
-    begin(session, "import time; time.sleep(0.5)")
-    clock = time.monotonic()
+    begin(session, "import time; time.sleep(60)", timeout_s=60)
     assert output(other, "print(2)") == "2"
-    assert time.monotonic() - clock < 0.5
-    assert done(session)["code"] == 0
+    session.send({"order": "cancel", "id": 1})
+    assert done(session)["end"] == "cancelled"
     other.close()

@@ -118,6 +118,21 @@ def test_clone_is_a_fork_into_new_namespaces(user_namespaces):
     }
 
 
+def test_clone_while_threads_want_the_interpreter(user_namespaces):
+    """They ask for its lock just when the child, which has no threads, begins."""
+    (facts,) = said(
+        "def spin():\n    while True: pass\n"
+        "for _ in range(3): threading.Thread(target=spin, daemon=True).start()\n"
+        "sys.setswitchinterval(1e-5); codes = []\n"
+        "for _ in range(20):\n"
+        "    pid = kernel.clone(kernel.CELL_FLAGS)\n"
+        "    if pid == 0: signal.alarm(5); sum(range(10_000)); os._exit(threading.active_count())\n"
+        "    codes.append(ended(pid))\n"
+        "say(codes=codes); os._exit(0)"
+    )
+    assert facts["codes"] == [1] * 20
+
+
 def test_capabilities_are_gone_for_good(user_namespaces):
     (facts,) = said(
         "reading, writing = os.pipe(); pid = kernel.clone(kernel.CELL_FLAGS)\n"

@@ -3,7 +3,7 @@
 import fcntl
 import os
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mega_agentrl.sandbox.inner.output import Kept
@@ -34,6 +34,7 @@ def test_within_the_limit_all_is_kept():
         assert (kept.text(), kept.num_cut) == ("abcde", 0)
 
 
+@example([b"abc", b"d"], 0, True)
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(0, 50), st.booleans())
 def test_chunks_do_not_matter(chunks, limit, keep_end):
     whole = b"".join(chunks)
