@@ -102,7 +102,7 @@ async def call_all(pool, count):
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_many_calls(count, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before_start = holdings()
+    before_start, groups_before = holdings(), cgroups_of_ours()
     pool = SandboxPool(PythonToolConfig(workers=WORKERS, preload=[], memory_mib=128))
     await pool.start()
     assert not await call_all(pool, 40)
@@ -119,12 +119,12 @@ async def test_many_calls(count, tmp_path, monkeypatch):
     gc.collect()
     assert await settled(before_start) == before_start
     assert not list(tmp_path.rglob("*"))
-    assert not cgroups_of_ours()
+    assert cgroups_of_ours() == groups_before
 
 
 async def test_many_sessions(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before_start = holdings()
+    before_start, groups_before = holdings(), cgroups_of_ours()
     config = PythonToolConfig(workers=2, preload=[], memory_mib=128, mode=PythonMode.stateful)
     pool = SandboxPool(config)
     await pool.start()
@@ -138,7 +138,7 @@ async def test_many_sessions(tmp_path, monkeypatch):
     gc.collect()
     assert await settled(before_start) == before_start
     assert not list(tmp_path.rglob("*"))
-    assert not cgroups_of_ours()
+    assert cgroups_of_ours() == groups_before
 
 
 async def trajectories(pool, count):

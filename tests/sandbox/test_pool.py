@@ -132,8 +132,11 @@ async def test_sessions_without_isolation():
         look = "print(x, open('f').read())"
         assert (await child.run(look)).output == "[1, 2] ab"
         assert (await session.run(look)).output == "[1] a"
+        everyone = [pid for box in pool._all for pid in descendants(box.pid)]
+        assert len(everyone) >= 4  # the spare one, one that is retired, two that live
     finally:
         await pool.close()
+    assert gone(everyone)
 
 
 @pytest.mark.parametrize(

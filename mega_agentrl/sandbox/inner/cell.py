@@ -240,6 +240,8 @@ def _clone(settings: Settings) -> int:
 def _become_branch(fds: list[int], settings: Settings, folder: str) -> Channel:
     if settings.walled:
         kernel.drop_capabilities()
+    else:  # no namespace ends it with the supervisor, whose death ends its parent
+        kernel.end_with_parent()
     os.setsid()  # a signal to its process group must not reach its relatives
     out, err, control = fds
     os.dup2(out, 1)
