@@ -33,6 +33,7 @@ def collect_trees(
             generator=parts.generator,
             tools=parts.tools,
             codec=parts.codec,
+            interactions=parts.interactions,
             rubric=parts.rubric,
             config=config.rollout,
             max_model_len=config.engine.max_model_len,
@@ -62,7 +63,7 @@ def add_advantages(batch: TrainBatch, algo: AlgoConfig) -> TrainBatch:
 def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
     """How far the engine's log-probs and entropies are from the actor's, over trained tokens.
 
-    Absolute differences in nats of log-prob (mean and max) and of entropy (mean).
+    Absolute differences in nats of log-prob and of entropy, mean and max.
     """
     assert batch.old_logp_BT is not None and batch.entropy_BT is not None
     mask_BT = batch.mask_BT
@@ -72,6 +73,7 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
         "mismatch/logp_mean_abs": float(masked_mean(logp_gap_BT, mask_BT)),
         "mismatch/logp_max_abs": float(logp_gap_BT.max()),
         "mismatch/entropy_mean_abs": float(masked_mean(entropy_gap_BT, mask_BT)),
+        "mismatch/entropy_max_abs": float(entropy_gap_BT.max()),
     }
 
 

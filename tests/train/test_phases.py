@@ -52,6 +52,7 @@ def test_mismatch_reads_trained_tokens_only():
     assert metrics["mismatch/logp_mean_abs"] == pytest.approx((6 * 0.1 + 0.8) / 7)
     assert metrics["mismatch/logp_max_abs"] == pytest.approx(0.8)
     assert metrics["mismatch/entropy_mean_abs"] == pytest.approx(0.1)
+    assert metrics["mismatch/entropy_max_abs"] == pytest.approx(0.7)
 
 
 def test_collect_gives_a_full_group_per_prompt_and_differs_by_step(parts, config):
