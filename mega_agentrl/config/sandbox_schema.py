@@ -15,9 +15,7 @@ _AT_LEAST = {
     "total_memory_mib": 128,
     "num_processes": 1,
     "num_files": 16,
-    "file_mib": 1,
     "tmpfs_mib": 1,
-    "num_inodes": 16,
     "output_chars": 16,
 }
 
@@ -38,8 +36,8 @@ class PythonToolConfig:
     together, and of each other process. memory_mib: address space of each process beyond the
     warm interpreter's. total_memory_mib: of all its processes with their files, in a
     trajectory's branches together; where a control group can be written. num_processes,
-    num_files: open at once, the latter by process. file_mib: of one file. tmpfs_mib,
-    num_inodes: of /tmp and of /dev/shm. output_chars: an answer beyond it is cut with a note.
+    num_files: open at once, the latter by process. tmpfs_mib: of /tmp and of /dev/shm, with 64
+    files or folders a MiB. output_chars: an answer beyond it is cut with a note.
 
     preload: modules imported once into every warm interpreter; the more it holds, the more
     each call's fork costs.
@@ -56,9 +54,7 @@ class PythonToolConfig:
     total_memory_mib: int = 2048
     num_processes: int = 64
     num_files: int = 256
-    file_mib: int = 64
     tmpfs_mib: int = 64
-    num_inodes: int = 4096
     output_chars: int = 4000
     preload: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sandbox_schema import PythonToolConfig
 
 _ATTEMPTS = 2
+_INODES_PER_MIB = 64
 _logger = logging.getLogger(__name__)
 
 
@@ -169,9 +170,9 @@ class SandboxPool:
             cpu_s=config.cpu_s,
             num_processes=config.num_processes,
             num_files=config.num_files,
-            file_mib=config.file_mib,
+            file_mib=config.tmpfs_mib,
             tmpfs_mib=config.tmpfs_mib,
-            num_inodes=config.num_inodes,
+            num_inodes=_INODES_PER_MIB * config.tmpfs_mib,
             output_bytes=4 * config.output_chars,  # the longest UTF-8 sequence is 4 bytes
         )
 

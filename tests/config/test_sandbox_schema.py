@@ -25,9 +25,7 @@ def test_defaults_are_isolated_and_stateless():
         ("total_memory_mib", 127),
         ("num_processes", 0),
         ("num_files", 15),
-        ("file_mib", 0),
         ("tmpfs_mib", 0),
-        ("num_inodes", 15),
         ("output_chars", 15),
     ],
 )

@@ -225,7 +225,7 @@ async def test_all_space(target, tmp_path, place):
     code = with_values(MANY_BYTES, folder=place, count=None, prefix="full")
     said, written = (await target.attack(code)).output.splitlines()
     assert said in ("No space left on device", "Read-only file system", "Permission denied")
-    assert int(written) < 160  # MiB, of which 64 are the default of file_mib
+    assert int(written) < 160  # MiB, of which 64 are the largest file
     await others_write(target)
     await target.attack(CLEAN)
 
