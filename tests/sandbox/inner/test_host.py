@@ -185,10 +185,22 @@ def test_a_fork_that_cannot_be_fails_and_the_session_goes_on(stateful, session):
     wait_for(lambda: len(stateful.cells()) <= len(before) + 1)
 
 
+def at_rest(look):
+    """What is seen when it has not changed for a quarter of a second."""
+    seen = []
+
+    def is_still():
+        seen.append(look())
+        return len(seen) > 50 and len(set(seen[-50:])) == 1
+
+    wait_for(is_still)
+    return seen[-1]
+
+
 def test_closing_frees_everything(stateful):
     output(stateful.main, "print(1)")
     wait_for(lambda: len(stateful.cells()) == 3)  # the hands, their next helper, a spare cell
-    num_fds = stateful.num_fds()
+    num_fds = at_rest(stateful.num_fds)
     first = stateful.open()
     run(first, "import subprocess; subprocess.Popen(['/bin/sleep', '60'])")
     others = [forked(first), forked(first)]
