@@ -51,6 +51,7 @@ class CharCodec:
     """Characters as ids; the end of a turn decodes to nothing."""
 
     eos_id = 0
+    vocab_size = 130
 
     def encode(self, text):
         return [ord(char) for char in text]
@@ -142,6 +143,10 @@ class FakeGenerator:
             finish=finish,
             stop_string=stopped,
             version=self.version,
+            # -p ln p of this alternative rises with the entropy.
+            top_logps=tuple(
+                (-1 - 1 / (value + 0.1),) for value in entropies if request.num_top_logps
+            ),
         )
 
     async def abort(self, request_id):
@@ -211,6 +216,12 @@ class FakeTools:
 
     def open(self):
         return FakeSession(self)
+
+    answers_in_chat = False
+
+    def read(self, turn_text):
+        call = self.parse(turn_text)
+        return () if call is None else (call,)
 
     def parse(self, turn_text):
         found = CALL.search(turn_text)

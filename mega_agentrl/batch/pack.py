@@ -1,6 +1,8 @@
 """Rollout trees as one training batch: rows in tree order, right-padded to the longest.
 
-Every trajectory becomes a row, also a failed one, whose mask is all zero. `group_B` numbers
+Every trajectory becomes a row, also a failed one, whose mask is all zero. One whose context was
+rendered anew on the way (`Trajectory.restarts`) becomes a row for each part, behind the context
+it was sampled in; `owner_B` then says which rows are one trajectory. `group_B` numbers
 the prompts from 0; a failed row gets a number of its own behind them, so that its missing
 reward stays out of its group's mean. `node_BT` numbers the tokens of all trees: a fork holds
 the ids of its parent's tokens up to `fork_len`, everything else is new; padding is -1.
@@ -10,6 +12,7 @@ Cutting into micro-batches is `batch.balance`.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -27,29 +30,56 @@ PAD_NODE = -1
 
 def pack(trees: Sequence[RolloutTree]) -> TrainBatch:
     """The batch of all trajectories; raises `ValueError` when no token is left to train on."""
-    rows = [trajectory for tree in trees for trajectory in tree.trajectories]
-    width = max((len(row.token_ids) for row in rows), default=0)
-    kept_B = torch.tensor([not row.failed for row in rows], dtype=torch.bool)
-    mask_BT = _grid([row.loss_mask for row in rows], width, torch.bool, 0) & kept_B.unsqueeze(1)
+    everyone = [trajectory for tree in trees for trajectory in tree.trajectories]
+    rows = [part for owner, trajectory in enumerate(everyone) for part in _parts(owner, trajectory)]
+    width = max((row.stop - row.start for row in rows), default=0)
+    kept_B = torch.tensor([not everyone[row.owner].failed for row in rows], dtype=torch.bool)
+
+    def grid(values: Sequence[Sequence[float]], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+        return _grid([values[row.owner][row.start : row.stop] for row in rows], width, dtype, fill)
+
+    mask_BT = grid([one.loss_mask for one in everyone], torch.bool) & kept_B.unsqueeze(1)
     if not bool(mask_BT.any()):
-        reasons = dict(Counter(row.stop_reason.value for row in rows))
+        reasons = dict(Counter(one.stop_reason.value for one in everyone))
         raise ValueError(
-            f"trees: got {len(trees)} with {len(rows)} trajectories and no token to train on, "
+            f"trees: got {len(trees)} with {len(everyone)} trajectories and no token to train on, "
             f"expected at least one; they ended by {reasons}; if they were aborted or failed, "
             "the logs of the engines and tools say why"
         )
+    groups, owners = _groups(trees), torch.tensor([row.owner for row in rows], dtype=torch.int64)
     return TrainBatch(
-        prompt_ids=tuple(row.prompt.token_ids for row in rows),
-        response_BT=_grid([row.token_ids for row in rows], width, torch.int64, 0),
-        length_B=torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64),
+        prompt_ids=tuple(row.context_ids for row in rows),
+        response_BT=grid([one.token_ids for one in everyone], torch.int64),
+        length_B=torch.tensor([row.stop - row.start for row in rows], dtype=torch.int64),
         mask_BT=mask_BT,
-        group_B=torch.tensor(_groups(trees), dtype=torch.int64),
-        reward_B=torch.tensor([_reward(row) for row in rows], dtype=torch.float32),
-        node_BT=_grid(_nodes(trees), width, torch.int64, PAD_NODE),
-        rollout_logp_BT=_grid([row.logps for row in rows], width, torch.float32, 0),
-        rollout_entropy_BT=_grid([row.entropies for row in rows], width, torch.float32, 0),
-        version_BT=_grid([row.versions for row in rows], width, torch.int64, 0),
+        group_B=torch.tensor(groups, dtype=torch.int64)[owners],
+        reward_B=torch.tensor([_reward(one) for one in everyone], dtype=torch.float32)[owners],
+        node_BT=grid(_nodes(trees), torch.int64, PAD_NODE),
+        rollout_logp_BT=grid([one.logps for one in everyone], torch.float32),
+        rollout_entropy_BT=grid([one.entropies for one in everyone], torch.float32),
+        version_BT=grid([one.versions for one in everyone], torch.int64),
+        owner_B=owners if len(rows) > len(everyone) else None,
     )
+
+
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """Response tokens [start, stop) of a trajectory, sampled behind `context_ids`."""
+
+    owner: int
+    context_ids: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _parts(owner: int, trajectory: Trajectory) -> Iterator[_Part]:
+    """The parts that hold a token; the whole trajectory where it was never restarted."""
+    contexts = [(0, trajectory.prompt.token_ids)]
+    contexts += [(restart.start, restart.token_ids) for restart in trajectory.restarts]
+    stops = [start for start, _ in contexts[1:]] + [len(trajectory.token_ids)]
+    for (start, context_ids), stop in zip(contexts, stops, strict=True):
+        if start < stop or len(contexts) == 1:
+            yield _Part(owner, context_ids, start, stop)
 
 
 def _grid(

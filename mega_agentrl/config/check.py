@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching, Isolation, SearchSource
+from mega_agentrl.config.choices import (
+    Aggregation,
+    Branching,
+    Budget,
+    CallProtocol,
+    Isolation,
+    SearchSource,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -37,6 +45,8 @@ def check(config: TrainConfig) -> None:
     _check_cuts(config, model)
     _check_lengths(config, model)
     _check_groups(config)
+    _check_released(config)
+    _check_restarts(config)
     # Where the sandboxes are on other nodes, those say at their start whether they have it.
     if config.tool.python.isolation is Isolation.bubblewrap and not config.tool.python.hosts:
         _check_bubblewrap()
@@ -75,6 +85,8 @@ def _check_files(config: TrainConfig) -> None:
         needed["tool.search.corpus"] = config.tool.search.corpus
     if config.tool.file:
         needed["tool.file"] = config.tool.file
+    if config.rollout.interaction_file:
+        needed["rollout.interaction_file"] = config.rollout.interaction_file
     for key, value in needed.items():
         if not value:
             raise ValueError(f"{key} is empty: expected a file; probable cause: it was never set")
@@ -237,6 +249,63 @@ def _check_groups(config: TrainConfig) -> None:
             f"parallel.data={config.parallel.data}: expected at most {rows // parts}, the "
             "trajectories of one optimizer step; probable cause: too many data-parallel ranks "
             "for data.prompts_per_step * rollout.num_trajectories / optim.num_minibatches"
+        )
+    fewest = ceil(config.rollout.quorum * config.data.prompts_per_step) * size // parts
+    if fewest < config.parallel.data:
+        raise ValueError(
+            f"rollout.quorum={config.rollout.quorum}: a step may have as few as {fewest} "
+            f"trajectories for each of optim.num_minibatches={parts} optimizer steps; expected at "
+            f"least parallel.data={config.parallel.data}; probable cause: a share too small for "
+            "the number of data-parallel ranks"
+        )
+
+
+def _check_released(config: TrainConfig) -> None:
+    """What the released rounds cannot do; they would go on without saying so."""
+    rollout = config.rollout
+    if rollout.branching is not Branching.released:
+        return
+    wanted = {
+        "call_protocol": CallProtocol.tags,
+        "max_wall_s": 0,
+        "use_inference_chat_template": False,
+        "interaction_file": "",
+        "straggler_s": 0,
+        "carry_over": False,
+    }
+    for key, expected in wanted.items():
+        got = getattr(rollout, key)
+        if got != expected:
+            raise ValueError(
+                f"rollout.{key}={got}: expected {expected!r} with rollout.branching=released; "
+                "probable cause: a setting of the asynchronous rollout, which the released "
+                "rounds do not have"
+            )
+    if rollout.branch.budget is not Budget.partitioned:
+        raise ValueError(
+            f"rollout.branch.budget={rollout.branch.budget}: expected partitioned with "
+            "rollout.branching=released; probable cause: the released rounds share slots out in "
+            "their own way and read no budget"
+        )
+
+
+def _check_restarts(config: TrainConfig) -> None:
+    """Turns that are rows of their own: a row is as long as the engine's context, and a mean
+    over rows would weigh trajectories by their turns."""
+    if not config.rollout.use_inference_chat_template:
+        return
+    if config.algo.aggregation is not Aggregation.token_mean:
+        raise ValueError(
+            f"algo.aggregation={config.algo.aggregation}: expected token_mean with "
+            "rollout.use_inference_chat_template=True, where a trajectory is several sequences; "
+            "probable cause: one of them was changed alone"
+        )
+    budget, limit = config.optim.micro_batch_tokens, config.engine.max_model_len
+    if budget < limit:
+        raise ValueError(
+            f"optim.micro_batch_tokens={budget}: expected at least engine.max_model_len={limit} "
+            "with rollout.use_inference_chat_template=True, whose sequences may be that long; "
+            "probable cause: a budget chosen for shorter ones"
         )
 
 

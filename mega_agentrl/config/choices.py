@@ -6,10 +6,55 @@ from enum import StrEnum
 
 
 class Branching(StrEnum):
-    """Rule that decides where a trajectory forks."""
+    """Rule that decides where a trajectory forks.
+
+    after_result and aepo are the papers' laws, released repeats ARPO's published code.
+    """
 
     none = "none"
     after_result = "after_result"
+    aepo = "aepo"
+    released = "released"
+
+
+class Budget(StrEnum):
+    """Whose the fork slots of a prompt are: each path's own share, or who asks first.
+
+    With first_come the tree depends on timing; it is there for comparison.
+    """
+
+    partitioned = "partitioned"
+    first_come = "first_come"
+
+
+class CallProtocol(StrEnum):
+    """How the policy calls tools: ARPO's tags, or JSON in `<tool_call>` as hermes models do."""
+
+    tags = "tags"
+    hermes = "hermes"
+
+
+class OnBadCall(StrEnum):
+    """What a call that cannot be run leads to: an answer that says so, or the end."""
+
+    answer = "answer"
+    stop = "stop"
+
+
+class TemplateCheck(StrEnum):
+    """Which differences from the full chat template are reported: all, all but white space."""
+
+    strict = "strict"
+    ignore_strippable = "ignore_strippable"
+    off = "off"
+
+
+class FilterKey(StrEnum):
+    """Number of a trajectory whose mean decides whether its group is trained on; none: all are."""
+
+    none = "none"
+    accuracy = "accuracy"
+    reward = "reward"
 
 
 class Advantage(StrEnum):

@@ -9,9 +9,18 @@ Units are in the names: `_s` seconds, `_mib` mebibytes, `_gib` gibibytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
-from mega_agentrl.config.choices import Branching, Overlong, RewardRule
+from mega_agentrl.config.branch_schema import BranchConfig
+from mega_agentrl.config.choices import (
+    Branching,
+    CallProtocol,
+    OnBadCall,
+    Overlong,
+    RewardRule,
+    TemplateCheck,
+)
+from mega_agentrl.config.group_schema import GroupConfig
 from mega_agentrl.config.policy_schema import (
     AlgoConfig,
     ModelConfig,
@@ -64,44 +73,17 @@ class EngineConfig:
 
 
 @dataclass
-class BranchConfig:
-    """ARPO's rule: fork when alpha + beta * (H - H_root) > tau (arXiv 2507.19849).
-
-    probe_tokens: tokens after a tool's answer whose mean entropy (nats) is H.
-    min_probe_tokens: with fewer tokens in the turn there is no fork.
-    initial_rollouts: N roots per prompt; null means half of rollout.num_trajectories.
-    forks_per_decision: Z extra paths per decision.
-    """
-
-    alpha: float = 0.5
-    beta: float = 0.2
-    tau: float = 0.5
-    probe_tokens: int = 20
-    min_probe_tokens: int = 5
-    initial_rollouts: int | None = None
-    forks_per_decision: int = 1
-
-    def __post_init__(self) -> None:
-        require(
-            1 <= self.min_probe_tokens <= self.probe_tokens,
-            "rollout.branch.min_probe_tokens",
-            self.min_probe_tokens,
-            f"between 1 and rollout.branch.probe_tokens={self.probe_tokens}",
-        )
-        require(
-            self.forks_per_decision >= 1,
-            "rollout.branch.forks_per_decision",
-            self.forks_per_decision,
-            "at least 1",
-        )
-
-
-@dataclass
-class RolloutConfig:
-    """How trajectories are sampled.
+class RolloutConfig(GroupConfig):
+    """How trajectories are sampled, and which groups of them are trained on (`GroupConfig`).
 
     num_trajectories: M per prompt. max_response_tokens: per trajectory, tool answers
-    included. max_turns, max_calls: per trajectory.
+    included. max_turns, max_calls, max_wall_s (0: no limit): per trajectory; a fork has its
+    parent's clock.
+    call_protocol: how tools are called. on_bad_call: what a wrong call leads to.
+    template_check: of the finished conversation against the full chat template.
+    use_inference_chat_template: render the conversation anew for every turn instead of adding
+    to what was sampled, for templates that drop old reasoning.
+    interaction_file: yaml list of simulated users, see `rollout.interaction`; empty for none.
     """
 
     num_trajectories: int = 8
@@ -113,8 +95,15 @@ class RolloutConfig:
     max_response_tokens: int = 2048
     max_turns: int = 8
     max_calls: int = 3
+    max_wall_s: float = 0.0
+    call_protocol: CallProtocol = CallProtocol.tags
+    on_bad_call: OnBadCall = OnBadCall.answer
+    template_check: TemplateCheck = TemplateCheck.strict
+    use_inference_chat_template: bool = False
+    interaction_file: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.num_trajectories >= 1,
             "rollout.num_trajectories",
@@ -126,6 +115,14 @@ class RolloutConfig:
         for key in ("max_response_tokens", "max_turns"):
             require(getattr(self, key) >= 1, f"rollout.{key}", getattr(self, key), "at least 1")
         require(self.max_calls >= 0, "rollout.max_calls", self.max_calls, "at least 0")
+        limit_s = self.max_wall_s
+        require(0 <= limit_s < inf, "rollout.max_wall_s", limit_s, "seconds, 0 for no limit")
+        require(
+            not (limit_s and self.carry_over),
+            "rollout.max_wall_s",
+            limit_s,
+            "0 with rollout.carry_over, whose groups rest while the policy is updated",
+        )
 
 
 @dataclass
@@ -224,10 +221,20 @@ class WeightsConfig:
 
 @dataclass
 class ReportConfig:
-    """What is shown and kept. num_rollouts: trajectories printed at the end."""
+    """What is shown and kept.
+
+    num_rollouts: trajectories printed at the end. trees_every: every that many RL steps all
+    rollout trees are written to `rollouts/`, and those of the last step and of the held-out
+    evaluations with them (about 40 bytes a token); 0 for none.
+    """
 
     num_rollouts: int = 3
+    trees_every: int = 0
     tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("num_rollouts", "trees_every"):
+            require(getattr(self, key) >= 0, f"report.{key}", getattr(self, key), "at least 0")
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """Text to token ids and back over a Hugging Face tokenizer folder.
 
-Prompts go through the chat template once; after that a context only ever grows by pieces
-that are encoded by themselves (tool answers, later user turns), and what the policy sampled
-is never tokenized again. Special tokens that occur in encoded text are read as plain text,
-so a tool's answer cannot end a turn. Sampled text keeps tags such as `<think>` on decoding
-as long as the tokenizer does not declare them special.
+Prompts go through the chat template (`chat`) once; after that a context only ever grows by
+pieces that are encoded by themselves (tool answers, later user turns), and what the policy
+sampled is never tokenized again. Special tokens that occur in encoded text or in messages are
+read as plain text, so a tool's answer cannot end a turn. Sampled text keeps tags such as
+`<think>` on decoding as long as the tokenizer does not declare them special.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from mega_agentrl.data.chat import ChatTemplate
 from mega_agentrl.types.records import Message
-
-_BASE_CHAT: tuple[Message, ...] = (
-    {"role": "user", "content": "x"},
-    {"role": "assistant", "content": "y"},
-)
 
 
 class HFCodec:
-    """`ports.TextCodec` plus the chat template of a tokenizer folder."""
+    """`ports.ChatCodec` over a tokenizer folder."""
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
@@ -39,6 +35,7 @@ class HFCodec:
                 f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
                 "an assistant turn; set eos_token in tokenizer_config.json"
             )
+        self._chat = ChatTemplate(self._tokenizer)
 
     @property
     def eos_id(self) -> int:
@@ -73,51 +70,34 @@ class HFCodec:
         )
         return str(text)
 
+    def keeps(self, text: str) -> bool:
+        """Whether `text`, sampled, survives decoding: not where it is a special token."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self.decode(ids) == text
+
+    def raw_text(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
     def apply_chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generate: bool = True,
     ) -> list[int]:
-        """Ids of the conversation followed by the generation prompt; `tools` are rendered."""
-        return self._encode_template(self._render(messages, tools, generate=True))
+        """Ids of the conversation; `tools` are rendered, generate: with a generation prompt."""
+        return self._chat.ids(messages, tools, generate=generate)
 
     def apply_next_turn(self, messages: Sequence[Message]) -> list[int]:
-        """Ids between an assistant turn's eos and the next assistant turn.
+        """Ids between an assistant turn's eos and the next assistant turn."""
+        return self._chat.next_turn(messages)
 
-        The difference of two renderings over a fixed base conversation, so that templates
-        which rewrite earlier turns leave what was sampled alone.
-        """
-        before = self._render(_BASE_CHAT, None, generate=False)
-        after = self._render((*_BASE_CHAT, *messages), None, generate=True)
-        eos = str(self._tokenizer.eos_token)
-        if eos not in before or not after.startswith(before):
-            raise ValueError(
-                "chat template: cannot append a turn, expected the rendering of a conversation "
-                f"to be a prefix of the longer one and its assistant turn to end in {eos!r}; "
-                "this template rewrites earlier turns"
-            )
-        tail = before[before.rindex(eos) + len(eos) :]
-        return self._encode_template(tail + after[len(before) :])
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        generate: bool,
-    ) -> str:
-        if self._tokenizer.chat_template is None:
-            raise ValueError(
-                "chat template: the tokenizer has none, expected chat_template.jinja or "
-                "chat_template in tokenizer_config.json; base models come without one"
-            )
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] if tools else None,
-            add_generation_prompt=generate,
-            tokenize=False,
-        )
-        return str(text)
-
-    def _encode_template(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    @property
+    def end_text(self) -> str:
+        """What the template writes behind the text of the last assistant turn."""
+        return self._chat.end_text()

@@ -2,12 +2,15 @@
 
 Columns: `prompt` (chat messages), `data_source`, `reward_model` (struct with
 `ground_truth`: a string or a list of strings), and optionally `extra_info` (struct with
-`index` and `tools_kwargs`). The keys of `tools_kwargs` choose the prompt's tools. The prompt
-id is `data_source/index`, with the row number where there is no index.
+`index`, `tools_kwargs`, `need_tools_kwargs` and `interaction_kwargs`). The keys of
+`tools_kwargs` choose the prompt's tools; without any it gets all of them, with a warning where
+`need_tools_kwargs` is set. The prompt id is `data_source/index`, with the row number where there
+is no index.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any, Protocol
 from mega_agentrl.config.choices import Overlong
 from mega_agentrl.data.table import read_rows, without_nulls
 from mega_agentrl.types.records import Message, Prompt
+
+_log = logging.getLogger(__name__)
 
 
 class ChatEncoder(Protocol):
@@ -55,6 +60,11 @@ def load_prompts(
     num_long, longest = 0, 0
     for number, row in enumerate(rows):
         prompt = _prompt(row, number, codec, tool_schemas or {}, f"{key}={path} row {number}")
+        if prompt.extra_info.get("need_tools_kwargs") and not prompt.tools_kwargs:
+            _log.warning(
+                "%s row %d: no tools_kwargs, expected some; index %s, data source %s",
+                *(key, number, prompt.extra_info.get("index", number), prompt.data_source),
+            )
         if prompt.prompt_id in prompts:
             raise ValueError(
                 f"{key}={path} row {number}: id {prompt.prompt_id} occurs twice, expected "
@@ -87,7 +97,8 @@ def _prompt(
         raise ValueError(f"{where}, column data_source: got {source!r}, expected a string")  # noqa: TRY004
     extra = without_nulls(row.get("extra_info") or {})
     tools_kwargs = extra.pop("tools_kwargs", {})
-    tools = [tool_schemas[name] for name in tools_kwargs if name in tool_schemas]
+    chosen = [name for name, kwargs in tools_kwargs.items() if kwargs is not None]
+    tools = [tool_schemas[name] for name in chosen or tool_schemas if name in tool_schemas]
     return Prompt(
         prompt_id=f"{source}/{extra.get('index', number)}",
         data_source=source,
@@ -95,6 +106,7 @@ def _prompt(
         ground_truth=_ground_truth(row["reward_model"], where),
         token_ids=tuple(codec.apply_chat(messages, tools or None)),
         tools_kwargs=tools_kwargs,
+        tool_schemas=tuple(tools),
         extra_info=extra,
     )
 

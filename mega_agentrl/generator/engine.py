@@ -140,17 +140,18 @@ class Engine:
         params = sampling_params(request, key, stop_ids, stop_strings)
         version = self._version
         prompt = {"type": "token", "prompt_token_ids": list(request.token_ids)}
-        output = None
+        last = None
         try:
             async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
                 async for result in outputs:
-                    output = result.outputs[0]
+                    last = result
         except BaseException:  # cancelled, past its deadline, or the engine died
             self._tap.forget(key)
             raise
-        assert output is not None, "vLLM ends every request with an output"
+        assert last is not None, "vLLM ends every request with an output"
         record = await self._tap.take(key)
-        return to_generation(request, output, record, stop_ids, version)
+        num_cached = last.num_cached_tokens or 0
+        return to_generation(request, last.outputs[0], record, stop_ids, version, num_cached)
 
     async def abort(self, request_id: str) -> None:
         """See `Generator.abort`; nothing happens where no such request is running."""

@@ -72,7 +72,7 @@ def sampling_params(
         stop_token_ids=list(stop_ids) or None,
         include_stop_str_in_output=True,
         detokenize=bool(stop_strings),
-        logprobs=0,
+        logprobs=request.num_top_logps,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={EXTRA_ARG: key},
@@ -97,11 +97,12 @@ def to_generation(
     record: PlainRecord,
     stop_ids: dict[int, str],
     version: int,
+    num_cached: int = 0,
 ) -> Generation:
     """Join vLLM's output with the tap's measurements; steps past the end are cut off."""
     num_tokens = len(output.token_ids)
     entropies, shifts, argmax_ids = (tuple(column[:num_tokens]) for column in record)
-    raw_logps = output.logprobs.logprobs if output.logprobs is not None else []
+    raw_logps, top_logps = _raw_logps(request, output)
     inverse = 1.0 / request.temperature if request.temperature > 0 else 1.0
     finish, stop_string = _finish(output, stop_ids)
     return Generation(
@@ -115,7 +116,27 @@ def to_generation(
         finish=finish,
         stop_string=stop_string,
         version=version,
+        top_logps=top_logps,
+        num_cached=num_cached,
     )
+
+
+def _raw_logps(
+    request: GenerateRequest, output: CompletionOutput
+) -> tuple[list[float], tuple[tuple[float, ...], ...]]:
+    """At temperature 1: of the sampled tokens, and of those vLLM lists at each position.
+
+    vLLM lists the sampled token first, and again where it is one of the most probable.
+    """
+    flat = output.logprobs
+    if flat is None:
+        return [], ()
+    if not request.num_top_logps:
+        return flat.logprobs, ()
+    spans = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
+    listed = [dict(zip(flat.token_ids[at], flat.logprobs[at], strict=True)) for at in spans]
+    sampled = [flat.logprobs[at.start] for at in spans]
+    return sampled, tuple(tuple(choices.values()) for choices in listed)
 
 
 def _finish(output: CompletionOutput, stop_ids: dict[int, str]) -> tuple[Finish, str | None]:

@@ -58,7 +58,7 @@ def score_strict(trajectory: Trajectory, threshold: float = 1.0) -> Score:
             if "<result>" in turn.text or "</result>" in turn.text:
                 return _bad(_FormatError("bad format: the model wrote a result itself"))
             parts.append(turn.text)
-        else:
+        elif turn.author is Author.tool:
             parts.append(_RESULT)
             if turn.outcome is not None and turn.outcome.status is ToolStatus.ok:
                 ran.add(turn.outcome.tool)

@@ -2,11 +2,12 @@
 
 A prompt gets M trajectories. A policy starts N roots and gives each some fork slots; a path
 that forks pays one slot per fork and splits what is left evenly over itself and its forks,
-in path order. So who may fork depends on the tree alone, never on timing. Slots nobody used
-become fresh roots at the end (see `tree`).
+in path order. So who may fork depends on the tree alone, never on timing (`Share`; a `Pool`
+for comparison does depend on it). Slots nobody used become fresh roots at the end (see `tree`).
 
 `after_result` is ARPO's law (arXiv 2507.19849): entropy is read over the first k tokens after
-a tool's answer. This module only decides; probing and forking are the trajectory's.
+a tool's answer. AEPO's is in `aepo`; `released` goes in lock-step rounds and is no policy, see
+`released`. This module only decides; probing and forking are the trajectory's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol
 
 from mega_agentrl.algo.branching import branch_probability, should_branch
-from mega_agentrl.config.choices import Branching
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.config.choices import Budget
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.branch_schema import BranchConfig
+    from mega_agentrl.types.records import Trajectory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -27,12 +31,49 @@ class ForkPoint:
 
     slots: forks the path may still make. baseline: mean entropy at the root, nats.
     probe_entropies: exact entropies of the tokens sampled after the answer, nats.
+    streak: decisions in a row before this one, on the way from the root, that forked.
     """
 
     path: tuple[int, ...]
     slots: int
     baseline: float
     probe_entropies: Sequence[float]
+    streak: int = 0
+
+
+class ForkBudget(Protocol):
+    """The fork slots that a path may use."""
+
+    @property
+    def left(self) -> int:
+        """Forks the path may still make."""
+
+    def pay(self, num_forks: int) -> Sequence[ForkBudget]:
+        """Pay for forks, at most `left`; the budgets of these forks."""
+
+
+@dataclass(slots=True)
+class Share:
+    """Slots of one path alone; what is left after a fork is split evenly, in path order."""
+
+    left: int
+
+    def pay(self, num_forks: int) -> Sequence[Share]:
+        """See `ForkBudget`; the remainder goes to the path itself and the first forks."""
+        self.left, *others = split_evenly(self.left - num_forks, num_forks + 1)
+        return [Share(slots) for slots in others]
+
+
+@dataclass(slots=True)
+class Pool:
+    """Slots of all paths of a prompt: who asks first gets them, so the tree depends on timing."""
+
+    left: int
+
+    def pay(self, num_forks: int) -> Sequence[Pool]:
+        """See `ForkBudget`."""
+        self.left -= num_forks
+        return [self] * num_forks
 
 
 class BranchPolicy(Protocol):
@@ -42,11 +83,26 @@ class BranchPolicy(Protocol):
     def probe_tokens(self) -> int:
         """Tokens to sample after a tool's answer before asking; 0: never ask."""
 
-    def fork_slots(self, num_trajectories: int) -> tuple[int, ...]:
-        """Fork slots of each root; as many roots as there are entries."""
+    @property
+    def threshold(self) -> float | None:
+        """What `probability` must exceed for a fork; None where there is no law."""
+
+    def monitors(self, num_trajectories: int) -> bool:
+        """Whether a first root must have ended, without a fork, before `fork_slots` can tell."""
+
+    def fork_slots(
+        self, num_trajectories: int, monitored: Trajectory | None = None
+    ) -> tuple[int, ...]:
+        """Fork slots of each root that is still to start; as many roots as there are entries.
+
+        num_trajectories: M, the monitored root included. Slots, roots and it add up to M.
+        """
 
     def baseline(self, entropies: Sequence[float]) -> float | None:
         """Baseline from the entropies of a root's first turn; None: it never forks."""
+
+    def probability(self, point: ForkPoint) -> float | None:
+        """The law's P, not clamped; None with too few tokens to tell, or without a law."""
 
     def num_forks(self, point: ForkPoint) -> int:
         """How many siblings to fork here, at most `point.slots`."""
@@ -61,13 +117,31 @@ class NoBranching:
         """See `BranchPolicy`."""
         return 0
 
-    def fork_slots(self, num_trajectories: int) -> tuple[int, ...]:
+    @property
+    def threshold(self) -> float | None:
         """See `BranchPolicy`."""
+        return None
+
+    def monitors(self, num_trajectories: int) -> bool:
+        """See `BranchPolicy`."""
+        del num_trajectories
+        return False
+
+    def fork_slots(
+        self, num_trajectories: int, monitored: Trajectory | None = None
+    ) -> tuple[int, ...]:
+        """See `BranchPolicy`."""
+        del monitored
         return (0,) * num_trajectories
 
     def baseline(self, entropies: Sequence[float]) -> float | None:
         """See `BranchPolicy`."""
         del entropies
+        return None
+
+    def probability(self, point: ForkPoint) -> float | None:
+        """See `BranchPolicy`."""
+        del point
         return None
 
     def num_forks(self, point: ForkPoint) -> int:
@@ -87,46 +161,69 @@ class AfterResult:
         """See `BranchPolicy`."""
         return self.config.probe_tokens
 
-    def fork_slots(self, num_trajectories: int) -> tuple[int, ...]:
+    @property
+    def threshold(self) -> float | None:
+        """See `BranchPolicy`."""
+        return self.config.tau
+
+    def monitors(self, num_trajectories: int) -> bool:
+        """See `BranchPolicy`."""
+        del num_trajectories
+        return False
+
+    def fork_slots(
+        self, num_trajectories: int, monitored: Trajectory | None = None
+    ) -> tuple[int, ...]:
         """N roots (half of M where the configuration is silent), M - N slots."""
-        asked = self.config.initial_rollouts
-        num_roots = max(1, num_trajectories // 2) if asked is None else asked
-        if not 1 <= num_roots <= num_trajectories:
-            raise ValueError(
-                f"rollout.branch.initial_rollouts={num_roots}: expected between 1 and "
-                f"rollout.num_trajectories={num_trajectories}"
-            )
+        del monitored
+        num_roots = configured_roots(self.config, num_trajectories)
         return split_evenly(num_trajectories - num_roots, num_roots)
 
     def baseline(self, entropies: Sequence[float]) -> float | None:
         """See `BranchPolicy`."""
-        return self._mean(entropies)
+        return probe_mean(self.config, entropies)
+
+    def probability(self, point: ForkPoint) -> float | None:
+        """See `BranchPolicy`."""
+        entropy = probe_mean(self.config, point.probe_entropies)
+        if entropy is None:
+            return None
+        config = self.config
+        return branch_probability(entropy - point.baseline, alpha=config.alpha, beta=config.beta)
 
     def num_forks(self, point: ForkPoint) -> int:
         """See `BranchPolicy`."""
-        entropy = self._mean(point.probe_entropies)
-        if entropy is None:
+        p = self.probability(point)
+        if p is None:
             return 0
-        config = self.config
-        p = branch_probability(entropy - point.baseline, alpha=config.alpha, beta=config.beta)
-        return min(config.forks_per_decision, point.slots) * should_branch(p, tau=config.tau)
-
-    def _mean(self, entropies: Sequence[float]) -> float | None:
-        """Mean over the first k tokens; None with fewer than `min_probe_tokens`."""
-        if len(entropies) < self.config.min_probe_tokens:
-            return None
-        return fmean(entropies[: self.config.probe_tokens])
+        forks = min(self.config.forks_per_decision, point.slots)
+        return forks * should_branch(p, tau=self.config.tau)
 
 
-def make_policy(config: RolloutConfig) -> BranchPolicy:
-    """The policy the configuration names."""
-    match config.branching:
-        case Branching.none:
-            return NoBranching()
-        case Branching.after_result:
-            return AfterResult(config.branch)
-        case _:
-            assert_never(config.branching)
+def probe_mean(config: BranchConfig, entropies: Sequence[float]) -> float | None:
+    """Mean over the first k tokens; None with fewer than `min_probe_tokens`."""
+    if len(entropies) < config.min_probe_tokens:
+        return None
+    return fmean(entropies[: config.probe_tokens])
+
+
+def configured_roots(config: BranchConfig, num_trajectories: int) -> int:
+    """N, half of M where the configuration is silent; `ValueError` where it is no 1 to M."""
+    asked = config.initial_rollouts
+    num_roots = max(1, num_trajectories // 2) if asked is None else asked
+    if not 1 <= num_roots <= num_trajectories:
+        raise ValueError(
+            f"rollout.branch.initial_rollouts={num_roots}: expected between 1 and "
+            f"rollout.num_trajectories={num_trajectories}"
+        )
+    return num_roots
+
+
+def root_budgets(rule: Budget, slots: Sequence[int]) -> Sequence[ForkBudget]:
+    """A budget per root with `slots` of its own, or a common one of all of them."""
+    if rule is Budget.first_come:
+        return [Pool(sum(slots))] * len(slots)
+    return [Share(count) for count in slots]
 
 
 def split_evenly(total: int, num_parts: int) -> tuple[int, ...]:

@@ -2,16 +2,17 @@
 
 Means over trajectories leave out the failed ones, whose share is a number of its own. A
 shared prefix counts for every trajectory that holds it, except in the entropies, which count
-each sampled token once. Entropies are in nats, lengths in tokens. Single tools are
-`tool_metrics`' business.
+each sampled token once. Lengths are in tokens. Entropies are `entropy_metrics`' business,
+forks and what they save `branch_metrics`', single tools `tool_metrics`'.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from mega_agentrl.rollout.branch_metrics import branch_metrics
+from mega_agentrl.rollout.entropy_metrics import entropy_metrics
 from mega_agentrl.rollout.tool_metrics import tool_metrics
 from mega_agentrl.types.records import Author, StopReason, ToolStatus
 
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import RolloutTree, Score, ToolOutcome, Trajectory
 
 ENTROPY_WINDOW_TOKENS = 20
+BUDGETS = (
+    StopReason.length,
+    StopReason.turn_limit,
+    StopReason.call_limit,
+    StopReason.wall_time,
+    StopReason.interaction_limit,
+)
+"""Stop reasons that say that a budget was used up."""
 
 
 def rollout_metrics(
@@ -42,13 +51,15 @@ def rollout_metrics(
         "turns": _mean(_num_said(trajectory) for trajectory in kept),
         "failed": _mean(float(trajectory.failed) for trajectory in everyone),
         "num_trajectories": float(len(everyone)),
-        "forks": _mean(float(tree.num_forks) for tree in trees),
-        "top_ups": _mean(float(tree.num_top_ups) for tree in trees),
+        "limits": _mean(float(one.stop_reason in BUDGETS) for one in everyone),
+        "bad_calls": _mean(one.num_bad_calls for one in kept),
+        "template_drift": _mean(float(one.template_drift != "") for one in kept),
+        **branch_metrics(trees),
         **_stop_shares(everyone),
         **_tool_use(kept),
         **_reward_parts(scores),
         **tool_metrics(everyone),
-        **_entropies(everyone, window),
+        **entropy_metrics(everyone, window=window),
     }
     return {f"rollout/{name}": value for name, value in values.items()}
 
@@ -80,28 +91,6 @@ def _reward_parts(scores: Sequence[Score]) -> dict[str, float]:
     return {
         f"reward_part/{name}": _mean(score.parts.get(name, 0.0) for score in scores)
         for name in names
-    }
-
-
-def _entropies(trajectories: Sequence[Trajectory], window: int) -> dict[str, float]:
-    sampled: list[float] = []
-    root: list[float] = []
-    after_tool: list[float] = []
-    for trajectory in trajectories:
-        own = slice(trajectory.fork_len, None)
-        marks = zip(trajectory.entropies[own], trajectory.loss_mask[own], strict=True)
-        sampled += [entropy for entropy, mask in marks if mask]
-        turns = [turn for turn in trajectory.turns if turn.start >= trajectory.fork_len]
-        if turns and turns[0].start == 0:
-            root += trajectory.entropies[: min(turns[0].stop, window)]
-        for before, turn in pairwise(trajectory.turns):
-            is_own = turn.start >= trajectory.fork_len
-            if is_own and before.author is Author.tool and turn.author is Author.assistant:
-                after_tool += trajectory.entropies[turn.start : min(turn.stop, turn.start + window)]
-    return {
-        "entropy": _mean(sampled),
-        "entropy_root": _mean(root),
-        "entropy_after_tool": _mean(after_tool),
     }
 
 

@@ -18,6 +18,14 @@ def request_seed(
 
     part: which request of the turn, as a turn that begins with a probe takes several.
     """
-    where = repr((seed, step, prompt_key, path, turn, part)).encode()
-    digest = hashlib.blake2b(where, digest_size=8).digest()
+    return _hashed(seed, step, prompt_key, path, turn, part)
+
+
+def continued_seed(seed: int, num_tokens: int) -> int:
+    """For the rest of a request that was ended after `num_tokens` and had the seed `seed`."""
+    return _hashed(seed, num_tokens)
+
+
+def _hashed(*where: object) -> int:
+    digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

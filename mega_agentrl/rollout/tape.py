@@ -48,13 +48,21 @@ class Tape:
         self.logps.extend(generation.logps)
         self.entropies.extend(generation.entropies)
         self._fill(len(generation.token_ids), mask=1, version=generation.version)
+        if generation.versions:
+            self.versions[-len(generation.versions) :] = generation.versions
 
     def close_turn(self, text: str) -> Turn:
         """Close the open turn of the assistant."""
         return self._close(Author.assistant, text, None)
 
-    def add_tool(self, token_ids: Sequence[int], text: str, outcome: ToolOutcome) -> Turn:
-        """Append a tool's answer as a turn of its own: no loss, log-prob and entropy 0.
+    def add_tool(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        outcome: ToolOutcome,
+        author: Author = Author.tool,
+    ) -> Turn:
+        """Append what a tool or user says as a turn of its own: no loss, log-prob, entropy 0.
 
         Without tokens it is a note about what happened, which may come first.
         """
@@ -62,7 +70,7 @@ class Tape:
         self.logps.extend([0.0] * len(token_ids))
         self.entropies.extend([0.0] * len(token_ids))
         self._fill(len(token_ids), mask=0, version=self.versions[-1] if token_ids else 0)
-        return self._close(Author.tool, text, outcome)
+        return self._close(author, text, outcome)
 
     def prefix(self, length: int) -> Tape:
         """A copy of the first `length` tokens and of the turns within them."""

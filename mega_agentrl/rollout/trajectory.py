@@ -1,96 +1,76 @@
-"""One trajectory as one asyncio task: PENDING, GENERATING, TOOL_CALLING, COMPLETED or FAILED.
+"""One trajectory as one asyncio task: a state machine from PENDING to COMPLETED or FAILED.
 
 Consumes a prompt (or the prefix of the trajectory it forks from), produces a `Trajectory`.
-Waits for the engine and for its tools, each behind a port with its own deadlines; unblocked
-by their answers or by cancellation, after which the tools are released and the running
+Waits for the engine (GENERATING, see `speech`), its tools (TOOL_CALLING) and the simulated user
+(INTERACTING), each behind a port with its own deadlines; unblocked by their answers, by the end
+of its wall time or by cancellation, after which tools and user are released and the running
 request is aborted.
 
-A turn: sample until a closing tag, the end of the turn, or the token budget; run the call it
-ends in; append the answer with loss mask 0. Budgets are the trajectory's own and exact: tool
-answers count, and an answer that does not fit is cut with a note. After an answer the branch
-policy may ask for a probe of k tokens and then for forks right behind the answer; the probed
-tokens stay with this trajectory. A fault of engine or tools ends the trajectory as failed, one
-of a tool with its outcome as the last turn, without tokens; anything else that raises is a bug
-and passes through. Scores nothing.
+A turn: sample until a closing tag, the end of the turn, or the token budget; run the calls it
+makes (see `answers`); append their answers with loss mask 0. With tags the answer goes on the
+assistant's turn, else it comes as chat messages and a new turn begins; a turn that lacks its
+end-of-turn token then gets it, with loss mask 0. A message without a call goes to the simulated
+user, where there is one. After tools' answers the branch policy may ask for a probe of k tokens
+and then for forks right behind the answers; the probed tokens stay with this trajectory.
+
+Budgets are the trajectory's own and exact: tool answers count, and one that does not fit is cut
+with a note. `max_calls` counts calls, not turns, wrong ones included: of a turn with more calls
+than are left the first ones are run, the others are answered by a refusal, and a turn that calls
+when none is left is the last one. Nothing is run whose answer nobody could read.
+
+A fault of engine, tools or user ends the trajectory as failed, one of tools or user with its
+outcome as the last turn, without tokens; anything else that raises is a bug and passes through.
+Scores nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.branching import ForkPoint, split_evenly
-from mega_agentrl.rollout.seeds import request_seed
+from mega_agentrl.config.choices import OnBadCall
+from mega_agentrl.rollout.answers import CUT_NOTE, refused, run_calls
+from mega_agentrl.rollout.context import FAULTS, Origin, RolloutContext, State
+from mega_agentrl.rollout.dialogue import Dialogue
+from mega_agentrl.rollout.forking import Forks, copy_of
+from mega_agentrl.rollout.speech import ABORT_DEADLINE_S, Speech, ends_inside
 from mega_agentrl.rollout.tape import Tape
 from mega_agentrl.types.faults import ToolFault
-from mega_agentrl.types.records import Finish, GenerateRequest, StopReason, ToolStatus, Trajectory
+from mega_agentrl.types.records import (
+    Author,
+    BadCall,
+    Finish,
+    StopReason,
+    ToolStatus,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mega_agentrl.config.schema import RolloutConfig
-    from mega_agentrl.rollout.branching import BranchPolicy
-    from mega_agentrl.types.ports import Generator, TextCodec, ToolProvider, ToolSession
-    from mega_agentrl.types.records import Prompt, ToolCall, ToolOutcome
+    from mega_agentrl.rollout.branching import ForkBudget
+    from mega_agentrl.types.ports import ToolSession, UserSession
+    from mega_agentrl.types.records import Prompt, ToolCall
 
-FAULTS = (RuntimeError, OSError)
-"""What engines and tools raise when they, and not the policy, failed (see `types.ports`)."""
-
-CUT_NOTE = "... [cut]"
-ABORT_DEADLINE_S = 2.0
+__all__ = [
+    "ABORT_DEADLINE_S",
+    "CUT_NOTE",
+    "FAULTS",
+    "RolloutContext",
+    "State",
+    "TrajectoryRun",
+    "ends_inside",
+]
 
 _log = logging.getLogger(__name__)
-
-
-class State(StrEnum):
-    """Where a trajectory stands."""
-
-    pending = "pending"
-    generating = "generating"
-    tool_calling = "tool_calling"
-    completed = "completed"
-    failed = "failed"
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class RolloutContext:
-    """What all trajectories of one `collect` share.
-
-    step: names the pass over the prompts (training step, evaluation); keys the seeds.
-    temperature: of sampling, 0 is greedy. max_model_len: prompt plus response, tokens.
-    """
-
-    generator: Generator
-    tools: ToolProvider
-    codec: TextCodec
-    policy: BranchPolicy
-    config: RolloutConfig
-    temperature: float
-    max_model_len: int
-    seed: int
-    step: int | str
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Origin:
-    """What a fork starts from; a fault instead of a session: the tools could not be forked."""
-
-    parent_id: str
-    tape: Tape
-    session: ToolSession | RuntimeError | OSError
-    num_calls: int
-    baseline: float
 
 
 class TrajectoryRun:
     """Grows one trajectory; `run` once.
 
     prompt_key: the prompt's name, unique among the prompts of the call.
-    slots: forks this path may make. on_fork: takes each new sibling and runs it.
+    slots: pays for this path's forks. on_fork: takes each new sibling and runs it.
     """
 
     def __init__(
@@ -100,7 +80,7 @@ class TrajectoryRun:
         prompt_key: str,
         path: tuple[int, ...],
         *,
-        slots: int,
+        slots: ForkBudget,
         on_fork: Callable[[TrajectoryRun], None],
         origin: Origin | None = None,
     ) -> None:
@@ -109,33 +89,35 @@ class TrajectoryRun:
         self._context = context
         self._prompt = prompt
         self._prompt_key = prompt_key
-        self._slots = slots
+        self._forks = Forks(context.policy, path, slots, origin.streak if origin else 0)
         self._on_fork = on_fork
         self._origin = origin
         self._tape = origin.tape if origin else Tape()
         self._fork_len = len(self._tape)
+        restarts = origin.restarts if origin else ()
+        self._speech = Speech(context, prompt, prompt_key, path, self._tape, restarts)
+        self._dialogue = Dialogue(context, prompt, self._tape, self._speech)
         self._session: ToolSession | None = None
         if origin and not isinstance(origin.session, FAULTS):
             self._session = origin.session
+        self._user: UserSession | None = None
+        if origin and not isinstance(origin.user, FAULTS):
+            self._user = origin.user
+        self._until_s = origin.until_s if origin else None
         self._num_calls = origin.num_calls if origin else 0
         self._baseline = origin.baseline if origin else None
         self._tool_rewards: dict[str, float] = {}
         self._num_children = 0
-        self._num_parts = 0
         # A fork does not ask again about the answer it was forked at.
         self._may_probe = False
-        config = context.config
-        self._max_tokens = min(
-            config.max_response_tokens, context.max_model_len - len(prompt.token_ids)
-        )
 
     @property
     def trajectory_id(self) -> str:
         """Unique over the run."""
-        return f"{self._prompt_key}/{self._context.step}/{'.'.join(map(str, self.path))}"
+        return self._speech.trajectory_id
 
     async def run(self) -> Trajectory:
-        """Live to the end; releases the tools however that end comes."""
+        """Live to the end; releases tools and user however that end comes."""
         try:
             stop_reason = await self._live()
         finally:
@@ -143,77 +125,97 @@ class TrajectoryRun:
         return self._record(stop_reason)
 
     async def release(self) -> None:
-        """Release the tools; safe to call twice."""
-        if self._session is None:
-            return
-        try:
-            await self._session.release()
-        except FAULTS as error:
-            _log.warning("%s: release of the tools failed: %s", self.trajectory_id, error)
-        self._session = None
+        """Release tools and user; safe to call twice."""
+        for held in (self._session, self._user):
+            if held is None:
+                continue
+            try:
+                await held.release()
+            except FAULTS as error:
+                _log.warning("%s: release failed: %s", self.trajectory_id, error)
+        self._session = self._user = None
 
     async def _live(self) -> StopReason:
+        limit_s = self._context.config.max_wall_s
+        if limit_s and self._until_s is None:
+            self._until_s = asyncio.get_running_loop().time() + limit_s
+        clock = asyncio.timeout_at(self._until_s)
         try:
-            stop_reason = await self._take_turns()
+            async with clock:
+                stop_reason = await self._take_turns()
         except FAULTS as error:
             is_engine = self.state is State.generating
             stop_reason = StopReason.aborted if is_engine else StopReason.tool_failure
+            if clock.expired():
+                stop_reason = StopReason.wall_time
             _log.warning("%s: %s: %s", self.trajectory_id, stop_reason, error)
             if len(self._tape) > self._tape.open_from:
                 self._close_turn()
             if isinstance(error, ToolFault):
-                self._tape.add_tool((), "", error.outcome)
-        failed = stop_reason in (StopReason.aborted, StopReason.tool_failure)
+                is_user = self.state is State.interacting
+                self._dialogue.note([error.outcome], Author.user if is_user else Author.tool)
+        failed = stop_reason.is_failure
         self.state = State.failed if failed else State.completed
         return stop_reason
 
     async def _take_turns(self) -> StopReason:
-        if self._origin is None:
-            self._session = self._context.tools.open()
-            await self._session.create(self._prompt.tools_kwargs)
-        elif isinstance(self._origin.session, FAULTS):
-            raise self._origin.session
-        assert self._session is not None
+        session = await self._create()
         stop_reason: StopReason | None = None
         while stop_reason is None:
-            stop_reason = await self._take_turn(self._session)
-        if stop_reason not in (StopReason.aborted, StopReason.tool_failure):
+            stop_reason = await self._take_turn(session)
+        if not stop_reason.is_failure:
             self.state = State.tool_calling
-            self._tool_rewards = await self._session.calc_reward()
+            self._tool_rewards = await session.calc_reward()
+            if self._user is not None:
+                self.state = State.interacting
+                self._tool_rewards |= await self._user.calc_reward()
         return stop_reason
 
+    async def _create(self) -> ToolSession:
+        """Tools and user, made or inherited."""
+        context, origin = self._context, self._origin
+        if origin is not None:
+            for held in (origin.session, origin.user):
+                if isinstance(held, FAULTS):
+                    raise held
+            assert self._session is not None
+            return self._session
+        self._session = context.tools.open()
+        await self._session.create(self._prompt.tools_kwargs)
+        user = context.interactions.open(self._prompt) if context.interactions else None
+        if user is not None:
+            await user.create()
+            self._user = user
+        return self._session
+
     async def _take_turn(self, session: ToolSession) -> StopReason | None:
-        """Sample one turn and run the call it ends in; None: there is a next turn."""
+        """Sample one turn and answer it; None: there is a next turn."""
         self.state = State.generating
         finish, text = await self._speak()
         match finish:
-            case Finish.eos:
-                return StopReason.eos
             case Finish.length:
                 return StopReason.length
             case Finish.aborted:
                 return StopReason.aborted
-        call = self._context.tools.parse(text)
-        if call is None:
+        tools = self._context.tools
+        calls = tools.read(text) if tools.answers_in_chat or finish is Finish.stop else ()
+        if calls:
+            return await self._use_tools(session, calls, finish)
+        if finish is Finish.stop:
             return StopReason.stop
-        if self._num_calls >= self._context.config.max_calls:
-            return StopReason.call_limit
-        if self._tape.num_said >= self._context.config.max_turns:
-            return StopReason.turn_limit
-        self.state = State.tool_calling
-        return await self._use_tool(session, call)
+        return StopReason.eos if self._user is None else await self._hear(self._user)
 
     async def _speak(self) -> tuple[Finish, str]:
         """One assistant turn: how it ended and its text."""
         start = len(self._tape)
         is_first = not self._tape.turns
-        self._num_parts = 0
-        if self._room < 1:
+        self._speech.begin_turn()
+        if self._speech.room < 1:
             return Finish.length, ""
-        if self._may_probe and self._slots and self._baseline is not None:
+        if self._may_probe and self._forks.left and self._baseline is not None:
             finish = await self._speak_probed(start, self._baseline)
         else:
-            finish = await self._sample(self._room)
+            finish = await self._speech.sample(self._speech.room)
         text = self._close_turn()
         if is_first:
             self._baseline = self._context.policy.baseline(self._tape.entropies[start:])
@@ -221,73 +223,27 @@ class TrajectoryRun:
 
     async def _speak_probed(self, start: int, baseline: float) -> Finish:
         """Sample a probe, decide about forks, then sample the rest of the turn."""
-        finish = await self._sample(min(self._context.policy.probe_tokens, self._room))
+        probe_tokens = min(self._context.policy.probe_tokens, self._speech.room)
+        finish = await self._speech.sample(probe_tokens)
         if finish is not Finish.aborted:
             await self._fork(start, baseline)
-        stops = self._context.tools.stop_strings
-        while finish is Finish.length and self._room:
-            text = self._context.codec.decode(self._tape.token_ids[start:])
-            if not ends_inside(text, stops):
-                return await self._sample(self._room)
-            # The engine looks for a closing tag in one request's output only: a tag that the
-            # probe cut in two is completed token by token.
-            finish = await self._sample(1)
-            text = self._context.codec.decode(self._tape.token_ids[start:])
-            if finish is Finish.length and any(stop in text for stop in stops):
-                return Finish.stop
-        return finish
-
-    async def _sample(self, max_tokens: int) -> Finish:
-        """One engine request, appended to the open turn."""
-        context, tape = self._context, self._tape
-        turn, part = len(tape.turns), self._num_parts
-        self._num_parts += 1
-        greedy = context.temperature == 0
-        request = GenerateRequest(
-            request_id=f"{self.trajectory_id}/{turn}.{part}",
-            token_ids=(*self._prompt.token_ids, *tape.token_ids),
-            max_tokens=max_tokens,
-            temperature=context.temperature,
-            top_p=context.config.top_p,
-            top_k=context.config.top_k,
-            seed=None
-            if greedy
-            else request_seed(context.seed, context.step, self._prompt_key, self.path, turn, part),
-            stop=context.tools.stop_strings,
-        )
-        try:
-            generation = await context.generator.generate(request)
-        except asyncio.CancelledError:
-            with suppress(*FAULTS):
-                async with asyncio.timeout(ABORT_DEADLINE_S):
-                    await context.generator.abort(request.request_id)
-            raise
-        num_new = len(generation.token_ids)
-        assert num_new <= max_tokens, f"{request.request_id}: {num_new} of {max_tokens} tokens"
-        assert num_new or generation.finish is Finish.aborted, f"{request.request_id}: no token"
-        tape.add_sampled(generation)
-        return generation.finish
+        return await self._speech.rest_of_turn(finish, start)
 
     async def _fork(self, start: int, baseline: float) -> None:
         """Ask the policy, and fork at token `start`, right behind the tool's answer."""
-        point = ForkPoint(
-            path=self.path,
-            slots=self._slots,
-            baseline=baseline,
-            probe_entropies=self._tape.entropies[start:],
-        )
-        num_forks = min(self._context.policy.num_forks(point), self._slots)
-        if num_forks < 1:
-            return
-        own_slots, *child_slots = split_evenly(self._slots - num_forks, num_forks + 1)
-        self._slots = own_slots
-        for slots in child_slots:
+        assert self._session is not None
+        for slots in self._forks.ask(start, baseline, self._tape.entropies[start:]):
+            session, user = await copy_of(self._session, self._user, self.trajectory_id)
             origin = Origin(
                 parent_id=self.trajectory_id,
                 tape=self._tape.prefix(start),
-                session=await self._fork_session(),
+                session=session,
                 num_calls=self._num_calls,
                 baseline=baseline,
+                streak=self._forks.streak,
+                user=user,
+                until_s=self._until_s,
+                restarts=self._speech.restarts,
             )
             child = TrajectoryRun(
                 self._context,
@@ -301,51 +257,51 @@ class TrajectoryRun:
             self._num_children += 1
             self._on_fork(child)
 
-    async def _fork_session(self) -> ToolSession | RuntimeError | OSError:
-        assert self._session is not None
-        try:
-            return await self._session.fork()
-        except FAULTS as error:
-            _log.warning("%s: fork of the tools failed: %s", self.trajectory_id, error)
-            return error
-
-    async def _use_tool(self, session: ToolSession, call: ToolCall) -> StopReason | None:
-        """Run the call and append its answer."""
-        self._num_calls += 1
-        outcome = await session.execute(call.tool, call.arguments)
-        if outcome.status is ToolStatus.infra_error:
-            self._tape.add_tool((), "", outcome)
-            return StopReason.tool_failure
-        fitting = self._fit(outcome)
-        if fitting is None:
-            self._tape.add_tool((), "", outcome)
+    async def _use_tools(
+        self, session: ToolSession, calls: Sequence[ToolCall | BadCall], finish: Finish
+    ) -> StopReason | None:
+        """Run the calls of a turn and append their answers."""
+        config, dialogue = self._context.config, self._dialogue
+        if self._num_calls >= config.max_calls:
+            return StopReason.call_limit
+        if self._tape.num_said >= config.max_turns:
+            return StopReason.turn_limit
+        self.state = State.tool_calling
+        stops = config.on_bad_call is OnBadCall.stop
+        if stops and (bad := [call for call in calls if isinstance(call, BadCall)]):
+            calls = bad[:1]
+        fitting = calls[: config.max_calls - self._num_calls]
+        self._num_calls += len(fitting)
+        outcomes = await run_calls(session, fitting)
+        outcomes += [refused(call, config.max_calls) for call in calls[len(fitting) :]]
+        failed = any(outcome.status is ToolStatus.infra_error for outcome in outcomes)
+        if failed or (stops and any(outcome.bad_call for outcome in outcomes)):
+            dialogue.note(outcomes)
+            return StopReason.tool_failure if failed else StopReason.bad_call
+        if not dialogue.answer(outcomes, ended=finish is Finish.eos):
             return StopReason.length
-        self._tape.add_tool(*fitting, outcome)
-        self._may_probe = True
+        self._may_probe = self._user is None or self._user.can_fork
         return None
 
-    def _fit(self, outcome: ToolOutcome) -> tuple[Sequence[int], str] | None:
-        """The answer as ids and text, leaving room for at least one token; None: no way.
-
-        An answer that is too long is cut to half of the room that is left.
-        """
-        tools, codec = self._context.tools, self._context.codec
-        text = tools.render(outcome)
-        token_ids = codec.encode(text)
-        limit, num_chars = self._room - 1, len(outcome.answer)
-        while len(token_ids) > limit:
-            limit = self._room // 2
-            num_chars = min(num_chars - 1, num_chars * limit // len(token_ids))
-            if num_chars < 1:
-                return None
-            text = tools.render(replace(outcome, answer=outcome.answer[:num_chars] + CUT_NOTE))
-            token_ids = codec.encode(text)
-        return token_ids, text
-
-    @property
-    def _room(self) -> int:
-        """Tokens the trajectory may still grow by."""
-        return self._max_tokens - len(self._tape)
+    async def _hear(self, user: UserSession) -> StopReason | None:
+        """Let the user judge and answer the message."""
+        self.state = State.interacting
+        outcome, is_last = await user.respond(self._dialogue.messages)
+        stop_reason = None
+        if is_last:
+            stop_reason = StopReason.interaction_end
+        elif not user.may_speak:
+            stop_reason = StopReason.interaction_limit
+        elif self._tape.num_said >= self._context.config.max_turns:
+            stop_reason = StopReason.turn_limit
+        if stop_reason is not None:
+            self._dialogue.note([outcome], Author.user)
+            return stop_reason
+        if not self._dialogue.reply(outcome):
+            return StopReason.length
+        user.count_said()
+        self._may_probe = False
+        return None
 
     def _close_turn(self) -> str:
         tape = self._tape
@@ -370,9 +326,7 @@ class TrajectoryRun:
             num_calls=self._num_calls,
             baseline_entropy=self._baseline,
             tool_rewards=self._tool_rewards,
+            decisions=self._forks.decisions,
+            restarts=self._speech.restarts,
+            template_drift="" if stop_reason.is_failure else self._dialogue.drift(),
         )
-
-
-def ends_inside(text: str, stops: Sequence[str]) -> bool:
-    """True where the text ends in the beginning of a stop string."""
-    return any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))

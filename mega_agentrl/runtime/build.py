@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mega_agentrl.config.choices import Overlong
+from mega_agentrl.config.choices import Branching, Overlong
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.dataset import load_prompts
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
 from mega_agentrl.reward.rubric import ArpoRubric, check_tool_weights
+from mega_agentrl.rollout.interaction_session import build_interactions
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
@@ -53,17 +54,24 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         control_tokens=codec.control_tokens,
         api_key=os.environ.get(config.tool.search.key_env, ""),
         sandboxes=SandboxGroup(config.tool.python, run_dir / "logs") if hosted else None,
+        escapes=config.rollout.branching is not Branching.released,
+        protocol=config.rollout.call_protocol,
     )
-    check_tool_weights(config.reward, tools.names)
-    prompts = _prompts(config, "data.train", config.data.train, codec)
-    validation = _prompts(config, "data.validation", config.data.validation, codec)
+    _check_marks(codec, tools.marks)
+    interactions = build_interactions(config.rollout.interaction_file, tools.names)
+    check_tool_weights(config.reward, (*tools.names, *interactions.names))
+    # With tags the prompts say what there is; function calls need the template to say it.
+    schemas = tools.schemas() if tools.answers_in_chat else {}
+    prompts = _prompts(config, "data.train", config.data.train, codec, schemas)
+    validation = _prompts(config, "data.validation", config.data.validation, codec, schemas)
     dev: tuple[Prompt, ...] = ()
     demonstrations = None
     if config.sft.max_steps:
-        dev = _prompts(config, "sft.dev", config.sft.dev, codec)
+        dev = _prompts(config, "sft.dev", config.sft.dev, codec, schemas)
         loaded = load_demonstrations(config.sft.data, codec, max_tokens=config.engine.max_model_len)
         demonstrations = DemonstrationSampler(loaded, config.seed).next
-    tools.check_prompts((*prompts, *validation, *dev))
+    for kit in (tools, interactions):
+        kit.check_prompts((*prompts, *validation, *dev))
     with ExitStack() as stack:
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())
@@ -90,6 +98,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             demonstrations=demonstrations,
             start_s=time.perf_counter() - start_s,
             wait=runner.run,
+            interactions=interactions,
         )
 
 
@@ -116,13 +125,29 @@ def _start_groups(
     return policy, generator
 
 
-def _prompts(config: TrainConfig, key: str, path: str, codec: HFCodec) -> tuple[Prompt, ...]:
+def _check_marks(codec: HFCodec, marks: Iterable[str]) -> None:
+    if lost := [mark for mark in marks if not codec.keeps(mark)]:
+        raise ValueError(
+            f"rollout.call_protocol: the tokenizer declares {', '.join(lost)} special, expected "
+            "plain or added tokens; calls would be left out of what the policy said. Set "
+            "`special` to false in tokenizer_config.json and tokenizer.json"
+        )
+
+
+def _prompts(
+    config: TrainConfig,
+    key: str,
+    path: str,
+    codec: HFCodec,
+    schemas: Mapping[str, Mapping[str, Any]],
+) -> tuple[Prompt, ...]:
     loaded = load_prompts(
         path,
         codec,
         key=key,
         max_prompt_tokens=config.data.max_prompt_tokens,
         overlong=config.data.overlong,
+        tool_schemas=schemas,
     )
     if loaded.num_dropped:
         assert config.data.overlong is Overlong.drop

@@ -7,11 +7,14 @@ all sessions of a kit. A tool of one's own comes from a file (`own`), or is pass
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
+from mega_agentrl.config.choices import CallProtocol
 from mega_agentrl.tool.browse import BrowseTool
 from mega_agentrl.tool.cache import DiskCache
+from mega_agentrl.tool.hermes import HermesProtocol
 from mega_agentrl.tool.own import load_tools
 from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.tool.schema import JSON_ARGUMENTS, FunctionSchema
@@ -24,6 +27,7 @@ from mega_agentrl.tool.session import (
 )
 from mega_agentrl.tool.slots import Slots
 from mega_agentrl.tool.tags import TagProtocol
+from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,14 +36,17 @@ if TYPE_CHECKING:
     from mega_agentrl.tool.protocol import Tool
     from mega_agentrl.tool.python import Sandboxes
     from mega_agentrl.types.ports import TextCodec
-    from mega_agentrl.types.records import Prompt, ToolCall, ToolOutcome
+    from mega_agentrl.types.records import BadCall, Prompt, ToolOutcome
+
+_log = logging.getLogger(__name__)
 
 
 class ToolKit:
-    """The given tools, called by ARPO's tags.
+    """The given tools and the way they are called.
 
     limits: of creating and waiting, see `SessionLimits`. control_tokens: texts that the
     model's tokenizer has tokens of its own for; escaped in what tools say.
+    escapes: False, with tags alone, gives the policy what tools say as it is.
     """
 
     def __init__(
@@ -48,13 +55,20 @@ class ToolKit:
         *,
         limits: SessionLimits | None = None,
         control_tokens: Iterable[str] = (),
+        protocol: CallProtocol = CallProtocol.tags,
+        escapes: bool = True,
     ) -> None:
         names = [tool.name for tool in tools]
         if len(set(names)) != len(names):
             raise ValueError(f"tools: names {names}, expected each name once")
         self._tools = {tool.name: _install(tool) for tool in tools}
         self._limits = limits or SessionLimits()
-        self._tags = TagProtocol({tool.name: tool.argument for tool in tools}, control_tokens)
+        self._calls = _protocol(protocol, tools, control_tokens, escapes=escapes)
+        if not escapes:
+            _log.warning(
+                "tool output reaches the policy unescaped, as in ARPO's published code: what a "
+                "tool returns can close tags, fake calls and earn rewards"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +78,17 @@ class ToolKit:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Closing tags after which the engine must stop."""
-        return self._tags.stop_strings
+        return self._calls.stop_strings
+
+    @property
+    def answers_in_chat(self) -> bool:
+        """Whether answers are chat messages instead of text inside of the assistant's turn."""
+        return self._calls.in_chat
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts by which calls are found in what the policy says."""
+        return self._calls.marks
 
     def schemas(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """OpenAI-style function schemas by name; of all tools where `names` is None."""
@@ -107,15 +131,20 @@ class ToolKit:
 
     def open(self) -> TrajectoryTools:
         """A new session, not yet created."""
-        return TrajectoryTools(self._tools, self._limits, self._tags.escape)
+        return TrajectoryTools(self._tools, self._limits, self._calls.escape)
+
+    def read(self, turn_text: str) -> Sequence[ToolCall | BadCall]:
+        """The calls of an assistant turn in order, those that cannot be read among them."""
+        return self._calls.read(turn_text)
 
     def parse(self, turn_text: str) -> ToolCall | None:
         """The call that an assistant turn ends in; None where there is none or it is empty."""
-        return self._tags.parse(turn_text)
+        calls = self.read(turn_text)
+        return calls[-1] if calls and isinstance(calls[-1], ToolCall) else None
 
     def render(self, outcome: ToolOutcome) -> str:
-        """The text appended to the context for an outcome, its control tags escaped."""
-        return self._tags.render(outcome.answer)
+        """An outcome as text of the turn, or as content of a message, control tags escaped."""
+        return self._calls.render(outcome.answer)
 
 
 def build_toolkit(
@@ -125,6 +154,8 @@ def build_toolkit(
     control_tokens: Iterable[str] = (),
     api_key: str = "",
     sandboxes: Sandboxes | None = None,
+    protocol: CallProtocol = CallProtocol.tags,
+    escapes: bool = True,
 ) -> ToolKit:
     """The configured tools: Python always, search and browse where enabled, then one's own.
 
@@ -151,7 +182,26 @@ def build_toolkit(
     if config.file:
         tools += load_tools(config.file)
     limits = SessionLimits(lifecycle_s=config.lifecycle_timeout_s, queue_s=config.queue_timeout_s)
-    return ToolKit(tools, limits=limits, control_tokens=control_tokens)
+    return ToolKit(
+        tools, limits=limits, control_tokens=control_tokens, protocol=protocol, escapes=escapes
+    )
+
+
+def _protocol(
+    protocol: CallProtocol,
+    tools: Sequence[Tool],
+    control_tokens: Iterable[str],
+    *,
+    escapes: bool,
+) -> TagProtocol | HermesProtocol:
+    match protocol:
+        case CallProtocol.tags:
+            arguments = {tool.name: tool.argument for tool in tools}
+            return TagProtocol(arguments, control_tokens, escapes=escapes)
+        case CallProtocol.hermes:
+            return HermesProtocol((tool.name for tool in tools), control_tokens)
+        case _:
+            assert_never(protocol)
 
 
 def _install(tool: Tool) -> Installed:

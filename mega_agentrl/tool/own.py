@@ -65,7 +65,7 @@ def _load(entry: Any, path: Path, where: str) -> Tool:
     config = entry.get("config") or {}
     if not isinstance(config, dict):
         raise ValueError(f"{where}, config: got {config!r}, expected a mapping")  # noqa: TRY004
-    tool = _make(_import(entry["class_name"], path, where), config, where)
+    tool = _make(import_named(entry["class_name"], path, where), config, where)
     _set_limits(tool, entry, where)
     if entry.get("tool_schema") is not None:
         _set_schema(tool, entry["tool_schema"], where)
@@ -78,8 +78,11 @@ def _load(entry: Any, path: Path, where: str) -> Tool:
     return tool
 
 
-def _import(class_name: str, path: Path, where: str) -> Any:
-    """The object that `class_name` names."""
+def import_named(class_name: str, path: Path, where: str) -> Any:
+    """The object that `class_name` names; a file is looked for beside `path`.
+
+    where: names the entry in errors. Raises `ValueError` where there is no such object.
+    """
     place = f"{where}, class_name={class_name}"
     if ":" in class_name:
         file, _, name = class_name.rpartition(":")

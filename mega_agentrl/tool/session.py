@@ -9,7 +9,9 @@ a tool says is untrusted and leaves here escaped.
 
 `create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_s` for each tool and raise
 `ToolFault` where one fails. States made before a failure or a cancellation are released, and so
-is one that arrives too late. Calls of one session are sequential; sessions are independent.
+is one that arrives too late. Sessions are independent. Calls of one session may run at once:
+those to one tool take turns in the order they came, unless it keeps no state (`create` gave
+None).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import logging
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 MAX_METRICS = 32
+MAX_ANSWER_CHARS = 1 << 20
+"""What a tool says beyond is cut: no context takes it, and escaping it would hold up everybody."""
+
 _METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
@@ -77,6 +83,7 @@ class TrajectoryTools:
         self._escape = escape
         self._kwargs: Mapping[str, Mapping[str, Any]] = {}
         self._states: dict[str, Any] = {}
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Make the state of the tools named in `tools_kwargs`; of all where it is empty.
@@ -102,12 +109,32 @@ class TrajectoryTools:
         begin = time.monotonic()
         if tool not in self._states:
             there = ", ".join(sorted(self._states)) or "none"
-            return _no_run(tool, f"Tool({tool}) is not available; there is {there}.")
+            text = self._escape(f"Tool({tool}) is not available; there is {there}.")
+            return _no_run(tool, text, bad_call=True)
         installed = self._tools[tool]
         try:
             given = installed.schema.read(arguments)
         except ValueError as error:
-            return _no_run(tool, self._escape(str(error)))
+            return _no_run(tool, self._escape(str(error)), bad_call=True)
+        if self._states[tool] is None:
+            return await self._run(installed, given, begin)
+        turn = self._turns[tool]
+        try:
+            async with asyncio.timeout(self._limits.queue_s):
+                await turn.acquire()
+        except TimeoutError:
+            text = f"an earlier call was not done within {self._limits.queue_s:g} s"
+            return _no_run(tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_s)
+        try:
+            return await self._run(installed, given, begin)
+        finally:
+            turn.release()
+
+    async def _run(
+        self, installed: Installed, given: Mapping[str, Any], begin: float
+    ) -> ToolOutcome:
+        """begin: when the call came, on the monotonic clock."""
+        tool = installed.tool.name
         try:
             await installed.slots.take(self._limits.queue_s)
         except TimeoutError:
@@ -255,8 +282,11 @@ def _checked(answer: ToolAnswer, name: str) -> ToolAnswer:
     }
     if len(kept) < len(answer.metrics) or len(kept) > MAX_METRICS:
         _log.warning("tool %s: metrics with odd names or values were dropped", name)
+    text = answer.text
+    if len(text) > MAX_ANSWER_CHARS:
+        text = f"{text[:MAX_ANSWER_CHARS]}... [cut]"
     return ToolAnswer(
-        text=answer.text,
+        text=text,
         status=answer.status,
         step_reward=float(answer.step_reward),
         metrics=dict(sorted(kept.items())[:MAX_METRICS]),
@@ -268,9 +298,16 @@ def _is_finite(value: object) -> bool:
 
 
 def _no_run(
-    tool: str, text: str, status: ToolStatus = ToolStatus.user_error, queue_s: float = 0.0
+    tool: str,
+    text: str,
+    status: ToolStatus = ToolStatus.user_error,
+    *,
+    queue_s: float = 0.0,
+    bad_call: bool = False,
 ) -> ToolOutcome:
-    return ToolOutcome(tool=tool, status=status, answer=text, latency_s=0.0, queue_s=queue_s)
+    return ToolOutcome(
+        tool=tool, status=status, answer=text, latency_s=0.0, queue_s=queue_s, bad_call=bad_call
+    )
 
 
 def _fault(name: str, step: str, text: str, latency_s: float = 0.0) -> ToolFault:

@@ -24,9 +24,16 @@ class TagProtocol:
 
     arguments: the argument name by tool, in the order the stop strings get.
     control_tokens: texts that the model's tokenizer has a token of its own for.
+    escapes: False lets what tools say through as it is, as ARPO's published code does.
     """
 
-    def __init__(self, arguments: Mapping[str, str], control_tokens: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        arguments: Mapping[str, str],
+        control_tokens: Iterable[str] = (),
+        *,
+        escapes: bool = True,
+    ) -> None:
         for name in arguments:
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("think", "answer", "result"):
                 raise ValueError(
@@ -34,12 +41,22 @@ class TagProtocol:
                     "other than think, answer and result; it becomes a tag"
                 )
         self._arguments = dict(arguments)
-        self._control = ControlEscape(arguments, control_tokens)
+        self._control = ControlEscape(arguments, control_tokens) if escapes else None
+
+    @property
+    def in_chat(self) -> bool:
+        """Answers are text of the assistant's own turn."""
+        return False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Closing tags after which the engine must stop."""
         return tuple(f"</{name}>" for name in self._arguments)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The tags of the calls."""
+        return tuple(f"<{slash}{name}>" for name in self._arguments for slash in ("", "/"))
 
     def parse(self, turn_text: str) -> ToolCall | None:
         """The call an assistant turn ends in; None where there is none or it is empty.
@@ -61,10 +78,15 @@ class TagProtocol:
         content = turn_text[start + len(opening) : close].strip() if start >= 0 else ""
         return ToolCall(tool=name, arguments={self._arguments[name]: content}) if content else None
 
+    def read(self, turn_text: str) -> tuple[ToolCall, ...]:
+        """What `parse` finds, as a sequence of one or none."""
+        call = self.parse(turn_text)
+        return () if call is None else (call,)
+
     def render(self, answer: str) -> str:
         """The text appended to the context for an answer."""
         return f" <result>\n{self.escape(answer)}\n</result>"
 
     def escape(self, text: str) -> str:
         """`text` without control tags; escaping twice changes nothing more."""
-        return self._control(text)
+        return text if self._control is None else self._control(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from statistics import stdev
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.metrics import rollout_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.parts import Parts
@@ -63,8 +64,15 @@ class HeldOut:
         )
 
 
-def evaluate_held_out(parts: Parts, config: TrainConfig) -> HeldOut:
-    """Evaluate on `data.validation` as `evaluate.*` says."""
+def evaluate_held_out(
+    parts: Parts,
+    config: TrainConfig,
+    keep: Callable[[str, Sequence[RolloutTree]], None] | None = None,
+) -> HeldOut:
+    """Evaluate on `data.validation` as `evaluate.*` says.
+
+    keep: gets the trees of each pass with the end of its name, "" or "_greedy".
+    """
     chosen = config.evaluate
     questions = parts.validation[: chosen.num_questions or None]
     sampled = evaluate(
@@ -74,11 +82,18 @@ def evaluate_held_out(parts: Parts, config: TrainConfig) -> HeldOut:
         num_samples=chosen.num_samples,
         temperature=chosen.temperature,
         name="held-out",
+        keep=None if keep is None else partial(keep, ""),
     )
     greedy = None
     if chosen.greedy:
         greedy = evaluate(
-            parts, config, questions, num_samples=1, temperature=0.0, name="held-out-greedy"
+            parts,
+            config,
+            questions,
+            num_samples=1,
+            temperature=0.0,
+            name="held-out-greedy",
+            keep=None if keep is None else partial(keep, "_greedy"),
         )
     return HeldOut(sampled=sampled, greedy=greedy)
 
@@ -91,10 +106,12 @@ def evaluate(
     num_samples: int,
     temperature: float,
     name: str,
+    keep: Callable[[Sequence[RolloutTree]], None] | None = None,
 ) -> Evaluation:
     """Sample `num_samples` answers to each question; temperature 0 is greedy.
 
     name: keys the random streams, so that two evaluations with one name and seed draw alike.
+    keep: gets the trees.
     """
     rollout = replace(
         config.rollout,
@@ -109,6 +126,7 @@ def evaluate(
             generator=parts.generator,
             tools=parts.tools,
             codec=parts.codec,
+            interactions=parts.interactions,
             rubric=parts.rubric,
             config=rollout,
             max_model_len=config.engine.max_model_len,
@@ -117,6 +135,8 @@ def evaluate(
             temperature=temperature,
         )
     )
+    if keep is not None:
+        keep(trees)
     return summarize(trees, num_samples=num_samples)
 
 

@@ -1,23 +1,25 @@
 """The run as an algorithm: warm start, evaluation, RL steps, evaluation.
 
-Synchronous: every trajectory of a step is sampled with the weights the step updates. What
-the verbs do is in `phases`, `evaluate` and `supervised`; what is shown and kept is in
-`session`.
+Synchronous: every trajectory of a step is sampled with the weights the step updates, but for
+the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`,
+`evaluate` and `supervised`; what is shown and kept is in `session`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.pack import pack
 from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out
-from mega_agentrl.train.phases import add_advantages, collect_trees
+from mega_agentrl.train.phases import add_advantages, collect_groups, open_groups
 from mega_agentrl.train.session import Session
 from mega_agentrl.train.supervised import warm_start
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.groups import GroupCollector
     from mega_agentrl.types.parts import Parts
 
 
@@ -30,7 +32,7 @@ def train(parts: Parts, config: TrainConfig) -> float:
         else:
             parts.policy.send_weights(parts.generator, version=1)
         with session.stage("held out before", 1):
-            before = session.show_held_out("before", evaluate_held_out(parts, config))
+            before = _evaluate(parts, config, session, "before")
         after = learn(parts, config, session) if config.total_steps else before
         parts.policy.export(session.run_dir / "model")
         session.finish(before, after)
@@ -39,20 +41,26 @@ def train(parts: Parts, config: TrainConfig) -> float:
 
 def learn(parts: Parts, config: TrainConfig, session: Session) -> HeldOut:
     """All steps of RL, and what they gave."""
-    with session.stage("RL", config.total_steps):
+    with session.stage("RL", config.total_steps), open_groups(parts, config) as groups:
         for step in range(1, config.total_steps + 1):
-            train_step(parts, config, session, step)
+            train_step(parts, config, session, groups, step)
     with session.stage("held out after", 1):
-        return session.show_held_out("after", evaluate_held_out(parts, config))
+        return _evaluate(parts, config, session, "after")
 
 
-def train_step(parts: Parts, config: TrainConfig, session: Session, step: int) -> None:
+def _evaluate(parts: Parts, config: TrainConfig, session: Session, when: str) -> HeldOut:
+    held_out = evaluate_held_out(parts, config, partial(session.keep_held_out, when))
+    return session.show_held_out(when, held_out)
+
+
+def train_step(
+    parts: Parts, config: TrainConfig, session: Session, groups: GroupCollector, step: int
+) -> None:
     """One step of RL."""
     phase = session.clock.phase
     with phase("rollout"):
-        prompts = parts.prompts.next(config.data.prompts_per_step)
-        trees = collect_trees(parts, config, prompts, step)
-        batch = pack(trees)
+        collected = collect_groups(parts, groups, step)
+        batch = pack(collected.trees)
     with phase("logprob"):
         batch = parts.policy.add_logprobs(batch)
     with phase("advantage"):
@@ -61,4 +69,4 @@ def train_step(parts: Parts, config: TrainConfig, session: Session, step: int) -
         stats = parts.policy.update(batch)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
-    session.report_step(step, trees, batch, stats, sent)
+    session.report_step(step, collected, batch, stats, sent)

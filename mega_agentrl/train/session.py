@@ -2,7 +2,7 @@
 
 Takes records from the loop and hands them to `report/` and `metrics`; computes nothing the
 loop depends on. Files in the run folder: `metrics.jsonl`, `tensorboard/`, `summary.json`,
-`reward.png`, `rollouts.txt`.
+`reward.png`, `rollouts.txt`, `rollouts/`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from rich.console import Console
 from mega_agentrl.report.curve import CurvePoint, HeldOutPoint, write_curve
 from mega_agentrl.report.progress import StageProgress, StepView, duration
 from mega_agentrl.report.table import EvalView, print_comparison
+from mega_agentrl.rollout.entropy_metrics import EntropyCurve, entropy_curve
 from mega_agentrl.rollout.metrics import rollout_metrics
 from mega_agentrl.rollout.render import render
 from mega_agentrl.train.metrics import MetricWriter, PhaseClock
 from mega_agentrl.train.phases import mismatch_metrics
+from mega_agentrl.train.rollout_files import RolloutFiles
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.collected import Collected
     from mega_agentrl.train.evaluate import HeldOut
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.records import RolloutTree
@@ -48,6 +51,8 @@ class Session:
         self._progress: StageProgress | None = None
         self._curve: list[CurvePoint] = []
         self._mismatch: list[float] = []
+        self._files = RolloutFiles(run_dir, config)
+        self._entropy = EntropyCurve()
         self._last_trees: Sequence[RolloutTree] = ()
         self._stage_s: dict[str, float] = {}
 
@@ -90,17 +95,22 @@ class Session:
     def report_step(
         self,
         step: int,
-        trees: Sequence[RolloutTree],
+        collected: Collected,
         batch: TrainBatch,
         stats: UpdateStats,
         sent: Mapping[str, float],
     ) -> None:
-        """Write and show one RL step."""
+        """Write and show one RL step; the curve shows the policy before any filter of groups."""
+        trees = collected.trees
+        if self._files.chosen(step):
+            with self.clock.phase("keep"):
+                self._files.keep_step(step, trees)
         phase_s = self.clock.take()
-        rollout = rollout_metrics(trees)
+        groups = collected.metrics()
         mismatch = mismatch_metrics(batch)
         metrics = {
-            **rollout,
+            **rollout_metrics(trees),
+            **groups,
             **mismatch,
             "update/loss": stats.loss,
             "update/grad_norm": stats.grad_norm,
@@ -113,11 +123,16 @@ class Session:
         num_tokens = int(batch.length_B.sum())
         metrics["throughput/tokens_per_s"] = num_tokens / sum(phase_s.values())
         self._write("rl", step, metrics, phase_s)
-        reward, success = rollout["rollout/reward_mean"], rollout["rollout/success"]
+        reward, success = groups["rollout/reward_seen"], groups["rollout/success_seen"]
         self._curve.append(CurvePoint(step=step, reward=reward, success=success))
         self._mismatch.append(mismatch["mismatch/logp_mean_abs"])
+        self._entropy += entropy_curve([one for tree in trees for one in tree.trajectories])
         self._last_trees = trees
         self._show(step, {"reward": reward, "success": success}, phase_s, num_tokens)
+
+    def keep_held_out(self, when: str, end: str, trees: Sequence[RolloutTree]) -> None:
+        """Keep the trees of a held-out evaluation; end: of the name of the pass."""
+        self._files.keep_held_out(f"{when}{end}", len(self._curve), trees)
 
     def show_held_out(self, when: str, held_out: HeldOut) -> HeldOut:
         """Write and print a held-out evaluation; returns it."""
@@ -150,6 +165,7 @@ class Session:
             "seed": self._config.seed,
             "mismatch_mean_abs": sum(self._mismatch) / last if last else 0.0,
             "stage_seconds": self._stage_s,
+            "entropy_by_offset": self._entropy.as_record(),
             "before": before.as_metrics(),
             "after": after.as_metrics(),
         }

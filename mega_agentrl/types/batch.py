@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainBatch:
-    """B trajectories, response tensors padded to T.
+    """B rows, a trajectory each unless `owner_B` says otherwise; response tensors padded to T.
 
     prompt_ids: B tuples of prompt token ids, any length.
     response_BT: [B, T] int64 response token ids, 0 where padded.
@@ -32,6 +32,7 @@ class TrainBatch:
     old_logp_BT, entropy_BT, ref_logp_BT: [B, T] float32 from the actors, else None.
     advantage_BT: [B, T] float32, else None.
     value_BT, return_BT: [B, T] float32 from a critic and of its advantages, else None.
+    owner_B: [B] int64 number of the row's trajectory, where some are several rows; else None.
     """
 
     prompt_ids: tuple[tuple[int, ...], ...]
@@ -50,6 +51,7 @@ class TrainBatch:
     advantage_BT: torch.Tensor | None = None
     value_BT: torch.Tensor | None = None
     return_BT: torch.Tensor | None = None
+    owner_B: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.response_BT.ndim != 2:

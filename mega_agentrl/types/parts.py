@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.ports import (
         Generator,
+        Interactions,
         Policy,
         PromptSource,
         Rubric,
@@ -32,6 +33,7 @@ class Parts:
     wait: runs a coroutine to its end on the driver's one event loop.
     demonstrations: next batch of the warm start, of a given size; None without one.
     dev: questions whose sampled success ends the warm start.
+    interactions: simulated users of the prompts; None without any.
     """
 
     run_dir: Path
@@ -46,3 +48,4 @@ class Parts:
     demonstrations: Callable[[int], TrainBatch] | None
     start_s: float
     wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]
+    interactions: Interactions | None = None

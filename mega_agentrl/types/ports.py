@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.records import (
+        BadCall,
         GenerateRequest,
         Generation,
+        Message,
         Prompt,
         Score,
         ToolCall,
@@ -85,20 +87,28 @@ class ToolSession(Protocol):
 
 
 class ToolProvider(Protocol):
-    """Opens tool sessions and tells the rollout what ends a call."""
+    """Opens tool sessions and knows how the policy calls tools and how it is answered."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Closing tags after which the engine must stop."""
 
+    @property
+    def answers_in_chat(self) -> bool:
+        """Whether answers are chat messages of role tool behind a turn that ended, and not
+        text inside of the assistant's turn."""
+
     def open(self) -> ToolSession:
         """A new session, not yet created."""
+
+    def read(self, turn_text: str) -> Sequence[ToolCall | BadCall]:
+        """The calls of an assistant turn in order, those that cannot be read among them."""
 
     def parse(self, turn_text: str) -> ToolCall | None:
         """The call that an assistant turn ends in; None where there is none or it is empty."""
 
     def render(self, outcome: ToolOutcome) -> str:
-        """The text appended to the context for an outcome, its control tags escaped."""
+        """An outcome as text of the turn, or as content of a message, control tags escaped."""
 
 
 class TextCodec(Protocol):
@@ -108,11 +118,79 @@ class TextCodec(Protocol):
     def eos_id(self) -> int:
         """The id that ends an assistant turn."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of exactly this text, nothing added."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are left out."""
+
+
+class UserSession(Protocol):
+    """The simulated user or environment of one trajectory; not yet created when opened.
+
+    Every step raises `faults.ToolFault` where it fails or is too late.
+    """
+
+    @property
+    def may_speak(self) -> bool:
+        """Whether it has messages left."""
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the trajectory may branch."""
+
+    async def create(self) -> None:
+        """Make its state."""
+
+    async def respond(self, messages: Sequence[Message]) -> tuple[ToolOutcome, bool]:
+        """Its answer to the assistant's last message, and whether nothing more follows."""
+
+    def count_said(self) -> None:
+        """Note that an answer was passed on."""
+
+    async def fork(self) -> UserSession:
+        """A session with the same state that diverges from here on."""
+
+    async def calc_reward(self) -> dict[str, float]:
+        """Final reward by its name; empty where there is none."""
+
+    async def release(self) -> None:
+        """Free everything; safe to call twice."""
+
+
+class Interactions(Protocol):
+    """Chooses the user of a prompt."""
+
+    def open(self, prompt: Prompt) -> UserSession | None:
+        """A session for a trajectory of the prompt, not yet created; None without a user."""
+
+
+@runtime_checkable
+class ChatCodec(TextCodec, Protocol):
+    """A codec with a chat template; message texts never become special tokens."""
+
+    @property
+    def end_text(self) -> str:
+        """What the template writes behind the text of the last assistant turn."""
+
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generate: bool = True,
+    ) -> list[int]:
+        """Ids of the conversation; `tools` are rendered, generate: with a generation prompt."""
+
+    def apply_next_turn(self, messages: Sequence[Message]) -> list[int]:
+        """Ids between an assistant turn's eos and the next assistant turn."""
+
+    def raw_text(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included."""
 
 
 class Rubric(Protocol):
@@ -217,7 +295,17 @@ class Stateful(Protocol):
 
 
 class PromptSource(Stateful, Protocol):
-    """Gives the prompts of a step; resumable."""
+    """Gives the prompts of a step; resumable.
+
+    What `next` gave is out until it is settled or put back; a restored source gives again what
+    was out when its state was taken, so that no prompt is lost or comes twice.
+    """
 
     def next(self, num_prompts: int) -> Sequence[Prompt]:
-        """The next prompts of the endless shuffled stream."""
+        """The next prompts of the endless shuffled stream, those that were put back first."""
+
+    def settle(self, prompts: Sequence[Prompt]) -> None:
+        """These are done with: trained on, or dropped for good."""
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """These were not needed: `next` gives them first, in this order."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 Message = dict[str, Any]
@@ -23,15 +24,31 @@ Message = dict[str, Any]
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended."""
+    """Why a trajectory ended.
+
+    eos, stop: the policy ended its turn, or a call that was none ended it. length, turn_limit,
+    call_limit, wall_time: a budget. bad_call: under `rollout.on_bad_call=stop`.
+    interaction_end, interaction_limit: the environment had enough, or had spoken often enough.
+    tool_failure, aborted: tools (the environment is one) or engine failed.
+    """
 
     eos = "eos"
     stop = "stop"
     length = "length"
     turn_limit = "turn_limit"
     call_limit = "call_limit"
+    wall_time = "wall_time"
+    bad_call = "bad_call"
+    interaction_end = "interaction_end"
+    interaction_limit = "interaction_limit"
     tool_failure = "tool_failure"
     aborted = "aborted"
+
+    @property
+    def is_failure(self) -> bool:
+        """Ended through our own fault. The wall clock is one: how fast engines and tools are is
+        not the policy's doing."""
+        return self in (StopReason.tool_failure, StopReason.aborted, StopReason.wall_time)
 
 
 class Finish(StrEnum):
@@ -57,6 +74,7 @@ class Author(StrEnum):
 
     assistant = "assistant"
     tool = "tool"
+    user = "user"
 
 
 def _check_lengths(record: str, **lengths: int) -> None:
@@ -73,6 +91,7 @@ class Prompt:
     token_ids: [P] the chat template's output with the generation prompt.
     tools_kwargs: per tool name, its create/execute/calc_reward/release kwargs; the keys
         choose the tools the prompt is offered.
+    tool_schemas: what the chat template rendered of these tools into `token_ids`.
     """
 
     prompt_id: str
@@ -82,6 +101,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tool_schemas: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -89,6 +109,7 @@ class GenerateRequest:
     """One engine call. `temperature` 0 is greedy; `seed` None is unseeded sampling.
 
     stop: strings after which generation ends; the string itself stays in the output.
+    num_top_logps: K to get `Generation.top_logps`, 0 for none.
     """
 
     request_id: str
@@ -99,6 +120,7 @@ class GenerateRequest:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    num_top_logps: int = 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -110,6 +132,10 @@ class Generation:
         temperature 1 for greedy requests).
     argmax_ids: most probable token at each position.
     version: weight version the tokens were sampled with.
+    top_logps: per position the log-probs, at temperature 1, of the K most probable tokens and
+        of the sampled one where it is not among them; in no order, empty unless asked for.
+    num_cached: tokens of the request that were found in the KV cache and not computed again.
+    versions: per position, where the weights changed in the middle; empty: all are `version`.
     """
 
     request_id: str
@@ -120,6 +146,9 @@ class Generation:
     finish: Finish
     stop_string: str | None
     version: int
+    top_logps: tuple[tuple[float, ...], ...] = ()
+    num_cached: int = 0
+    versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_lengths(
@@ -128,6 +157,8 @@ class Generation:
             logps=len(self.logps),
             entropies=len(self.entropies),
             argmax_ids=len(self.argmax_ids),
+            top_logps=len(self.top_logps or self.token_ids),
+            versions=len(self.versions or self.token_ids),
         )
 
 
@@ -140,11 +171,19 @@ class ToolCall:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class BadCall:
+    """What was meant as a call and cannot be read. message: for the policy, escaped."""
+
+    tool: str
+    message: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class ToolOutcome:
     """The typed result of one tool call; `answer` is what the tool said, control tags escaped.
 
     latency_s: of the call itself; queue_s: what it waited before, for the tool's limit on
-    concurrent calls.
+    concurrent calls. bad_call: nothing was run, the policy wrote the call wrongly.
     """
 
     tool: str
@@ -154,11 +193,15 @@ class ToolOutcome:
     queue_s: float = 0.0
     step_reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    bad_call: bool = False
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Turn:
-    """A span [start, stop) of response tokens written by one author."""
+    """A span [start, stop) of response tokens written by one author.
+
+    Several answers that came in together are a turn each, whose tokens are all the last one's.
+    """
 
     index: int
     author: Author
@@ -184,6 +227,39 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Decision:
+    """One question to the branch policy and its answer, "no" included; entropies in nats.
+
+    path: who asked. at: response tokens before the place asked about, right behind a tool's
+        answer. slots: forks it could still make. baseline: of the root.
+    probe_entropies: what was read to decide. num_forks: how many forks were made here.
+    probability, threshold: P and tau of the policy's law; None where it had none to apply.
+    """
+
+    path: tuple[int, ...]
+    at: int
+    slots: int
+    baseline: float
+    probe_entropies: tuple[float, ...]
+    num_forks: int
+    probability: float | None = None
+    threshold: float | None = None
+
+    @property
+    def delta_h(self) -> float | None:
+        """Mean entropy of the probe minus the baseline, nats; None of an empty probe."""
+        return fmean(self.probe_entropies) - self.baseline if self.probe_entropies else None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Restart:
+    """From response token `start` on, tokens were sampled behind `token_ids` and each other."""
+
+    start: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
     """One path of a rollout tree from the prompt to its end; sequences have length N.
@@ -195,7 +271,12 @@ class Trajectory:
     turn_ids: index into `turns` per token.
     baseline_entropy: mean entropy of the root's first probe, nats; inherited by forks.
     tool_rewards: final reward by tool name; step rewards are in the turns' outcomes.
+    decisions: what it asked the branch policy itself, in order: its c-th fork was made by the
+        decision at which their `num_forks` add up to more than c.
     failed: ended through our own fault: kept, shown, and masked from the loss.
+    restarts: where the context that was sampled in is not prompt and response, in order.
+    template_drift: what the full chat template makes of the conversation instead, where it
+        differs; empty where it does not or nobody looked.
     """
 
     trajectory_id: str
@@ -215,6 +296,9 @@ class Trajectory:
     baseline_entropy: float | None = None
     score: Score | None = None
     tool_rewards: dict[str, float] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+    restarts: tuple[Restart, ...] = ()
+    template_drift: str = ""
 
     def __post_init__(self) -> None:
         _check_lengths(
@@ -235,7 +319,12 @@ class Trajectory:
     @property
     def failed(self) -> bool:
         """True where the environment, not the policy, ended it."""
-        return self.stop_reason in (StopReason.tool_failure, StopReason.aborted)
+        return self.stop_reason.is_failure
+
+    @property
+    def num_bad_calls(self) -> int:
+        """Calls the policy wrote wrongly: no JSON, no such tool, arguments that do not fit."""
+        return sum(turn.outcome is not None and turn.outcome.bad_call for turn in self.turns)
 
     @property
     def step_rewards(self) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mega_agentrl.batch.pack import PAD_NODE, pack
 from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.rollout.collector import collect
-from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
+from mega_agentrl.types.records import Restart, RolloutTree, Score, StopReason, Trajectory
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
 
 PROMPT = make_prompt()
@@ -111,6 +111,30 @@ def test_equal_nodes_are_exactly_the_shared_prefixes(seed, num_trajectories):
         until = int(position[0]) + 1
         assert batch.response_BT[holders, :until].unique(dim=0).shape[0] == 1
         assert batch.group_B[holders].unique().numel() == 1
+
+
+def test_parts_behind_a_context_of_their_own_are_rows():
+    restarts = (Restart(start=3, token_ids=(40, 41)), Restart(start=5, token_ids=(42,)))
+    turned = _row("a", [1, 2, 3, 4, 5], [1, 1, 0, 1, 1], 1.0, restarts=restarts)
+    fork = _row("b", [1, 2, 3, 9], [1, 1, 0, 1], 0.5, parent="a", fork_len=3, restarts=restarts[:1])
+    batch = pack([_tree(turned, fork), _tree(_row("d", [1], [1], -1.0))])
+    prompt = PROMPT.token_ids
+    assert batch.prompt_ids == (prompt, (40, 41), prompt, (40, 41), prompt)
+    assert batch.owner_B.tolist() == [0, 0, 1, 1, 2]
+    assert batch.response_BT.tolist() == [[1, 2, 3], [4, 5, 0], [1, 2, 3], [9, 0, 0], [1, 0, 0]]
+    assert batch.mask_BT.int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]]
+    assert batch.node_BT.tolist() == [
+        [0, 1, 2],
+        [3, 4, -1],
+        [0, 1, 2],
+        [5, -1, -1],
+        [6, -1, -1],
+    ]
+    assert batch.length_B.tolist() == [3, 2, 3, 1, 1]
+    assert batch.reward_B.tolist() == [1, 1, 0.5, 0.5, -1]
+    assert batch.group_B.tolist() == [0, 0, 0, 0, 1]
+    assert pack([_tree(_row("d", [1], [1], -1.0))]).owner_B is None
+    assert batch.select([1, 3]).owner_B.tolist() == [0, 1]
 
 
 def test_nothing_to_train_on_says_how_they_ended():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mega_agentrl.config.check import SUPPORTED_ARCHITECTURES, check
-from mega_agentrl.config.choices import Branching, Isolation
+from mega_agentrl.config.choices import Aggregation, Branching, Budget, CallProtocol, Isolation
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.reshard import model_shape
 
@@ -243,6 +243,48 @@ def test_roots_fit_into_the_group(config):
     check(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("call_protocol", CallProtocol.hermes),
+        ("max_wall_s", 1.0),
+        ("use_inference_chat_template", True),
+        ("interaction_file", __file__),
+        ("branch.budget", Budget.first_come),
+        ("straggler_s", 5.0),
+        ("carry_over", True),
+    ],
+)
+def test_the_released_rounds_say_what_they_cannot_do(config, key, value):
+    config.rollout.branching = Branching.released
+    check(config)
+    *section, name = key.split(".")
+    setattr(config.rollout.branch if section else config.rollout, name, value)
+    assert f"rollout.{key}={value}: expected" in message(config)
+
+
+def test_turns_that_are_sequences_of_their_own(config):
+    config.rollout.use_inference_chat_template = True
+    check(config)
+    config.optim.micro_batch_tokens = config.engine.max_model_len
+    check(config)
+    config.engine.max_model_len += 1
+    assert "optim.micro_batch_tokens=256: expected at least engine.max_model_len=257" in message(
+        config
+    )
+    config.algo.aggregation = Aggregation.seq_mean_token_mean
+    assert "algo.aggregation=seq_mean_token_mean: expected token_mean" in message(config)
+    config.rollout.use_inference_chat_template = False
+    check(config)
+
+
+def test_a_missing_file_of_interactions_fails(config, tmp_path):
+    config.rollout.interaction_file = str(tmp_path / "users.yaml")
+    assert "rollout.interaction_file=" in message(config)
+    (tmp_path / "users.yaml").write_text("")
+    check(config)
+
+
 def test_one_trajectory_per_prompt_teaches_nothing(config):
     config.rollout.num_trajectories = 1
     assert "algo.advantage=grpo" in message(config)
@@ -258,6 +300,10 @@ def test_minibatches_divide_the_batch(config):
     check(config)
     config.parallel.data = 3
     assert "parallel.data=3: expected at most 2" in message(config)
+    config.parallel.data, config.rollout.quorum = 2, 0.3
+    assert "rollout.quorum=0.3: a step may have as few as 0 traj" in message(config)
+    config.rollout.quorum = 0.9
+    check(config)
 
 
 def test_bubblewrap_must_be_installed(config, monkeypatch, tmp_path):

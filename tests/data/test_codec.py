@@ -51,6 +51,10 @@ def test_decode_leaves_special_tokens_out_and_keeps_tags(codec):
     assert codec.decode([*codec.encode(text), codec.eos_id]) == text
 
 
+def test_special_tokens_do_not_survive_decoding_and_tags_do(codec):
+    assert codec.keeps("<python>") and codec.keeps("<unknown>") and not codec.keeps("<|im_end|>")
+
+
 def test_ids_fit_the_vocabulary(codec):
     assert max(codec.encode("".join(TAGS))) < codec.vocab_size
 
@@ -78,11 +82,15 @@ def test_the_next_turn_completes_the_full_rendering(codec):
     assert grown == codec.apply_chat([*first, answer, *following])
 
 
-def test_a_template_that_rewrites_earlier_turns_cannot_append(folder):
-    codec = with_template(folder, "{{ messages|length }}" + KEEP_ALL)
+def test_a_template_that_drops_earlier_turns_cannot_append(folder):
+    codec = with_template(folder, "{{ messages[-1].content + eos_token }}")
     with pytest.raises(ValueError, match="cannot append a turn"):
         codec.apply_next_turn([USER])
-    assert with_template(folder, KEEP_ALL).apply_next_turn([USER])
+    plain = with_template(folder, KEEP_ALL).apply_next_turn([USER])
+    # What a template puts in front of the whole conversation is no part of a turn.
+    assert (
+        with_template(folder, "{{ messages|length }}" + KEEP_ALL).apply_next_turn([USER]) == plain
+    )
 
 
 def test_a_tokenizer_without_a_template_says_so(folder):

@@ -71,6 +71,27 @@ def test_schemas_of_the_prompts_tools_reach_the_template(tmp_path):
     assert prompt.token_ids == (3, 3, 100)
 
 
+def test_without_a_choice_the_template_gets_all_schemas(tmp_path):
+    schemas = {"python": {"name": "python"}, "search": {"name": "search"}}
+    everything, one = numbered("a", "b")
+    one["extra_info"]["tools_kwargs"] = {"search": {"create_kwargs": {"k": 1}}}
+    first, second = load(tmp_path, [everything, one], tool_schemas=schemas).prompts
+    assert first.token_ids == (1, 100, 100) and len(first.tool_schemas) == 2
+    assert second.token_ids == (1, 100) and second.tool_schemas == ({"name": "search"},)
+    assert load(tmp_path, [row()]).prompts[0].tool_schemas == ()
+
+
+def test_missing_tools_kwargs_are_named_where_they_are_needed(tmp_path, caplog):
+    rows = numbered("a", "b", "c", "d")
+    for each, need in zip(rows, (None, False, True, True), strict=True):
+        each["extra_info"]["need_tools_kwargs"] = need
+    rows[3]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
+    load(tmp_path, rows)
+    assert [record.getMessage() for record in caplog.records] == [
+        "data.train row 2: no tools_kwargs, expected some; index 2, data source s"
+    ]
+
+
 def numbered(*texts):
     return [row(text, extra_info={"index": index}) for index, text in enumerate(texts)]
 

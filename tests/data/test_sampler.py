@@ -1,6 +1,10 @@
 """Prompts come once an epoch; the state belongs to one dataset."""
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.types.ports import Stateful
@@ -31,13 +35,69 @@ def test_a_step_larger_than_the_dataset_runs_over_the_epochs_end():
     assert len(PromptSampler(prompts(3), seed=0).next(8)) == 8
 
 
+def names(given) -> list[str]:
+    return [prompt.prompt_id for prompt in given]
+
+
+def resumed(sampler: PromptSampler) -> PromptSampler:
+    copy = PromptSampler(prompts(10), seed=3)
+    copy.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    return copy
+
+
 def test_resuming_goes_on_with_the_next_prompt():
     sampler = PromptSampler(prompts(10), seed=3)
-    sampler.next(7)
-    resumed = PromptSampler(prompts(10), seed=3)
-    resumed.load_state_dict(sampler.state_dict())
-    assert resumed.next(9) == sampler.next(9)
+    sampler.settle(sampler.next(7))
+    assert resumed(sampler).next(9) == sampler.next(9)
     assert isinstance(sampler, Stateful)
+
+
+def test_what_was_put_back_comes_first_in_order():
+    sampler = PromptSampler(prompts(10), seed=3)
+    first = sampler.next(6)
+    sampler.put_back(first[3:5])
+    sampler.put_back(first[1:2])
+    assert names(sampler.next(4))[:3] == names([first[1], first[3], first[4]])
+
+
+def test_a_resumed_sampler_begins_with_what_was_out():
+    sampler = PromptSampler(prompts(10), seed=3)
+    given = sampler.next(6)
+    sampler.settle([given[2], given[0]])
+    sampler.put_back([given[4]])
+    expected = names([given[1], given[3], given[5], given[4]])
+    copy = resumed(sampler)
+    assert names(copy.next(5)) == [*expected, sampler.next(2)[1].prompt_id]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), max_size=12))
+def test_every_prompt_is_settled_once_an_epoch_whatever_is_put_back(steps):
+    sampler, settled = PromptSampler(prompts(10), seed=3), []
+    for num_prompts, num_back in steps:
+        taken = sampler.next(num_prompts)
+        size = max(0, num_prompts - num_back)
+        sampler.put_back(taken[size:])
+        sampler.settle(taken[:size])
+        settled += names(taken[:size])
+        sampler = resumed(sampler)
+    assert settled == names(PromptSampler(prompts(10), seed=3).next(len(settled)))
+
+
+def test_a_prompt_is_settled_or_put_back_once():
+    sampler = PromptSampler(prompts(10), seed=3)
+    taken = sampler.next(2)
+    sampler.settle(taken)
+    with pytest.raises(ValueError, match="it is not out"):
+        sampler.settle(taken[:1])
+    with pytest.raises(ValueError, match="it is not out"):
+        sampler.put_back(taken[1:])
+
+
+def test_a_damaged_state_is_refused():
+    state = PromptSampler(prompts(10), seed=3).state_dict() | {"out": [10]}
+    with pytest.raises(ValueError, match=r"prompts \[10\] are out"):
+        PromptSampler(prompts(10), seed=3).load_state_dict(state)
 
 
 def test_the_state_of_another_dataset_is_refused():

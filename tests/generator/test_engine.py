@@ -11,10 +11,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from mega_agentrl.config.schema import EngineConfig
 from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import Engine
 from mega_agentrl.types.records import Finish, GenerateRequest
-from tests.generator.tiny_model import EOS_ID, check_against_transformers
+from tests.generator.tiny_model import EOS_ID, check_against_transformers, logits_of
 
 
 def make_requests(name, count, **settings):
@@ -45,6 +46,23 @@ def test_logps_and_entropies_are_those_of_the_model(
         check_against_transformers(model_folder, request, got)
         if temperature == 0.0:
             assert got.token_ids == got.argmax_ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_the_most_probable_alternatives_are_those_of_the_model(engine, model_folder, temperature):
+    requests = make_requests(f"top{temperature}", 4, temperature=temperature, num_top_logps=10)
+    plain = make_requests("beside", 4)
+    results = engine.call("generate_many", [*requests, *plain])
+    assert all(got.top_logps == () for got in results[4:])
+    for request, got in zip(requests, results, strict=False):
+        check_against_transformers(model_folder, request, got)
+        logp_TV = logits_of(model_folder, request.token_ids, got.token_ids).log_softmax(-1)
+        for logp_V, token, listed in zip(logp_TV, got.token_ids, got.top_logps, strict=True):
+            best = logp_V.topk(10)
+            expected = best.values.tolist()
+            if token not in best.indices.tolist():
+                expected.append(logp_V[token].item())
+            assert sorted(listed, reverse=True) == pytest.approx(expected, abs=1e-3)
 
 
 def test_requests_of_different_temperature_share_a_batch(engine, model_folder):
@@ -148,6 +166,24 @@ def test_prompts_prefilled_in_chunks_are_measured_at_the_end_only(engine, model_
         check_against_transformers(model_folder, request, got)
 
 
+def test_the_prefix_of_a_fork_is_not_computed_again(engine, model_folder):
+    rng, block = random.Random("fork"), EngineConfig().block_size
+    prompt = tuple(rng.randrange(5, 300) for _ in range(10 * block + 5))
+    parent = GenerateRequest(request_id="parent", token_ids=prompt, max_tokens=2 * block, seed=1)
+    (grown,) = engine.call("generate_many", [parent])
+    assert grown.num_cached == 0
+    whole = prompt + grown.token_ids
+    assert len(whole) > 11 * block, "the seed's answer ends too early for this test"
+    lengths = (10 * block, 10 * block + 7, 11 * block, len(whole))
+    forks = [
+        GenerateRequest(request_id=f"fork/{size}", token_ids=whole[:size], max_tokens=4, seed=size)
+        for size in lengths
+    ]
+    for fork, got in zip(forks, engine.call("generate_many", forks), strict=True):
+        assert 0 < len(fork.token_ids) - got.num_cached <= block
+        check_against_transformers(model_folder, fork, got)
+
+
 def test_nothing_stays_in_the_tap(engine):
     engine.call("generate_many", make_requests("clean", 20))
     assert engine.call("rpc", "tap_size") == [0]
@@ -170,7 +206,7 @@ def test_pause_holds_new_requests_back(engine):
     ("settings", "message"),
     [
         ({"token_ids": ()}, "prompt of 0 tokens"),
-        ({"token_ids": (5,) * 256}, "engine.max_model_len is 256"),
+        ({"token_ids": (5,) * 512}, "engine.max_model_len is 512"),
         ({"max_tokens": 0}, "max_tokens=0"),
     ],
 )

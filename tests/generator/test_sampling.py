@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.logprobs import FlatLogprobs
+
 from mega_agentrl.generator.sampling import (
     StopTable,
     check_request,
@@ -78,6 +80,20 @@ def test_log_probs_are_moved_to_the_temperature_and_extra_steps_cut():
     assert got.entropies == (0.1, 0.2)
     assert got.argmax_ids == (4, 7)
     assert (got.finish, got.version) == (Finish.length, 3)
+
+
+def test_the_most_probable_tokens_and_the_sampled_one_where_asked_for():
+    # vLLM lists the sampled token first; at the first place it is among the two best as well.
+    flat = FlatLogprobs()
+    flat.append_fast([4, 4, 6], [-1.0, -1.0, -2.0], iter([1, 1, 2]), [None] * 3)
+    flat.append_fast([5, 6, 7], [-3.0, -0.5, -1.5], iter([9, 1, 2]), [None] * 3)
+    asked = request(num_top_logps=2)
+    assert sampling_params(asked, "k", {}, []).logprobs == 2
+    assert sampling_params(request(), "k", {}, []).logprobs == 0
+    got = to_generation(asked, output(logprobs=flat), RECORD, {}, version=0)
+    assert got.logps == (-1.0 + 0.25, -3.0 + 0.5)
+    assert got.top_logps == ((-1.0, -2.0), (-3.0, -0.5, -1.5))
+    assert to_generation(request(), output(), RECORD, {}, version=0).top_logps == ()
 
 
 def test_greedy_keeps_the_raw_log_probs():

@@ -1,6 +1,7 @@
 """ARPO's reward: every released row, and what the strict rule reads differently."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,14 @@ def test_released_rows(case):
     assert got.correct == (case["f1"] == 1.0)
     if not case["reason"].startswith("find box error"):  # a Python error's text there
         assert got.reason == case["reason"]
+
+
+def test_what_a_user_says_is_no_result():
+    good = THINK + "<answer> \\boxed{4} </answer>"
+    one = trajectory(*PYTHON, good, truth="4")
+    assert score_strict(one).value == 1.0
+    one.turns[1] = replace(one.turns[1], author=Author.user)
+    assert "python/result tags are incomplete" in score_strict(one).reason
 
 
 def test_threshold_makes_a_partial_answer_correct():

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import Branching
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.config.branch_schema import BranchConfig
+from mega_agentrl.config.choices import Budget
 from mega_agentrl.rollout.branching import (
     AfterResult,
     ForkPoint,
     NoBranching,
-    make_policy,
+    Pool,
+    Share,
+    root_budgets,
     split_evenly,
 )
 
@@ -24,6 +26,17 @@ def _point(entropies, baseline=1.0, slots=8):
 @pytest.mark.parametrize(("entropy", "forks"), [(1.0, 0), (1.05, 1), (0.5, 0), (3.0, 1)])
 def test_forks_only_when_entropy_rose(entropy, forks):
     assert AfterResult(BranchConfig()).num_forks(_point([entropy] * 20)) == forks
+
+
+def test_the_law_says_what_it_compared():
+    policy = AfterResult(BranchConfig(alpha=0.4, beta=0.3, tau=0.7))
+    assert policy.probability(_point([3.0] * 20)) == pytest.approx(0.4 + 0.3 * 2)
+    assert policy.probability(_point([3.0] * 4)) is None and policy.threshold == 0.7
+    assert not policy.monitors(8)
+
+
+def test_without_forks_per_decision_nobody_forks():
+    assert AfterResult(BranchConfig(forks_per_decision=0)).num_forks(_point([9.0] * 20)) == 0
 
 
 def test_only_the_first_k_tokens_count_and_five_are_needed():
@@ -65,6 +78,8 @@ def test_none_is_independent_roots():
     policy = NoBranching()
     assert policy.fork_slots(3) == (0, 0, 0) and policy.probe_tokens == 0
     assert policy.baseline([1.0] * 20) is None and policy.num_forks(_point([9.0] * 20)) == 0
+    assert policy.probability(_point([9.0] * 20)) is policy.threshold is None
+    assert not policy.monitors(8)
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -74,7 +89,26 @@ def test_split_keeps_the_sum_and_favours_the_first(total, num_parts):
     assert sorted(parts, reverse=True) == list(parts) and parts[0] - parts[-1] <= 1
 
 
-def test_policy_by_name():
-    assert isinstance(make_policy(RolloutConfig(branching=Branching.none)), NoBranching)
-    policy = make_policy(RolloutConfig(branch=BranchConfig(probe_tokens=7)))
-    assert policy.probe_tokens == 7
+def test_a_share_is_split_in_path_order_and_a_pool_is_not():
+    share = Share(6)
+    children = share.pay(2)
+    assert share.left == 2 and children == [Share(1), Share(1)]
+    pool = Pool(6)
+    (child,) = pool.pay(1)
+    assert child is pool and child.pay(3) == [pool] * 3 and pool.left == 2
+
+
+@given(st.integers(0, 30), st.data())
+def test_no_slot_is_lost_or_made(slots, data):
+    num_forks = data.draw(st.integers(0, slots))
+    share = Share(slots)
+    children = share.pay(num_forks)
+    assert len(children) == num_forks
+    assert share.left + sum(child.left for child in children) + num_forks == slots
+
+
+def test_budgets_of_the_roots():
+    assert root_budgets(Budget.partitioned, (2, 1)) == [Share(2), Share(1)]
+    first, second = root_budgets(Budget.first_come, (2, 1))
+    assert first is second and first.left == 3
+    assert root_budgets(Budget.first_come, ()) == []

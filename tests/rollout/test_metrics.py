@@ -96,6 +96,12 @@ def test_by_hand():
         "num_trajectories": 3,
         "forks": 1,
         "top_ups": 0,
+        "limits": 1 / 3,
+        "bad_calls": 0,
+        "template_drift": 0,
+        "decisions": 0,
+        "tokens_saved_share": 2 / 9,
+        "calls_saved_share": 1 / 2,
         "stop/eos": 1 / 3,
         "stop/length": 1 / 3,
         "stop/aborted": 1 / 3,
@@ -111,6 +117,8 @@ def test_by_hand():
         "entropy": (1 + 1 + 3 + 3 + 5 + 5 + 9) / 7,
         "entropy_root": (1 + 1 + 9) / 3,
         "entropy_after_tool": 4,
+        "entropy_root/0": 11 / 3,
+        "entropy_after_tool/0": 4,
     }
     for name, value in expected.items():
         assert got[f"rollout/{name}"] == pytest.approx(value), name

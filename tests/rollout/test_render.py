@@ -71,5 +71,9 @@ def test_rewards_of_tools_and_the_parts_of_the_reward():
 def test_control_characters_are_shown_not_obeyed():
     one = _one("<search>q1</search>", f"\x1b[2J\r{EOS}", answer=lambda text: "a\x07\x9b\tb")
     lines = render(one).split("\n")
+    half = render(replace(one, turns=[replace(one.turns[0], text="a\ud83db")]))
+    assert "  agent | a\\ud83db\n" in half
     assert lines[3] == "  tool  | <result>a\\x07\\x9b\tb</result>"
     assert lines[4].startswith("  agent | \\x1b[2J")
+    one.score = replace(one.score, reason="wrong answer: \x1b[2J\nok")
+    assert "(wrong answer: \\x1b[2J\\nok), stop eos" in render(one)

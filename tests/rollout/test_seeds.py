@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_agentrl.rollout.seeds import request_seed
+from mega_agentrl.rollout.seeds import continued_seed, request_seed
 
 
 def test_a_known_value_never_moves():
@@ -28,3 +28,9 @@ def test_seeds_fill_the_range():
     seeds = [request_seed(0, step, "p", (0,), 0, 0) for step in range(200)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert 80 < sum(seed >= 2**62 for seed in seeds) < 120
+
+
+def test_the_rest_of_a_request_has_a_seed_of_its_own():
+    seeds = {continued_seed(seed, num_tokens) for seed in (1, 2) for num_tokens in range(1, 9)}
+    assert len(seeds | {1, 2}) == 18
+    assert all(0 <= seed < 2**63 for seed in seeds)

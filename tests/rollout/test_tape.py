@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mega_agentrl.rollout.tape import Tape
 from mega_agentrl.types.records import Author, Finish, Generation, ToolOutcome, ToolStatus
 
@@ -60,8 +62,25 @@ def test_a_prefix_shares_nothing_with_its_source():
     assert {len(getattr(prefix, name)) for name in ("logps", "versions", "turn_ids")} == {6}
 
 
+def test_a_user_speaks_like_a_tool():
+    tape = _tape()
+    tape.close_turn("said")
+    tape.add_tool([11], "why?", OUTCOME, Author.user)
+    assert tape.turns[-1].author is Author.user and tape.loss_mask[-1] == 0
+    assert tape.num_said == 2
+
+
 def test_a_note_without_tokens_may_come_first():
     tape = Tape()
     tape.add_tool((), "", OUTCOME)
     assert len(tape) == 0 and [(t.start, t.stop) for t in tape.turns] == [(0, 0)]
     assert tape.prefix(0).turns == tape.turns
+
+
+def test_a_generation_of_two_versions_keeps_both():
+    tape = Tape()
+    tape.add_sampled(_said(1))
+    tape.add_sampled(replace(_said(5, 6, 7, version=4), versions=(3, 3, 4)))
+    tape.close_turn("call")
+    tape.add_tool([8], "<result>", OUTCOME)
+    assert tape.versions == [3, 3, 3, 4, 4]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.branching import AfterResult, NoBranching
+from mega_agentrl.rollout.branching import AfterResult, NoBranching, Share
 from mega_agentrl.rollout.trajectory import RolloutContext, State, TrajectoryRun, ends_inside
 from mega_agentrl.types.faults import ToolFault
 from mega_agentrl.types.records import Author, StopReason, ToolOutcome, ToolStatus
@@ -33,7 +33,7 @@ def _run(write, *, tools=None, policy=None, max_model_len=1000, slots=0, on_fork
     )
     forks = []
     return TrajectoryRun(
-        context, make_prompt(), "p0", (0,), slots=slots, on_fork=on_fork or forks.append
+        context, make_prompt(), "p0", (0,), slots=Share(slots), on_fork=on_fork or forks.append
     )
 
 
@@ -289,3 +289,42 @@ def test_beginnings_of_tags():
     stops = ("</search>", "</python>")
     assert ends_inside("x</se", stops) and ends_inside("<", stops)
     assert not ends_inside("x", stops) and not ends_inside("</search>", stops)
+
+
+async def test_the_wall_clock_ends_a_trajectory_wherever_it_is():
+    class Slow(FakeGenerator):
+        async def generate(self, request):
+            self.requests.append(request)
+            await asyncio.sleep(60)
+
+    class SlowTools(FakeTools):
+        async def wait(self):
+            await asyncio.sleep(60)
+
+    generator, tools = Slow(), FakeTools()
+    run = _run(generator, tools=tools, max_wall_s=0.05)
+    got = await asyncio.wait_for(run.run(), 2)
+    assert got.stop_reason is StopReason.wall_time and got.failed and run.state is State.failed
+    assert generator.aborted == [generator.requests[0].request_id]
+    assert tools.sessions[0].released == 1
+    tools = SlowTools()
+    got = await asyncio.wait_for(_run(turns("a" + CALL), tools=tools, max_wall_s=0.05).run(), 2)
+    assert got.stop_reason is StopReason.wall_time and got.response_text == "a" + CALL
+    assert got.num_calls == 1 and tools.sessions[0].released == 1
+
+
+async def test_a_fork_has_its_parents_clock():
+    run, generator, forks = _probing("thinking hard" + END, entropy=_excited, max_wall_s=0.2)
+    assert not (await run.run()).failed
+    generator.delays = 1  # a fork that never waits is never interrupted
+    await asyncio.sleep(0.25)
+    got = await forks[0].run()
+    assert got.stop_reason is StopReason.wall_time and len(got.token_ids) == got.fork_len
+
+
+async def test_a_fault_is_no_matter_of_the_clock():
+    def breaks(request):
+        return True
+
+    got = await _run(FakeGenerator(turns(END), breaks=breaks), max_wall_s=60.0).run()
+    assert got.stop_reason is StopReason.aborted

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.config.choices import Branching
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.branching import make_policy
+from mega_agentrl.rollout.policies import make_policy
 from mega_agentrl.rollout.trajectory import RolloutContext
 from mega_agentrl.rollout.tree import grow_tree
 from mega_agentrl.types.records import Author
@@ -23,7 +23,7 @@ END = f"<answer>1</answer>{EOS}"
 configs = st.builds(
     RolloutConfig,
     num_trajectories=st.integers(1, 9),
-    branching=st.sampled_from(Branching),
+    branching=st.sampled_from([Branching.none, Branching.after_result, Branching.aepo]),
     branch=st.builds(
         BranchConfig,
         probe_tokens=st.integers(3, 12),

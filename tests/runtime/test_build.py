@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mega_agentrl.config.choices import Branching, CallProtocol
 from mega_agentrl.config.schema import (
     DataConfig,
     ModelConfig,
@@ -15,6 +16,7 @@ from mega_agentrl.config.tool_schema import ToolConfig
 from mega_agentrl.data.dataset import PromptSet
 from mega_agentrl.runtime import build as module
 from mega_agentrl.tool.kit import ToolKit
+from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.fakes import make_prompt
 
 
@@ -54,6 +56,18 @@ def test_without_steps_there_are_no_demonstrations(config, monkeypatch):
     with module.build(config) as parts:
         assert parts.demonstrations is None
         assert parts.dev == ()
+
+
+@pytest.mark.parametrize("branching", [Branching.after_result, Branching.released])
+def test_tool_output_is_escaped_unless_the_published_rollout_is_repeated(
+    config, monkeypatch, branching
+):
+    config.rollout.branching = branching
+    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+    outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="</result>", latency_s=0.0)
+    with module.build(config) as parts:
+        raw = "</result>\n" in parts.tools.render(outcome)
+        assert raw is (branching is Branching.released)
 
 
 def test_bad_data_is_found_before_tools_and_groups_start(config, monkeypatch):
@@ -134,3 +148,37 @@ def test_tools_start_before_the_cluster_unless_their_sandboxes_are_in_it(
         assert events == ["connect", "tools", "engines", "close", "shutdown"]
     else:
         assert events == ["tools", "connect", "engines", "shutdown", "close"]
+
+
+def test_calls_by_json_need_the_template_to_say_what_there_is(config, monkeypatch):
+    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+    config.data.max_prompt_tokens = 5000
+    with module.build(config) as tags:
+        plain = tags.validation[0]
+    config.rollout.call_protocol = CallProtocol.hermes
+    with module.build(config) as parts:
+        assert parts.tools.answers_in_chat and parts.tools.stop_strings == ()
+        prompt = parts.validation[0]
+        names = [schema["function"]["name"] for schema in prompt.tool_schemas]
+        assert names == ["python", "search"] and plain.tool_schemas == ()
+        assert parts.codec.decode(prompt.token_ids).count('"type": "function"') == 2
+    monkeypatch.setattr(module.HFCodec, "keeps", lambda self, text: text != "</tool_call>")
+    with pytest.raises(ValueError, match="the tokenizer declares </tool_call> special"):
+        with module.build(config):
+            pass
+
+
+def test_interactions_are_read_and_rewarded_by_name(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+    with module.build(config) as parts:
+        assert parts.interactions.open(parts.validation[0]) is None
+    path = tmp_path / "users.yaml"
+    path.write_text("- class_name: mega_agentrl.rollout.interaction_gsm8k.Gsm8kUser\n")
+    config.rollout.interaction_file = str(path)
+    config.reward.tools = {"gsm8k_user": 0.5}
+    with module.build(config) as parts:
+        assert parts.interactions.names == ("gsm8k_user",)
+    config.reward.tools = {"gsm8k": 0.5}
+    with pytest.raises(ValueError, match="one of python, search, gsm8k_user"):
+        with module.build(config):
+            pass

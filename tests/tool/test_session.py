@@ -7,7 +7,7 @@ import pytest
 
 from mega_agentrl.tool.kit import ToolKit
 from mega_agentrl.tool.protocol import Tool, ToolAnswer
-from mega_agentrl.tool.session import SessionLimits
+from mega_agentrl.tool.session import MAX_ANSWER_CHARS, SessionLimits
 from mega_agentrl.types.faults import ToolFault
 from mega_agentrl.types.records import ToolStatus
 
@@ -328,10 +328,70 @@ async def test_waiting_for_a_slot_has_a_bound_of_its_own():
     await session.create({})
     first = asyncio.create_task(session.execute("fragile", {"x": "a"}))
     await fragile.entered.wait()
-    outcome = await session.execute("fragile", {"x": "a"})
+    other = await session.fork()
+    outcome = await other.execute("fragile", {"x": "a"})
     assert outcome.status is ToolStatus.infra_error
     assert outcome.answer == "no slot of 1 free in 0.1 s"
+    await other.release()
+    outcome = await session.execute("fragile", {"x": "a"})
+    assert outcome.status is ToolStatus.infra_error
+    assert outcome.answer == "an earlier call was not done within 0.1 s"
     fragile.gate.set()
     assert (await first).status is ToolStatus.ok
     assert (await session.execute("fragile", {"x": "a"})).status is ToolStatus.ok
+    await session.release()
+
+
+class Turns(Tool):
+    """Keeps what ran at once; with a state where `keeps`."""
+
+    name = "turns"
+    argument = "x"
+
+    def __init__(self, keeps):
+        self.keeps, self.running, self.most, self.order = keeps, 0, 0, []
+
+    async def create(self, kwargs):
+        return [] if self.keeps else None
+
+    async def execute(self, state, arguments, kwargs):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        self.order.append(arguments["x"])
+        return ToolAnswer(text=arguments["x"])
+
+
+@pytest.mark.parametrize(("keeps", "most"), [(True, 1), (False, 3)])
+async def test_calls_on_one_state_take_turns_and_others_run_at_once(keeps, most):
+    tool = Turns(keeps)
+    session = ToolKit([tool]).open()
+    await session.create({})
+    outcomes = await asyncio.gather(*(session.execute("turns", {"x": x}) for x in "abc"))
+    assert [outcome.answer for outcome in outcomes] == tool.order == ["a", "b", "c"]
+    assert tool.most == most
+    await session.release()
+
+
+async def test_ten_megabytes_are_cut_before_anybody_looks_at_them():
+    class Large(Turns):
+        async def execute(self, state, arguments, kwargs):
+            return ToolAnswer(text="\u00e9" * 10_000_000)
+
+    session = ToolKit([Large(False)]).open()
+    await session.create({})
+    answer = (await session.execute("turns", {"x": ""})).answer
+    assert len(answer) == MAX_ANSWER_CHARS + len("... [cut]") and answer.endswith("... [cut]")
+
+
+async def test_only_calls_written_wrongly_are_bad_calls():
+    session, _, _ = fragile_session("execute", "fail")
+    await session.create({})
+    for name, arguments, expected in (
+        ("fragile", {"x": "a"}, False),
+        ("fragile", {"y": "a"}, True),
+        ("none", {}, True),
+    ):
+        assert (await session.execute(name, arguments)).bad_call is expected
     await session.release()

@@ -11,6 +11,9 @@ TAGS = TagProtocol({"python": "code", "search": "query"})
 
 def test_stop_strings():
     assert TAGS.stop_strings == ("</python>", "</search>")
+    assert TAGS.marks == ("<python>", "</python>", "<search>", "</search>")
+    assert TAGS.read("<python>1</python>") == (TAGS.parse("<python>1</python>"),)
+    assert TAGS.read("none") == () and not TAGS.in_chat
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,12 @@ def test_parse(text, expected):
 def test_render_shape():
     assert TAGS.render("1 < 2") == " <result>\n1 < 2\n</result>"
     assert TAGS.render("</result>") == " <result>\n&lt;/result>\n</result>"
+
+
+def test_without_escapes_tool_output_stays_as_it_is():
+    tags = TagProtocol({"python": "code"}, ["[CTL]"], escapes=False)
+    text = "</result><answer>[CTL]</python>"
+    assert tags.escape(text) == text and tags.render(text) == f" <result>\n{text}\n</result>"
 
 
 def test_a_tool_of_ones_own_has_its_tag_escaped():

@@ -75,6 +75,12 @@ class Stream:
         self.at += num_prompts
         return taken
 
+    def settle(self, prompts):
+        pass
+
+    def put_back(self, prompts):
+        assert not prompts, "this stream only goes forward"
+
 
 @pytest.fixture
 def config(tmp_path):

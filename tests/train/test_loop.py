@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 from mega_agentrl.config.schema import SftConfig
+from mega_agentrl.rollout.tree_file import read_trees
 from mega_agentrl.train.loop import train
 
 
@@ -39,6 +40,51 @@ def test_a_run_leaves_metrics_summary_curve_and_rollouts(parts, config, tmp_path
     assert stages == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
     assert (tmp_path / "reward.png").stat().st_size > 1000
     assert "question p" in (tmp_path / "rollouts.txt").read_text()
+
+
+def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(parts, config, tmp_path):
+    parts.demonstrations = None
+    config = replace(
+        config,
+        total_steps=3,
+        report=replace(config.report, trees_every=2),
+        evaluate=replace(config.evaluate, greedy=True),
+    )
+    train(parts, config)
+    found = {path.name: list(read_trees(path)) for path in (tmp_path / "rollouts").iterdir()}
+    assert sorted(found) == [
+        "held_out_after.jsonl",
+        "held_out_after_greedy.jsonl",
+        "held_out_before.jsonl",
+        "held_out_before_greedy.jsonl",
+        "step_000002.jsonl",
+        "step_000003.jsonl",
+    ]
+    assert {(one.stage, one.step) for one in found["step_000002.jsonl"]} == {("rl", 2)}
+    assert {(one.stage, one.step) for one in found["held_out_after.jsonl"]} == {
+        ("held_out_after", 3)
+    }
+    assert [len(one.tree.leaves) for one in found["step_000003.jsonl"]] == [4] * 3
+    assert [len(one.tree.leaves) for one in found["held_out_before.jsonl"]] == [2] * 6
+    assert [len(one.tree.leaves) for one in found["held_out_before_greedy.jsonl"]] == [1] * 6
+    kept = [line for line in lines(tmp_path) if "time/keep_s" in line]
+    assert [line["step"] for line in kept if line["stage"] == "rl"] == [2, 3]
+
+
+def test_nothing_is_kept_unless_asked_for(parts, config, tmp_path):
+    parts.demonstrations = None
+    train(parts, config)
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_the_summary_holds_the_entropy_curve_of_all_steps(parts, config, tmp_path):
+    parts.demonstrations = None
+    train(parts, config)
+    curve = json.loads((tmp_path / "summary.json").read_text())["entropy_by_offset"]
+    # Two steps of three prompts; each root or top-up has a first turn of at least one token.
+    assert 12 <= curve["num_root"][0] <= 24
+    assert len(curve["root"]) == len(curve["after_tool"]) == 51
+    assert 0 < curve["root"][0] < 3
 
 
 def test_without_steps_the_policy_is_evaluated_and_exported(parts, config, tmp_path):

@@ -21,7 +21,11 @@ REQUIRED = {
     "RewardModel": {"scores", "close"},
     "WeightSource": {"layout", "join", "send"},
     "WeightSink": {"layout", "connect_weights", "receive_weights"},
+    "UserSession": {"create", "respond", "fork", "calc_reward", "release"},
+    "Interactions": {"open"},
+    "ChatCodec": {"apply_chat", "apply_next_turn", "raw_text", "end_text"},
     "Stateful": {"state_dict", "load_state_dict"},
+    "PromptSource": {"next", "settle", "put_back"},
 }
 
 

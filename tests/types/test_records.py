@@ -64,7 +64,7 @@ def test_every_per_token_list_of_a_trajectory_has_one_length(name):
     assert "token_ids 3" in str(caught.value) or "loss_mask 3" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["token_ids", "logps", "entropies", "argmax_ids"])
+@pytest.mark.parametrize("name", ["token_ids", "logps", "entropies", "argmax_ids", "versions"])
 def test_every_per_token_tuple_of_a_generation_has_one_length(name):
     with pytest.raises(ValueError, match=f"Generation r0.*{name} 1"):
         generation(**{name: (0,)})
@@ -85,8 +85,19 @@ def test_a_fork_shares_no_more_than_there_is(fork_len):
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_only_our_own_failures_are_failures(reason):
-    expected = reason in {StopReason.tool_failure, StopReason.aborted}
+    expected = reason in {StopReason.tool_failure, StopReason.aborted, StopReason.wall_time}
     assert trajectory(stop_reason=reason).failed is expected
+
+
+def test_bad_calls_are_counted_by_their_outcomes():
+    def turn(index, bad):
+        outcome = ToolOutcome(
+            tool="t", status=ToolStatus.user_error, answer="", latency_s=0.0, bad_call=bad
+        )
+        return Turn(index=index, author=Author.tool, start=3, stop=3, text="", outcome=outcome)
+
+    assert trajectory(turns=[turn(0, True), turn(1, False), turn(2, True)]).num_bad_calls == 2
+    assert trajectory().num_bad_calls == 0
 
 
 def test_response_text_is_every_turn_in_order():

@@ -1,0 +1,64 @@
+"""Settings of the branching (`rollout.branch.*`): the laws' constants and the fork budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from mega_agentrl.config.choices import Budget
+from mega_agentrl.config.ranges import require
+
+
+@dataclass
+class BranchConfig:
+    """When a trajectory forks, and how often.
+
+    alpha, beta, tau: fork when alpha + beta * (H - H_root) > tau (arXiv 2507.19849);
+    `rollout.branching=aepo` lowers the left side by the share `penalty` for every fork in a row.
+    probe_tokens: tokens after a tool's answer whose mean entropy (nats) is H.
+    min_probe_tokens: with fewer tokens in the turn there is no fork.
+    initial_rollouts: N roots per prompt; null means half of rollout.num_trajectories, and with
+    aepo what a first, monitored root suggests.
+    forks_per_decision: Z extra paths per decision (the released code's beam_size - 1).
+    budget: how the fork slots of a prompt are shared out; released has its own way.
+    branch_probability, entropy_weight: of the released law, read by no other.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.2
+    tau: float = 0.5
+    penalty: float = 0.05
+    probe_tokens: int = 20
+    min_probe_tokens: int = 5
+    initial_rollouts: int | None = None
+    forks_per_decision: int = 1
+    budget: Budget = Budget.partitioned
+    branch_probability: float = 0.5
+    entropy_weight: float = 0.2
+
+    def __post_init__(self) -> None:
+        for key in ("alpha", "beta", "tau", "entropy_weight"):
+            value = getattr(self, key)
+            require(isfinite(value), f"rollout.branch.{key}", value, "a finite number")
+        for key in ("penalty", "branch_probability"):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"rollout.branch.{key}", value, "between 0 and 1")
+        require(
+            1 <= self.min_probe_tokens <= self.probe_tokens,
+            "rollout.branch.min_probe_tokens",
+            self.min_probe_tokens,
+            f"between 1 and rollout.branch.probe_tokens={self.probe_tokens}",
+        )
+        roots = self.initial_rollouts
+        require(
+            roots is None or roots >= 1,
+            "rollout.branch.initial_rollouts",
+            roots,
+            "null, or at least 1",
+        )
+        require(
+            self.forks_per_decision >= 0,
+            "rollout.branch.forks_per_decision",
+            self.forks_per_decision,
+            "at least 0 (which never forks)",
+        )

@@ -1,0 +1,52 @@
+"""Settings of the groups (`rollout.*`): which are trained on, how long a step waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from mega_agentrl.config.choices import FilterKey
+from mega_agentrl.config.ranges import require
+
+
+@dataclass
+class GroupConfig:
+    """Which groups (all trajectories of one prompt) a step takes; see `rollout.groups`.
+
+    filter_key: a group is kept where filter_low < mean of this number < filter_high, else another
+    prompt takes its place. filter_max_rounds: at most that many times data.prompts_per_step
+    prompts are taken as such replacements in one step, then it is an error.
+    oversample: prompts started in a step beyond data.prompts_per_step.
+    quorum, straggler_s: once that share of data.prompts_per_step is kept, the unfinished groups
+    have that many seconds; 0 is no limit. carry_over: what is unfinished then, or is more than
+    the step needs, goes on in the next step with its weights, instead of being dropped.
+    """
+
+    filter_key: FilterKey = FilterKey.none
+    filter_low: float = 0.01
+    filter_high: float = 0.99
+    filter_max_rounds: int = 20
+    oversample: int = 0
+    quorum: float = 1.0
+    straggler_s: float = 0.0
+    carry_over: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("filter_low", "filter_high", "straggler_s"):
+            value = getattr(self, key)
+            require(isfinite(value), f"rollout.{key}", value, "a finite number")
+        require(
+            self.filter_low < self.filter_high,
+            "rollout.filter_low",
+            self.filter_low,
+            f"less than rollout.filter_high={self.filter_high}",
+        )
+        for key in ("filter_max_rounds", "oversample", "straggler_s"):
+            require(getattr(self, key) >= 0, f"rollout.{key}", getattr(self, key), "at least 0")
+        require(0 < self.quorum <= 1, "rollout.quorum", self.quorum, "in (0, 1]")
+        require(
+            self.quorum == 1 or self.straggler_s > 0,
+            "rollout.straggler_s",
+            self.straggler_s,
+            f"more than 0 with rollout.quorum={self.quorum}, which changes nothing without a limit",
+        )

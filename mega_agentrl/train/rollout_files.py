@@ -1,0 +1,46 @@
+"""Which rollout trees of a run are kept: `rollouts/` in the run folder, one file per evaluation
+of all prompts (format: `rollout.tree_file`).
+
+    step_000020.jsonl                 every `report.trees_every`-th RL step, and the last one
+    held_out_before.jsonl, held_out_after.jsonl, held_out_before_greedy.jsonl, ...
+
+With `report.trees_every=0` nothing is kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mega_agentrl.rollout.tree_file import write_trees
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.records import RolloutTree
+
+FOLDER = "rollouts"
+
+
+class RolloutFiles:
+    """Chooses and writes the trees of a run."""
+
+    def __init__(self, run_dir: Path, config: TrainConfig) -> None:
+        self._folder = run_dir / FOLDER
+        self._every = config.report.trees_every
+        self._last = config.total_steps
+
+    def chosen(self, step: int) -> bool:
+        """Whether the trees of an RL step are kept."""
+        return bool(self._every) and (step % self._every == 0 or step == self._last)
+
+    def keep_step(self, step: int, trees: Sequence[RolloutTree]) -> None:
+        """Write the trees of a chosen RL step."""
+        write_trees(self._folder / f"step_{step:06d}.jsonl", trees, stage="rl", step=step)
+
+    def keep_held_out(self, name: str, step: int, trees: Sequence[RolloutTree]) -> None:
+        """Trees of a held-out evaluation; name: "before", "after_greedy", ..."""
+        if self._every:
+            stage = f"held_out_{name}"
+            write_trees(self._folder / f"{stage}.jsonl", trees, stage=stage, step=step)

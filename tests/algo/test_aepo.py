@@ -1,0 +1,101 @@
+"""`algo.aepo`: every golden row, numbers by hand, and what masks and shifts do not change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.algo.aepo import branch_penalty, entropy_scaled, initial_rollouts
+from mega_agentrl.algo.policy_loss import aggregate, clipped
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "aepo.json").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("case", GOLDEN["initial_rollouts"])
+def test_golden_initial_rollouts(case):
+    got = initial_rollouts(case["n"], case["H_root"], case["H_tool_avg"])
+    assert got == case["initial_rollouts_code"]
+    assert got == min(max(int(case["m_paper_real"]) + 1, 1), case["n"])
+
+
+@pytest.mark.parametrize("case", GOLDEN["branch"])
+def test_golden_penalty(case):
+    coin = case["u"] + case["w"] * case["delta"]
+    score = min(max(coin * branch_penalty(case["consecutive"]), 0.0), 1.0)
+    assert score == pytest.approx(case["score"])
+    assert (score >= case["bp"]) is case["branch"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["loss"])
+def test_golden_losses(case):
+    new = torch.tensor([case["new"]], requires_grad=True)
+    old, advantage, entropy = (torch.tensor([case[key]]) for key in ("old", "adv", "entropy"))
+    mask = torch.ones_like(old)
+    if case["adv_balanced"]:
+        advantage = entropy_scaled(advantage, entropy, mask)
+    loss_BT, _ = clipped(
+        new,
+        old,
+        advantage,
+        mask,
+        clip_low=case["eps_low"],
+        clip_high=case["eps_high"],
+        clip_dual=3.0,
+        balanced=case["clip_balanced"],
+    )
+    loss = aggregate(loss_BT, mask, "token_mean")
+    loss.backward()
+    assert loss_BT[0].tolist() == pytest.approx(case["per_token"], abs=1e-5)
+    assert loss.item() == pytest.approx(case["loss"], abs=1e-5)
+    assert new.grad[0].tolist() == pytest.approx(case["grad"], abs=1e-5)
+
+
+def test_scaled_by_hand():
+    # Entropies 1, 2, 3: mean 2, unbiased std 1, z -1, 0, 1; the fourth token is masked.
+    advantage = torch.tensor([[1.0, -1.0, 2.0, 5.0]])
+    entropy = torch.tensor([[1.0, 2.0, 3.0, float("nan")]], requires_grad=True)
+    got = entropy_scaled(advantage, entropy, torch.tensor([[1, 1, 1, 0]]), weight=0.5)
+    assert got.tolist() == [[0.5, -1.0, 3.0, 0.0]]
+    assert not got.requires_grad
+
+
+@pytest.mark.parametrize("mask", [[[1, 1]], [[1, 0]], [[0, 0]]])
+def test_without_a_spread_nothing_is_scaled(mask):
+    got = entropy_scaled(torch.ones(1, 2), torch.full((1, 2), 3.0), torch.tensor(mask))
+    assert got.tolist() == torch.tensor(mask).float().tolist()
+
+
+def test_a_shift_and_a_scale_of_the_entropies_change_nothing():
+    generator = torch.Generator().manual_seed(0)
+    advantage, entropy = torch.randn(2, 3, 7, generator=generator)
+    mask = torch.rand(3, 7, generator=generator) < 0.7
+    plain = entropy_scaled(advantage, entropy, mask)
+    assert torch.allclose(plain, entropy_scaled(advantage, 4 * entropy + 2, mask), atol=1e-5)
+    assert torch.equal(entropy_scaled(advantage, entropy, mask, weight=0), advantage * mask)
+
+
+@given(st.integers(1, 64), st.floats(0, 12), st.floats(0, 12), st.floats(0, 5))
+def test_more_roots_where_the_question_is_harder_than_the_tools(n, h_root, h_tool, more):
+    few = initial_rollouts(n, h_root, h_tool)
+    assert 1 <= few <= initial_rollouts(n, h_root + more, h_tool) <= n
+
+
+def test_penalties_by_hand():
+    assert [branch_penalty(count) for count in (0, 1, 10, 20, 99)] == [1.0, 0.95, 0.5, 0.0, 0.0]
+    assert branch_penalty(2, rate=0.25) == 0.5 and branch_penalty(50, rate=0) == 1.0
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"advantage_BT \(1, 2\), entropy_BT \(1, 3\)"):
+        entropy_scaled(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="expected 2 axes"):
+        entropy_scaled(torch.zeros(2), torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="n=0"):
+        initial_rollouts(0, 1.0, 1.0)

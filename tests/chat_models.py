@@ -1,0 +1,86 @@
+"""Tokenizer folders in the manner of three families, and a hand-fed engine that talks in ids.
+
+The vocabulary is bytes, so ids are easy to follow; special tokens and tags are as the families
+have them. The templates are our own short versions with the families' habits: Qwen 2.5 groups
+tools' answers, Qwen 3 drops old reasoning and adds empty reasoning to the last turn, Llama 3 has
+a bos, trims messages and quotes tools' answers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mega_agentrl.data.codec import HFCodec
+from mega_agentrl.types.records import Finish, Generation
+
+FAMILIES = ("qwen25", "qwen3", "llama3")
+TEMPLATES = Path(__file__).parent / "data" / "templates"
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LLAMA = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def save_tokenizer(family: str, folder: Path, change=lambda template: template) -> Path:
+    """A folder that `HFCodec` reads. change: makes another template of the family's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = LLAMA if family == "llama3" else QWEN
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    if family != "llama3":
+        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=special[-1],
+        bos_token=special[0] if family == "llama3" else None,
+        pad_token=special[0],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = change((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"))
+    fast.save_pretrained(folder)
+    return folder
+
+
+class Script:
+    """Says one turn after the other, each ended by eos unless it ends in `CUT`."""
+
+    CUT = "\0"
+    version = 1
+
+    def __init__(self, codec: HFCodec, turns: list[str]) -> None:
+        self.requests = []
+        self._turns = []
+        for text in turns:
+            ids = codec.encode(text.removesuffix(self.CUT))
+            is_cut = text.endswith(self.CUT)
+            self._turns.append((ids if is_cut else [*ids, codec.eos_id], is_cut))
+
+    async def generate(self, request):
+        token_ids, is_cut = self._turns[len(self.requests)]
+        self.requests.append(request)
+        finish = Finish.stop if is_cut else Finish.eos
+        if len(token_ids) > request.max_tokens:
+            token_ids, finish = token_ids[: request.max_tokens], Finish.length
+        return Generation(
+            request_id=request.request_id,
+            token_ids=tuple(token_ids),
+            logps=(-1.0,) * len(token_ids),
+            entropies=(1.0,) * len(token_ids),
+            argmax_ids=tuple(token_ids),
+            finish=finish,
+            stop_string=None,
+            version=1,
+        )
+
+    async def abort(self, request_id):
+        pass

@@ -1,0 +1,44 @@
+"""`rollout.branch.*`: ranges, with the key and the value in the error."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mega_agentrl.config.branch_schema import BranchConfig
+from mega_agentrl.config.choices import Budget
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("alpha", math.inf),
+        ("beta", math.nan),
+        ("tau", -math.inf),
+        ("entropy_weight", math.nan),
+        ("penalty", -0.1),
+        ("penalty", 1.1),
+        ("branch_probability", 1.5),
+        ("branch_probability", -0.5),
+        ("min_probe_tokens", 0),
+        ("min_probe_tokens", 21),
+        ("initial_rollouts", 0),
+        ("forks_per_decision", -1),
+    ],
+)
+def test_out_of_range(key, value):
+    with pytest.raises(ValueError, match=rf"rollout\.branch\.{key}={value}: expected"):
+        BranchConfig(**{key: value})
+
+
+def test_the_papers_constants_are_the_defaults():
+    config = BranchConfig()
+    assert (config.alpha, config.beta, config.tau, config.probe_tokens) == (0.5, 0.2, 0.5, 20)
+    assert (config.branch_probability, config.entropy_weight, config.penalty) == (0.5, 0.2, 0.05)
+    assert config.budget is Budget.partitioned and config.forks_per_decision == 1
+
+
+def test_boundary_values_pass():
+    BranchConfig(penalty=0, branch_probability=1, forks_per_decision=0, initial_rollouts=1)
+    BranchConfig(min_probe_tokens=3, probe_tokens=3, penalty=1, branch_probability=0)

@@ -1,0 +1,71 @@
+"""One trajectory over a real chat template with real tools and a scripted policy."""
+
+from __future__ import annotations
+
+import json
+
+from mega_agentrl.config.choices import Branching, CallProtocol
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.rollout.collector import collect
+from mega_agentrl.tool.function import tool
+from mega_agentrl.tool.kit import ToolKit
+from tests.chat_models import Script
+from tests.fakes import FakeRubric, make_prompt
+
+
+@tool
+async def add(a: int, b: int) -> int:
+    """Sum of two numbers."""
+    return a + b
+
+
+@tool
+async def page(size: int) -> str:
+    """A page of `size` characters."""
+    return "z" * size
+
+
+def call(name="add", **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def make_kit(codec, *more):
+    """Both tools, and more, called by JSON."""
+    tools = [add, page, *more]
+    return ToolKit(tools, control_tokens=codec.control_tokens, protocol=CallProtocol.hermes)
+
+
+def prompt_for(codec, kit, **changes):
+    """The question, rendered with the schemas of all tools."""
+    messages = ({"role": "user", "content": "How much is it?"},)
+    schemas = tuple(kit.schemas().values())
+    token_ids = tuple(codec.apply_chat(messages, schemas))
+    values = {"messages": messages, "token_ids": token_ids, "tool_schemas": schemas}
+    return make_prompt(**(values | changes))
+
+
+async def converse(codec, turns, *, kit=None, prompt=None, interactions=None, **options):
+    """The trajectory and the engine that was asked. turns: as `chat_models.Script` takes them."""
+    kit = kit or make_kit(codec)
+    script = Script(codec, turns)
+    max_model_len = options.pop("max_model_len", 10_000)
+    defaults = {
+        "num_trajectories": 1,
+        "branching": Branching.none,
+        "call_protocol": CallProtocol.hermes,
+        "max_response_tokens": 4000,
+        "max_calls": 8,
+    }
+    (tree,) = await collect(
+        [prompt or prompt_for(codec, kit)],
+        generator=script,
+        tools=kit,
+        codec=codec,
+        rubric=FakeRubric(),
+        config=RolloutConfig(**(defaults | options)),
+        max_model_len=max_model_len,
+        seed=1,
+        step=0,
+        interactions=interactions,
+    )
+    return tree.trajectories[0], script

@@ -1,0 +1,58 @@
+"""An engine that writes one token at a time and ends a request where it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from mega_agentrl.types.records import Finish
+from tests.fakes import FakeGenerator
+
+
+@dataclass
+class SteppedGenerator(FakeGenerator):
+    """`abort` ends a request behind the token it has.
+
+    stalls(request, num_tokens): whether it writes no more tokens than that for now.
+    """
+
+    stalls: Callable = lambda request, num_tokens: False
+    told: set = field(default_factory=set)
+
+    async def generate(self, request):
+        version = self.version
+        whole = await super().generate(request)
+        key = request.request_id
+        assert key not in self.running
+        self.running.add(key)
+        try:
+            for num_tokens in range(len(whole.token_ids)):
+                await asyncio.sleep(0)
+                while self.stalls(request, num_tokens) and key not in self.told:
+                    await asyncio.sleep(0.001)
+                if key in self.told:
+                    return replace(_first(whole, num_tokens), version=version)
+            assert version == self.version, "weights changed in the middle of a request"
+            return replace(whole, version=version)
+        finally:
+            self.running.discard(key)
+            self.told.discard(key)
+
+    async def abort(self, request_id):
+        await super().abort(request_id)
+        if request_id in self.running:
+            self.told.add(request_id)
+
+
+def _first(whole, num_tokens):
+    return replace(
+        whole,
+        token_ids=whole.token_ids[:num_tokens],
+        logps=whole.logps[:num_tokens],
+        entropies=whole.entropies[:num_tokens],
+        argmax_ids=whole.argmax_ids[:num_tokens],
+        top_logps=whole.top_logps[:num_tokens],
+        finish=Finish.aborted,
+        stop_string=None,
+    )

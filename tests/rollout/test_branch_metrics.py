@@ -1,0 +1,52 @@
+"""`rollout.branch_metrics`: what branching did, by hand and against a tree without it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from mega_agentrl.rollout.branch_metrics import branch_metrics
+from mega_agentrl.rollout.nodes import to_nodes
+from tests.rollout.grown_trees import grown, nested_tree
+
+
+def test_the_nested_tree_by_hand():
+    tree = nested_tree()
+    first, second = (28 + 22, 28 + 22 + 29 + 22)
+    # 0 is whole; 0.0 takes over the first turn, 0.0.0 and 0.1 the first two, 28 and 29 sampled.
+    assert [one.fork_len for one in tree.trajectories] == [0, first, second, second]
+    held = sum(sum(one.loss_mask) for one in tree.trajectories)
+    assert branch_metrics([tree]) == pytest.approx(
+        {
+            "forks": 3,
+            "top_ups": 0,
+            "decisions": 3,
+            "decisions_forked": 1,
+            "delta_h": 1,
+            "tokens_saved_share": (28 + 57 + 57) / held,
+            "calls_saved_share": (1 + 2 + 2) / 8,
+        }
+    )
+
+
+def test_decisions_that_did_not_fork_count_too():
+    got = branch_metrics([nested_tree(), nested_tree(after=0.5)])
+    assert got["decisions"] == 2.5 and got["decisions_forked"] == 0.6
+    assert got["delta_h"] == pytest.approx((3 * 1.0 - 2 * 0.5) / 5)
+    assert got["forks"] == 1.5 and got["top_ups"] == 1.5
+
+
+@settings(max_examples=40)
+@given(grown())
+def test_saved_is_what_the_nodes_hold_only_once(tree):
+    nodes = to_nodes(tree)
+    held = sum(sum(one.loss_mask) for one in tree.trajectories)
+    sampled = sum(sum(node.loss_mask) for node in nodes.nodes)
+    got = branch_metrics([tree])["tokens_saved_share"]
+    assert got == pytest.approx(1 - sampled / held if held else 0)
+    assert (got > 0) == (tree.num_forks > 0)
+
+
+def test_without_decisions_there_is_no_mean_of_them():
+    assert "delta_h" not in branch_metrics([])
+    assert set(branch_metrics([]).values()) == {0.0}

@@ -1,0 +1,62 @@
+"""`rollout.collected`: counts of groups, and means from before the filter."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.rollout.collected import Collected
+from mega_agentrl.rollout.filter import Verdict
+from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
+from tests.fakes import make_prompt
+
+
+def _tree(*values, versions=(1, 1)):
+    prompt = make_prompt()
+    trajectories = [
+        Trajectory(
+            trajectory_id=f"p0/0/{index}",
+            prompt=prompt,
+            path=(index,),
+            token_ids=[65, 66, 67],
+            loss_mask=[1, 0, 1],
+            logps=[0.0] * 3,
+            entropies=[0.0] * 3,
+            versions=[versions[0], 0, versions[1]],
+            turn_ids=[0] * 3,
+            turns=[],
+            stop_reason=StopReason.aborted if value is None else StopReason.eos,
+            score=None
+            if value is None
+            else Score(value=value, correct=value >= 1, f1=0.0, answer="", reason=""),
+        )
+        for index, value in enumerate(values)
+    ]
+    return RolloutTree(prompt=prompt, trajectories=trajectories)
+
+
+def test_metrics_by_hand():
+    mixed, wrong, right = _tree(1, 0, None, versions=(2, 3)), _tree(0, 0), _tree(1, 1)
+    collected = Collected(
+        trees=[mixed],
+        seen=[wrong, mixed, right],
+        verdicts=[Verdict.low, Verdict.kept, Verdict.high],
+        version=3,
+        counts={"stragglers": 4},
+    )
+    metrics = collected.metrics()
+    assert metrics["rollout/groups_kept"] == 1
+    assert metrics["rollout/groups_filtered_low"] == metrics["rollout/groups_filtered_high"] == 1
+    assert metrics["rollout/groups_failed"] == 0 and metrics["rollout/stragglers"] == 4
+    assert metrics["rollout/success_seen"] == metrics["rollout/reward_seen"] == 3 / 6
+    # Of each trajectory's two sampled tokens one has the version before.
+    assert metrics["rollout/stale_tokens"] == 0.5
+
+
+def test_a_step_without_anything_has_zeros():
+    metrics = Collected(trees=[], seen=[], verdicts=[], version=1, counts={}).metrics()
+    assert set(metrics.values()) == {0.0}
+
+
+def test_verdicts_and_trees_go_together():
+    with pytest.raises(ValueError, match="got 1 verdicts"):
+        Collected(trees=[], seen=[], verdicts=[Verdict.kept], version=1, counts={})

@@ -1,0 +1,164 @@
+"""`rollout.hold`: wherever a request is cut, what comes out is one whole generation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.rollout.hold import HeldGenerator
+from mega_agentrl.types.records import Finish, GenerateRequest
+from tests.fakes import EOS, CharCodec, FakeGenerator, turns
+from tests.rollout.stepped_engine import SteppedGenerator
+
+STOPS = ("</search>", "</python>")
+TEXTS = ("abc<search>q</search>", f"word <b>{EOS}", "<<</searc</search>", "x" * 40)
+
+
+def _request(max_tokens=30, stop=STOPS):
+    token_ids = tuple(map(ord, "Q?"))
+    return GenerateRequest(
+        request_id="p/0/0/0.0", token_ids=token_ids, max_tokens=max_tokens, seed=7, stop=stop
+    )
+
+
+async def _cut(engine, request, waits):
+    """The generation, held after each number of turns of the event loop."""
+    held = HeldGenerator(engine, CharCodec())
+    task = asyncio.create_task(held.generate(request))
+    for num_turns in waits:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        while not task.done() and not held.num_waiting:
+            await held.hold()
+            await asyncio.sleep(0)
+        assert task.done() or not engine.running
+        engine.version += 1
+        held.go_on()
+    generation = await asyncio.wait_for(task, 5)
+    assert held.num_waiting == 0 and not engine.running
+    return generation
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(TEXTS),
+    st.integers(1, 30),
+    st.lists(st.integers(0, 12), max_size=6),
+)
+def test_the_text_is_as_if_nobody_had_cut_it(text, max_tokens, waits):
+    request = _request(max_tokens)
+    plain = asyncio.run(FakeGenerator(turns(text)).generate(request))
+    engine = SteppedGenerator(turns(text))
+    got = asyncio.run(_cut(engine, request, waits))
+    for name in ("request_id", "token_ids", "argmax_ids", "finish", "stop_string"):
+        assert getattr(got, name) == getattr(plain, name), name
+    assert len(got.logps) == len(got.entropies) == len(got.token_ids)
+    versions = got.versions or (got.version,) * len(got.token_ids)
+    assert list(versions) == sorted(versions)
+    assert versions[-1] <= got.version <= engine.version
+
+
+def test_tokens_keep_the_version_they_were_sampled_with():
+    engine = SteppedGenerator(turns("0123456789" + EOS))
+    got = asyncio.run(_cut(engine, _request(), [4, 3]))
+    assert "".join(map(chr, got.token_ids)) == "0123456789" + EOS
+    first, second, third = (got.versions.count(version) for version in (1, 2, 3))
+    assert first and second and third and first + second + third == 11
+    one, two, three = engine.requests
+    assert len(one.token_ids) == 2
+    assert len(two.token_ids) == 2 + first and two.max_tokens == 30 - first
+    assert len(three.token_ids) == 2 + first + second
+    assert len({one.seed, two.seed, three.seed}) == 3
+
+
+def test_without_a_cut_the_engines_own_answer_passes():
+    engine = FakeGenerator(turns("abc" + EOS))
+    held = HeldGenerator(engine, CharCodec())
+    got = asyncio.run(held.generate(_request()))
+    assert got == asyncio.run(engine.generate(_request())) and got.versions == ()
+
+
+def test_a_request_that_comes_while_held_waits():
+    async def scenario():
+        engine = FakeGenerator(turns("abc" + EOS))
+        held = HeldGenerator(engine, CharCodec())
+        await held.hold()
+        task = asyncio.create_task(held.generate(_request()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert held.num_waiting == 1 and not engine.requests
+        held.go_on()
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(scenario()).finish is Finish.eos
+
+
+def test_somebody_elses_abort_ends_the_request():
+    async def scenario():
+        engine = SteppedGenerator(turns("0123456789" + EOS))
+        held = HeldGenerator(engine, CharCodec())
+        task = asyncio.create_task(held.generate(_request()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await held.abort("p/0/0/0.0")
+        return await asyncio.wait_for(task, 5)
+
+    got = asyncio.run(scenario())
+    assert got.finish is Finish.aborted and 0 < len(got.token_ids) < 11
+
+
+def test_a_dead_engine_is_no_pause():
+    async def scenario():
+        engine = SteppedGenerator(turns("ab" + EOS), breaks=lambda request: True, delays=1)
+        held = HeldGenerator(engine, CharCodec())
+        task = asyncio.create_task(held.generate(_request()))
+        await asyncio.sleep(0)
+        await held.hold()
+        await asyncio.wait_for(task, 5)
+
+    with pytest.raises(RuntimeError, match="engine 0 died"):
+        asyncio.run(scenario())
+
+
+def test_cancelling_a_held_request_leaves_nothing():
+    async def scenario():
+        engine = SteppedGenerator(turns("0123456789" + EOS))
+        held = HeldGenerator(engine, CharCodec())
+        task = asyncio.create_task(held.generate(_request()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        while not held.num_waiting:
+            await held.hold()
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert held.num_waiting == 0 and not engine.running
+
+    asyncio.run(scenario())
+
+
+def test_entropies_of_all_pieces_are_known_while_it_runs():
+    class Open(SteppedGenerator):
+        async def entropies(self, request_id):
+            return (9.0,)
+
+    async def scenario():
+        held = HeldGenerator(Open(turns("0123456789" + EOS)), CharCodec())
+        task = asyncio.create_task(held.generate(_request()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        while not held.num_waiting:
+            await held.hold()
+            await asyncio.sleep(0)
+        before = await held.entropies("p/0/0/0.0")
+        held.go_on()
+        await asyncio.sleep(0)
+        now = await held.entropies("p/0/0/0.0")
+        whole = (await task).entropies
+        assert before == whole[: len(before)] and now == (*before, 9.0)
+
+    asyncio.run(scenario())

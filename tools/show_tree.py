@@ -1,0 +1,87 @@
+"""Draws rollout trees that a run kept under `rollouts/` (`report.trees_every`).
+
+    python tools/show_tree.py FILE [--prompt ID] [--entropy]
+
+Without `--prompt` all trees of the file, one after another. `--entropy`: instead of trees, how
+unsure the policy was at each token offset of first turns and of turns behind a tool's answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mega_agentrl.types.records import RolloutTree
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and print; 2 for a file that is none of ours or has no such prompt."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("file", type=Path, help="a file of a run's folder rollouts/")
+    parser.add_argument("--prompt", help="id of one prompt, as in `question ID: ...`")
+    parser.add_argument("--entropy", action="store_true", help="entropy by token offset instead")
+    options = parser.parse_args(arguments)
+    try:
+        lines = _entropy_lines if options.entropy else _tree_lines
+        for line in lines(_trees(options.file, options.prompt)):
+            print(line)
+    except BrokenPipeError:
+        # Whoever reads has seen enough; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _trees(path: Path, prompt_id: str | None) -> Iterator[RolloutTree]:
+    # Imported here because the package is found through ROOT where it is not installed.
+    from mega_agentrl.rollout.nodes import to_tree
+    from mega_agentrl.rollout.tree_file import read_trees
+
+    found: list[str] = []
+    matched = False
+    for stored in read_trees(path):
+        found.append(stored.tree.prompt.prompt_id)
+        if prompt_id in (None, found[-1]):
+            matched = True
+            yield to_tree(stored.tree)
+    if not matched:
+        some = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        raise ValueError(f"{path}: got --prompt {prompt_id}, expected one of {some}")
+
+
+def _tree_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:
+    from mega_agentrl.rollout.render_tree import render_tree
+
+    for tree in trees:
+        yield f"{render_tree(tree)}\n"
+
+
+def _entropy_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:
+    from mega_agentrl.rollout.entropy_metrics import NUM_OFFSETS, EntropyCurve, entropy_curve
+
+    curve = EntropyCurve()
+    for tree in trees:
+        curve += entropy_curve(tree.trajectories)
+    yield "offset   first turn (tokens)   behind an answer (tokens)"
+    for offset in range(NUM_OFFSETS):
+        values = [
+            f"{'-' if mean is None else f'{mean:.4f}'} ({means.counts[offset]})"
+            for means in (curve.root, curve.after_tool)
+            for mean in (means.mean(offset, offset + 1),)
+        ]
+        yield f"{offset:>6}   {values[0]:<19}   {values[1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
