@@ -22,6 +22,8 @@ class BranchConfig:
     forks_per_decision: Z extra paths per decision (the released code's beam_size - 1).
     budget: how the fork slots of a prompt are shared out; released has its own way.
     branch_probability, entropy_weight: of the released law, read by no other.
+    estimate_top_k: K > 0 also estimates each entropy from the K most probable tokens, as the
+    released code does, and reports the distance to the exact one; at temperature 1.
     """
 
     alpha: float = 0.5
@@ -35,6 +37,7 @@ class BranchConfig:
     budget: Budget = Budget.partitioned
     branch_probability: float = 0.5
     entropy_weight: float = 0.2
+    estimate_top_k: int = 0
 
     def __post_init__(self) -> None:
         for key in ("alpha", "beta", "tau", "entropy_weight"):
@@ -43,6 +46,12 @@ class BranchConfig:
         for key in ("penalty", "branch_probability"):
             value = getattr(self, key)
             require(0 <= value <= 1, f"rollout.branch.{key}", value, "between 0 and 1")
+        require(
+            0 <= self.estimate_top_k <= 20,  # what vLLM lists at most
+            "rollout.branch.estimate_top_k",
+            self.estimate_top_k,
+            "between 0 (off) and 20",
+        )
         require(
             1 <= self.min_probe_tokens <= self.probe_tokens,
             "rollout.branch.min_probe_tokens",

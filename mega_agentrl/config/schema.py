@@ -111,6 +111,12 @@ class RolloutConfig(GroupConfig):
             "at least 1",
         )
         require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        require(
+            not self.branch.estimate_top_k or self.temperature == 1,
+            "rollout.branch.estimate_top_k",
+            self.branch.estimate_top_k,
+            f"0 unless rollout.temperature={self.temperature} is 1, which the engine lists by",
+        )
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         for key in ("max_response_tokens", "max_turns"):
             require(getattr(self, key) >= 1, f"rollout.{key}", getattr(self, key), "at least 1")

@@ -8,6 +8,8 @@ tokens_saved_share          sampled tokens that a path took over from its parent
                             its trees' M paths hold: what M independent rollouts would have
                             sampled in addition
 calls_saved_share           the same for tool calls
+topk_entropy_gap            mean distance of the top-k estimate to the exact entropy, nats; where
+                            `rollout.branch.estimate_top_k` asks for it
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ def branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     }
     if rises:
         values["delta_h"] = sum(rises) / len(rises)
+    gaps = [one.topk_gap for one in paths if one.topk_gap is not None]
+    if gaps:
+        values["topk_entropy_gap"] = sum(gaps) / len(gaps)
     return values
 
 

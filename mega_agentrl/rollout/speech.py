@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.context import FAULTS
+from mega_agentrl.rollout.estimate import EntropyGap
 from mega_agentrl.rollout.seeds import request_seed
 from mega_agentrl.types.records import Finish, GenerateRequest, Restart
 
@@ -52,6 +53,7 @@ class Speech:
         self._path = path
         self._tape = tape
         self._num_parts = 0
+        self._gap = EntropyGap(context.config.branch.estimate_top_k)
         self._max_tokens = min(
             context.config.max_response_tokens, context.max_model_len - len(prompt.token_ids)
         )
@@ -60,6 +62,11 @@ class Speech:
     def trajectory_id(self) -> str:
         """Unique over the run."""
         return f"{self._prompt_key}/{self._context.step}/{'.'.join(map(str, self._path))}"
+
+    @property
+    def topk_gap(self) -> float | None:
+        """See `records.Trajectory`."""
+        return self._gap.mean
 
     @property
     def room(self) -> int:
@@ -94,12 +101,14 @@ class Speech:
             if greedy
             else request_seed(context.seed, context.step, self._prompt_key, self._path, turn, part),
             stop=context.tools.stop_strings,
+            num_top_logps=self._gap.top_k,
         )
         generation = await ask(context.generator, request)
         num_new = len(generation.token_ids)
         assert num_new <= max_tokens, f"{request.request_id}: {num_new} of {max_tokens} tokens"
         assert num_new or generation.finish is Finish.aborted, f"{request.request_id}: no token"
         tape.add_sampled(generation)
+        self._gap.add(generation)
         return generation.finish
 
     async def rest_of_turn(self, finish: Finish, start: int) -> Finish:

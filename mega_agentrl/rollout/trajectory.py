@@ -329,4 +329,5 @@ class TrajectoryRun:
             decisions=self._forks.decisions,
             restarts=self._speech.restarts,
             template_drift="" if stop_reason.is_failure else self._dialogue.drift(),
+            topk_gap=self._speech.topk_gap,
         )

@@ -275,6 +275,8 @@ class Trajectory:
         decision at which their `num_forks` add up to more than c.
     failed: ended through our own fault: kept, shown, and masked from the loss.
     restarts: where the context that was sampled in is not prompt and response, in order.
+    topk_gap: mean distance of the top-k estimate to the exact entropies of its own tokens, nats;
+        None where nobody asked (`rollout.branch.estimate_top_k`).
     template_drift: what the full chat template makes of the conversation instead, where it
         differs; empty where it does not or nobody looked.
     """
@@ -299,6 +301,7 @@ class Trajectory:
     decisions: list[Decision] = field(default_factory=list)
     restarts: tuple[Restart, ...] = ()
     template_drift: str = ""
+    topk_gap: float | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(

@@ -25,6 +25,8 @@ from mega_agentrl.config.choices import Budget
         ("min_probe_tokens", 21),
         ("initial_rollouts", 0),
         ("forks_per_decision", -1),
+        ("estimate_top_k", -1),
+        ("estimate_top_k", 21),
     ],
 )
 def test_out_of_range(key, value):

@@ -11,10 +11,13 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.config.schema import EngineConfig, RolloutConfig
 from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import Engine
+from mega_agentrl.rollout.collector import collect
+from mega_agentrl.rollout.estimate import EntropyGap
 from mega_agentrl.types.records import Finish, GenerateRequest
+from tests.fakes import FakeRubric, FakeTools, make_prompt
 from tests.generator.tiny_model import EOS_ID, check_against_transformers, logits_of
 
 
@@ -182,6 +185,70 @@ def test_the_prefix_of_a_fork_is_not_computed_again(engine, model_folder):
     for fork, got in zip(forks, engine.call("generate_many", forks), strict=True):
         assert 0 < len(fork.token_ids) - got.num_cached <= block
         check_against_transformers(model_folder, fork, got)
+
+
+class Remote:
+    """The engine's host as a generator."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def generate(self, request):
+        return await asyncio.wrap_future(self.engine.begin("generate", request))
+
+
+class Words:
+    """A token a word; ids as text, which tools never find a call in."""
+
+    eos_id, vocab_size = EOS_ID, 300
+
+    def encode(self, text):
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, token_ids):
+        return " ".join(f"w{token}" for token in token_ids)
+
+
+async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(engine):
+    rng = random.Random("trees")
+    prompts = [
+        make_prompt(f"p{n}", token_ids=tuple(rng.randrange(5, 300) for _ in range(20 + n)))
+        for n in range(4)
+    ]
+
+    async def trees_of(asked, temperature):
+        config = RolloutConfig(num_trajectories=4, max_response_tokens=24)
+        trees = await collect(
+            asked,
+            generator=Remote(engine),
+            tools=FakeTools(),
+            codec=Words(),
+            rubric=FakeRubric(),
+            config=config,
+            max_model_len=512,
+            seed=3,
+            step=1,
+            temperature=temperature,
+        )
+        return [[one.token_ids for one in tree.trajectories] for tree in trees]
+
+    for temperature in (0.0, 1.0):
+        together = await trees_of(prompts, temperature)
+        alone = [tree for prompt in prompts for tree in await trees_of([prompt], temperature)]
+        assert together == alone
+        assert all(len(token_ids) > 0 for tree in together for token_ids in tree)
+    assert len({tuple(map(tuple, tree)) for tree in together}) == 4
+
+
+def test_the_longer_the_engines_list_the_nearer_is_the_estimate(engine):
+    requests = make_requests("listed", 4, num_top_logps=20, max_tokens=12)
+    gaps = [EntropyGap(top_k) for top_k in (1, 5, 20)]
+    for got in engine.call("generate_many", requests):
+        for gap in gaps:
+            gap.add(got)
+    # The more is listed the nearer; these distributions are nearly flat over 300 tokens.
+    one, five, twenty = (gap.mean for gap in gaps)
+    assert one > five > twenty > 0
 
 
 def test_nothing_stays_in_the_tap(engine):

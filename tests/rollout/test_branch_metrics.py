@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from mega_agentrl.config.branch_schema import BranchConfig
+from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.rollout.branch_metrics import branch_metrics
+from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.nodes import to_nodes
+from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
 from tests.rollout.grown_trees import grown, nested_tree
 
 
@@ -45,6 +49,26 @@ def test_saved_is_what_the_nodes_hold_only_once(tree):
     got = branch_metrics([tree])["tokens_saved_share"]
     assert got == pytest.approx(1 - sampled / held if held else 0)
     assert (got > 0) == (tree.num_forks > 0)
+
+
+async def test_the_estimates_distance_is_there_when_asked_for():
+    gaps = []
+    for top_k in (0, 1):
+        config = RolloutConfig(num_trajectories=4, branch=BranchConfig(estimate_top_k=top_k))
+        (tree,) = await collect(
+            [make_prompt()],
+            generator=FakeGenerator(),
+            tools=FakeTools(),
+            codec=CharCodec(),
+            rubric=FakeRubric(),
+            config=config,
+            max_model_len=200,
+            seed=1,
+            step=1,
+        )
+        gaps.append(branch_metrics([tree]).get("topk_entropy_gap"))
+    assert gaps[0] is None
+    assert gaps[1] > 0
 
 
 def test_without_decisions_there_is_no_mean_of_them():
