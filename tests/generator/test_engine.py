@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 
 import pytest
 
@@ -16,6 +17,7 @@ from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import Engine
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.estimate import EntropyGap
+from mega_agentrl.rollout.hold import HeldGenerator
 from mega_agentrl.types.records import Finish, GenerateRequest
 from tests.fakes import FakeRubric, FakeTools, make_prompt
 from tests.generator.tiny_model import EOS_ID, check_against_transformers, logits_of
@@ -196,6 +198,12 @@ class Remote:
     async def generate(self, request):
         return await asyncio.wrap_future(self.engine.begin("generate", request))
 
+    async def abort(self, request_id):
+        await asyncio.wrap_future(self.engine.begin("abort", request_id))
+
+    async def entropies(self, request_id):
+        return await asyncio.wrap_future(self.engine.begin("entropies", request_id))
+
 
 class Words:
     """A token a word; ids as text, which tools never find a call in."""
@@ -238,6 +246,27 @@ async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(en
         assert together == alone
         assert all(len(token_ids) > 0 for tree in together for token_ids in tree)
     assert len({tuple(map(tuple, tree)) for tree in together}) == 4
+
+
+async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine, model_folder):
+    request = make_requests("held", 1, max_tokens=120, temperature=0.0)[0]
+    (whole,) = engine.call("generate_many", [request])
+    held = HeldGenerator(Remote(engine), Words())
+    running = asyncio.create_task(held.generate(request))
+    seen = ()
+    while not seen and not running.done():
+        with suppress(RuntimeError):  # it may not have come to the engine yet
+            seen = await held.entropies(request.request_id)
+        await asyncio.sleep(0)
+    await held.hold()
+    while not held.num_waiting and not running.done():
+        await asyncio.sleep(0.01)
+    assert held.num_waiting == 1, "it was over before it could be held"
+    held.go_on()
+    got = await running
+    assert got.token_ids == whole.token_ids and got.finish is whole.finish
+    assert len(got.versions) == len(got.token_ids)
+    check_against_transformers(model_folder, request, got)
 
 
 def test_the_longer_the_engines_list_the_nearer_is_the_estimate(engine):
