@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from mega_agentrl.algo.masking import masked_whiten
+from mega_agentrl.algo.scan import discounted_sum, following, over_sampled
 from mega_agentrl.algo.shapes import same_rows, same_shape
 
 
@@ -66,16 +67,8 @@ def reinforce_plus_plus(
     Tool tokens are skipped: they neither discount nor stop the return, so what is earned
     after a tool's answer reaches the tokens before it.
     """
-    same_shape(reward_BT=reward_BT, mask_BT=mask_BT)
-    on_BT = mask_BT.bool()
-    reward64_BT = torch.where(on_BT, reward_BT, torch.zeros_like(reward_BT)).double()
-    running_B = reward64_BT.new_zeros(reward_BT.shape[0])
-    columns: list[torch.Tensor] = []
-    for reward_B, on_B in zip(reversed(reward64_BT.T), reversed(on_BT.T), strict=True):
-        running_B = torch.where(on_B, reward_B + gamma * running_B, running_B)
-        columns.append(running_B)
-    return_BT = _columns(columns, reward64_BT)
-    return masked_whiten(return_BT, on_BT).to(reward_BT.dtype)
+    return_BT = over_sampled(lambda reward_RL: discounted_sum(reward_RL, gamma), mask_BT, reward_BT)
+    return masked_whiten(return_BT.to(reward_BT.dtype), mask_BT)
 
 
 def reinforce_plus_plus_baseline(
@@ -100,21 +93,14 @@ def gae(
     as its successor.
     """
     same_shape(reward_BT=reward_BT, value_BT=value_BT, mask_BT=mask_BT)
-    on_BT = mask_BT.bool()
-    zero_BT = torch.zeros_like(reward_BT)
-    reward64_BT = torch.where(on_BT, reward_BT, zero_BT).double()
-    value64_BT = torch.where(on_BT, value_BT, zero_BT).double()
-    running_B = reward64_BT.new_zeros(reward_BT.shape[0])
-    next_value_B = running_B
-    columns: list[torch.Tensor] = []
-    steps = zip(reversed(reward64_BT.T), reversed(value64_BT.T), reversed(on_BT.T), strict=True)
-    for reward_B, value_B, on_B in steps:
-        delta_B = reward_B + gamma * next_value_B - value_B
-        running_B = torch.where(on_B, delta_B + gamma * lam * running_B, running_B)
-        next_value_B = torch.where(on_B, value_B, next_value_B)
-        columns.append(torch.where(on_B, running_B, torch.zeros_like(running_B)))
-    advantage_BT = _columns(columns, reward64_BT)
-    return advantage_BT.to(reward_BT.dtype), (advantage_BT + value64_BT).to(reward_BT.dtype)
+
+    def formula(reward_RL: torch.Tensor, value_RL: torch.Tensor) -> torch.Tensor:
+        delta_RL = reward_RL + gamma * following(value_RL) - value_RL
+        return discounted_sum(delta_RL, gamma * lam)
+
+    advantage_BT = over_sampled(formula, mask_BT, reward_BT, value_BT).to(reward_BT.dtype)
+    state_BT = torch.where(mask_BT.bool(), value_BT, torch.zeros_like(value_BT))
+    return advantage_BT, (advantage_BT + state_BT).to(reward_BT.dtype)
 
 
 def broadcast(advantage_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -133,13 +119,15 @@ def arpo_hard(
     tokens that are equal by chance are not shared. Masked positions neither give nor get.
     """
     same_shape(node_BT=node_BT, mask_BT=mask_BT)
-    grid_BT = broadcast(advantage_B, mask_BT).double()
+    same_rows(advantage_B, mask_BT)
     on_BT = mask_BT.bool()
-    index_N = torch.unique(node_BT[on_BT], return_inverse=True)[1]
-    advantage_N = grid_BT[on_BT]
-    holders_N = _group_sum(torch.ones_like(advantage_N), index_N)
-    mean_N = _group_sum(advantage_N, index_N) / holders_N
-    return torch.zeros_like(grid_BT).masked_scatter(on_BT, mean_N).to(advantage_B.dtype)
+    place_BT, num_nodes = _places(node_BT, on_BT)
+    place_N = place_BT.flatten()
+    grid_N = advantage_B.double().repeat_interleave(mask_BT.shape[1])
+    total_N = grid_N.new_zeros(num_nodes + 1).index_add(0, place_N, grid_N)
+    mean_N = (total_N / place_N.bincount(minlength=num_nodes + 1)).to(advantage_B.dtype)
+    mean_BT = mean_N[place_BT]
+    return torch.where(on_BT, mean_BT, torch.zeros_like(mean_BT))
 
 
 def _groups(group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,6 +142,20 @@ def _group_sum(value_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
     return total_B[index_B]
 
 
-def _columns(columns: list[torch.Tensor], like_BT: torch.Tensor) -> torch.Tensor:
-    """Columns collected from the last position to the first, as a grid."""
-    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like_BT)
+def _places(node_BT: torch.Tensor, on_BT: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """[B, T] a number from 0 for each unmasked node, one behind all of them where masked.
+
+    Ids that lie as close as those of `batch.pack` are used as they are, less the smallest;
+    sorting out others costs most of the time of `arpo_hard`.
+    """
+    if not bool(on_BT.any()):
+        return torch.zeros_like(node_BT, dtype=torch.int64), 0
+    limit = torch.iinfo(node_BT.dtype)
+    low = torch.where(on_BT, node_BT, limit.max).amin()
+    size = int(torch.where(on_BT, node_BT, limit.min).amax()) - int(low) + 1
+    if size <= 2 * node_BT.numel():
+        return torch.where(on_BT, node_BT.long() - low, size), size
+    unique_N, index_N = torch.unique(node_BT[on_BT], return_inverse=True)
+    size = len(unique_N)
+    behind_BT = torch.full_like(node_BT, size, dtype=torch.int64)
+    return behind_BT.masked_scatter(on_BT, index_N), size

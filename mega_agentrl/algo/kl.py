@@ -1,30 +1,39 @@
-"""Per-token estimators of KL(policy || reference) from the log-probs of sampled tokens.
+"""Per-token estimators of KL(policy || reference), and what is done with them.
 
 With d = logp - ref_logp and r = exp(-d): k1 = d (unbiased, may be negative), abs = |d|,
 k2 = d^2 / 2, k3 = r - 1 + d (unbiased, never negative), J. Schulman, "Approximating KL
 divergence". k3 is clamped to [-10, 10]: one token far off must not swamp the batch.
 
-B trajectories, T response positions. Masking and averaging are the caller's.
+The penalty goes into the loss, or into the reward (`in_reward`). Its coefficient is fixed, or
+follows the measured KL (Ziegler et al., arXiv 1909.08593):
+
+    coef *= 1 + clip(observed / target - 1, -0.2, 0.2) * num_steps / horizon
+
+B trajectories, T response positions. Averaging is the caller's.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
+from mega_agentrl.algo.precision import widened
 from mega_agentrl.algo.shapes import same_shape
 
 K3_BOUND = 10.0
 EXPONENT_BOUND = 20.0
+ADAPTIVE_BOUND = 0.2
 
 
 def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> torch.Tensor:
-    """[B, T] float32 penalty in nats, differentiable in `logp_BT`.
+    """[B, T] penalty in nats, differentiable in `logp_BT`; float32, or float64 as the input.
 
     logp_BT, ref_logp_BT: [B, T] float log-probs under the policy and the reference.
     kind: `k1`, `abs`, `k2` or `k3`.
     """
     same_shape(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
-    gap_BT = logp_BT.float() - ref_logp_BT.float()
+    gap_BT = widened(logp_BT) - widened(ref_logp_BT)
     match kind:
         case "k1":
             return gap_BT
@@ -38,3 +47,38 @@ def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> t
             exponent_BT = (-gap_BT).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
             return (exponent_BT.expm1() - exponent_BT).clamp(-K3_BOUND, K3_BOUND)
     raise ValueError(f"kind={kind}: expected one of k1, abs, k2, k3")
+
+
+def in_reward(
+    reward_BT: torch.Tensor, kl_BT: torch.Tensor, mask_BT: torch.Tensor, *, coef: float
+) -> torch.Tensor:
+    """[B, T] reward - coef * KL on unmasked tokens, 0 elsewhere; no gradient."""
+    same_shape(reward_BT=reward_BT, kl_BT=kl_BT, mask_BT=mask_BT)
+    shaped_BT = (reward_BT - coef * kl_BT).detach()
+    return torch.where(mask_BT.bool(), shaped_BT, torch.zeros_like(shaped_BT))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveKL:
+    """A coefficient on its way to a KL of `target` nats per token.
+
+    horizon: optimizer steps over which a KL that is off by 20 % or more changes it by 20 %.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if self.coef < 0 or self.target <= 0 or self.horizon <= 0:
+            raise ValueError(
+                f"AdaptiveKL: got coef={self.coef}, target={self.target}, "
+                f"horizon={self.horizon}; expected coef at least 0, the others above 0"
+            )
+
+
+def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:
+    """The state after `num_steps` optimizer steps at a mean KL of `observed_kl` nats a token."""
+    error = observed_kl / state.target - 1
+    bounded = min(max(error, -ADAPTIVE_BOUND), ADAPTIVE_BOUND)
+    return replace(state, coef=state.coef * (1 + bounded * num_steps / state.horizon))

@@ -1,24 +1,32 @@
-"""The clipped policy-gradient loss and how per-token losses become one number.
+"""Policy-gradient losses and how per-token losses become one number.
 
-With r = exp(logp - old_logp), advantage A and clip range [1 - low, 1 + high] (PPO, arXiv
-1707.06347):
+With r = exp(logp - old_logp), advantage A and clip range [1 - low, 1 + high]:
 
-    loss = max(-A r, -A clip(r))               and, for A < 0 with a dual clip c > 1
-    loss = min(-A c, max(-A r, -A clip(r)))    (arXiv 1912.09729)
+    clipped: max(-A r, -A clip(r))             (PPO, arXiv 1707.06347)
+             min(-A c, that)                   for A < 0 with a dual clip c > 1 (arXiv 1912.09729)
+    gspo:    clipped, with one ratio per trajectory, exp(mean of the log-ratio)
+             (arXiv 2507.18071)
+    cispo:   -sg(clip(r)) A logp               (arXiv 2506.13585)
 
 `balanced` is AEPO's clip (arXiv 2510.14545): above the range the bound is
 (1 + high) r / sg(r), so the value is PPO's but the gradient keeps the factor 1 + high.
+`dr_grpo` (arXiv 2503.20783) and `dapo` (arXiv 2503.14476) are `clipped` with their authors' clip
+range and aggregation.
 
-B trajectories, T response positions, float32 throughout. Nothing here knows how a batch was
-cut: pass the global `denominator` and the values of the shards add up.
+B trajectories, T response positions, in float32, or float64 where the log-probs are. Nothing
+here knows how a batch was cut: pass the global `denominator` and the values of the shards add
+up. `gspo` alone needs whole trajectories, because its ratio is a mean over one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from mega_agentrl.algo.masking import masked_mean, masked_sum
-from mega_agentrl.algo.shapes import same_shape
+from mega_agentrl.algo.precision import widened
+from mega_agentrl.algo.shapes import same_rows, same_shape
 
 LOG_RATIO_BOUND = 20.0
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
@@ -35,7 +43,7 @@ def clipped(
     clip_dual: float | None = None,
     balanced: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[B, T] float32 loss, 0 where masked, and 0-d metrics over the unmasked positions.
+    """[B, T] loss, 0 where masked, and 0-d metrics over the unmasked positions.
 
     logp_BT, old_logp_BT: [B, T] log-probs now and at the start of the update, in nats.
     clip_low, clip_high: width of the clip range below and above 1. clip_dual: c, or None.
@@ -44,24 +52,110 @@ def clipped(
     """
     same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
     on_BT = mask_BT.bool()
-    zero_BT = torch.zeros_like(logp_BT, dtype=torch.float32)
-    log_ratio_BT = torch.where(on_BT, logp_BT.float() - old_logp_BT.float(), zero_BT)
-    weight_BT = torch.where(on_BT, advantage_BT.float(), zero_BT)
+    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT)
+    weight_BT = _kept(advantage_BT, on_BT, log_ratio_BT)
     ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    plain_BT = -weight_BT * ratio_BT
-    bounded_BT = -weight_BT * _bounded_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
-    loss_BT = torch.maximum(plain_BT, bounded_BT)
-    lower_BT = torch.zeros_like(on_BT)
-    if clip_dual is not None:
-        ceiling_BT = -weight_BT * clip_dual
-        lower_BT = (weight_BT < 0) & (loss_BT > ceiling_BT)
-        loss_BT = torch.where(lower_BT, ceiling_BT, loss_BT)
-    info = {
-        "clipfrac": masked_mean((bounded_BT > plain_BT).float(), on_BT),
+    bounded_BT = _bounded_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
+    loss_BT, higher_BT, lower_BT = _surrogate(ratio_BT, bounded_BT, weight_BT, clip_dual)
+    return loss_BT, {
+        "clipfrac": masked_mean(higher_BT.float(), on_BT),
         "clipfrac_lower": masked_mean(lower_BT.float(), on_BT),
+        "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+    }
+
+
+def gspo(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantage_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """[B, T] loss and metrics, as `clipped`, with one ratio for all tokens of a trajectory.
+
+    advantage_B: [B]. Every unmasked token carries its trajectory's loss, and the gradient of
+    each goes through the mean to all of them, so `seq_mean_token_mean` is the paper's objective.
+    Rows must be whole: a mean over a part of a trajectory is another ratio. Metrics: `clipfrac`
+    (share of tokens, by their trajectory) and `approx_kl`.
+    """
+    same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, mask_BT=mask_BT)
+    same_rows(advantage_B, mask_BT)
+    on_BT = mask_BT.bool()
+    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT)
+    mean_B = masked_mean(log_ratio_BT, on_BT, dim=1)
+    ratio_B1 = mean_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().unsqueeze(1)
+    weight_BT = _kept(advantage_B.unsqueeze(1).expand_as(on_BT), on_BT, log_ratio_BT)
+    bounded_B1 = _bounded_ratio(ratio_B1, clip_low, clip_high, balanced=False)
+    loss_BT, higher_BT, _ = _surrogate(ratio_B1, bounded_B1, weight_BT, None)
+    return loss_BT, {
+        "clipfrac": masked_mean(higher_BT.float(), on_BT),
+        "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+    }
+
+
+def cispo(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """[B, T] loss -sg(clip(r)) A logp, 0 where masked: a clipped weight, never a cut gradient.
+
+    Metrics: `clipfrac`, the share of tokens whose weight was clipped on either side, and
+    `approx_kl`.
+    """
+    same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
+    on_BT = mask_BT.bool()
+    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT).detach()
+    ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    bounded_BT = _bounded_ratio(ratio_BT, clip_low, clip_high, balanced=False)
+    weight_BT = bounded_BT * _kept(advantage_BT, on_BT, log_ratio_BT)
+    return -weight_BT * _kept(logp_BT, on_BT, log_ratio_BT), {
+        "clipfrac": masked_mean((bounded_BT != ratio_BT).float(), on_BT),
         "approx_kl": masked_mean(-log_ratio_BT, on_BT),
     }
-    return loss_BT, {name: value.detach() for name, value in info.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """`clipped` with a clip range and an aggregation that belong together.
+
+    norm_by_std: how `advantage.grpo` is called with it.
+    """
+
+    clip_low: float
+    clip_high: float
+    aggregation: str
+    norm_by_std: bool
+
+    def __call__(
+        self,
+        logp_BT: torch.Tensor,
+        old_logp_BT: torch.Tensor,
+        advantage_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        *,
+        denominator: float | torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """0-d aggregated loss, and the metrics of `clipped`."""
+        loss_BT, info = clipped(
+            logp_BT,
+            old_logp_BT,
+            advantage_BT,
+            mask_BT,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        return aggregate(loss_BT, mask_BT, self.aggregation, denominator=denominator), info
+
+
+dr_grpo = Preset(clip_low=0.2, clip_high=0.2, aggregation="seq_sum_norm", norm_by_std=False)
+dapo = Preset(clip_low=0.2, clip_high=0.28, aggregation="token_mean", norm_by_std=True)
 
 
 def aggregate(
@@ -71,7 +165,7 @@ def aggregate(
     *,
     denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """0-d float32: the per-token losses as one number.
+    """0-d, in the precision of the losses: the per-token losses as one number.
 
     mode: `token_mean`, sum / tokens; `seq_mean_token_sum`, sum / trajectories;
     `seq_mean_token_mean`, sum of the trajectories' means / trajectories; `seq_sum_norm`,
@@ -82,9 +176,9 @@ def aggregate(
     if denominator is None:
         denominator = count(mask_BT, mode)
     if mode == "seq_mean_token_mean":
-        total = masked_mean(loss_BT.float(), mask_BT, dim=1).sum()
+        total = masked_mean(widened(loss_BT), mask_BT, dim=1).sum()
     else:
-        total = masked_sum(loss_BT.float(), mask_BT)
+        total = masked_sum(widened(loss_BT), mask_BT)
     return total / denominator
 
 
@@ -113,3 +207,34 @@ def _bounded_ratio(
         return ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     above_BT = (1 + clip_high) * ratio_BT / ratio_BT.detach()
     return torch.where(ratio_BT > 1 + clip_high, above_BT, ratio_BT.clamp(min=1 - clip_low))
+
+
+def _log_ratio(
+    logp_BT: torch.Tensor, old_logp_BT: torch.Tensor, on_BT: torch.Tensor
+) -> torch.Tensor:
+    """logp - old_logp, 0 where masked."""
+    gap_BT = widened(logp_BT) - widened(old_logp_BT)
+    return torch.where(on_BT, gap_BT, torch.zeros_like(gap_BT))
+
+
+def _kept(value_BT: torch.Tensor, on_BT: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
+    """The values in the precision of `like_BT`, 0 where masked."""
+    return torch.where(on_BT, value_BT.to(like_BT.dtype), torch.zeros_like(like_BT))
+
+
+def _surrogate(
+    ratio_BT: torch.Tensor,
+    bounded_BT: torch.Tensor,
+    weight_BT: torch.Tensor,
+    clip_dual: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The pessimistic loss, and where the range and where the dual clip decided."""
+    plain_BT = -weight_BT * ratio_BT
+    bound_BT = -weight_BT * bounded_BT
+    loss_BT = torch.maximum(plain_BT, bound_BT)
+    lower_BT = torch.zeros_like(weight_BT, dtype=torch.bool)
+    if clip_dual is not None:
+        ceiling_BT = -weight_BT * clip_dual
+        lower_BT = (weight_BT < 0) & (loss_BT > ceiling_BT)
+        loss_BT = torch.where(lower_BT, ceiling_BT, loss_BT)
+    return loss_BT, bound_BT > plain_BT, lower_BT

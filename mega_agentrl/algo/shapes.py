@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     import torch
 
 
@@ -17,9 +19,11 @@ def check_rank(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         suffix = name.rpartition("_")[2]
         if tensor.ndim != len(suffix):
+            others = [other for other in tensors if other != name]
+            beside = f"; beside it {_named(tensors, others)}" if others else ""
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected {len(suffix)} axes "
-                f"[{', '.join(suffix)}]"
+                f"[{', '.join(suffix)}]{beside}"
             )
 
 
@@ -27,8 +31,7 @@ def same_shape(**tensors: torch.Tensor) -> None:
     """All tensors have the rank their name says and one shape."""
     check_rank(**tensors)
     if len({tensor.shape for tensor in tensors.values()}) > 1:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"expected one shape for all of these, got {shapes}")
+        raise ValueError(f"expected one shape for all of these, got {_named(tensors, tensors)}")
 
 
 def same_rows(row_B: torch.Tensor, grid_BT: torch.Tensor) -> None:
@@ -39,3 +42,7 @@ def same_rows(row_B: torch.Tensor, grid_BT: torch.Tensor) -> None:
             f"expected as many rows in both, got [B] {tuple(row_B.shape)} "
             f"and [B, T] {tuple(grid_BT.shape)}"
         )
+
+
+def _named(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {tuple(tensors[name].shape)}" for name in names)

@@ -68,6 +68,65 @@ def test_a_constant_reward_is_exactly_zero_and_a_shift_changes_nothing():
     )
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(
+    st.lists(st.tuples(st.integers(-8, 8), st.integers(0, 2)), min_size=2, max_size=12),
+    st.integers(-20, 20),
+)
+def test_a_constant_added_to_all_rewards_changes_nothing(estimator, rows, shift):
+    reward = torch.tensor([row[0] / 4 for row in rows], dtype=torch.float64)
+    group = torch.tensor([row[1] for row in rows])
+    names = [row[1] for row in rows]
+    alone = torch.tensor([names.count(name) == 1 for name in names])
+    plain = ESTIMATORS[estimator](reward, group)
+    moved = ESTIMATORS[estimator](reward + shift / 4, group)
+    torch.testing.assert_close(moved[~alone], plain[~alone], atol=1e-7, rtol=0)
+
+
+def test_a_constant_added_shifts_nothing_that_whitens_either():
+    reward, group, mask = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3), torch.ones(3, 2)
+    for estimate in (
+        lambda r: advantage.reinforce_plus_plus_baseline(r, group, mask),
+        lambda r: advantage.reinforce_plus_plus(advantage.broadcast(r, mask)[:, :1], mask[:, :1]),
+        lambda r: advantage.remax(r, torch.full((3,), r[2].item())),
+    ):
+        torch.testing.assert_close(estimate(reward + 3), estimate(reward), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
+def test_values_behind_the_mask_never_matter(junk):
+    generator = torch.Generator().manual_seed(11)
+    reward, value = torch.randn(2, 3, 9, generator=generator)
+    mask = torch.rand(3, 9, generator=generator) > 0.4
+    dirty, dirty_value = reward.masked_fill(~mask, junk), value.masked_fill(~mask, -junk)
+    torch.testing.assert_close(
+        advantage.reinforce_plus_plus(dirty, mask, gamma=0.9),
+        advantage.reinforce_plus_plus(reward, mask, gamma=0.9),
+    )
+    for got, want in zip(
+        advantage.gae(dirty, dirty_value, mask, gamma=0.9, lam=0.8),
+        advantage.gae(reward, value, mask, gamma=0.9, lam=0.8),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+        assert (got[~mask] == 0).all()
+
+
+@given(st.integers(0, 1000))
+def test_gae_is_the_recursion_over_the_tokens_that_were_sampled(seed):
+    generator = torch.Generator().manual_seed(seed)
+    reward, value = torch.randn(2, 2, 70, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, 70, generator=generator) > 0.5
+    gain, target = advantage.gae(reward, value, mask, gamma=0.9, lam=0.8)
+    for row in range(2):
+        running = following = 0.0
+        for t in reversed(mask[row].nonzero().flatten().tolist()):
+            delta = reward[row, t] + 0.9 * following - value[row, t]
+            running, following = delta + 0.72 * running, value[row, t]
+            assert gain[row, t].item() == pytest.approx(float(running), abs=1e-9)
+            assert target[row, t].item() == pytest.approx(float(running + following), abs=1e-9)
+
+
 def _node_ids(parents, fork_lens, lengths):
     """[B][t] the row whose own token it is, and t, as one number."""
     rows = []
@@ -133,6 +192,20 @@ def test_hard_keeps_the_sum_over_each_token(seed):
         assert got[rows].unique().numel() == 1
 
 
+@given(st.integers(0, 1000))
+def test_ids_of_tokens_are_names_only(seed):
+    """Close together or as far apart as integers go, negative or not, the means are the same."""
+    generator = torch.Generator().manual_seed(seed)
+    node = torch.randint(0, 6, (4, 5), generator=generator)
+    mask = torch.rand(4, 5, generator=generator) > 0.3
+    scalar = torch.randn(4, generator=generator)
+    want = advantage.arpo_hard(scalar, node, mask)
+    far = (node - 3) * (2**60)
+    for other in (node - 100, far, node.int(), far.masked_fill(~mask, -(2**63))):
+        torch.testing.assert_close(advantage.arpo_hard(scalar, other, mask), want)
+    assert not advantage.arpo_hard(scalar, node, torch.zeros_like(mask)).any()
+
+
 def test_remax_by_hand():
     got = advantage.remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5]))
     assert got.tolist() == [0.75, -0.5]
@@ -180,3 +253,5 @@ def test_bad_input():
         advantage.broadcast(torch.zeros(2), torch.ones(3, 4))
     with pytest.raises(ValueError, match="expected 1 axes"):
         advantage.rloo(torch.zeros(2, 2), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"node_BT \(2, 2\), mask_BT \(2, 3\)"):
+        advantage.arpo_hard(torch.zeros(2), torch.zeros(2, 2), torch.zeros(2, 3))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.algo.kl import kl_penalty
+from mega_agentrl.algo.kl import AdaptiveKL, in_reward, kl_penalty, update
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "policy_loss_and_kl.json").read_text(encoding="utf-8")
@@ -54,8 +54,49 @@ def test_k3_is_unbiased_over_the_policy():
     assert (policy * k3).sum().item() == pytest.approx(exact.item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+def test_gradient_is_the_slope(kind):
+    generator = torch.Generator().manual_seed(3)
+    logp, ref = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    point = logp.clone().requires_grad_()
+    (got,) = torch.autograd.grad(kl_penalty(point, ref, kind).sum(), point)
+    step = 1e-6  # one position does not reach another: all may be moved at once
+    want = (kl_penalty(logp + step, ref, kind) - kl_penalty(logp - step, ref, kind)) / (2 * step)
+    torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-6)
+
+
+def test_in_reward_by_hand():
+    reward = torch.tensor([[0.0, 0.0, 1.0]])
+    kl = torch.tensor([[0.5, float("nan"), -0.25]], requires_grad=True)
+    got = in_reward(reward, kl, torch.tensor([[1, 0, 1]]), coef=0.2)
+    assert got[0].tolist() == pytest.approx([-0.1, 0.0, 1.05]) and not got.requires_grad
+
+
+def test_adaptive_by_hand():
+    state = AdaptiveKL(coef=0.1, target=0.02, horizon=100)
+    assert update(state, 0.022, 10).coef == pytest.approx(0.1 * 1.01)
+    assert update(state, 5.0, 10).coef == pytest.approx(0.1 * 1.02)
+    assert update(state, 0.0, 10).coef == pytest.approx(0.1 * 0.98)
+    assert update(state, 0.02, 10) == state
+    assert state.coef == 0.1
+
+
+@pytest.mark.parametrize("start", [0.001, 5.0])
+def test_adaptive_steers_kl_to_its_target(start):
+    """Closed loop: the stronger the coefficient, the smaller the KL."""
+    state, kl = AdaptiveKL(coef=start, target=0.05, horizon=20), 0.0
+    for _ in range(2000):
+        kl = 0.2 / (1 + 10 * state.coef)
+        state = update(state, kl, 1)
+    assert kl == pytest.approx(0.05, rel=0.01)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="kind=k4: expected one of"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
     with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\)"):
         kl_penalty(torch.zeros(1, 2), torch.zeros(1, 3), "k1")
+    with pytest.raises(ValueError, match="target=0"):
+        AdaptiveKL(coef=0.1, target=0, horizon=10)
+    with pytest.raises(ValueError, match=r"reward_BT \(1, 1\), kl_BT \(1, 2\)"):
+        in_reward(torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 1), coef=0.1)

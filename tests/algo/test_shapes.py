@@ -14,6 +14,13 @@ def test_rank_follows_the_suffix():
         check_rank(logp_BT=torch.zeros(3))
 
 
+def test_a_wrong_rank_is_told_with_all_shapes():
+    with pytest.raises(ValueError, match=r"reward_B: got shape \(2, 2\).*group_B \(4,\)"):
+        same_shape(reward_B=torch.zeros(2, 2), group_B=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"grid_BT: got shape \(5,\).*row_B \(2,\)"):
+        same_rows(torch.zeros(2), torch.zeros(5))
+
+
 def test_one_shape_or_both_are_named():
     same_shape(logp_BT=torch.zeros(2, 3), mask_BT=torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"logp_BT \(2, 3\), mask_BT \(2, 4\)"):

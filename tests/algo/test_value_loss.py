@@ -37,6 +37,17 @@ def test_one_value_by_hand(value, expected, gradient, clipfrac):
     assert info["value_clipfrac"].item() == clipfrac
 
 
+def test_gradient_is_the_slope():
+    # A quadratic's central difference is exact: a wide step leaves only rounding.
+    value, old = torch.tensor([[1.2, 2.0, 0.0, 6.0]]), torch.ones(1, 4)
+    rest = (old, torch.full((1, 4), 3.0), torch.ones(1, 4))
+    point = value.clone().requires_grad_()
+    (got,) = torch.autograd.grad(clipped_value_loss(point, *rest, clip=0.5)[0].sum(), point)
+    step = 0.05
+    above, below = (clipped_value_loss(value + sign * step, *rest, clip=0.5)[0] for sign in (1, -1))
+    torch.testing.assert_close(got, (above - below) / (2 * step), atol=1e-4, rtol=1e-4)
+
+
 def test_an_infinite_clip_is_half_the_squared_error():
     value_BT, return_BT = torch.tensor([[5.0, -2.0]]), torch.tensor([[1.0, 1.0]])
     loss_BT, info = clipped_value_loss(

@@ -1,0 +1,181 @@
+"""`algo.egpo`: golden rows, where the reasoning is, and that the bonus keeps every sign."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.algo import advantage
+from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
+from mega_agentrl.algo.scan import ROWS_AT_ONCE
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "egpo.json").read_text(encoding="utf-8")
+)
+START, END = 151667, 151668
+
+
+def ids(names):
+    order = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([order[name] for name in names])
+
+
+@pytest.mark.parametrize("case", GOLDEN["advantage"], ids=lambda case: case["name"])
+def test_golden_advantages(case):
+    plain = advantage.grpo(torch.tensor(case["rewards"]), ids(case["group_ids"]))
+    entropy = torch.tensor(case["cot_entropy"])
+    got = egpo(plain, entropy, lam=case["lam"], alpha=case["alpha"])
+    assert plain.tolist() == pytest.approx(case["grpo"], abs=1e-5)
+    assert got.tolist() == pytest.approx(case["egpo"], abs=1e-5)
+    bonus = egpo(plain, entropy, lam=1.0, alpha=case["alpha"]) - plain
+    assert bonus.tolist() == pytest.approx(case["bonus"], abs=1e-5)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cot_mask"], ids=lambda case: case["name"])
+def test_golden_masks(case):
+    token = torch.tensor([case["ids"]])
+    mask = torch.arange(token.shape[1])[None] < case["response_len"]
+    got = cot_mask(token, mask, start_id=START, end_id=END)
+    num = case["response_len"]
+    assert got[0, :num].int().tolist() == case["mask"][:num] and not got[0, num:].any()
+    entropy = torch.full(token.shape, math.nan)
+    entropy[0, : len(case["token_entropy"])] = torch.tensor(case["token_entropy"])
+    assert cot_entropy(entropy, got).item() == pytest.approx(case["H"], abs=1e-6)
+
+
+def test_defaults_are_the_paper_s():
+    reward, group = torch.tensor([1.0, 0, 0, 0]), torch.zeros(4, dtype=torch.long)
+    got = egpo(advantage.grpo(reward, group), torch.full((4,), 5.0))
+    assert got.tolist() == pytest.approx([1.8, -0.4, -0.4, -0.4], abs=1e-5)
+    plain = advantage.grpo(reward, group)
+    assert torch.equal(egpo(plain, torch.zeros(4)), plain)
+
+
+def test_equal_reasoning_and_another_ending_earn_the_same():
+    """Fails where the entropy of the whole response is taken for that of the reasoning."""
+    token = torch.tensor([[START, 5, 6, END, 7, 8], [START, 5, 6, END, 9, 10]])
+    entropy = torch.tensor([[0.0, 0.2, 0.4, 0.0, 0.1, 0.1], [0.0, 0.2, 0.4, 0.0, 3.0, 3.0]])
+    mask = torch.ones_like(token)
+    thought = cot_mask(token, mask, start_id=START, end_id=END)
+    bonus = egpo(torch.ones(2), cot_entropy(entropy, thought)) - 1
+    assert bonus.tolist() == pytest.approx([0.4 * 0.3] * 2)
+    whole = cot_entropy(entropy, mask)
+    assert whole[0] != whole[1], "the case would not tell the two apart"
+    assert cot_entropy(entropy[:, [0, 2, 1, 3, 4, 5]], thought)[0].item() == pytest.approx(0.3)
+
+
+def mask_of(token, mask, **options):
+    got = cot_mask(torch.tensor([token]), torch.tensor([mask]), **options)
+    return got[0].int().tolist()
+
+
+def test_markers_of_several_tokens():
+    token = [1, 2, 5, 1, 3, 6, 3, 4, 7]  # <1 2> opens, <3 4> closes; 1 and 3 alone mean nothing
+    marks = {"start_id": (1, 2), "end_id": (3, 4)}
+    assert mask_of(token, [1] * 9, **marks) == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert mask_of(token[2:], [1] * 7, **marks) == [1, 1, 1, 1, 0, 0, 0]
+    assert mask_of([1, 5, 2], [1] * 3, **marks) == [0, 0, 0]
+    # A marker of which a tool wrote a part is none; one that overlaps itself starts first.
+    assert mask_of([1, 2, 5], [0, 1, 1], **marks) == [0, 0, 0]
+    assert mask_of([8, 8, 8, 9], [1] * 4, start_id=(8, 8), end_id=9) == [0, 0, 1, 0]
+    # The close must lie wholly behind the opening.
+    assert mask_of([1, 2, 2, 3, 2, 2], [1] * 6, start_id=(1, 2), end_id=(2, 2)) == [
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+TURNS = [[START, 5, END, 7, 90, 91, START, 6, 6, END, 8], [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
+
+
+def test_first_block_or_all():
+    marks = {"start_id": START, "end_id": END}
+    first = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert mask_of(*TURNS, **marks) == first
+    assert mask_of(*TURNS, **marks, blocks="all") == [0, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0]
+
+
+def test_every_turn_follows_the_rule_for_itself():
+    marks = {"start_id": START, "end_id": END, "blocks": "all"}
+    # Opened by the template; never closed; without any; empty.
+    token = [5, END, 7, 90, START, 6, 90, 5, 7, 90, START, END, 7]
+    mask = [1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1]
+    assert mask_of(token, mask, **marks) == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_block_goes_on_behind_a_tool_s_answer():
+    token, mask = [START, 5, END, START, 6, END, 7], [1, 1, 0, 0, 1, 1, 1]
+    marks = {"start_id": START, "end_id": END}
+    assert mask_of(token, mask, **marks) == [0, 1, 0, 0, 1, 0, 0]
+    assert mask_of(token, mask, **marks, blocks="all") == [0, 1, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("blocks", ["first", "all"])
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([START, END, 5, 6]), st.booleans(), st.integers(0, END)),
+        min_size=1,
+        max_size=14,
+    )
+)
+def test_masked_tokens_never_matter_and_rows_do_not_mix(blocks, rows):
+    token = torch.tensor([[row[0] for row in rows]])
+    mask = torch.tensor([[row[1] for row in rows]])
+    other = torch.where(mask, token, torch.tensor([[row[2] for row in rows]]))
+    marks = {"start_id": START, "end_id": END, "blocks": blocks}
+    plain = cot_mask(token, mask, **marks)
+    assert torch.equal(plain, cot_mask(other, mask, **marks))
+    assert not (plain & ~mask).any()
+    stack = torch.cat([other.flip(1), token])
+    assert torch.equal(cot_mask(stack, torch.cat([mask.flip(1), mask]), **marks)[1:], plain)
+
+
+def test_many_rows():
+    num = ROWS_AT_ONCE + 5
+    token = torch.full((num, 4), 5)
+    token[torch.arange(num), torch.arange(num) % 4] = END
+    got = cot_mask(token, torch.ones_like(token), start_id=START, end_id=END)
+    assert got.sum(1).tolist() == [row % 4 for row in range(num)]
+
+
+@given(
+    st.lists(st.tuples(st.floats(-3, 3), st.floats(0, 20)), min_size=1, max_size=8),
+    st.floats(0.01, 1.9),
+)
+def test_signs_are_kept_and_the_bonus_is_bounded(rows, lam):
+    plain = torch.tensor([row[0] for row in rows], dtype=torch.float64)
+    entropy = torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    got = egpo(plain, entropy, lam=lam, alpha=2.0)
+    assert torch.equal(got.sign(), plain.sign())
+    assert (got >= plain).all()
+    assert (got - plain <= lam * plain.abs() / 2 + 1e-12).all()
+    assert (egpo(plain, entropy + 1, lam=lam) >= got - 1e-12).all(), "more entropy, not less bonus"
+
+
+def test_bad_input():
+    grid = torch.ones(1, 2)
+    with pytest.raises(ValueError, match="entropy_BT: got None, expected the entropies"):
+        cot_entropy(None, grid)
+    with pytest.raises(ValueError, match="not finite in the reasoning of 1 of 2"):
+        cot_entropy(torch.tensor([[1.0, math.nan], [1.0, 1.0]]), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"advantage_B \(2,\), cot_entropy_B \(3,\)"):
+        egpo(torch.ones(2), torch.ones(3))
+    with pytest.raises(ValueError, match=r"token_BT \(1, 2\), mask_BT \(1, 3\)"):
+        cot_mask(torch.ones(1, 2), torch.ones(1, 3), start_id=1, end_id=2)
+    with pytest.raises(ValueError, match="start_id: got an empty marker"):
+        cot_mask(grid, grid, start_id=(), end_id=2)
+    with pytest.raises(ValueError, match="blocks=some: expected one of first, all"):
+        cot_mask(grid, grid, start_id=1, end_id=2, blocks="some")
+    with pytest.raises(ValueError, match="alpha=0"):
+        egpo(torch.ones(1), torch.ones(1), alpha=0)
