@@ -117,8 +117,8 @@ def check_messages(value: Any, where: str) -> tuple[Message, ...]:
         raise ValueError(f"{where}: got {value!r}, expected a non-empty list of chat messages")
     messages = without_nulls(value)
     for message in messages:
-        role_and_content = (message.get("role"), message.get("content"))
-        if not all(isinstance(part, str) for part in role_and_content):
+        parts = message if isinstance(message, dict) else {}
+        if not all(isinstance(parts.get(key), str) for key in ("role", "content")):
             raise ValueError(
                 f"{where}: got message {message!r}, expected string members role and content"
             )

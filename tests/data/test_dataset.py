@@ -140,3 +140,9 @@ def test_a_missing_column(tmp_path):
 def test_messages_lose_members_of_other_rows():
     value = [{"role": "user", "content": "x", "name": None}]
     assert check_messages(value, "here") == ({"role": "user", "content": "x"},)
+
+
+@pytest.mark.parametrize("message", ["hello", None, 3, ["user", "x"], {"role": "user"}])
+def test_a_message_that_is_none_is_named(message):
+    with pytest.raises(ValueError, match="row 4: got message .*expected string members role"):
+        check_messages([message], "train.parquet row 4")

@@ -1,0 +1,139 @@
+"""From a published file to prompts that the trainer loads."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mega_agentrl.config.choices import Overlong
+from mega_agentrl.data.dataset import load_prompts
+
+ROOT = Path(__file__).parents[2]
+TOOLS = json.dumps([{"name": "f", "parameters": {"a": {"type": "str"}}}])
+
+
+class WordCodec:
+    """One id per word."""
+
+    def apply_chat(self, messages, tools=None):
+        return [len(word) for message in messages for word in message["content"].split()]
+
+
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location("convert_data", ROOT / "tools/convert_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def xlam(number, **arguments):
+    answers = json.dumps([{"name": "f", "arguments": arguments}])
+    return {"id": number, "query": f"Question {number}?", "tools": TOOLS, "answers": answers}
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def load(path):
+    return load_prompts(
+        path, WordCodec(), key="data.train", max_prompt_tokens=1000, overlong=Overlong.error
+    ).prompts
+
+
+def run(tool, source, files, output, *more):
+    inputs = [str(file) for file in files]
+    return tool.main(["--source", source, "--input", *inputs, "--output", str(output), *more])
+
+
+def test_calls_become_prompts_that_load(tool, tmp_path, capsys):
+    source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="y")])
+    output = tmp_path / "train.parquet"
+    assert run(tool, "xlam-function-calling", [source], output) == 0
+    prompts = load(output)
+    assert [p.prompt_id for p in prompts] == ["xlam-function-calling/0", "xlam-function-calling/1"]
+    assert prompts[1].ground_truth == '[{"name": "f", "arguments": {"a": "y"}}]'
+    assert prompts[1].tools_kwargs == {}
+    assert "2 rows from 2" in capsys.readouterr().out
+
+
+def test_bfcl_files_are_put_together(tool, tmp_path):
+    question = {
+        "id": "simple_0",
+        "question": [[{"role": "user", "content": "?"}]],
+        "function": json.loads(TOOLS),
+    }
+    answer = {"id": "simple_0", "ground_truth": [{"f": {"a": ["x", ""]}}]}
+    files = [write(tmp_path / "q.json", [question]), write(tmp_path / "a.json", [answer])]
+    assert run(tool, "bfcl", files, tmp_path / "o.parquet") == 0
+    (prompt,) = load(tmp_path / "o.parquet")
+    assert prompt.extra_info["turns"] == "single_turn"
+    assert len(prompt.ground_truth) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "tools"),
+    [
+        ("search_r1", {"question": "who?", "golden_answers": ["Ann"]}, {"search": {}}),
+        (
+            "gsm8k",
+            {"question": "1+1?", "answer": "#### 2"},
+            {"gsm8k": {"create_kwargs": {"ground_truth": "2"}}},
+        ),
+    ],
+)
+def test_the_tools_of_a_question_survive(tool, tmp_path, source, row, tools):
+    assert run(tool, source, [write(tmp_path / "s.jsonl", [row])], tmp_path / "o.parquet") == 0
+    (prompt,) = load(tmp_path / "o.parquet")
+    assert prompt.tools_kwargs == tools
+
+
+def test_arpo_parquet_is_repaired_and_says_so(tool, tmp_path, capsys):
+    row = {
+        "data_source": "math",
+        "prompt": [{"role": "system", "content": "<answer> \x08oxed{x} </answer>"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0},
+    }
+    source = tmp_path / "train_10k.parquet"
+    pq.write_table(pa.Table.from_pylist([row, row]), source)
+    assert run(tool, "arpo", [source], tmp_path / "o.parquet") == 0
+    assert load(tmp_path / "o.parquet")[0].messages[0]["content"] == "<answer> \\boxed{x} </answer>"
+    assert "rows with backspace characters put right: 2" in capsys.readouterr().out
+
+
+def test_limit_force_and_determinism(tool, tmp_path):
+    source = write(tmp_path / "x.jsonl", [xlam(i, a=i) for i in range(5)])
+    output, again = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert run(tool, "function_calling", [source], output, "--limit", "3") == 0
+    assert len(load(output)) == 3
+    assert run(tool, "function_calling", [source], output) == 2
+    assert len(load(output)) == 3
+    assert run(tool, "function_calling", [source], output, "--force") == 0
+    assert run(tool, "function_calling", [source], again) == 0
+    assert output.read_bytes() == again.read_bytes()
+
+
+def test_a_ground_truth_the_reward_cannot_read_is_left_out_and_named(tool, tmp_path, capsys):
+    # The reward takes the tag, though it is an argument, for the start of a call.
+    source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="<tool_call>")])
+    assert run(tool, "function_calling", [source], tmp_path / "o.parquet") == 0
+    assert len(load(tmp_path / "o.parquet")) == 1
+    said = capsys.readouterr()
+    assert "cannot read the ground truth: 1" in said.out
+    assert "left out 1: ground_truth: got" in said.err
+
+
+def test_a_bad_row_is_one_line_and_leaves_no_file(tool, tmp_path, capsys):
+    source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), {**xlam(1), "answers": "[{"}])
+    assert run(tool, "function_calling", [source], tmp_path / "o.parquet") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {source} row 1, field answers: got [{{, expected")
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+    assert run(tool, "function_calling", [source], tmp_path / "o.parquet", "--limit", "0") == 2
