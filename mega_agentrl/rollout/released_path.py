@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.context import FAULTS
 from mega_agentrl.rollout.seeds import request_seed
-from mega_agentrl.rollout.speech import ask
+from mega_agentrl.rollout.speech import ask, make_request
 from mega_agentrl.rollout.tape import Tape
 from mega_agentrl.types.faults import ToolFault
 from mega_agentrl.types.records import (
     Finish,
-    GenerateRequest,
     Generation,
     StopReason,
     ToolCall,
@@ -231,18 +230,13 @@ class ReleasedPath:
     async def _generate(self, max_tokens: int) -> Generation:
         context, turn, part = self._context, len(self.tape.turns), self._num_parts
         self._num_parts += 1
-        greedy = context.temperature == 0
-        request = GenerateRequest(
-            request_id=f"{self.trajectory_id}/{turn}.{part}",
-            token_ids=(*self._prompt.token_ids, *self.tape.token_ids),
+        seed = request_seed(context.seed, context.step, self._prompt_key, self.path, turn, part)
+        request = make_request(
+            context,
+            f"{self.trajectory_id}/{turn}.{part}",
+            (*self._prompt.token_ids, *self.tape.token_ids),
             max_tokens=max_tokens,
-            temperature=context.temperature,
-            top_p=context.config.top_p,
-            top_k=context.config.top_k,
-            seed=None
-            if greedy
-            else request_seed(context.seed, context.step, self._prompt_key, self.path, turn, part),
-            stop=context.tools.stop_strings,
+            seed=seed,
             num_top_logps=NUM_TOP_LOGPS,
         )
         return await ask(context.generator, request)

@@ -89,18 +89,13 @@ class Speech:
         context, tape = self._context, self._tape
         turn, part = len(tape.turns), self._num_parts
         self._num_parts += 1
-        greedy = context.temperature == 0
-        request = GenerateRequest(
-            request_id=f"{self.trajectory_id}/{turn}.{part}",
-            token_ids=self._before(),
+        seed = request_seed(context.seed, context.step, self._prompt_key, self._path, turn, part)
+        request = make_request(
+            context,
+            f"{self.trajectory_id}/{turn}.{part}",
+            self._before(),
             max_tokens=max_tokens,
-            temperature=context.temperature,
-            top_p=context.config.top_p,
-            top_k=context.config.top_k,
-            seed=None
-            if greedy
-            else request_seed(context.seed, context.step, self._prompt_key, self._path, turn, part),
-            stop=context.tools.stop_strings,
+            seed=seed,
             num_top_logps=self._gap.top_k,
         )
         generation = await ask(context.generator, request)
@@ -132,6 +127,29 @@ class Speech:
             return (*self._prompt.token_ids, *self._tape.token_ids)
         last = self.restarts[-1]
         return (*last.token_ids, *self._tape.token_ids[last.start :])
+
+
+def make_request(
+    context: RolloutContext,
+    request_id: str,
+    token_ids: tuple[int, ...],
+    *,
+    max_tokens: int,
+    seed: int,
+    num_top_logps: int,
+) -> GenerateRequest:
+    """A request as the run samples; a greedy one has no seed."""
+    return GenerateRequest(
+        request_id=request_id,
+        token_ids=token_ids,
+        max_tokens=max_tokens,
+        temperature=context.temperature,
+        top_p=context.config.top_p,
+        top_k=context.config.top_k,
+        seed=seed if context.temperature else None,
+        stop=context.tools.stop_strings,
+        num_top_logps=num_top_logps,
+    )
 
 
 async def ask(generator: Generator, request: GenerateRequest) -> Generation:

@@ -144,5 +144,5 @@ def test_messages_lose_members_of_other_rows():
 
 @pytest.mark.parametrize("message", ["hello", None, 3, ["user", "x"], {"role": "user"}])
 def test_a_message_that_is_none_is_named(message):
-    with pytest.raises(ValueError, match="row 4: got message .*expected string members role"):
+    with pytest.raises(ValueError, match=r"row 4: got message .*expected string members role"):
         check_messages([message], "train.parquet row 4")
