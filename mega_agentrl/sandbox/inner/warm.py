@@ -2,7 +2,8 @@
 
 sympy and pandas import part of themselves, and fill caches, when they are first used; every
 call's fork would do it again. One use of each common function here takes sympy's calls from
-39 to 9 ms. What runs here is ours and leaves nothing in the namespace of the policy's code.
+39 to 9 ms. A fork copies page tables: with the heap in huge pages a plain call takes a third less
+of the processor. What runs here is ours and leaves nothing in the namespace of the policy's code.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import gc
 import importlib
 from typing import TYPE_CHECKING
+
+from mega_agentrl.sandbox.inner import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,3 +37,4 @@ def warm(modules: Iterable[str]) -> None:
         exec(FIRST_USE.get(name, ""), {})
     gc.collect()
     gc.freeze()  # keeps the collector from copying every page in each fork
+    kernel.use_huge_pages()

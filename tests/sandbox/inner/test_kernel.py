@@ -201,3 +201,20 @@ def test_ends_with_its_parent():
     while processes.state(facts["pid"]) not in "ZX":
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_huge_pages_hold_what_was_there_in_a_fork_too():
+    code = (
+        "import os\n"
+        "from mega_agentrl.sandbox.inner import kernel\n"
+        "data = [bytes([n % 251]) * 1000 for n in range(20_000)]\n"
+        "def right(): return all(one == bytes([n % 251]) * 1000 for n, one in enumerate(data))\n"
+        "print(kernel.use_huge_pages() >= 0, right())\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    data[5] = b'x'\n"
+        "    os._exit(0 if data[4] == bytes([4]) * 1000 else 1)\n"
+        "print(os.waitpid(pid, 0)[1], right())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == ["True", "True", "0", "True"], run.stderr
