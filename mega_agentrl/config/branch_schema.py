@@ -14,14 +14,14 @@ class BranchConfig:
     """When a trajectory forks, and how often.
 
     alpha, beta, tau: fork when alpha + beta * (H - H_root) > tau (arXiv 2507.19849);
-    `rollout.branching=aepo` lowers the left side by the share `penalty` for every fork in a row.
+    `rollout.branching=aepo` lowers the left side by the share `penalty` for every fork in a row,
+    and `released` compares it with a random number instead of tau.
     probe_tokens: tokens after a tool's answer whose mean entropy (nats) is H.
     min_probe_tokens: with fewer tokens in the turn there is no fork.
     initial_rollouts: N roots per prompt; null means half of rollout.num_trajectories, and with
     aepo what a first, monitored root suggests.
     forks_per_decision: Z extra paths per decision (the released code's beam_size - 1).
     budget: how the fork slots of a prompt are shared out; released has its own way.
-    branch_probability, entropy_weight: of the released law, read by no other.
     estimate_top_k: K > 0 also estimates each entropy from the K most probable tokens, as the
     released code does, and reports the distance to the exact one; at temperature 1.
     """
@@ -35,17 +35,14 @@ class BranchConfig:
     initial_rollouts: int | None = None
     forks_per_decision: int = 1
     budget: Budget = Budget.partitioned
-    branch_probability: float = 0.5
-    entropy_weight: float = 0.2
     estimate_top_k: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("alpha", "beta", "tau", "entropy_weight"):
+        for key in ("alpha", "beta", "tau"):
             value = getattr(self, key)
             require(isfinite(value), f"rollout.branch.{key}", value, "a finite number")
-        for key in ("penalty", "branch_probability"):
-            value = getattr(self, key)
-            require(0 <= value <= 1, f"rollout.branch.{key}", value, "between 0 and 1")
+        share = self.penalty
+        require(0 <= share <= 1, "rollout.branch.penalty", share, "between 0 and 1")
         require(
             0 <= self.estimate_top_k <= 20,  # what vLLM lists at most
             "rollout.branch.estimate_top_k",

@@ -62,7 +62,64 @@ class Advantage(StrEnum):
 
     grpo = "grpo"
     rloo = "rloo"
+    reinforce_plus_plus = "reinforce_plus_plus"
+    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
     arpo_hard = "arpo_hard"
+
+
+class PolicyLoss(StrEnum):
+    """Per-token policy loss; balanced is AEPO's clip, gspo has one ratio a trajectory."""
+
+    clipped = "clipped"
+    balanced = "balanced"
+    gspo = "gspo"
+    cispo = "cispo"
+
+
+class Correction(StrEnum):
+    """Importance weights between the engine's and the policy's log-probs of what was sampled.
+
+    By token or by whole sequence; truncate caps a weight at C, mask drops what is outside of
+    [1/C, C].
+    """
+
+    none = "none"
+    token_truncate = "token_truncate"
+    token_mask = "token_mask"
+    sequence_truncate = "sequence_truncate"
+    sequence_mask = "sequence_mask"
+
+
+class KlPlace(StrEnum):
+    """Where the KL from the reference policy counts."""
+
+    loss = "loss"
+    reward = "reward"
+
+
+class CotBlocks(StrEnum):
+    """The chain of thought of a response: between its first markers, between the first markers
+    of every assistant turn, or all that the policy wrote (which needs no markers)."""
+
+    first = "first"
+    all = "all"
+    response = "response"
+
+
+class AresMode(StrEnum):
+    """paper: the published rules, with controllers that act; released: the published code."""
+
+    off = "off"
+    paper = "paper"
+    released = "released"
+
+
+class CallMatch(StrEnum):
+    """How function calls are compared: parsed, as sets or in order, or as text."""
+
+    ast = "ast"
+    ast_ordered = "ast_ordered"
+    string = "string"
 
 
 class Aggregation(StrEnum):
@@ -81,13 +138,6 @@ class KlKind(StrEnum):
     abs = "abs"
     k2 = "k2"
     k3 = "k3"
-
-
-class RewardRule(StrEnum):
-    """Which text the ARPO reward reads: all of it, or only what the model wrote."""
-
-    released = "released"
-    strict = "strict"
 
 
 class Overlong(StrEnum):

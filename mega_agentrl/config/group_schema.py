@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 from mega_agentrl.config.choices import FilterKey
@@ -13,9 +13,9 @@ from mega_agentrl.config.ranges import require
 class GroupConfig:
     """Which groups (all trajectories of one prompt) a step takes; see `rollout.groups`.
 
-    filter_key: a group is kept where filter_low < mean of this number < filter_high, else another
-    prompt takes its place. filter_max_rounds: at most that many times data.prompts_per_step
-    prompts are taken as such replacements in one step, then it is an error.
+    filter_key: a group is kept where the mean of this number is inside of filter_range, its ends
+    left out, else another prompt takes its place. filter_max_rounds: at most that many times
+    data.prompts_per_step prompts are taken as such replacements in one step, then it is an error.
     oversample: prompts started in a step beyond data.prompts_per_step.
     quorum, straggler_s: once that share of data.prompts_per_step is kept, the unfinished groups
     have that many seconds; 0 is no limit. carry_over: what is unfinished then, or is more than
@@ -23,8 +23,7 @@ class GroupConfig:
     """
 
     filter_key: FilterKey = FilterKey.none
-    filter_low: float = 0.01
-    filter_high: float = 0.99
+    filter_range: list[float] = field(default_factory=lambda: [0.01, 0.99])
     filter_max_rounds: int = 20
     oversample: int = 0
     quorum: float = 1.0
@@ -32,14 +31,13 @@ class GroupConfig:
     carry_over: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("filter_low", "filter_high", "straggler_s"):
-            value = getattr(self, key)
-            require(isfinite(value), f"rollout.{key}", value, "a finite number")
+        require(isfinite(self.straggler_s), "rollout.straggler_s", self.straggler_s, "finite")
+        ends = self.filter_range
         require(
-            self.filter_low < self.filter_high,
-            "rollout.filter_low",
-            self.filter_low,
-            f"less than rollout.filter_high={self.filter_high}",
+            len(ends) == 2 and all(map(isfinite, ends)) and ends[0] < ends[1],
+            "rollout.filter_range",
+            ends,
+            "two finite numbers, the lower one first",
         )
         for key in ("filter_max_rounds", "oversample", "straggler_s"):
             require(getattr(self, key) >= 0, f"rollout.{key}", getattr(self, key), "at least 0")

@@ -51,8 +51,11 @@ def known_sections(schema: type = TrainConfig) -> set[str]:
 def is_known(key: str) -> bool:
     """Whether a dotted key is a leaf, a section, or inside of a leaf that takes any names."""
     keys = known_keys()
-    parent = key.rpartition(".")[0]
-    return key in keys or key in known_sections() or get_origin(keys.get(parent)) is dict
+    if key in keys or key in known_sections():
+        return True
+    parts = key.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(get_origin(keys.get(parent)) is dict for parent in above)
 
 
 def known_groups(config_dir: Path) -> dict[str, list[str]]:

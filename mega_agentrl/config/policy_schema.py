@@ -1,16 +1,10 @@
-"""The policy's settings: its model, how it is cut, objective, optimizer and warm start."""
+"""The policy's settings: its model, how it is cut, its optimizer and warm start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mega_agentrl.config.choices import (
-    Advantage,
-    Aggregation,
-    Dtype,
-    KlKind,
-    LrSchedule,
-)
+from mega_agentrl.config.choices import Dtype, LrSchedule
 from mega_agentrl.config.ranges import require
 
 
@@ -73,38 +67,12 @@ class ParallelConfig:
 
 
 @dataclass
-class AlgoConfig:
-    """The objective.
-
-    clip_low, clip_high: PPO clip range below and above 1. clip_dual: lower bound on the
-    loss of negative advantages (null: none). kl_coef 0 needs no reference pass.
-    """
-
-    advantage: Advantage = Advantage.grpo
-    norm_by_std: bool = True
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float | None = 3.0
-    aggregation: Aggregation = Aggregation.token_mean
-    kl_coef: float = 0.0
-    kl_kind: KlKind = KlKind.k3
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(0 < self.clip_low < 1, "algo.clip_low", self.clip_low, "between 0 and 1")
-        require(self.clip_high > 0, "algo.clip_high", self.clip_high, "above 0")
-        if self.clip_dual is not None:
-            require(self.clip_dual > 1, "algo.clip_dual", self.clip_dual, "above 1, or null")
-        require(self.kl_coef >= 0, "algo.kl_coef", self.kl_coef, "at least 0")
-
-
-@dataclass
 class OptimConfig:
-    """Adam. micro_batch_tokens: token budget of one forward pass on one rank.
+    """Adam, betas the decay rates of its moments.
 
-    num_minibatches: optimizer steps per batch of rollouts. schedule: from lr down to min_lr
-    over decay_steps optimizer steps (null: those of the whole run), after a linear rise over
-    warmup_steps.
+    schedule: from lr down to min_lr over decay_steps optimizer steps (null: those of the whole
+    run), after a linear rise over warmup_steps. micro_batch_tokens: token budget of one forward
+    pass on one rank. num_minibatches: optimizer steps per batch of rollouts.
     """
 
     lr: float = 1e-6
@@ -113,8 +81,7 @@ class OptimConfig:
     decay_steps: int | None = None
     min_lr: float = 0.0
     weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     grad_clip: float = 1.0
     micro_batch_tokens: int = 16384
     num_minibatches: int = 1
@@ -132,6 +99,12 @@ class OptimConfig:
                 self.decay_steps,
                 f"above optim.warmup_steps={self.warmup_steps}, or null",
             )
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "optim.betas",
+            self.betas,
+            "two numbers in [0, 1)",
+        )
         require(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
         for key in ("micro_batch_tokens", "num_minibatches"):
             require(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")
@@ -142,9 +115,9 @@ class SftConfig:
     """Supervised warm start before RL; max_steps 0 skips it.
 
     data: parquet of chat messages (column `messages`). dev: parquet in the RL format whose
-    sampled success stops it. It stops when success on dev_questions questions is at least
-    target_success twice in a row and every data source reaches min_source_success (so that
-    no skill is still at zero); checked every check_every steps from first_check on.
+    sampled success stops it: when success on the first evaluate.num_questions of them is at
+    least target_success twice in a row and no data source is still near zero; checked every
+    check_every steps.
     """
 
     max_steps: int = 0
@@ -152,14 +125,11 @@ class SftConfig:
     dev: str = ""
     batch_size: int = 32
     lr: float = 1e-3
-    first_check: int = 0
     check_every: int = 50
-    dev_questions: int = 150
     target_success: float = 0.3
-    min_source_success: float = 0.05
 
     def __post_init__(self) -> None:
         require(self.max_steps >= 0, "sft.max_steps", self.max_steps, "at least 0")
-        for key in ("batch_size", "check_every", "dev_questions"):
+        for key in ("batch_size", "check_every"):
             require(getattr(self, key) >= 1, f"sft.{key}", getattr(self, key), "at least 1")
         require(0 < self.target_success <= 1, "sft.target_success", self.target_success, "(0, 1]")

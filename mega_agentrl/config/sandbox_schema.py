@@ -13,9 +13,6 @@ _AT_LEAST = {
     "workers": 1,
     "memory_mib": 64,
     "total_memory_mib": 128,
-    "num_processes": 1,
-    "num_files": 16,
-    "tmpfs_mib": 1,
     "output_chars": 16,
 }
 
@@ -35,9 +32,9 @@ class PythonToolConfig:
     Limits of a call. timeout_s: wall time. cpu_s: CPU time of its main process, threads
     together, and of each other process. memory_mib: address space of each process beyond the
     warm interpreter's. total_memory_mib: of all its processes with their files, in a
-    trajectory's branches together; where a control group can be written. num_processes,
-    num_files: open at once, the latter by process. tmpfs_mib: of /tmp and of /dev/shm, with 64
-    files or folders a MiB. output_chars: an answer beyond it is cut with a note.
+    trajectory's branches together; where a control group can be written. output_chars: an
+    answer beyond it is cut with a note. Fixed are 64 processes, 256 open files for each, and 64
+    MiB of /tmp and of /dev/shm (`sandbox.inner.settings`).
 
     preload: modules imported once into every warm interpreter; the more it holds, the more
     each call's fork costs.
@@ -52,9 +49,6 @@ class PythonToolConfig:
     cpu_s: float = 20.0
     memory_mib: int = 512
     total_memory_mib: int = 2048
-    num_processes: int = 64
-    num_files: int = 256
-    tmpfs_mib: int = 64
     output_chars: int = 4000
     preload: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
 

@@ -9,26 +9,26 @@ Units are in the names: `_s` seconds, `_mib` mebibytes, `_gib` gibibytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 
+from mega_agentrl.config.algo_schema import AlgoConfig
 from mega_agentrl.config.branch_schema import BranchConfig
 from mega_agentrl.config.choices import (
     Branching,
     CallProtocol,
     OnBadCall,
     Overlong,
-    RewardRule,
     TemplateCheck,
 )
 from mega_agentrl.config.group_schema import GroupConfig
 from mega_agentrl.config.policy_schema import (
-    AlgoConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
     SftConfig,
 )
 from mega_agentrl.config.ranges import require
+from mega_agentrl.config.reward_schema import RewardConfig
 from mega_agentrl.config.tool_schema import ToolConfig
 
 
@@ -39,8 +39,8 @@ class EngineConfig:
     tensor: its tensor-parallel size. max_model_len: prompt plus response, tokens.
     kv_cache_gib: KV cache on a CPU. memory_fraction: share of GPU memory on a GPU.
     block_size: tokens per KV block; short prompts need small blocks to share prefixes.
-    max_concurrent: requests that run at once. start_deadline_s, call_deadline_s: limits for
-    start-up and for one request. eager: no graph capture (always so on a CPU).
+    max_concurrent: requests that run at once. call_deadline_s: limit of one request. eager: no
+    graph capture (always so on a CPU).
     """
 
     tensor: int = 1
@@ -50,7 +50,6 @@ class EngineConfig:
     block_size: int = 32
     max_concurrent: int = 256
     eager: bool = True
-    start_deadline_s: float = 600.0
     call_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -132,23 +131,6 @@ class RolloutConfig(GroupConfig):
 
 
 @dataclass
-class RewardConfig:
-    """rule: see `RewardRule`. correct_threshold: token F1 from which an answer is correct.
-
-    tools: weight by tool name; adds weight * (sum of step rewards + final reward) of that tool
-    (`+reward.tools.gsm8k=0.5` on the command line).
-    """
-
-    rule: RewardRule = RewardRule.strict
-    correct_threshold: float = 1.0
-    tools: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, weight in self.tools.items():
-            require(isfinite(weight), f"reward.tools.{name}", weight, "a finite number")
-
-
-@dataclass
 class DataConfig:
     """train, validation: parquet files in the RL format.
 
@@ -188,7 +170,7 @@ class EvaluateConfig:
 class ClusterConfig:
     """Where the run happens. address: Ray cluster to join; empty starts one here.
 
-    actor_deadline_s: limit of one remote call on a policy rank.
+    actor_deadline_s: limit of one remote call on a policy rank, and of an engine's start.
     num_engines: vLLM engines beside the policy. oversubscribe: let ranks share cores.
     """
 
@@ -206,41 +188,31 @@ class WeightsConfig:
     """The way of the weights into the engines.
 
     bucket_mib: what travels in one go; a rank needs memory for two. deadline_s: of one wait for
-    another rank. probe_tokens: length of the prompt that trainer and engines both score after
-    every update, 0 for none; probe_tolerance: mean difference of their log-probs that is taken
-    for rounding, in nats; 0 is 1e-3 in float32 and 0.1 in bfloat16.
+    another rank.
     """
 
     bucket_mib: int = 64
     deadline_s: float = 30.0
-    probe_tokens: int = 32
-    probe_tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.bucket_mib >= 1, "weights.bucket_mib", self.bucket_mib, "at least 1")
         require(self.deadline_s > 0, "weights.deadline_s", self.deadline_s, "more than 0")
-        tokens = self.probe_tokens
-        require(tokens == 0 or tokens >= 2, "weights.probe_tokens", tokens, "0, or at least 2")
-        tolerance = self.probe_tolerance
-        require(tolerance >= 0, "weights.probe_tolerance", tolerance, "at least 0")
 
 
 @dataclass
 class ReportConfig:
     """What is shown and kept.
 
-    num_rollouts: trajectories printed at the end. trees_every: every that many RL steps all
-    rollout trees are written to `rollouts/`, and those of the last step and of the held-out
-    evaluations with them (about 40 bytes a token); 0 for none.
+    trees_every: every that many RL steps all rollout trees are written to `rollouts/`, and those
+    of the last step and of the held-out evaluations with them (about 40 bytes a token); 0 for
+    none.
     """
 
-    num_rollouts: int = 3
     trees_every: int = 0
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("num_rollouts", "trees_every"):
-            require(getattr(self, key) >= 0, f"report.{key}", getattr(self, key), "at least 0")
+        require(self.trees_every >= 0, "report.trees_every", self.trees_every, "at least 0")
 
 
 @dataclass

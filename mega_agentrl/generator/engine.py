@@ -80,7 +80,7 @@ class Engine:
         """Start vLLM with the weights of a model folder and serve version 0.
 
         dtype: of weights and activations; None is float32 on a CPU and bfloat16 on a GPU.
-        Blocks the event loop meanwhile, so the deadline `config.start_deadline_s` is the
+        Blocks the event loop meanwhile, so the deadline `cluster.actor_deadline_s` is the
         caller's to keep. Raises `RuntimeError` where vLLM cannot start.
         """
         self._config = config

@@ -21,6 +21,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
+from mega_agentrl.generator.module_room import LEAST_BYTES, ModuleRooms
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -49,6 +51,7 @@ class ModuleLanding:
         self, model: torch.nn.Module, layout: Sequence[ShardLayout], regions: Regions
     ) -> None:
         self._regions = regions
+        self._rooms = ModuleRooms()
         self._holds: dict[str, _Hold] = {}
         for shard in layout:
             path, _, attribute = shard.name.rpartition(".")
@@ -62,6 +65,7 @@ class ModuleLanding:
         Raises `ValueError` for a parameter whose shape is not the one in the layout.
         """
         self._regions.clear()
+        self._rooms.clear()
         for hold in self._holds.values():
             hold.open = False
             hold.missing = sum(
@@ -93,7 +97,8 @@ class ModuleLanding:
             self._close(hold)
 
     def check_complete(self) -> None:
-        """Raise `ValueError` naming the modules that did not get everything."""
+        """The end of an update: raise `ValueError` naming the modules that did not get everything."""
+        self._rooms.clear()
         short = [f"{h.name} ({h.missing} elements)" for h in self._holds.values() if h.missing]
         if short:
             raise ValueError(
@@ -104,10 +109,23 @@ class ModuleLanding:
     def _open(self, hold: _Hold) -> None:
         materialize_layer(hold.module, get_layerwise_info(hold.module))
         hold.open = True
+        self._move_in([getattr(hold.module, attribute) for attribute in hold.shards])
         for attribute, shard in hold.shards.items():
             parameter = getattr(hold.module, attribute)
             if sum(block.local_rect.numel for block in shard.blocks) < parameter.numel():
                 parameter.data.zero_()  # padding
+
+    def _move_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take parameters of a module on a CPU out of the heap, before anything is in them."""
+        num_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        if not on_cpu or sum(num_bytes) < LEAST_BYTES:
+            return
+        parts = self._rooms.lend(sum(num_bytes)).split(num_bytes)
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part.view(parameter.dtype).as_strided(
+                parameter.shape, parameter.stride()
+            )
 
     def _close(self, hold: _Hold) -> None:
         self._regions.take(
@@ -116,17 +134,21 @@ class ModuleLanding:
         )
         info = get_layerwise_info(hold.module)
         info.load_numel = info.load_numel_total or 0
-        pack_experts_again(hold.module)
+        drop_packed(hold.module)
         _layerwise_process(hold.module, info)
 
 
-def pack_experts_again(module: torch.nn.Module) -> None:
-    """Let vLLM pack the experts of a module on a CPU when it processes it the next time.
+def drop_packed(module: torch.nn.Module) -> None:
+    """Let go what vLLM has packed from a module on a CPU, just before it packs it again.
 
-    It packs them where it makes their kernel, which it does once: at a reload the kernel would
-    read plain weights as packed ones, and say wrong things without an error.
+    A linear layer's old copy would else stay until the new one is made beside it: twice the
+    module in memory, and the new one finds no room in the heap but at its end, module after
+    module. Experts are packed where their kernel is made, which vLLM does once: at a reload the
+    kernel would read plain weights as packed ones, and say wrong things without an error.
     """
     method = getattr(module, "quant_method", None)
-    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-    if on_cpu and getattr(method, "moe_kernel", None) is not None:
+    if method is None or any(value.device.type != "cpu" for value in module.parameters()):
+        return
+    vars(module).pop("cpu_linear", None)
+    if getattr(method, "moe_kernel", None) is not None:
         method.moe_kernel = None

@@ -1,8 +1,8 @@
 """Which finished groups are trained on: those whose trajectories do not all do alike.
 
-A group is kept where filter_low < mean of `filter_key` < filter_high, over the trajectories that
-did not fail through our own fault. With fewer than two of those there is nothing to compare and
-the group is not kept either. Without a key every group is kept, also one that failed as a whole.
+A group is kept where low < mean of `filter_key` < high, `filter_range`, over the trajectories
+that did not fail through our own fault. With fewer than two of those there is nothing to compare
+and the group is not kept either. Without a key every group is kept, also one that failed as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_GOOD = 2
 
 
 class Verdict(StrEnum):
-    """kept, or why not: mean at or below filter_low, at or above filter_high, too many failed."""
+    """kept, or why not: mean at or below the range, at or above it, too many failed."""
 
     kept = "kept"
     low = "low"
@@ -36,9 +36,10 @@ def judge(tree: RolloutTree, config: GroupConfig) -> Verdict:
     mean = group_mean(tree, config.filter_key)
     if mean is None:
         return Verdict.failed
-    if mean <= config.filter_low:
+    low, high = config.filter_range
+    if mean <= low:
         return Verdict.low
-    return Verdict.high if mean >= config.filter_high else Verdict.kept
+    return Verdict.high if mean >= high else Verdict.kept
 
 
 def group_mean(tree: RolloutTree, key: FilterKey) -> float | None:

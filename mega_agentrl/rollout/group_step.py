@@ -193,12 +193,13 @@ class GroupStep:
             Verdict.high: "the prompts are too easy for the policy by now",
             Verdict.failed: "engine or tools fail; their logs say why",
         }
+        low, high = config.filter_range
         return (
             f"rollout.filter_key={config.filter_key}: got {num[Verdict.kept]} groups to train on, "
             f"expected data.prompts_per_step={self._num_groups} after "
             f"rollout.filter_max_rounds={config.filter_max_rounds} rounds of replacements; of "
             f"{len(done)} finished groups {num[Verdict.low]} have a mean at or "
-            f"below rollout.filter_low={config.filter_low:g}, {num[Verdict.high]} at or above "
-            f"rollout.filter_high={config.filter_high:g}, {num[Verdict.failed]} failed ({spread}); "
+            f"below rollout.filter_range[0]={low:g}, {num[Verdict.high]} at or above "
+            f"rollout.filter_range[1]={high:g}, {num[Verdict.failed]} failed ({spread}); "
             f"probable cause: {causes[cause]}"
         )

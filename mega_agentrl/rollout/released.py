@@ -173,7 +173,7 @@ class ReleasedBatch:
         assert path.segment is not None, "only who has spoken is asked"
         config = self._context.config.branch
         entropy, baseline = self._entropy(path.segment), self._baselines[path.number]
-        probability, weight = config.branch_probability, config.entropy_weight
+        probability, weight = config.alpha, config.beta
         delta, u = entropy - baseline, self._coin(path)
         forks = released_should_branch(
             u, delta, branch_probability=probability, entropy_weight=weight

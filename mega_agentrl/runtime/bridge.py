@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5.0
 """How long others may take to say what they know of a transfer that has failed."""
+PROBE_TOKENS = 32
+"""Length of the prompt that policy and engines both score after every update."""
+
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 Workers = list[tuple["list[ShardLayout]", "Whereabouts"]]
@@ -232,24 +235,21 @@ class WeightBridge:
 
     def _probe(self, line: _Line) -> float:
         """The largest mean difference of any engine; raises `ValueError` where it is too large."""
-        if not self._config.weights.probe_tokens:
-            return 0.0
-        prompt = probe_prompt(self._shape.vocab, self._config.weights.probe_tokens)
+        prompt = probe_prompt(self._shape.vocab, PROBE_TOKENS)
         calls = self._policy.start_call("probe", prompt)
         answers = self._gather(
             "probe", calls | self._engines.start_call("probe", prompt, only=line.engines)
         )
         ours = next(answers[name] for name in calls if answers[name] is not None)
-        limit = self._config.weights.probe_tolerance or _TOLERANCE[self._dtype]
+        limit = _TOLERANCE[self._dtype]
         worst = 0.0
         for name in answers.keys() - calls.keys():
             gap = sum(abs(a - b) for a, b in zip(ours, answers[name], strict=True)) / len(ours)
             if not gap <= limit:
                 raise ValueError(
                     f"probe: {name} gives a fixed prompt other log-probs than the policy, by "
-                    f"{gap:.3g} nats in the mean, expected at most {limit:g} "
-                    "(weights.probe_tolerance); probable cause: the same bytes, but names or "
-                    "heads mapped differently on both sides"
+                    f"{gap:.3g} nats in the mean, expected at most {limit:g}; probable "
+                    "cause: the same bytes, but names or heads mapped differently on both sides"
                 )
             worst = max(worst, gap)
         return worst

@@ -99,7 +99,7 @@ class GeneratorGroup:
 
     def finish_start(self, calls: dict[str, Any]) -> None:
         """Wait until every engine serves."""
-        gather(calls, "start of the engines", self._config.engine.start_deadline_s)
+        gather(calls, "start of the engines", self._config.cluster.actor_deadline_s)
 
     def begin_replace(self, index: int | None = None) -> tuple[int, dict[str, Any]]:
         """Start a new process for an engine, dead or not, or one more engine.

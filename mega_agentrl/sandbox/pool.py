@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sandbox_schema import PythonToolConfig
 
 _ATTEMPTS = 2
-_INODES_PER_MIB = 64
 _logger = logging.getLogger(__name__)
 
 
@@ -168,11 +167,6 @@ class SandboxPool:
             walled=walled,
             memory_mib=config.memory_mib,
             cpu_s=config.cpu_s,
-            num_processes=config.num_processes,
-            num_files=config.num_files,
-            file_mib=config.tmpfs_mib,
-            tmpfs_mib=config.tmpfs_mib,
-            num_inodes=_INODES_PER_MIB * config.tmpfs_mib,
             output_bytes=4 * config.output_chars,  # the longest UTF-8 sequence is 4 bytes
         )
 

@@ -30,12 +30,15 @@ from mega_agentrl.types.records import ToolStatus
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.config.search_schema import BrowseToolConfig
+    from mega_agentrl.config.search_schema import BrowseToolConfig, WebConfig
     from mega_agentrl.tool.browse_address import Resolve
     from mega_agentrl.tool.cache import DiskCache
     from mega_agentrl.types.ports import TextCodec
 
 NO_TEXT = "The page has no text."
+
+MAX_PAGE_BYTES = 2 << 20
+"""Beyond it a page is not read."""
 
 _CACHE_WAIT_S = 15.0
 _FETCHER_VERSION = 1
@@ -68,6 +71,7 @@ class BrowseTool(Tool):
     def __init__(
         self,
         config: BrowseToolConfig,
+        web: WebConfig,
         codec: TextCodec,
         *,
         cache: DiskCache | None = None,
@@ -79,19 +83,18 @@ class BrowseTool(Tool):
         self._cache = cache
         self._asked = CachedAsk(cache)
         self._rules = DomainRules(allow=tuple(config.allow), deny=tuple(config.deny), admit=admit)
-        self._max_bytes = int(config.max_mib * (1 << 20))
         self._fetcher = PageFetcher(
-            self._rules, max_bytes=self._max_bytes, timeout_s=config.timeout_s, resolve=resolve
+            self._rules, max_bytes=MAX_PAGE_BYTES, timeout_s=web.timeout_s, resolve=resolve
         )
         self._call = WebCall(
-            timeout_s=config.timeout_s,
-            num_retries=config.num_retries,
-            calls_per_second=config.calls_per_second,
+            timeout_s=web.timeout_s,
+            num_retries=web.num_retries,
+            calls_per_second=web.calls_per_second,
         )
         # Their own threads: a page that takes long to read holds up other pages only.
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="browse")
         # The call keeps its own deadline, after its turn in the pace has come.
-        self.deadline_s = 2 * config.timeout_s + _CACHE_WAIT_S
+        self.deadline_s = 2 * web.timeout_s + _CACHE_WAIT_S
 
     async def start(self) -> None:
         """Open the cache; raises `ValueError` where it cannot be written."""
@@ -132,7 +135,7 @@ class BrowseTool(Tool):
 
     async def _text(self, address: str) -> tuple[str, bool]:
         url = str(self._rules.check(address))
-        key = cache_key("browse", _FETCHER_VERSION, self._max_bytes, url)
+        key = cache_key("browse", _FETCHER_VERSION, MAX_PAGE_BYTES, url)
         answer, cached = await self._asked.answer(key, lambda: self._fetch(url))
         kept = json.loads(answer)
         # The file may have been filled under other lists.

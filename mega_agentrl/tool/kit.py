@@ -174,17 +174,19 @@ def build_toolkit(
     if config.search.enabled:
         tools.append(
             SearchTool(
-                config.search, codec, cache=cache, fallback_dir=fallback_dir, api_key=api_key
+                config.search,
+                config.web,
+                codec,
+                cache=cache,
+                fallback_dir=fallback_dir,
+                api_key=api_key,
             )
         )
     if config.browse.enabled:
-        tools.append(BrowseTool(config.browse, codec, cache=cache))
+        tools.append(BrowseTool(config.browse, config.web, codec, cache=cache))
     if config.file:
         tools += load_tools(config.file)
-    limits = SessionLimits(lifecycle_s=config.lifecycle_timeout_s, queue_s=config.queue_timeout_s)
-    return ToolKit(
-        tools, limits=limits, control_tokens=control_tokens, protocol=protocol, escapes=escapes
-    )
+    return ToolKit(tools, control_tokens=control_tokens, protocol=protocol, escapes=escapes)
 
 
 def _protocol(

@@ -23,7 +23,7 @@ from mega_agentrl.types.records import ToolStatus
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mega_agentrl.config.search_schema import SearchToolConfig
+    from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
     from mega_agentrl.tool.cache import DiskCache
     from mega_agentrl.tool.search_index import Document, SearchIndex
     from mega_agentrl.types.ports import TextCodec
@@ -48,6 +48,7 @@ class SearchTool(Tool):
     def __init__(
         self,
         config: SearchToolConfig,
+        web: WebConfig,
         codec: TextCodec,
         *,
         cache: DiskCache | None = None,
@@ -60,11 +61,11 @@ class SearchTool(Tool):
         self._fallback_dir = fallback_dir
         self._index: SearchIndex | None = None
         self._remote: RemoteSearch | None = None
-        self.deadline_s = config.timeout_s
+        self.deadline_s = web.timeout_s
         if config.backend is not SearchSource.local:
-            self._remote = RemoteSearch(config, cache, api_key)
+            self._remote = RemoteSearch(config, web, cache, api_key)
             # The call keeps its own deadline, after its turn in the pace has come.
-            self.deadline_s = 2 * config.timeout_s + _CACHE_WAIT_S
+            self.deadline_s = 2 * web.timeout_s + _CACHE_WAIT_S
 
     async def start(self) -> None:
         """Open or build the index; raises `ValueError` for a bad corpus or a missing key."""
@@ -106,8 +107,6 @@ class SearchTool(Tool):
         return await asyncio.to_thread(self._index.search, query, self._config.top_k)
 
     def _index_dir(self, corpus: Path) -> Path:
-        if self._config.index_dir:
-            return Path(self._config.index_dir)
         if self._fallback_dir is None or can_write(corpus.parent):
             return corpus.parent
         return self._fallback_dir

@@ -25,7 +25,7 @@ from mega_agentrl.tool.web_call import WebCall, check_status, read_at_most
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mega_agentrl.config.search_schema import SearchToolConfig
+    from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
     from mega_agentrl.tool.cache import DiskCache
 
 MAX_QUERY_CHARS = 2000
@@ -36,15 +36,20 @@ class RemoteSearch:
     """Asks the configured server. cache: None keeps nothing. api_key: empty sends none."""
 
     def __init__(
-        self, config: SearchToolConfig, cache: DiskCache | None = None, api_key: str = ""
+        self,
+        config: SearchToolConfig,
+        web: WebConfig,
+        cache: DiskCache | None = None,
+        api_key: str = "",
     ) -> None:
         self._config = config
+        self._timeout_s = web.timeout_s
         self._api_key = api_key
         self._asked = CachedAsk(cache)
         self._call = WebCall(
-            timeout_s=config.timeout_s,
-            num_retries=config.num_retries,
-            calls_per_second=config.calls_per_second,
+            timeout_s=web.timeout_s,
+            num_retries=web.num_retries,
+            calls_per_second=web.calls_per_second,
         )
         # Connections belong to the loop they were made on.
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
@@ -103,7 +108,7 @@ class RemoteSearch:
         config, client = self._config, self._client()
         headers = {"Accept-Encoding": "identity"}
         if self._api_key:
-            headers[config.key_header] = self._api_key
+            headers |= {"X-API-KEY": self._api_key, "Authorization": f"Bearer {self._api_key}"}
         if config.backend is SearchSource.retrieve:
             payload = {"queries": [query], "topk": top_k, "return_scores": True}
             request = client.build_request("POST", config.url, json=payload, headers=headers)
@@ -126,7 +131,7 @@ class RemoteSearch:
         client = self._clients.get(loop)
         if client is None:
             client = self._clients[loop] = httpx.AsyncClient(
-                timeout=self._config.timeout_s,
+                timeout=self._timeout_s,
                 trust_env=False,
                 limits=httpx.Limits(max_connections=128, max_keepalive_connections=32),
             )

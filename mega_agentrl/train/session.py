@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import RolloutTree
 
 
+NUM_PRINTED = 3
+"""Rollouts printed at the end."""
+
 TRAINING_STAGES = ("warm start", "RL")
 """Stages whose seconds add up to `train_seconds` of the summary."""
 
@@ -180,8 +183,8 @@ class Session:
         if texts:
             (self.run_dir / "rollouts.txt").write_text("\n\n".join(texts) + "\n")
         # Spread over the batch, so that they show different questions.
-        stride = max(1, len(texts) // max(1, self._config.report.num_rollouts))
-        for text in texts[::stride][: self._config.report.num_rollouts]:
+        stride = max(1, len(texts) // max(1, NUM_PRINTED))
+        for text in texts[::stride][:NUM_PRINTED]:
             self._console.print(text, markup=False, highlight=False)
 
     def _write(

@@ -1,9 +1,9 @@
 """The supervised warm start: imitation until the policy samples some successes, then stop.
 
 It ends when success on the development questions reached `sft.target_success` twice in a
-row and every data source `sft.min_source_success` (no skill still at zero), or after
-`sft.max_steps`. Success is sampled through the rollout engine with the weights just sent,
-the same way RL will sample.
+row and every data source a twentieth (no skill still at zero), or after `sft.max_steps`.
+Success is sampled through the rollout engine with the weights just sent, the same way RL will
+sample.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mega_agentrl.train.session import Session
     from mega_agentrl.types.parts import Parts
 
+MIN_SOURCE_SUCCESS = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
@@ -31,7 +33,7 @@ class WarmStart:
 def is_ready(evaluation: Evaluation, sft: SftConfig) -> bool:
     """Success is high enough overall and no data source is still near zero."""
     weakest = min(evaluation.success_by_source.values(), default=0.0)
-    return evaluation.success >= sft.target_success and weakest >= sft.min_source_success
+    return evaluation.success >= sft.target_success and weakest >= MIN_SOURCE_SUCCESS
 
 
 def warm_start(parts: Parts, config: TrainConfig, session: Session) -> WarmStart:
@@ -51,7 +53,7 @@ def _imitate(parts: Parts, config: TrainConfig, session: Session) -> WarmStart:
         with session.clock.phase("update"):
             stats = parts.policy.supervise(parts.demonstrations(sft.batch_size))
         metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm}
-        if step == sft.max_steps or (step >= sft.first_check and step % sft.check_every == 0):
+        if step == sft.max_steps or step % sft.check_every == 0:
             evaluation = _check(parts, config, session, step)
             num_ready = num_ready + 1 if is_ready(evaluation, sft) else 0
             metrics |= evaluation.as_metrics("dev")
@@ -70,7 +72,7 @@ def _check(parts: Parts, config: TrainConfig, session: Session, step: int) -> Ev
         return evaluate(
             parts,
             config,
-            parts.dev[: config.sft.dev_questions],
+            parts.dev[: config.evaluate.num_questions or None],
             num_samples=1,
             temperature=config.rollout.temperature,
             name=f"dev-{step}",

@@ -31,6 +31,8 @@ class TrainBatch:
     version_BT: [B, T] int64 weight version of each token.
     old_logp_BT, entropy_BT, ref_logp_BT: [B, T] float32 from the actors, else None.
     advantage_BT: [B, T] float32, else None.
+    correction_BT: [B, T] float32 weight of each token's policy loss, for what the engine and the
+        policy disagree about; None weighs all the same.
     value_BT, return_BT: [B, T] float32 from a critic and of its advantages, else None.
     owner_B: [B] int64 number of the row's trajectory, where some are several rows; else None.
     """
@@ -49,6 +51,7 @@ class TrainBatch:
     entropy_BT: torch.Tensor | None = None
     ref_logp_BT: torch.Tensor | None = None
     advantage_BT: torch.Tensor | None = None
+    correction_BT: torch.Tensor | None = None
     value_BT: torch.Tensor | None = None
     return_BT: torch.Tensor | None = None
     owner_B: torch.Tensor | None = None

@@ -34,6 +34,8 @@ class Parts:
     demonstrations: next batch of the warm start, of a given size; None without one.
     dev: questions whose sampled success ends the warm start.
     interactions: simulated users of the prompts; None without any.
+    cot_markers: token ids that open and close the chain of thought; None where nobody asks.
+    trigger_ids: tokens behind which ARES counts windows; None for every token.
     """
 
     run_dir: Path
@@ -49,3 +51,5 @@ class Parts:
     start_s: float
     wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]
     interactions: Interactions | None = None
+    cot_markers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    trigger_ids: frozenset[int] | None = None

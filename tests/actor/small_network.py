@@ -28,7 +28,7 @@ from mega_agentrl.actor import device, groups
 from mega_agentrl.config.schema import OptimConfig, ParallelConfig
 
 SHAPES = {"matrix": (8, 6), "vector": (5,), "router": (3, 6), "tied": (4, 6), "expert": (4, 6)}
-SETTINGS = OptimConfig(lr=0.05, weight_decay=0.5, beta1=0.8, beta2=0.9, grad_clip=2.0)
+SETTINGS = OptimConfig(lr=0.05, weight_decay=0.5, betas=[0.8, 0.9], grad_clip=2.0)
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 

@@ -88,7 +88,7 @@ def test_every_parameter_has_its_value_and_moments():
             assert torch.equal(values["param"], parameter.detach().flatten())
             # After one step the first moment is a part of the clipped gradient, the second of
             # its square.
-            gradient = values["exp_avg"] / (1 - SETTINGS.beta1)
+            gradient = values["exp_avg"] / (1 - SETTINGS.betas[0])
             torch.testing.assert_close(gradient.square(), values["exp_avg_sq"] / 0.1)
 
 

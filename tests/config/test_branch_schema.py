@@ -16,11 +16,8 @@ from mega_agentrl.config.choices import Budget
         ("alpha", math.inf),
         ("beta", math.nan),
         ("tau", -math.inf),
-        ("entropy_weight", math.nan),
         ("penalty", -0.1),
         ("penalty", 1.1),
-        ("branch_probability", 1.5),
-        ("branch_probability", -0.5),
         ("min_probe_tokens", 0),
         ("min_probe_tokens", 21),
         ("initial_rollouts", 0),
@@ -37,10 +34,10 @@ def test_out_of_range(key, value):
 def test_the_papers_constants_are_the_defaults():
     config = BranchConfig()
     assert (config.alpha, config.beta, config.tau, config.probe_tokens) == (0.5, 0.2, 0.5, 20)
-    assert (config.branch_probability, config.entropy_weight, config.penalty) == (0.5, 0.2, 0.05)
+    assert config.penalty == 0.05
     assert config.budget is Budget.partitioned and config.forks_per_decision == 1
 
 
 def test_boundary_values_pass():
-    BranchConfig(penalty=0, branch_probability=1, forks_per_decision=0, initial_rollouts=1)
-    BranchConfig(min_probe_tokens=3, probe_tokens=3, penalty=1, branch_probability=0)
+    BranchConfig(penalty=0, forks_per_decision=0, initial_rollouts=1)
+    BranchConfig(min_probe_tokens=3, probe_tokens=3, penalty=1)

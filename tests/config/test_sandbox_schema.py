@@ -23,9 +23,6 @@ def test_defaults_are_isolated_and_stateless():
         ("cpu_s", 0.5),
         ("memory_mib", 63),
         ("total_memory_mib", 127),
-        ("num_processes", 0),
-        ("num_files", 15),
-        ("tmpfs_mib", 0),
         ("output_chars", 15),
     ],
 )
@@ -35,9 +32,7 @@ def test_out_of_range_names_key_and_value(name, value):
 
 
 def test_least_values_are_taken():
-    PythonToolConfig(
-        workers=1, cpu_s=1.0, memory_mib=64, num_processes=1, num_files=16, output_chars=16
-    )
+    PythonToolConfig(workers=1, cpu_s=1.0, memory_mib=64, output_chars=16)
 
 
 def test_hosts_are_off_unless_asked_for():

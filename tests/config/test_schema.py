@@ -101,7 +101,6 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
         ("data.prompts_per_step", 0),
         ("evaluate.num_samples", 0),
         ("report.trees_every", -1),
-        ("report.num_rollouts", -1),
         ("cluster.num_engines", 0),
         ("total_steps", -1),
     ],

@@ -29,7 +29,6 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
         "cluster.oversubscribe=true",
         "total_steps=2",
         "sft.max_steps=4",
-        "sft.first_check=4",
         "sft.check_every=4",
         "data.prompts_per_step=4",
         "rollout.temperature=0.7",  # log-probs count before top-p and at this temperature

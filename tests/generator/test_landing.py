@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from mega_agentrl.generator.landing import ModuleLanding, pack_experts_again
+from mega_agentrl.generator.landing import ModuleLanding, drop_packed
 from mega_agentrl.reshard.delivery import Place
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.proof import Regions
@@ -175,9 +175,9 @@ def test_experts_are_packed_again_on_a_cpu_only():
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2))
     module.quant_method = SimpleNamespace(moe_kernel=object())
-    pack_experts_again(module.to("meta"))
+    drop_packed(module.to("meta"))
     assert module.quant_method.moe_kernel is not None
     module.weight = nn.Parameter(torch.zeros(2))
-    pack_experts_again(module)
+    drop_packed(module)
     assert module.quant_method.moe_kernel is None
-    pack_experts_again(nn.Linear(2, 2))
+    drop_packed(nn.Linear(2, 2))

@@ -172,7 +172,7 @@ def adamw(model: Any, config: TrainConfig) -> torch.optim.AdamW:
             {"params": spared, "weight_decay": 0.0},
         ],
         lr=LR,
-        betas=(optim.beta1, optim.beta2),
+        betas=tuple(optim.betas),
         eps=1e-8,
     )
 

@@ -124,8 +124,8 @@ def context_of(scenario, engine, tools):
             branch=BranchConfig(
                 initial_rollouts=min(config["initial_rollouts"], config["n"]),
                 forks_per_decision=config["beam_size"] - 1,
-                branch_probability=config["branch_probability"],
-                entropy_weight=config["entropy_weight"],
+                alpha=config["branch_probability"],
+                beta=config["entropy_weight"],
             ),
             max_response_tokens=config["response_length"],
             max_calls=config["call_limit"],

@@ -50,7 +50,7 @@ def test_groups_that_all_do_alike_are_not_kept(values, verdict):
 
 
 def test_the_bounds_themselves_are_outside():
-    config = GroupConfig(filter_key=FilterKey.reward, filter_low=-0.5, filter_high=0.5)
+    config = GroupConfig(filter_key=FilterKey.reward, filter_range=[-0.5, 0.5])
     assert judge(_tree(0.5, 0.5), config) is Verdict.high
     assert judge(_tree(-1, 0), config) is Verdict.low
     assert judge(_tree(0.25, 0.5), config) is Verdict.kept

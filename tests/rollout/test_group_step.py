@@ -100,8 +100,8 @@ def test_too_many_replacements_are_an_error_that_says_what_was_seen():
     for piece in (
         "rollout.filter_key=accuracy: got 1 groups to train on, expected data.prompts_per_step=2",
         "after rollout.filter_max_rounds=2 rounds of replacements; of 6 finished groups 1 have a "
-        "mean at or below rollout.filter_low=0.01",
-        "4 at or above rollout.filter_high=0.99, 0 failed (means from 0 to 1, median 1)",
+        "mean at or below rollout.filter_range[0]=0.01",
+        "4 at or above rollout.filter_range[1]=0.99, 0 failed (means from 0 to 1, median 1)",
     ):
         assert piece in text
     assert all(session.released == 1 for session in tools.sessions)

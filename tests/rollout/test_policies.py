@@ -42,8 +42,6 @@ branches = st.builds(
     min_probe_tokens=st.integers(1, 3),
     forks_per_decision=st.integers(0, 3),
     initial_rollouts=st.one_of(st.none(), st.just(1)),
-    branch_probability=st.sampled_from([0.3, 0.5, 1.0]),
-    entropy_weight=st.sampled_from([0.0, 0.2, 2.0]),
     penalty=st.sampled_from([0.0, 0.05, 0.5]),
     budget=st.sampled_from(Budget),
 )
@@ -176,9 +174,7 @@ def test_as_many_roots_as_trajectories_are_plain_sampling(branching, num_traject
 @given(st.sampled_from(WAYS), seeds, st.floats(0.4, 0.7))
 def test_without_a_weight_entropies_decide_nothing(branching, seed, alpha):
     config = _roomy(branching, 6, 2)
-    weightless = BranchConfig(
-        initial_rollouts=2, probe_tokens=8, alpha=alpha, beta=0.0, entropy_weight=0.0
-    )
+    weightless = BranchConfig(initial_rollouts=2, probe_tokens=8, alpha=alpha, beta=0.0)
     config = replace(config, branch=weightless, max_response_tokens=150)
     calm = FakeGenerator(entropy=lambda response, request: 0.1)
     wild = FakeGenerator(entropy=lambda response, request: 5 * unit(response))

@@ -148,7 +148,7 @@ def test_missing_trajectories_are_made_one_after_the_other():
 
 def test_the_first_decision_of_everyone_is_a_coin_alone_and_coins_differ():
     generator = FakeGenerator(turns("go" + CALL, "on" + CALL, END))
-    trees = _run(generator, branch={"initial_rollouts": 2, "entropy_weight": 2.0})
+    trees = _run(generator, branch={"initial_rollouts": 2, "beta": 2.0})
     decisions = [one.decisions for tree in trees for one in tree.trajectories if one.decisions]
     assert all(own[0].delta_h == 0 and own[0].probability == 0.5 for own in decisions)
     assert all(own[1].delta_h != 0 for own in decisions if len(own) > 1)
@@ -196,7 +196,7 @@ def test_forks_of_one_parent_are_made_one_after_the_other():
             return Session(self)
 
     tools = Tools()
-    branch = {"initial_rollouts": 1, "forks_per_decision": 5, "branch_probability": 1.0}
+    branch = {"initial_rollouts": 1, "forks_per_decision": 5, "alpha": 1.0}
     trees = _run(FakeGenerator(turns(CALL, END)), tools=tools, branch=branch)
     assert [tree.num_forks for tree in trees] == [5, 5] and len(tools.sessions) == 12
 
@@ -212,7 +212,7 @@ def test_tools_that_cannot_be_made_or_forked_still_give_m_trajectories():
 
     for tree in _run(FakeGenerator(turns(END)), tools=Broken()):
         assert len(tree.trajectories) == 6 and all(one.failed for one in tree.trajectories)
-    branch = {"initial_rollouts": 1, "branch_probability": 1.0}
+    branch = {"initial_rollouts": 1, "alpha": 1.0}
     tools = FakeTools(fork_fails=True)
     for tree in _run(FakeGenerator(turns(CALL, END)), tools=tools, branch=branch):
         failed = [one.failed for one in tree.trajectories]

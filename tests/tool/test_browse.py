@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mega_agentrl.config.search_schema import BrowseToolConfig
+from mega_agentrl.config.search_schema import BrowseToolConfig, WebConfig
 from mega_agentrl.tool.browse import NO_TEXT, BrowseTool
 from mega_agentrl.tool.browse_address import RefusedError
 from mega_agentrl.tool.cache import DiskCache
@@ -22,10 +22,19 @@ def saying(text, **reply):
 
 
 def browser(server, cache=None, resolve=None, **config):
-    config = {"enabled": True, "timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0} | config
+    web = {"timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0}
+    web = {key: config.pop(key, value) for key, value in web.items()}
+    config = {"enabled": True} | config
     options = {} if resolve is None else {"resolve": resolve}
     admit = ("127.0.0.1", server.port) if server else None
-    return BrowseTool(BrowseToolConfig(**config), WordCodec(), cache=cache, admit=admit, **options)
+    return BrowseTool(
+        BrowseToolConfig(**config),
+        WebConfig(**web),
+        WordCodec(),
+        cache=cache,
+        admit=admit,
+        **options,
+    )
 
 
 async def read(tool, url, **more):

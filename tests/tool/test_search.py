@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mega_agentrl.config.choices import SearchSource
-from mega_agentrl.config.search_schema import SearchToolConfig
+from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
 from mega_agentrl.tool import search as search_module
 from mega_agentrl.tool.search import NOTHING_FOUND, SearchTool
 from mega_agentrl.types.records import ToolStatus
@@ -24,8 +24,13 @@ def corpus(tmp_path):
 
 
 async def answer(query, codec=None, fallback_dir=None, key="", **config):
+    web = {name: config.pop(name) for name in ("timeout_s", "num_retries") if name in config}
     tool = SearchTool(
-        SearchToolConfig(**config), codec or WordCodec(), fallback_dir=fallback_dir, api_key=key
+        SearchToolConfig(**config),
+        WebConfig(**web),
+        codec or WordCodec(),
+        fallback_dir=fallback_dir,
+        api_key=key,
     )
     await tool.start()
     try:
@@ -65,8 +70,6 @@ async def test_where_the_index_lies(corpus, tmp_path, monkeypatch):
 
     await ask("paris", corpus=corpus)
     assert len(indexes(tmp_path)) == 1
-    await ask("paris", corpus=corpus, index_dir=str(tmp_path / "own"))
-    assert len(indexes(tmp_path / "own")) == 1
     monkeypatch.setattr(search_module, "can_write", lambda folder: False)
     await answer("paris", corpus=corpus, fallback_dir=tmp_path / "cache")
     assert len(indexes(tmp_path / "cache")) == 1

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mega_agentrl.config.choices import SearchSource
-from mega_agentrl.config.search_schema import SearchToolConfig
+from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
 from mega_agentrl.tool.cache import DiskCache
 from mega_agentrl.tool.search_index import Document
 from mega_agentrl.tool.search_remote import RemoteSearch
@@ -36,9 +36,10 @@ def answering(value, **reply):
 
 
 def remote(server, backend=SearchSource.retrieve, path="/retrieve", cache=None, key="", **config):
-    config = {"timeout_s": 5.0, "num_retries": 1, **config}
+    web = {"timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0}
+    web = {name: config.pop(name, value) for name, value in web.items()}
     made = SearchToolConfig(backend=backend, url=f"{server.url}{path}", **config)
-    return RemoteSearch(made, cache, key)
+    return RemoteSearch(made, WebConfig(**web), cache, key)
 
 
 async def test_a_retrieval_server():
@@ -63,16 +64,15 @@ async def test_documents_without_scores():
 
 async def test_a_web_search_api():
     with serving(answering(ORGANIC)) as server:
-        search = remote(
-            server, SearchSource.web, "/search?gl=us", key="secret", key_env="K", key_header="X-Key"
-        )
+        search = remote(server, SearchSource.web, "/search?gl=us", key="secret", key_env="K")
         found = await search.find("a&b=c", 2)
     url = "https://p.example/"
     assert found[0] == Document(doc_id=url, title="Paris", text="It is big.", url=url)
     assert (found[1].title, found[1].text) == ("Lyon", "")
     (asked,) = server.asked
     assert (asked.method, asked.path) == ("GET", "/search?gl=us&q=a%26b%3Dc&num=2&count=2")
-    assert asked.headers["x-key"] == "secret"
+    assert asked.headers["x-api-key"] == "secret"
+    assert asked.headers["authorization"] == "Bearer secret"
 
 
 async def test_the_other_shape_and_no_more_than_asked_for():

@@ -110,7 +110,7 @@ def test_a_bad_corpus_leaves_no_index(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_named(corpus):
-    with pytest.raises(ValueError, match=r"tool.search.index_dir=.*probable cause"):
+    with pytest.raises(ValueError, match=r"tool.search.corpus=.*cannot be made.*probable cause"):
         open_index(corpus, corpus / "below")
 
 

@@ -90,9 +90,9 @@ def config(tmp_path):
         engine=EngineConfig(max_model_len=128),
         rollout=RolloutConfig(num_trajectories=4, max_response_tokens=60, max_turns=4),
         data=DataConfig(prompts_per_step=3),
-        sft=SftConfig(check_every=2, dev_questions=4, batch_size=2),
+        sft=SftConfig(check_every=2, batch_size=2),
         evaluate=EvaluateConfig(num_samples=2),
-        report=ReportConfig(num_rollouts=1, tensorboard=False),
+        report=ReportConfig(tensorboard=False),
     )
 
 

@@ -20,7 +20,7 @@ def test_verbs_come_in_the_order_of_the_algorithm(parts, config):
 
 
 def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(parts, config):
-    config.sft = SftConfig(max_steps=4, check_every=4, target_success=1.0, dev_questions=2)
+    config.sft = SftConfig(max_steps=4, check_every=4, target_success=1.0)
     train(parts, config)
     assert parts.policy.verbs[:7] == ["supervise"] * 4 + ["send 2", "reset", "logprobs"]
 

@@ -115,7 +115,7 @@ def test_what_is_carried_over_ends_with_the_run_and_its_prompts_go_back(parts, c
 def test_a_step_trains_on_groups_that_differ_and_reports_all(parts, config, tmp_path):
     parts.demonstrations, parts.prompts = None, PromptSampler(parts.validation, seed=1)
     config.rollout.filter_key = FilterKey.reward
-    config.rollout.filter_low, config.rollout.filter_high = 0.4, 0.6
+    config.rollout.filter_range = [0.4, 0.6]
     train(parts, config)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["stage"] == "rl"]

@@ -26,7 +26,7 @@ def evaluation(success, **by_source):
     [(0.3, 0.05, True), (0.29, 0.2, False), (0.6, 0.04, False)],
 )
 def test_ready_needs_overall_success_and_every_source(success, weakest, ready):
-    sft = SftConfig(target_success=0.3, min_source_success=0.05)
+    sft = SftConfig(target_success=0.3)
     assert is_ready(evaluation(success, easy=success, hard=weakest), sft) is ready
 
 
