@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra._internal.utils import get_args_parser
@@ -50,12 +50,17 @@ def known_sections(schema: type = TrainConfig) -> set[str]:
 
 def is_known(key: str) -> bool:
     """Whether a dotted key is a leaf, a section, or inside of a leaf that takes any names."""
+    return key in known_sections() or _leaf_type(key) is not None
+
+
+def _leaf_type(key: str) -> Any | None:
+    """Type of a leaf, or of what is inside of a leaf that takes any names; None for neither."""
     keys = known_keys()
-    if key in keys or key in known_sections():
-        return True
-    parts = key.split(".")
-    above = [".".join(parts[:end]) for end in range(1, len(parts))]
-    return any(get_origin(keys.get(parent)) is dict for parent in above)
+    if key in keys:
+        return keys[key]
+    parent, dot, _ = key.rpartition(".")
+    above = _leaf_type(parent) if dot else None
+    return get_args(above)[1] if get_origin(above) is dict else None
 
 
 def known_groups(config_dir: Path) -> dict[str, list[str]]:

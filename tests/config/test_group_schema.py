@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -27,7 +28,7 @@ from mega_agentrl.config.schema import RolloutConfig
     ],
 )
 def test_out_of_range(key, value):
-    with pytest.raises(ValueError, match=rf"rollout\.{key}={value}: expected"):
+    with pytest.raises(ValueError, match=rf"rollout\.{key}={re.escape(str(value))}: expected"):
         GroupConfig(**{key: value})
 
 

@@ -108,8 +108,8 @@ def test_nearest_always_names_something_known(name):
         "hydra.run.dir=/tmp/x",
         "hydra/launcher=joblib",
         "rollout.branch.initial_rollouts=null",
-        "+reward.tools.gsm8k=0.5",
-        "reward={tools: {gsm8k: 0.5}}",
+        "+reward.rubric.gsm8k.arpo=0.5",
+        "reward={rubric: {gsm8k: {arpo: 0.5}}}",
     ],
 )
 def test_known_overrides_pass(folder, override):
@@ -130,7 +130,7 @@ def test_known_overrides_pass(folder, override):
         ("optim={lrr: 0.1}", "unknown key 'optim.lrr'"),
         ("rollout={branch: {taau: 1}}", "unknown key 'rollout.branch.taau'"),
         ("tool.python=3", "tool.python is a section; set one of its keys: tool.python."),
-        ("+reward.tools.gsm8k.x=1", "unknown key 'reward.tools.gsm8k.x'"),
+        ("+reward.rubric.a.arpo.x=1", "unknown key 'reward.rubric.a.arpo.x'"),
         ("optim.lr", "expected key=value"),
         ("=3", "unknown key"),
     ],

@@ -90,7 +90,7 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
         ("rollout.branch.forks_per_decision", -1),
         ("tool.python.timeout_s", 0.0),
         ("tool.search.top_k", 0),
-        ("algo.clip_low", 1.0),
+        ("algo.clip_low", 1.5),
         ("algo.clip_high", 0.0),
         ("algo.clip_dual", 1.0),
         ("algo.kl_coef", -0.1),

@@ -4,11 +4,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.choices import SearchSource
-from mega_agentrl.config.search_schema import BrowseToolConfig, CacheConfig, SearchToolConfig
+from mega_agentrl.config.search_schema import (
+    BrowseToolConfig,
+    CacheConfig,
+    SearchToolConfig,
+    WebConfig,
+)
 
 
 def test_the_defaults_are_valid_and_off():
-    for section in (SearchToolConfig, BrowseToolConfig, CacheConfig):
+    for section in (SearchToolConfig, BrowseToolConfig, WebConfig, CacheConfig):
         OmegaConf.to_object(OmegaConf.structured(section))
     assert not SearchToolConfig().enabled
     assert not BrowseToolConfig().enabled
@@ -24,16 +29,10 @@ def test_what_makes_a_search_tool():
     [
         (SearchToolConfig, "search.top_k", 0),
         (SearchToolConfig, "search.snippet_tokens", 3),
-        (SearchToolConfig, "search.timeout_s", 0.0),
-        (SearchToolConfig, "search.num_retries", -1),
-        (SearchToolConfig, "search.calls_per_second", -0.1),
-        (SearchToolConfig, "search.key_header", ""),
-        (BrowseToolConfig, "browse.max_mib", 0.0),
-        (BrowseToolConfig, "browse.max_mib", 65.0),
         (BrowseToolConfig, "browse.answer_tokens", 15),
-        (BrowseToolConfig, "browse.timeout_s", -1.0),
-        (BrowseToolConfig, "browse.num_retries", -1),
-        (BrowseToolConfig, "browse.calls_per_second", -1.0),
+        (WebConfig, "web.timeout_s", 0.0),
+        (WebConfig, "web.num_retries", -1),
+        (WebConfig, "web.calls_per_second", -0.1),
         (CacheConfig, "cache.ttl_s", -1.0),
         (CacheConfig, "cache.size_mib", 0),
     ],
@@ -63,6 +62,7 @@ def test_lists_hold_domains(key, domain):
 
 
 def test_boundaries_pass():
-    SearchToolConfig(top_k=1, snippet_tokens=4, num_retries=0, calls_per_second=0)
-    BrowseToolConfig(allow=["a.org", "10.0.0.1"], max_mib=64, answer_tokens=16)
+    SearchToolConfig(top_k=1, snippet_tokens=4)
+    BrowseToolConfig(allow=["a.org", "10.0.0.1"], answer_tokens=16)
+    WebConfig(num_retries=0, calls_per_second=0)
     CacheConfig(path="", ttl_s=0, size_mib=1)

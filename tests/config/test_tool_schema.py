@@ -1,17 +1,13 @@
-"""Ranges of the tools' settings."""
+"""What the tools' settings say without being set."""
 
-import pytest
+from omegaconf import OmegaConf
 
 from mega_agentrl.config.tool_schema import ToolConfig
 
 
-def test_by_default_there_are_no_tools_of_ones_own():
-    assert ToolConfig().file == ""
-    assert ToolConfig().lifecycle_timeout_s == 60
-
-
-@pytest.mark.parametrize("key", ["lifecycle_timeout_s", "queue_timeout_s"])
-@pytest.mark.parametrize("value", [0.0, -1.0])
-def test_limits_are_positive(key, value):
-    with pytest.raises(ValueError, match=rf"tool\.{key}={value}: expected above 0"):
-        ToolConfig(**{key: value})
+def test_by_default_there_is_python_alone():
+    config = OmegaConf.to_object(OmegaConf.structured(ToolConfig))
+    assert isinstance(config, ToolConfig)
+    assert config.file == ""
+    assert not config.search.enabled
+    assert not config.browse.enabled

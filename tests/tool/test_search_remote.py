@@ -86,8 +86,8 @@ async def test_the_other_shape_and_no_more_than_asked_for():
 def test_a_missing_key_names_its_variable():
     config = SearchToolConfig(backend=SearchSource.web, url="http://x", key_env="SEARCH_KEY")
     with pytest.raises(ValueError, match=r"tool.search.key_env=SEARCH_KEY: .*probable cause"):
-        RemoteSearch(config).check_key()
-    RemoteSearch(config, api_key="k").check_key()
+        RemoteSearch(config, WebConfig()).check_key()
+    RemoteSearch(config, WebConfig(), api_key="k").check_key()
 
 
 async def test_bad_queries_are_not_asked():
