@@ -171,12 +171,11 @@ class ClusterConfig:
     """Where the run happens. address: Ray cluster to join; empty starts one here.
 
     actor_deadline_s: limit of one remote call on a policy rank, and of an engine's start.
-    num_engines: vLLM engines beside the policy. oversubscribe: let ranks share cores.
+    num_engines: vLLM engines beside the policy.
     """
 
     address: str = ""
     num_engines: int = 1
-    oversubscribe: bool = False
     actor_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -219,12 +218,14 @@ class ReportConfig:
 class TrainConfig:
     """The whole run.
 
-    run_dir: folder of the run's files. seed: of every random stream. total_steps: RL steps.
+    run_dir: folder of the run's files. seed: of every random stream. total_steps: RL steps;
+    epochs: above 0, passes over the training data instead of these.
     """
 
     run_dir: str = "runs/default"
     seed: int = 1
     total_steps: int = 100
+    epochs: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -241,4 +242,5 @@ class TrainConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        require(self.total_steps >= 0, "total_steps", self.total_steps, "at least 0")
+        for key in ("total_steps", "epochs"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")

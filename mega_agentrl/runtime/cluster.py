@@ -11,12 +11,15 @@ import ray
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
 
+_logger = logging.getLogger(__name__)
+
 
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
-    On GPUs every policy and every engine rank has one of its own. On a CPU policy and
-    engines take turns, so the larger of the two must fit the cores.
+    On GPUs every policy and every engine rank has one of its own. On a CPU policy and engines
+    take turns, so the larger of the two must fit the cores of a cluster that was joined; on this
+    machine ranks may share cores, and a warning says that it is slow.
     """
     layout = config.parallel
     policy_ranks = layout.num_ranks
@@ -33,11 +36,13 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
                 f"{shape}: {policy_ranks + engine_ranks} GPUs needed, the cluster has {num_gpus}; "
                 "lower one of these or join a larger cluster (cluster.address)"
             )
-    elif max(policy_ranks, engine_ranks) > num_cores and not config.cluster.oversubscribe:
-        raise ValueError(
-            f"{shape}: more ranks than the {num_cores} cores there are; lower one of these, or "
-            "set cluster.oversubscribe=true to let ranks share cores (slow: for tests)"
-        )
+    elif max(policy_ranks, engine_ranks) > num_cores:
+        if config.cluster.address:
+            raise ValueError(
+                f"{shape}: more ranks than the {num_cores} cores of the cluster; lower one of "
+                "these or join a larger cluster (cluster.address)"
+            )
+        _logger.warning("%s: they share %d cores, which is slow", shape, num_cores)
 
 
 def connect(config: TrainConfig) -> bool:
@@ -52,8 +57,7 @@ def connect(config: TrainConfig) -> bool:
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     else:
         check_size(config, num_cores=num_cores, num_gpus=_local_gpus())
-        layout = config.parallel
-        ranks = layout.tensor * layout.pipeline * layout.data + config.cluster.num_engines
+        ranks = config.parallel.num_ranks + config.cluster.num_engines
         ray.init(
             num_cpus=max(num_cores, ranks),
             include_dashboard=False,
@@ -63,7 +67,8 @@ def connect(config: TrainConfig) -> bool:
         )
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
-    check_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
+    if config.cluster.address:
+        check_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
     return num_gpus > 0
 
 

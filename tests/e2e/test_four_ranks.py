@@ -26,7 +26,6 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
         "experiment=smoke_ci",
         "parallel=tp2_pp2",
         "engine.tensor=2",
-        "cluster.oversubscribe=true",
         "total_steps=2",
         "sft.max_steps=4",
         "sft.check_every=4",

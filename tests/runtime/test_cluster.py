@@ -1,9 +1,8 @@
-"""Does the layout fit: cores, GPUs, oversubscription."""
+"""Does the layout fit: cores, GPUs, ranks that share cores."""
 
 import pytest
 
 from mega_agentrl.config.schema import (
-    ClusterConfig,
     EngineConfig,
     ParallelConfig,
     TrainConfig,
@@ -19,17 +18,15 @@ def test_policy_and_engine_take_turns_on_a_cpu():
     check_size(config(parallel=ParallelConfig(tensor=2)), num_cores=2, num_gpus=0)
 
 
-def test_more_ranks_than_cores_names_the_keys():
+def test_more_ranks_than_cores_are_slow_and_said_so(caplog):
     wide = config(parallel=ParallelConfig(tensor=2, pipeline=2))
-    with pytest.raises(ValueError, match=r"parallel.pipeline=2.*4 policy ranks.*2 cores.*oversub"):
-        check_size(wide, num_cores=2, num_gpus=0)
-
-
-def test_oversubscription_is_allowed_when_asked_for():
-    wide = config(
-        parallel=ParallelConfig(tensor=2, pipeline=2), cluster=ClusterConfig(oversubscribe=True)
-    )
     check_size(wide, num_cores=2, num_gpus=0)
+    assert "parallel.pipeline=2" in caplog.text
+    assert "4 policy ranks" in caplog.text
+    assert "share 2 cores" in caplog.text
+    wide.cluster.address = "auto"
+    with pytest.raises(ValueError, match=r"parallel.pipeline=2.*4 policy ranks.*2 cores"):
+        check_size(wide, num_cores=2, num_gpus=0)
 
 
 def test_every_rank_needs_a_gpu_of_its_own():
