@@ -6,6 +6,7 @@ Values in and out are plain or CPU tensors, so that a remote call can carry them
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from mega_agentrl.config.algo_schema import AlgoConfig
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
@@ -47,10 +49,10 @@ class PolicyRank:
     def load(self, folder: str) -> None:
         """Read this rank's slices of a checkpoint of the same shape; moments start anew.
 
-        With algo.kl_coef > 0 the loaded weights become the reference as well.
+        Where the objective needs a reference, the loaded weights become it as well.
         """
         self.network.load(folder)
-        if self._config.algo.kl_coef > 0:
+        if self._config.algo.needs_reference:
             self.freeze_reference()
 
     def freeze_reference(self) -> None:
@@ -60,8 +62,20 @@ class PolicyRank:
         else:
             self._reference.freeze()
 
+    def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
+        """Go on with another objective; temperature: of sampling.
+
+        Where it needs a reference, the weights as they are now become it.
+        """
+        rollout = replace(self._config.rollout, temperature=temperature)
+        self._config = replace(self._config, algo=algo, rollout=rollout)
+        if algo.needs_reference:
+            self.freeze_reference()
+        else:
+            self._reference = None
+
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments; with a KL term, the reference starts here too."""
+        """Forget the optimizer's moments; the reference, where there is one, starts here too."""
         self.network.reset_optimizer()
         if self._reference is not None:
             self.freeze_reference()
@@ -104,7 +118,7 @@ class PolicyRank:
         kl_weight_BT: torch.Tensor | None = None,
         lr: float | None = None,
     ) -> UpdateStats:
-        """optim.num_minibatches clipped policy-gradient steps over the batch, in row order.
+        """optim.num_minibatches steps on the configured policy loss over the batch, in row order.
 
         kl_weight_BT: [B, T] weight of the KL term per token, instead of algo.kl_coef.
         """
@@ -146,12 +160,18 @@ class PolicyRank:
         """Write the weights as a Hugging Face folder; configuration from the loaded one."""
         self.network.export(folder)
 
-    def save(self, folder: str, extra: Mapping[str, Any] | None = None) -> str:
+    def save(
+        self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> str:
         """Write a checkpoint of the training state; see `actor.checkpoint.save`.
 
-        The reference is not in it: it is made by `load` or `freeze_reference`, as at the start.
+        The reference is not in it: it is made by `load`, `freeze_reference` or `set_objective`,
+        as at the start.
         """
-        return str(checkpoint.save(self.network, folder, extra=extra))
+        timeout_s = self._config.cluster.actor_deadline_s
+        return str(
+            checkpoint.save(self.network, folder, extra=extra, keep=keep, timeout_s=timeout_s)
+        )
 
     def resume(self, folder: str) -> dict[str, Any]:
         """Take up a checkpoint, of any layout; returns what `save` was given as extra."""
@@ -183,7 +203,7 @@ class PolicyRank:
     def _reference_in_place(self) -> AbstractContextManager[None]:
         if self._reference is None:
             raise ValueError(
-                "logprobs of the reference: there is none; expected algo.kl_coef above 0 or "
-                "freeze_reference() before"
+                "logprobs of the reference: there is none; expected algo.kl_coef above 0, "
+                "algo.ares.mode other than off, or freeze_reference() before"
             )
         return self._reference.in_place()

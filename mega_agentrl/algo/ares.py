@@ -12,8 +12,8 @@ state from what the training rollouts showed, by bucket of difficulty d (easy, m
 
 So alpha grows where easy and medium prompts are answered with more hesitation than right answers
 show, and hard ones with less. The first batch only starts targets and threshold; a bucket with
-fewer than 8 trajectories keeps all its controllers. With the rules named `released` targets,
-alphas and betas follow `ares_released`.
+fewer than 8 trajectories keeps all its controllers, one with fewer than 8 measured KLs its lambda.
+With the rules named `released` targets, alphas and betas follow `ares_released`.
 
 Windows are in `hwe`, shaping in `ares_reward`, the values in `ares_state`: this module offers
 their names, so that a reader of the method needs one. Filters and the bootstrap pass are the
@@ -137,7 +137,7 @@ def _update_bucket(
     if shown is not None:
         before = shown if target is None else target
         target = (1 - rules.target_rate) * before + rules.target_rate * shown
-    kl = None if stats.kl_B is None else bucket_mean(stats.kl_B, there_B)
+    kl = None if stats.kl_B is None else _mean_kl(stats.kl_B[there_B], rules)
     held = state.lambdas[code]
     if kl is not None:
         held = max(0.0, held + rules.lambda_rate * (kl - rules.kl_budget[code]))
@@ -147,6 +147,14 @@ def _update_bucket(
         alphas=_with(state.alphas, code, alpha),
         lambdas=_with(state.lambdas, code, held),
     )
+
+
+def _mean_kl(kl_N: torch.Tensor, rules: AresRules) -> float | None:
+    """Mean of what was measured, None where that is less than the controllers act upon."""
+    measured_N = kl_N.isfinite()
+    if int(measured_N.sum()) < rules.min_trajectories:
+        return None
+    return bucket_mean(kl_N, measured_N)
 
 
 def _with(by_code: tuple[T, T, T], code: int, value: T) -> tuple[T, T, T]:

@@ -137,7 +137,7 @@ class AresStats:
     prompt_ids: of each of B trajectories; equal = one group. correct_B: [B] bool or 0/1. hwe_B:
     [B] windows counted with the threshold from before the step. p95_B: [B] of
     `hwe.threshold_p95`, nats, NaN for none. kl_B: [B] mean KL to the reference per token, nats;
-    None where it was not measured.
+    NaN where it was not measured, None where it was nowhere.
     """
 
     prompt_ids: tuple[str, ...]
@@ -165,9 +165,10 @@ class AresStats:
 
 
 def bucket_mean(value_B: torch.Tensor, there_B: torch.Tensor) -> float | None:
-    """Mean of the chosen values as a plain number, None where none is chosen."""
+    """Mean of the chosen values that are no NaN as a plain number; None where there are none."""
     chosen_N = value_B[there_B].double()
-    return float(chosen_N.mean()) if len(chosen_N) else None
+    known_N = chosen_N[~chosen_N.isnan()]
+    return float(known_N.mean()) if len(known_N) else None
 
 
 def metrics(

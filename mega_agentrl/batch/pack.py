@@ -4,13 +4,15 @@ Every trajectory becomes a row, also a failed one, whose mask is all zero. One w
 rendered anew on the way (`Trajectory.restarts`) becomes a row for each part, behind the context
 it was sampled in; `owner_B` then says which rows are one trajectory. `group_B` numbers
 the prompts from 0; a failed row gets a number of its own behind them, so that its missing
-reward stays out of its group's mean. `node_BT` numbers the tokens of all trees: a fork holds
-the ids of its parent's tokens up to `fork_len`, everything else is new; padding is -1.
+reward stays out of its group's mean. A reward that is not there yet is NaN until `with_rewards`,
+so that nothing can be computed from it unseen. `node_BT` numbers the tokens of all trees: a fork
+holds the ids of its parent's tokens up to `fork_len`, everything else is new; padding is -1.
 Cutting into micro-batches is `batch.balance`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import count
@@ -33,26 +35,18 @@ def pack(trees: Sequence[RolloutTree]) -> TrainBatch:
     everyone = [trajectory for tree in trees for trajectory in tree.trajectories]
     rows = [part for owner, trajectory in enumerate(everyone) for part in _parts(owner, trajectory)]
     width = max((row.stop - row.start for row in rows), default=0)
-    kept_B = torch.tensor([not everyone[row.owner].failed for row in rows], dtype=torch.bool)
+    owners = torch.tensor([row.owner for row in rows], dtype=torch.int64)
 
     def grid(values: Sequence[Sequence[float]], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
         return _grid([values[row.owner][row.start : row.stop] for row in rows], width, dtype, fill)
 
-    mask_BT = grid([one.loss_mask for one in everyone], torch.bool) & kept_B.unsqueeze(1)
-    if not bool(mask_BT.any()):
-        reasons = dict(Counter(one.stop_reason.value for one in everyone))
-        raise ValueError(
-            f"trees: got {len(trees)} with {len(everyone)} trajectories and no token to train on, "
-            f"expected at least one; they ended by {reasons}; if they were aborted or failed, "
-            "the logs of the engines and tools say why"
-        )
-    groups, owners = _groups(trees), torch.tensor([row.owner for row in rows], dtype=torch.int64)
+    mask_BT = grid([one.loss_mask for one in everyone], torch.bool)
     return TrainBatch(
         prompt_ids=tuple(row.context_ids for row in rows),
         response_BT=grid([one.token_ids for one in everyone], torch.int64),
         length_B=torch.tensor([row.stop - row.start for row in rows], dtype=torch.int64),
-        mask_BT=mask_BT,
-        group_B=torch.tensor(groups, dtype=torch.int64)[owners],
+        mask_BT=_trained(mask_BT, trees, owners),
+        group_B=torch.tensor(_groups(trees), dtype=torch.int64)[owners],
         reward_B=torch.tensor([_reward(one) for one in everyone], dtype=torch.float32)[owners],
         node_BT=grid(_nodes(trees), torch.int64, PAD_NODE),
         rollout_logp_BT=grid([one.logps for one in everyone], torch.float32),
@@ -60,6 +54,44 @@ def pack(trees: Sequence[RolloutTree]) -> TrainBatch:
         version_BT=grid([one.versions for one in everyone], torch.int64),
         owner_B=owners if len(rows) > len(everyone) else None,
     )
+
+
+def with_rewards(batch: TrainBatch, trees: Sequence[RolloutTree]) -> TrainBatch:
+    """The batch that was packed of these trees, with the rewards that have come since.
+
+    Trajectories that have failed since, because there is no reward for them, are masked now.
+    Raises `ValueError` for one that is not scored, and when no token is left to train on.
+    """
+    everyone = [trajectory for tree in trees for trajectory in tree.trajectories]
+    for one in everyone:
+        if one.score is None and not one.failed:
+            raise ValueError(
+                f"trajectory {one.trajectory_id}: got no score, expected one; was it collected "
+                "without a rubric?"
+            )
+    owners = torch.arange(len(everyone)) if batch.owner_B is None else batch.owner_B
+    return batch.with_fields(
+        mask_BT=_trained(batch.mask_BT, trees, owners),
+        group_B=torch.tensor(_groups(trees), dtype=torch.int64)[owners],
+        reward_B=torch.tensor([_reward(one) for one in everyone], dtype=torch.float32)[owners],
+    )
+
+
+def _trained(
+    mask_BT: torch.Tensor, trees: Sequence[RolloutTree], owners: torch.Tensor
+) -> torch.Tensor:
+    """The mask without the rows of failed trajectories; owners: [B] whose row each one is."""
+    everyone = [trajectory for tree in trees for trajectory in tree.trajectories]
+    kept = torch.tensor([not one.failed for one in everyone], dtype=torch.bool)
+    mask_BT = mask_BT & kept[owners].unsqueeze(1)
+    if not bool(mask_BT.any()):
+        reasons = dict(Counter(one.no_reward[:200] or one.stop_reason.value for one in everyone))
+        raise ValueError(
+            f"trees: got {len(trees)} with {len(everyone)} trajectories and no token to train on, "
+            f"expected at least one; they ended by {reasons}; if they were aborted or failed, "
+            "the logs of the engines, tools and rewards say why"
+        )
+    return mask_BT
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,12 +164,7 @@ def _tree_nodes(tree: RolloutTree, fresh: Iterator[int]) -> Iterator[list[int]]:
 
 
 def _reward(trajectory: Trajectory) -> float:
-    """Its reward; 0 for a failed one, which nothing reads."""
-    if trajectory.score is not None:
-        return trajectory.score.value
+    """Its reward; 0 for a failed one, which nothing reads; NaN where it is not there yet."""
     if trajectory.failed:
         return 0.0
-    raise ValueError(
-        f"trajectory {trajectory.trajectory_id}: got no score, expected one; "
-        "was it collected without a rubric?"
-    )
+    return math.nan if trajectory.score is None else trajectory.score.value

@@ -81,9 +81,9 @@ class AlgoConfig:
     entropy_coef: of the entropy bonus. correction: weights for what engine and policy disagree
     about, see `Correction`; correction_cap: C, the largest weight.
 
-    kl_coef: 0 needs no reference pass. kl_kind: estimator. kl_place: in the loss, or taken off
-    the reward. kl_target: nats a token that the coefficient is steered to, by up to 20 % in
-    kl_horizon optimizer steps; null leaves it fixed.
+    kl_coef: 0 needs no reference pass, but for ares. kl_kind: estimator. kl_place: in the loss,
+    or taken off the reward. kl_target: nats a token that the coefficient is steered to, by up to
+    20 % in kl_horizon optimizer steps; null leaves it fixed.
     """
 
     advantage: Advantage = Advantage.grpo
@@ -124,3 +124,8 @@ class AlgoConfig:
                 f"above 0 with algo.kl_target={self.kl_target}, it is where the coefficient starts",
             )
         require(self.kl_horizon >= 1, "algo.kl_horizon", self.kl_horizon, "at least 1")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference scores the batch: ARES weighs KL even at a coefficient of 0."""
+        return self.kl_coef > 0 or self.ares.mode is not AresMode.off

@@ -14,7 +14,10 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.check_algo import check_algo
+from mega_agentrl.config.check_reward import check_reward
 from mega_agentrl.config.choices import (
+    Advantage,
     Aggregation,
     Branching,
     Budget,
@@ -47,6 +50,8 @@ def check(config: TrainConfig) -> None:
     _check_groups(config)
     _check_released(config)
     _check_restarts(config)
+    check_algo(config)
+    check_reward(config)
     # Where the sandboxes are on other nodes, those say at their start whether they have it.
     if config.tool.python.isolation is Isolation.bubblewrap and not config.tool.python.hosts:
         _check_bubblewrap()
@@ -207,12 +212,14 @@ def _check_lengths(config: TrainConfig, model: dict[str, Any]) -> None:
             f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}; probable "
             "cause: one of the three was raised alone"
         )
-    budget = config.optim.micro_batch_tokens
-    if prompt + response > budget:
+    budget, context = config.optim.micro_batch_tokens, config.parallel.context
+    if prompt + response > budget * context:
+        shared = f", shared by parallel.context={context} ranks" if context > 1 else ""
         raise ValueError(
-            f"optim.micro_batch_tokens={budget}: expected at least {prompt + response} = "
+            f"optim.micro_batch_tokens={budget}: expected at least "
+            f"{ceil((prompt + response) / context)} = "
             f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}, the "
-            "longest trajectory; probable cause: a budget chosen for shorter ones"
+            f"longest trajectory{shared}; probable cause: a budget chosen for shorter ones"
         )
     positions = _number(config, model, "max_position_embeddings")
     if limit > positions:
@@ -231,7 +238,8 @@ def _check_groups(config: TrainConfig) -> None:
             f"rollout.branch.initial_rollouts={roots}: expected 1 to "
             f"rollout.num_trajectories={size}; probable cause: one of them was changed alone"
         )
-    if config.total_steps and size < 2:
+    compares = config.algo.advantage is not Advantage.reinforce_plus_plus
+    if config.total_steps and size < 2 and compares:
         raise ValueError(
             f"rollout.num_trajectories={size}: expected at least 2; probable cause: "
             f"algo.advantage={config.algo.advantage} compares the trajectories "
@@ -301,7 +309,7 @@ def _check_restarts(config: TrainConfig) -> None:
             "probable cause: one of them was changed alone"
         )
     budget, limit = config.optim.micro_batch_tokens, config.engine.max_model_len
-    if budget < limit:
+    if budget * config.parallel.context < limit:
         raise ValueError(
             f"optim.micro_batch_tokens={budget}: expected at least engine.max_model_len={limit} "
             "with rollout.use_inference_chat_template=True, whose sequences may be that long; "

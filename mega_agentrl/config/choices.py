@@ -79,8 +79,7 @@ class PolicyLoss(StrEnum):
 class Correction(StrEnum):
     """Importance weights between the engine's and the policy's log-probs of what was sampled.
 
-    By token or by whole sequence; truncate caps a weight at C, mask drops what is outside of
-    [1/C, C].
+    By token or by whole sequence; truncate caps a weight at C, mask drops what is above it.
     """
 
     none = "none"

@@ -9,7 +9,8 @@ from mega_agentrl.config.choices import CallMatch
 from mega_agentrl.config.ranges import require
 
 DEFAULT_SOURCE = "default"
-BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", "model")
+MODEL_PART = "model"
+BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PART)
 
 
 @dataclass
@@ -83,9 +84,8 @@ class RewardConfig:
             )
         require(self.workers >= 1, "reward.workers", self.workers, "at least 1")
         require(self.deadline_s > 0, "reward.deadline_s", self.deadline_s, "above 0")
-        uses_model = any("model" in parts for parts in self.rubric.values())
         require(
-            not uses_model or bool(self.model.source),
+            MODEL_PART not in self.parts or bool(self.model.source),
             "reward.model.source",
             repr(self.model.source),
             "a folder or an address, reward.rubric has the part model",
@@ -95,3 +95,8 @@ class RewardConfig:
     def parts(self) -> tuple[str, ...]:
         """The names of all parts in use, each once."""
         return tuple(dict.fromkeys(name for parts in self.rubric.values() for name in parts))
+
+    @property
+    def serves_model(self) -> bool:
+        """Whether a reward model in a folder runs beside the policy."""
+        return MODEL_PART in self.parts and not self.model.served_elsewhere

@@ -54,6 +54,11 @@ class HFCodec:
         bracketed = [token for token in added if token.startswith(("<", "["))]
         return tuple(sorted({*map(str, self._tokenizer.all_special_tokens), *bracketed}))
 
+    def added_id(self, text: str) -> int | None:
+        """Id of a token that was added to the vocabulary as this text, special or not."""
+        found = self._tokenizer.get_added_vocab().get(text)
+        return None if found is None else int(found)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of exactly this text; special tokens in it are read as plain text.
 

@@ -1,25 +1,33 @@
 """Which prompts a step trains on: an endless reshuffled stream over the dataset.
 
-Every prompt comes once an epoch. A prompt is out from `next` until it is settled or put back.
-The state is small and plain: the place in the stream, the prompts that were put back, and those
-that are out, which come first where the state is loaded. It remembers a digest of the prompt
-ids, so that it is refused for another dataset.
+Every prompt comes once an epoch, unless a rule leaves it out of that epoch (`leave_out`): it is
+passed over then, and nothing else changes. A prompt is out from `next` until it is settled or
+put back. The state is small and plain: the place in the stream, the prompts that were put back,
+and those that are out, which come first where the state is loaded. It remembers a digest of the
+prompt ids, so that it is refused for another dataset. The rule is no part of it: whoever sets one
+sets it again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mega_agentrl.data.shuffle import ShuffledStream
 from mega_agentrl.types.records import Prompt
 
-_KEYS = ("digest", "out", "returned", "stream")
+_KEYS = ("digest", "num_left_out", "out", "returned", "stream")
+
+LeaveOut = Callable[[int], Collection[str]]
+"""From an epoch, counted from 0, to the ids of the prompts it goes without."""
 
 
 class PromptSampler:
-    """`ports.PromptSource` over prompts held in memory."""
+    """`ports.PromptSource` over prompts held in memory.
+
+    num_left_out: how often a prompt was passed over so far.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         if not prompts:
@@ -28,13 +36,36 @@ class PromptSampler:
         self._stream = ShuffledStream(len(self._prompts), seed)
         self._returned: list[int] = []
         self._out: list[int] = []
+        self._rule: LeaveOut | None = None
+        self._left_out: tuple[int, frozenset[str]] | None = None
+        self.num_left_out = 0
         ids = "\n".join(prompt.prompt_id for prompt in self._prompts)
         self._digest = hashlib.sha256(ids.encode()).hexdigest()
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All of them, in the order of the dataset."""
+        return self._prompts
+
+    @property
+    def epoch(self) -> int:
+        """Of the prompt that the stream gave last, from 0."""
+        return self._stream.epoch
+
+    def leave_out(self, rule: LeaveOut | None) -> None:
+        """From now on pass over what `rule` names; None: nothing.
+
+        It is asked once for each epoch that is reached, or again where another rule is set. An
+        epoch that would go without every prompt goes with all of them. Prompts that were put
+        back are given again whatever it says.
+        """
+        self._rule, self._left_out = rule, None
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts of the endless shuffled stream, those that were put back first."""
         taken, self._returned = self._returned[:num_prompts], self._returned[num_prompts:]
-        taken += self._stream.take(num_prompts - len(taken))
+        while len(taken) < num_prompts:
+            taken.append(self._take_one())
         self._out += taken
         return [self._prompts[index] for index in taken]
 
@@ -52,6 +83,7 @@ class PromptSampler:
             "stream": self._stream.state_dict(),
             "returned": list(self._returned),
             "out": list(self._out),
+            "num_left_out": self.num_left_out,
             "digest": self._digest,
         }
 
@@ -75,6 +107,27 @@ class PromptSampler:
             )
         self._stream.load_state_dict(state["stream"])
         self._returned, self._out = waiting, []
+        self._left_out, self.num_left_out = None, int(state["num_left_out"])
+
+    def _take_one(self) -> int:
+        """The next index of the stream that its epoch does not leave out."""
+        while True:
+            (index,) = self._stream.take(1)
+            if self._prompts[index].prompt_id not in self._names_left_out():
+                return index
+            self.num_left_out += 1
+
+    def _names_left_out(self) -> frozenset[str]:
+        """The prompts that the epoch of the last index goes without."""
+        epoch = self._stream.epoch
+        if self._rule is None:
+            return frozenset()
+        if self._left_out is None or self._left_out[0] != epoch:
+            names = frozenset(self._rule(epoch))
+            if all(prompt.prompt_id in names for prompt in self._prompts):
+                names = frozenset()
+            self._left_out = (epoch, names)
+        return self._left_out[1]
 
     def _take_in(self, prompts: Sequence[Prompt]) -> list[int]:
         """Indices of prompts that are out, which they are no longer."""

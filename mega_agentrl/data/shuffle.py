@@ -24,6 +24,11 @@ class ShuffledStream:
         self._position = 0
         self._order = self._permutation(0)
 
+    @property
+    def epoch(self) -> int:
+        """Of the index that was given last; 0 before the first."""
+        return self._epoch
+
     def take(self, count: int) -> list[int]:
         """The next `count` indices."""
         taken: list[int] = []

@@ -71,6 +71,12 @@ def score(
     return _score(False, answer, f"wrong calls: got {names}")
 
 
+def check_ground_truth(ground_truth: str | Sequence[str]) -> None:
+    """Raise `ValueError` where `score` with `ast` would, for what is no call."""
+    for truth in [ground_truth] if isinstance(ground_truth, str) else ground_truth:
+        _expected(truth)
+
+
 def _string_score(solution: str, answer: str, truths: Sequence[str]) -> Score:
     if _OPEN not in solution or _CLOSE not in solution:
         return _score(False, answer, "bad format: <think> or </think> not found")

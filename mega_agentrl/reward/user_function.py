@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.worker_program import to_json
 from mega_agentrl.sandbox.workers import Call, WorkerCallError, new_call
+from mega_agentrl.types.faults import RewardFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,7 +43,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _HERE = __name__
 
 
-class UserFunctionError(RuntimeError):
+class UserFunctionError(RewardFault):
     """A reward that could not be had; `__cause__` is the pool's typed error."""
 
 

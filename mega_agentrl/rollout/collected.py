@@ -1,4 +1,7 @@
-"""What one step's collecting gave: the trees to train on, all that finished, and the counts."""
+"""What one step's collecting gave: the trees to train on, all that finished, and the counts.
+
+Scores may be missing yet: numbers about them are right when `pending` is settled.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.rollout.filter import Verdict
 
 if TYPE_CHECKING:
+    from mega_agentrl.rollout.scoring import PendingScore
     from mega_agentrl.types.records import RolloutTree
 
 
@@ -19,7 +23,7 @@ class Collected:
 
     trees: those to train on. seen: these and the ones that were filtered: what statistics of the
     policy are made of. verdicts: one for each of `seen`. version: of the weights served now.
-    counts: numbers of groups by metric name.
+    counts: numbers of groups by metric name. pending: the scores of `seen` that others work on.
     """
 
     trees: Sequence[RolloutTree]
@@ -27,6 +31,7 @@ class Collected:
     verdicts: Sequence[Verdict]
     version: int
     counts: Mapping[str, int]
+    pending: Sequence[PendingScore] = ()
 
     def __post_init__(self) -> None:
         if len(self.seen) != len(self.verdicts):

@@ -1,8 +1,8 @@
 """Collects the scored rollout trees of a step: all prompts at once, scored as each one ends.
 
-Consumes prompts, produces one tree per prompt in the same order. Waits for the engine and the
-tools through their ports, which own the deadlines; unblocked by the last trajectory or by
-cancellation. A failed trajectory gets no score: it says nothing about the policy. With
+Consumes prompts, produces one tree per prompt in the same order. Waits for the engine, the tools
+and the rewards through their ports, which own the deadlines; unblocked by the last trajectory or
+by cancellation. A failed trajectory gets no score: it says nothing about the policy. With
 `rollout.branching=released` the prompts go in lock-step instead (see `released`); greedy
 sampling never branches.
 """
@@ -17,6 +17,7 @@ from mega_agentrl.config.choices import Branching
 from mega_agentrl.rollout.branching import NoBranching
 from mega_agentrl.rollout.policies import make_policy
 from mega_agentrl.rollout.released import ReleasedBatch
+from mega_agentrl.rollout.scoring import start_scores, wait_for
 from mega_agentrl.rollout.trajectory import RolloutContext
 from mega_agentrl.rollout.tree import grow_tree
 
@@ -67,7 +68,8 @@ async def collect(
     try:
         if goes_in_rounds(context) and branching is None:
             trees = await ReleasedBatch(context, prompts, keys).run()
-            return [scored(tree, rubric) for tree in trees]
+            await wait_for([one for tree in trees for one in start_scores(tree, rubric)])
+            return trees
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(_collect_one(context, prompt, key, rubric))
@@ -117,14 +119,8 @@ def goes_in_rounds(context: RolloutContext) -> bool:
 async def _collect_one(
     context: RolloutContext, prompt: Prompt, prompt_key: str, rubric: Rubric
 ) -> RolloutTree:
-    return scored(await grow_tree(context, prompt, prompt_key), rubric)
-
-
-def scored(tree: RolloutTree, rubric: Rubric) -> RolloutTree:
-    """The tree with the scores of all trajectories that did not fail."""
-    for trajectory in tree.trajectories:
-        if not trajectory.failed:
-            trajectory.score = rubric.score(trajectory)
+    tree = await grow_tree(context, prompt, prompt_key)
+    await wait_for(start_scores(tree, rubric))
     return tree
 
 

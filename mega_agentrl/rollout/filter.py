@@ -2,7 +2,8 @@
 
 A group is kept where low < mean of `filter_key` < high, `filter_range`, over the trajectories
 that did not fail through our own fault. With fewer than two of those there is nothing to compare
-and the group is not kept either. Without a key every group is kept, also one that failed as a whole.
+and the group is not kept either. Without a key every group is kept, also one that failed as a
+whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """One group: the trajectories of a prompt while they grow, as a task that may outlive a step.
 
-Consumes a prompt, produces its scored tree. A group that was started so that it can be held rests
+Consumes a prompt, produces its tree. Where a filter judges it by its scores (`filter.judge`), it
+has finished when they are all there; else scores that others work on may still be missing, and
+`pending` says which. A group that was started so that it can be held rests
 when every one of its trajectories waits for the engine: no request, tool or user is running then,
-and it may lie as long as it must. A tool that is busy keeps its group from resting.
+and it may lie as long as it must. A tool or a reward that is busy keeps its group from resting.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.collector import first_error, scored
+from mega_agentrl.config.choices import FilterKey
+from mega_agentrl.rollout.collector import first_error
 from mega_agentrl.rollout.filter import Verdict, judge
 from mega_agentrl.rollout.hold import HeldGenerator
 from mega_agentrl.rollout.released import ReleasedBatch
+from mega_agentrl.rollout.scoring import PendingScore, forget, start_scores, wait_for
 from mega_agentrl.rollout.tree import grow_tree
 
 if TYPE_CHECKING:
@@ -35,8 +39,8 @@ class Group:
     """A group and where it stands. verdict: None before it has finished.
 
     rounds: the common task of groups that go in lock-step. generator: its way to the engine where
-    it can be held. trajectories: the tasks of those that have started. num_carried: steps that it
-    was carried over from.
+    it can be held. trajectories: the tasks of those that have started. pending: the scores that
+    are missing once it has finished. num_carried: steps that it was carried over from.
     """
 
     prompt: Prompt
@@ -44,12 +48,13 @@ class Group:
     rounds: asyncio.Task[list[RolloutTree]] | None = None
     generator: HeldGenerator | None = None
     trajectories: list[asyncio.Task[Trajectory]] = field(default_factory=list)
+    pending: list[PendingScore] = field(default_factory=list)
     verdict: Verdict | None = None
     num_carried: int = 0
 
     @property
     def tree(self) -> RolloutTree:
-        """The scored tree of a finished group; raises the bug that ended it."""
+        """The tree of a finished group; raises the bug that ended it."""
         try:
             return self.task.result()
         except ExceptionGroup as errors:
@@ -91,12 +96,19 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         generator = HeldGenerator(context.generator, context.codec)
         context = replace(context, generator=generator)
     trajectories: list[asyncio.Task[Trajectory]] = []
+    pending: list[PendingScore] = []
 
     async def grow() -> RolloutTree:
-        return scored(await grow_tree(context, prompt, key, trajectories), rubric)
+        tree = await grow_tree(context, prompt, key, trajectories)
+        return await _scored(tree, rubric, context, pending)
 
-    task = asyncio.create_task(grow(), name=f"group {key}")
-    return Group(prompt=prompt, task=task, generator=generator, trajectories=trajectories)
+    return Group(
+        prompt=prompt,
+        task=asyncio.create_task(grow(), name=f"group {key}"),
+        generator=generator,
+        trajectories=trajectories,
+        pending=pending,
+    )
 
 
 def start_rounds(
@@ -105,13 +117,28 @@ def start_rounds(
     """Start prompts that go in lock-step: their groups finish, and end, together."""
     rounds = asyncio.create_task(ReleasedBatch(context, prompts, keys).run())
 
-    async def one(index: int) -> RolloutTree:
-        return scored((await rounds)[index], rubric)
+    def start(index: int, prompt: Prompt) -> Group:
+        pending: list[PendingScore] = []
 
-    return [
-        Group(prompt=prompt, task=asyncio.create_task(one(index)), rounds=rounds)
-        for index, prompt in enumerate(prompts)
-    ]
+        async def one() -> RolloutTree:
+            return await _scored((await rounds)[index], rubric, context, pending)
+
+        task = asyncio.create_task(one())
+        return Group(prompt=prompt, task=task, rounds=rounds, pending=pending)
+
+    return [start(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+async def _scored(
+    tree: RolloutTree, rubric: Rubric, context: RolloutContext, pending: list[PendingScore]
+) -> RolloutTree:
+    """Start the tree's scores; those that nobody waits for go to `pending`."""
+    missing = start_scores(tree, rubric)
+    if context.config.filter_key is FilterKey.none:
+        pending += missing
+    else:
+        await wait_for(missing)
+    return tree
 
 
 async def hold_groups(groups: Iterable[Group]) -> None:
@@ -124,10 +151,15 @@ async def hold_groups(groups: Iterable[Group]) -> None:
 
 
 async def end_groups(groups: Iterable[Group]) -> Exception | None:
-    """Cancel groups and wait until their tools are free; gives the first bug that had ended one."""
+    """Cancel groups and wait until their tools are free; gives the first bug that had ended one.
+
+    Their scores are forgotten.
+    """
+    groups = list(groups)
     tasks = [task for group in groups for task in (group.task, group.rounds) if task is not None]
     for task in tasks:
         task.cancel()
+    forget(one for group in groups for one in group.pending)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
             return first_error(result) if isinstance(result, ExceptionGroup) else result

@@ -97,6 +97,7 @@ class GroupStep:
             seen=[group.tree for group in done],
             verdicts=verdicts,
             version=self._context.generator.version,
+            pending=[one for group in done for one in group.pending],
             counts={
                 "groups_started": num_started,
                 "groups_resumed": self._num_resumed,

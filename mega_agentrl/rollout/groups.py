@@ -1,5 +1,8 @@
 """The groups of a step: rolled out, scored, kept or replaced as they finish.
 
+Without a filter nobody here waits for scores that others work on: the batch is complete without
+them (`Collected.pending`), and `train.rewards` fills them in while the step goes on.
+
 Consumes prompts from a `PromptSource`, produces the trees a step trains on. Waits for groups,
 whose engine and tools have deadlines of their own; unblocked by each group that finishes, by
 `rollout.straggler_s` and by cancellation, after which nothing of it runs.

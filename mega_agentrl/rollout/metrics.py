@@ -1,9 +1,10 @@
-"""Numbers about finished rollout trees, named ``rollout/what``.
+"""Numbers about finished rollout trees, named ``rollout/what``, and their rewards.
 
 Means over trajectories leave out the failed ones, whose share is a number of its own. A
 shared prefix counts for every trajectory that holds it, except in the entropies, which count
 each sampled token once. Lengths are in tokens. Entropies are `entropy_metrics`' business,
-forks and what they save `branch_metrics`', single tools `tool_metrics`'.
+forks and what they save `branch_metrics`', single tools `tool_metrics`', and the parts of the
+reward, which are named ``reward/what``, `reward_metrics`'.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.branch_metrics import branch_metrics
 from mega_agentrl.rollout.entropy_metrics import entropy_metrics
+from mega_agentrl.rollout.reward_metrics import reward_metrics
 from mega_agentrl.rollout.tool_metrics import tool_metrics
 from mega_agentrl.types.records import Author, StopReason, ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mega_agentrl.types.records import RolloutTree, Score, ToolOutcome, Trajectory
+    from mega_agentrl.types.records import RolloutTree, ToolOutcome, Trajectory
 
 ENTROPY_WINDOW_TOKENS = 20
 BUDGETS = (
@@ -57,11 +59,11 @@ def rollout_metrics(
         **branch_metrics(trees),
         **_stop_shares(everyone),
         **_tool_use(kept),
-        **_reward_parts(scores),
         **tool_metrics(everyone),
         **entropy_metrics(everyone, window=window),
     }
-    return {f"rollout/{name}": value for name, value in values.items()}
+    named = {f"rollout/{name}": value for name, value in values.items()}
+    return named | reward_metrics(everyone)
 
 
 def _stop_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -83,14 +85,6 @@ def _tool_use(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         },
         "calls_ok": _mean(float(outcome.status is ToolStatus.ok) for outcome in outcomes),
         "call_latency_s": _mean(outcome.latency_s for outcome in outcomes),
-    }
-
-
-def _reward_parts(scores: Sequence[Score]) -> dict[str, float]:
-    names = sorted({name for score in scores for name in score.parts})
-    return {
-        f"reward_part/{name}": _mean(score.parts.get(name, 0.0) for score in scores)
-        for name in names
     }
 
 

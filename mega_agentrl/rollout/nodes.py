@@ -14,6 +14,7 @@ Files are `tree_file`'s business.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, fields
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 Path = tuple[int, ...]
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "logps", "entropies", "versions")
-IN_NODES = frozenset({*TOKEN_FIELDS, "prompt", "turn_ids", "turns"})
+_PER_TOKEN = (*TOKEN_FIELDS, "argmax_ids")
+IN_NODES = frozenset({*TOKEN_FIELDS, "argmax_ids", "prompt", "turn_ids", "turns"})
 """Fields of a trajectory that its nodes and the tree give back."""
 IN_LEAVES = frozenset({"prompt", "trajectories"})
 """Fields of a rollout tree that its leaves and its prompt give back."""
@@ -39,6 +41,7 @@ class Node:
     """One turn; the token sequences have length `turn.stop - turn.start`.
 
     parent: index of the node before it, None behind the prompt. path: who wrote it.
+    argmax_ids: empty where nobody kept them.
     """
 
     parent: int | None
@@ -49,9 +52,12 @@ class Node:
     logps: tuple[float, ...]
     entropies: tuple[float, ...]
     versions: tuple[int, ...]
+    argmax_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TOKEN_FIELDS}
+        if self.argmax_ids:
+            lengths["argmax_ids"] = len(self.argmax_ids)
         size = self.turn.stop - self.turn.start
         if set(lengths.values()) != {size}:
             raise ValueError(
@@ -134,7 +140,7 @@ def to_nodes(tree: RolloutTree) -> NodeTree:
         if one.parent_id is not None:
             chain = _shared(one, *_parent(one, chains))
         for turn in one.turns[len(chain) :]:
-            tokens = {n: tuple(getattr(one, n)[turn.start : turn.stop]) for n in TOKEN_FIELDS}
+            tokens = {n: tuple(getattr(one, n)[turn.start : turn.stop]) for n in _PER_TOKEN}
             parent = chain[-1] if chain else None
             chain.append(len(nodes))
             nodes.append(Node(parent=parent, path=one.path, turn=turn, **tokens))
@@ -191,6 +197,7 @@ def _trajectory(tree: NodeTree, leaf: Leaf) -> Trajectory:
         prompt=tree.prompt,
         turns=[node.turn for node in nodes],
         turn_ids=[node.turn.index for node in nodes for _ in node.token_ids],
+        argmax_ids=array("i", (value for node in nodes for value in node.argmax_ids)),
         **tokens,
         **{name: copy(value) for name, value in leaf.facts.items()},
     )
@@ -231,7 +238,7 @@ def _shared(one: Trajectory, parent: Trajectory, chain: list[int]) -> list[int]:
     num_turns = len(ends)
     while num_turns and parent.turns[:num_turns] != one.turns[:num_turns]:
         num_turns -= 1
-    same = all(getattr(one, n)[:size] == getattr(parent, n)[:size] for n in TOKEN_FIELDS)
+    same = all(getattr(one, n)[:size] == getattr(parent, n)[:size] for n in _PER_TOKEN)
     if not same or (ends[num_turns - 1] if num_turns else 0) != size:
         raise ValueError(
             f"trajectory {one.trajectory_id}: its first {size} tokens and their turns are not "

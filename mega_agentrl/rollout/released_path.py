@@ -185,6 +185,7 @@ class ReleasedPath:
             versions=tape.versions,
             turn_ids=tape.turn_ids,
             turns=tape.turns,
+            argmax_ids=tape.argmax_ids,
             stop_reason=self.stop_reason,
             parent_id=self.parent.trajectory_id if self.parent else None,
             fork_len=self._fork_len,

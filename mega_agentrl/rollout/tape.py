@@ -6,6 +6,7 @@ is open. A prefix that ends between two turns can be copied: that is what a fork
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.types.records import Generation, ToolOutcome
+
+NO_ARGMAX = -1
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class Tape:
     versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    argmax_ids: array[int] = field(default_factory=lambda: array("i"))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -47,6 +51,7 @@ class Tape:
         self.token_ids.extend(generation.token_ids)
         self.logps.extend(generation.logps)
         self.entropies.extend(generation.entropies)
+        self.argmax_ids.extend(generation.argmax_ids)
         self._fill(len(generation.token_ids), mask=1, version=generation.version)
         if generation.versions:
             self.versions[-len(generation.versions) :] = generation.versions
@@ -69,6 +74,7 @@ class Tape:
         self.token_ids.extend(token_ids)
         self.logps.extend([0.0] * len(token_ids))
         self.entropies.extend([0.0] * len(token_ids))
+        self.argmax_ids.extend([NO_ARGMAX] * len(token_ids))
         self._fill(len(token_ids), mask=0, version=self.versions[-1] if token_ids else 0)
         return self._close(author, text, outcome)
 
@@ -82,6 +88,7 @@ class Tape:
             versions=self.versions[:length],
             turn_ids=self.turn_ids[:length],
             turns=[turn for turn in self.turns if turn.stop <= length],
+            argmax_ids=self.argmax_ids[:length],
         )
 
     def _fill(self, count: int, *, mask: int, version: int) -> None:

@@ -320,6 +320,7 @@ class TrajectoryRun:
             versions=tape.versions,
             turn_ids=tape.turn_ids,
             turns=tape.turns,
+            argmax_ids=tape.argmax_ids,
             stop_reason=stop_reason,
             parent_id=origin.parent_id if origin else None,
             fork_len=self._fork_len,

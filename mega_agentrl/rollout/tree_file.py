@@ -167,6 +167,7 @@ def _node_to_json(node: Node) -> dict[str, Any]:
         "turn": to_json(node.turn),
         **{name: _pack_ints(getattr(node, name)) for name in INT_FIELDS},
         **{name: _pack_floats(getattr(node, name)) for name in FLOAT_FIELDS},
+        **({"argmax_ids": _pack_ints(node.argmax_ids)} if node.argmax_ids else {}),
     }
 
 
@@ -174,6 +175,9 @@ def _node_from_json(value: Mapping[str, Any], where: str) -> Node:
     turn = from_json(Turn, value.get("turn"), f"{where}.turn")
     size = turn.stop - turn.start
     ints = {name: _unpack(value.get(name), size, _INT, f"{where}.{name}") for name in INT_FIELDS}
+    # Older files have none.
+    if "argmax_ids" in value:
+        ints["argmax_ids"] = _unpack(value["argmax_ids"], size, _INT, f"{where}.argmax_ids")
     floats = {
         name: _unpack(value.get(name), size, _FLOAT, f"{where}.{name}") for name in FLOAT_FIELDS
     }

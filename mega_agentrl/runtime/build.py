@@ -12,22 +12,27 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mega_agentrl.config.choices import Branching, Overlong
+from mega_agentrl.config.choices import Branching, CotBlocks, Overlong
 from mega_agentrl.data.codec import HFCodec
+from mega_agentrl.data.cot_markers import cot_markers
 from mega_agentrl.data.dataset import load_prompts
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
-from mega_agentrl.reward.rubric import ArpoRubric, check_tool_weights
+from mega_agentrl.data.trigger_words import load_words, trigger_ids
+from mega_agentrl.reward.check import check_parts, check_prompts
 from mega_agentrl.rollout.interaction_session import build_interactions
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.policy_group import PolicyGroup
+from mega_agentrl.runtime.reward_group import RewardGroup, check_tokenizers
+from mega_agentrl.runtime.rewards import open_rubric
 from mega_agentrl.runtime.sandbox_group import SandboxGroup
 from mega_agentrl.tool.kit import build_toolkit
 from mega_agentrl.types.parts import Parts
@@ -58,12 +63,15 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         protocol=config.rollout.call_protocol,
     )
     _check_marks(codec, tools.marks)
+    marked, triggered = _markers(config, codec), _triggers(config, codec)
     interactions = build_interactions(config.rollout.interaction_file, tools.names)
-    check_tool_weights(config.reward, (*tools.names, *interactions.names))
+    check_parts(config.reward, (*tools.names, *interactions.names))
     # With tags the prompts say what there is; function calls need the template to say it.
     schemas = tools.schemas() if tools.answers_in_chat else {}
     prompts = _prompts(config, "data.train", config.data.train, codec, schemas)
     validation = _prompts(config, "data.validation", config.data.validation, codec, schemas)
+    if config.epochs:
+        config.total_steps = ceil(config.epochs * len(prompts) / config.data.prompts_per_step)
     dev: tuple[Prompt, ...] = ()
     demonstrations = None
     if config.sft.max_steps:
@@ -72,7 +80,12 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         demonstrations = DemonstrationSampler(loaded, config.seed).next
     for kit in (tools, interactions):
         kit.check_prompts((*prompts, *validation, *dev))
+    check_prompts(config.reward, (*prompts, *validation, *dev))
+    if config.reward.serves_model:
+        source = config.reward.model.source
+        check_tokenizers(codec, HFCodec(source), source)
     with ExitStack() as stack:
+        rubric = stack.enter_context(open_rubric(config.reward))
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())
 
@@ -85,13 +98,15 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         policy, generator = _start_groups(
             config, stack, run_dir / "logs", start_tools if hosted else None
         )
+        reward_model = _start_reward_model(config, stack, run_dir / "logs")
         yield Parts(
             run_dir=run_dir,
             policy=policy,
             generator=generator,
             tools=tools,
             codec=codec,
-            rubric=ArpoRubric(config.reward),
+            rubric=rubric,
+            reward_model=reward_model,
             prompts=PromptSampler(prompts, config.seed),
             validation=validation,
             dev=dev,
@@ -99,6 +114,8 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             start_s=time.perf_counter() - start_s,
             wait=runner.run,
             interactions=interactions,
+            cot_markers=marked,
+            trigger_ids=triggered,
         )
 
 
@@ -125,6 +142,18 @@ def _start_groups(
     return policy, generator
 
 
+def _start_reward_model(
+    config: TrainConfig, stack: ExitStack, log_folder: Path
+) -> RewardGroup | None:
+    if not config.reward.serves_model:
+        return None
+    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    group = RewardGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(group.close)
+    group.start()
+    return group
+
+
 def _check_marks(codec: HFCodec, marks: Iterable[str]) -> None:
     if lost := [mark for mark in marks if not codec.keeps(mark)]:
         raise ValueError(
@@ -132,6 +161,20 @@ def _check_marks(codec: HFCodec, marks: Iterable[str]) -> None:
             "plain or added tokens; calls would be left out of what the policy said. Set "
             "`special` to false in tokenizer_config.json and tokenizer.json"
         )
+
+
+def _markers(config: TrainConfig, codec: HFCodec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Of the chain of thought, where EGPO looks for it."""
+    egpo = config.algo.egpo
+    if not egpo.lam or egpo.blocks is CotBlocks.response:
+        return None
+    return cot_markers(codec, egpo.markers)
+
+
+def _triggers(config: TrainConfig, codec: HFCodec) -> frozenset[int] | None:
+    """Tokens behind which ARES counts windows; None: every one."""
+    path = config.algo.ares.words
+    return trigger_ids(codec, load_words(path), key=f"algo.ares.words={path}") if path else None
 
 
 def _prompts(

@@ -17,23 +17,27 @@ _logger = logging.getLogger(__name__)
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
-    On GPUs every policy and every engine rank has one of its own. On a CPU policy and engines
+    On GPUs every rank, of policy, engines and reward model, has one of its own. On a CPU policy and engines
     take turns, so the larger of the two must fit the cores of a cluster that was joined; on this
     machine ranks may share cores, and a warning says that it is slow.
     """
     layout = config.parallel
     policy_ranks = layout.num_ranks
     engine_ranks = config.cluster.num_engines * config.engine.tensor
+    reward_ranks = policy_ranks if config.reward.serves_model else 0
     shape = (
         f"parallel.tensor={layout.tensor} x parallel.pipeline={layout.pipeline} x "
         f"parallel.data={layout.data} = {policy_ranks} policy ranks, cluster.num_engines="
         f"{config.cluster.num_engines} x engine.tensor={config.engine.tensor} = "
         f"{engine_ranks} engine ranks"
     )
+    if reward_ranks:
+        shape += f", and {reward_ranks} ranks of the reward model, which is cut as the policy is"
     if num_gpus:
-        if policy_ranks + engine_ranks > num_gpus:
+        num_needed = policy_ranks + engine_ranks + reward_ranks
+        if num_needed > num_gpus:
             raise ValueError(
-                f"{shape}: {policy_ranks + engine_ranks} GPUs needed, the cluster has {num_gpus}; "
+                f"{shape}: {num_needed} GPUs needed, the cluster has {num_gpus}; "
                 "lower one of these or join a larger cluster (cluster.address)"
             )
     elif max(policy_ranks, engine_ranks) > num_cores:
@@ -58,6 +62,7 @@ def connect(config: TrainConfig) -> bool:
     else:
         check_size(config, num_cores=num_cores, num_gpus=_local_gpus())
         ranks = config.parallel.num_ranks + config.cluster.num_engines
+        ranks += config.parallel.num_ranks if config.reward.serves_model else 0
         ray.init(
             num_cpus=max(num_cores, ranks),
             include_dashboard=False,

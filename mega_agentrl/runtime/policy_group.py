@@ -8,6 +8,7 @@ stay inside one node.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from mega_agentrl.config.algo_schema import AlgoConfig
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.reshard.courier import Courier
     from mega_agentrl.reshard.layout import ShardLayout
@@ -197,7 +199,7 @@ class PolicyGroup:
         shared = ray.put(batch)
         logp_BT, entropy_BT = self._logprobs(batch, shared, reference=False)
         batch = batch.with_fields(old_logp_BT=logp_BT, entropy_BT=entropy_BT)
-        if self._config.algo.kl_coef > 0:
+        if self._config.algo.needs_reference:
             ref_logp_BT, _ = self._logprobs(batch, shared, reference=True)
             batch = batch.with_fields(ref_logp_BT=ref_logp_BT)
         return batch
@@ -220,7 +222,8 @@ class PolicyGroup:
 
     def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
         """See `Policy.update`."""
-        stats: UpdateStats = self.call_all("update", ray.put(batch), kl_weight_BT)[0]
+        weight = None if kl_weight_BT is None else ray.put(kl_weight_BT)
+        stats: UpdateStats = self.call_all("update", ray.put(batch), weight)[0]
         return stats
 
     def supervise(self, batch: TrainBatch) -> UpdateStats:
@@ -236,6 +239,23 @@ class PolicyGroup:
         """See `Policy.send_weights`."""
         assert self._bridge is not None, "attach() comes before the first send"
         return self._bridge.send(generator, version)
+
+    def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
+        """See `Policy.set_objective`."""
+        rollout = replace(self._config.rollout, temperature=temperature)
+        self._config = replace(self._config, algo=algo, rollout=rollout)
+        self.call_all("set_objective", algo, temperature)
+
+    def save(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """See `Policy.save`."""
+        self.call_all("save", str(folder.resolve()), dict(extra or {}), keep)
+
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """See `Policy.resume`."""
+        extra: dict[str, Any] = self.call_all("resume", str(folder.resolve()))[0]
+        return extra
 
     def export(self, folder: Path) -> None:
         """See `Policy.export`."""

@@ -1,6 +1,10 @@
 """Evaluation on fixed questions: samples at a temperature, and greedy answers beside them.
 
-Never branches, never updates anything: the engine's weights are the only input.
+Never branches, never updates anything: the engine's weights are the only input. The reward is the
+one that is trained on, a reward model's part of it included.
+
+Numbers are also told apart by data source, and where a source has questions of one turn and of
+several (`extra_info.turns`, as BFCL has) by these: `success/bfcl`, `success/bfcl/single_turn`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.choices import Branching
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.metrics import rollout_metrics
+from mega_agentrl.train.rewards import add_model_scores, report_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +51,8 @@ class Evaluation:
         flat = {"reward": self.reward, "reward_se": self.reward_se, "success": self.success}
         flat |= {f"reward/{source}": value for source, value in self.reward_by_source.items()}
         flat |= {f"success/{source}": value for source, value in self.success_by_source.items()}
-        flat |= self.metrics
+        # Parts of the reward may be called as data sources are.
+        flat |= {_below_rollout(name): value for name, value in self.metrics.items()}
         return {f"{prefix}/{name}": value for name, value in flat.items()}
 
 
@@ -135,6 +141,8 @@ def evaluate(
             temperature=temperature,
         )
     )
+    add_model_scores(parts, trees)
+    report_missing(trees)
     if keep is not None:
         keep(trees)
     return summarize(trees, num_samples=num_samples)
@@ -145,23 +153,38 @@ def summarize(trees: Sequence[RolloutTree], *, num_samples: int) -> Evaluation:
     reward: defaultdict[str, list[float]] = defaultdict(list)
     question_means: list[float] = []
     success: defaultdict[str, list[float]] = defaultdict(list)
+    everything: list[tuple[float, float]] = []
     for tree in trees:
         scores = [t.score for t in tree.trajectories if t.score is not None]
         if not scores:
             continue
-        question_means.append(_mean([score.value for score in scores]))
-        reward[tree.prompt.data_source] += [score.value for score in scores]
-        success[tree.prompt.data_source] += [float(score.correct) for score in scores]
+        values, right = [score.value for score in scores], [float(one.correct) for one in scores]
+        question_means.append(_mean(values))
+        everything += zip(values, right, strict=True)
+        for name in _sources(tree.prompt):
+            reward[name] += values
+            success[name] += right
     return Evaluation(
         num_questions=len(trees),
         num_samples=num_samples,
-        reward=_mean([value for values in reward.values() for value in values]),
+        reward=_mean([value for value, _ in everything]),
         reward_se=_standard_error(question_means),
-        success=_mean([value for values in success.values() for value in values]),
+        success=_mean([right for _, right in everything]),
         reward_by_source={source: _mean(values) for source, values in sorted(reward.items())},
         success_by_source={source: _mean(values) for source, values in sorted(success.items())},
         metrics=rollout_metrics(trees),
     )
+
+
+def _sources(prompt: Prompt) -> list[str]:
+    """The data source, and its part that the question belongs to where it has parts."""
+    turns = prompt.extra_info.get("turns")
+    names = [prompt.data_source]
+    return [*names, f"{prompt.data_source}/{turns}"] if isinstance(turns, str) else names
+
+
+def _below_rollout(name: str) -> str:
+    return name if name.startswith("rollout/") else f"rollout/{name}"
 
 
 def _mean(values: Sequence[float]) -> float:

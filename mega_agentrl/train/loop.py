@@ -1,8 +1,8 @@
 """The run as an algorithm: warm start, evaluation, RL steps, evaluation.
 
 Synchronous: every trajectory of a step is sampled with the weights the step updates, but for
-the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`,
-`evaluate` and `supervised`; what is shown and kept is in `session`.
+the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`, `rewards`,
+`steering`, `evaluate` and `supervised`; what is shown and kept is in `session`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.pack import pack
 from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out
-from mega_agentrl.train.phases import add_advantages, collect_groups, open_groups
+from mega_agentrl.train.phases import collect_groups, open_groups
+from mega_agentrl.train.rewards import settle_rewards
 from mega_agentrl.train.session import Session
+from mega_agentrl.train.steering import (
+    first_controllers,
+    leave_out_mastered,
+    make_lesson,
+    next_controllers,
+)
 from mega_agentrl.train.supervised import warm_start
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.rollout.groups import GroupCollector
+    from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.types.parts import Parts
 
 
@@ -41,9 +49,10 @@ def train(parts: Parts, config: TrainConfig) -> float:
 
 def learn(parts: Parts, config: TrainConfig, session: Session) -> HeldOut:
     """All steps of RL, and what they gave."""
+    controllers = first_controllers(parts, config, session)
     with session.stage("RL", config.total_steps), open_groups(parts, config) as groups:
         for step in range(1, config.total_steps + 1):
-            train_step(parts, config, session, groups, step)
+            controllers = train_step(parts, config, session, groups, controllers, step)
     with session.stage("held out after", 1):
         return _evaluate(parts, config, session, "after")
 
@@ -54,19 +63,30 @@ def _evaluate(parts: Parts, config: TrainConfig, session: Session, when: str) ->
 
 
 def train_step(
-    parts: Parts, config: TrainConfig, session: Session, groups: GroupCollector, step: int
-) -> None:
-    """One step of RL."""
+    parts: Parts,
+    config: TrainConfig,
+    session: Session,
+    groups: GroupCollector,
+    controllers: Controllers,
+    step: int,
+) -> Controllers:
+    """One step of RL; returns the controllers of the next one."""
     phase = session.clock.phase
+    leave_out_mastered(parts, config, controllers)
     with phase("rollout"):
         collected = collect_groups(parts, groups, step)
         batch = pack(collected.trees)
     with phase("logprob"):
         batch = parts.policy.add_logprobs(batch)
+    with phase("reward"):
+        collected, batch = settle_rewards(parts, collected, batch)
     with phase("advantage"):
-        batch = add_advantages(batch, config.algo)
+        lesson = make_lesson(parts, config, controllers, collected, batch)
     with phase("update"):
-        stats = parts.policy.update(batch)
+        stats = parts.policy.update(lesson.batch, lesson.kl_weight_BT)
+    with phase("advantage"):
+        controllers, shown = next_controllers(config, controllers, lesson, collected, stats)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
-    session.report_step(step, collected, batch, stats, sent)
+    session.report_step(step, collected, lesson.batch, stats, {**lesson.metrics, **shown}, sent)
+    return controllers

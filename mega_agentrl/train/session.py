@@ -23,8 +23,8 @@ from mega_agentrl.report.table import EvalView, print_comparison
 from mega_agentrl.rollout.entropy_metrics import EntropyCurve, entropy_curve
 from mega_agentrl.rollout.metrics import rollout_metrics
 from mega_agentrl.rollout.render import render
+from mega_agentrl.train.advantages import mismatch_metrics
 from mega_agentrl.train.metrics import MetricWriter, PhaseClock
-from mega_agentrl.train.phases import mismatch_metrics
 from mega_agentrl.train.rollout_files import RolloutFiles
 
 if TYPE_CHECKING:
@@ -101,9 +101,13 @@ class Session:
         collected: Collected,
         batch: TrainBatch,
         stats: UpdateStats,
+        figures: Mapping[str, float],
         sent: Mapping[str, float],
     ) -> None:
-        """Write and show one RL step; the curve shows the policy before any filter of groups."""
+        """Write and show one RL step; the curve shows the policy before any filter of groups.
+
+        figures: of advantages and controllers, by their metric names.
+        """
         trees = collected.trees
         if self._files.chosen(step):
             with self.clock.phase("keep"):
@@ -115,6 +119,7 @@ class Session:
             **rollout_metrics(trees),
             **groups,
             **mismatch,
+            **figures,
             "update/loss": stats.loss,
             "update/grad_norm": stats.grad_norm,
             "update/learning_rate": stats.learning_rate,

@@ -1,7 +1,8 @@
-"""What a tool session raises when it, and not the policy, failed outside of a call.
+"""What is raised when a tool session or a reward, and not the policy, failed.
 
-A fault carries a typed outcome, as a failed call does, so that the trajectory which ends by it
-says which tool failed at what, and the metrics count it.
+A tool's fault carries a typed outcome, as a failed call does, so that the trajectory which ends
+by it says which tool failed at what, and the metrics count it. It is for failures outside of a
+call.
 """
 
 from __future__ import annotations
@@ -18,3 +19,7 @@ class ToolFault(RuntimeError):
     def __init__(self, outcome: ToolOutcome) -> None:
         super().__init__(f"tool {outcome.tool}: {outcome.answer}")
         self.outcome = outcome
+
+
+class RewardFault(RuntimeError):
+    """A reward that could not be had: its function or its model failed, or was too late."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Interactions,
         Policy,
         PromptSource,
+        RewardModel,
         Rubric,
         TextCodec,
         ToolProvider,
@@ -34,6 +35,7 @@ class Parts:
     demonstrations: next batch of the warm start, of a given size; None without one.
     dev: questions whose sampled success ends the warm start.
     interactions: simulated users of the prompts; None without any.
+    reward_model: judge of whole batches, for the rubric's part `model`; None without one.
     cot_markers: token ids that open and close the chain of thought; None where nobody asks.
     trigger_ids: tokens behind which ARES counts windows; None for every token.
     """
@@ -51,5 +53,6 @@ class Parts:
     start_s: float
     wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]
     interactions: Interactions | None = None
+    reward_model: RewardModel | None = None
     cot_markers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     trigger_ids: frozenset[int] | None = None

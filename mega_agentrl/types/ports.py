@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
@@ -196,8 +197,18 @@ class ChatCodec(TextCodec, Protocol):
 class Rubric(Protocol):
     """Scores a finished trajectory."""
 
-    def score(self, trajectory: Trajectory) -> Score:
-        """The reward; raises nothing for what the policy wrote."""
+    def score(self, trajectory: Trajectory) -> Score | Future[Score]:
+        """The reward, or its future where others work on it; does not wait.
+
+        Raises nothing for what the policy wrote. The future raises `faults.RewardFault` where the
+        reward cannot be had; it needs no event loop, and cancelling it is enough to forget it.
+        """
+
+    def needs_model(self, prompt: Prompt) -> bool:
+        """Whether the scores of the prompt's trajectories lack what a `RewardModel` says."""
+
+    def with_model(self, trajectory: Trajectory, value: float) -> Score:
+        """The trajectory's score with what the model said of it."""
 
 
 class Policy(Protocol):
@@ -217,6 +228,30 @@ class Policy(Protocol):
 
     def send_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
         """Put the current weights into every engine; returns bytes and seconds."""
+
+    def set_objective(self, algo: Any, temperature: float) -> None:
+        """Train on another objective from here on.
+
+        algo: a `config.algo_schema.AlgoConfig`. temperature: of sampling. Where it needs a
+        reference, that is the weights as they are now.
+        """
+
+    def save(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint; returns when it stands. The reference is not in it.
+
+        extra: plain values that `resume` gives back. keep: how many checkpoints beside and with
+        it stay (None: all). Raises `RuntimeError` naming the rank that failed or is too late;
+        the checkpoints before are as they were.
+        """
+
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """Take up a checkpoint, of any layout; returns its `extra`.
+
+        Raises `RuntimeError`, with nothing changed, where it is unfinished, damaged or of
+        another model.
+        """
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder that transformers and vLLM load."""
@@ -309,3 +344,14 @@ class PromptSource(Stateful, Protocol):
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """These were not needed: `next` gives them first, in this order."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """All prompts, in the order of the dataset."""
+
+    @property
+    def num_left_out(self) -> int:
+        """How often a prompt was passed over so far."""
+
+    def leave_out(self, rule: Callable[[int], Collection[str]] | None) -> None:
+        """From now on pass over what the rule names for an epoch, by prompt id; None: nothing."""

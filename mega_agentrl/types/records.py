@@ -13,6 +13,7 @@ Example, a trajectory of one tool call (response tokens only)::
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -217,6 +218,7 @@ class Score:
 
     value: the reward. correct: accuracy reached the threshold. f1: token F1 in [0, 1].
     parts: what `value` is the sum of, by name; empty where it has one part only.
+    fields: what parts said beside their number, by the name of the part; as JSON has it.
     """
 
     value: float
@@ -225,6 +227,7 @@ class Score:
     answer: str
     reason: str
     parts: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -273,12 +276,15 @@ class Trajectory:
     tool_rewards: final reward by tool name; step rewards are in the turns' outcomes.
     decisions: what it asked the branch policy itself, in order: its c-th fork was made by the
         decision at which their `num_forks` add up to more than c.
-    failed: ended through our own fault: kept, shown, and masked from the loss.
+    no_reward: why its reward could not be had; empty where it could.
+    failed: ended through our own fault, or has no reward: kept, shown, masked from the loss.
     restarts: where the context that was sampled in is not prompt and response, in order.
     topk_gap: mean distance of the top-k estimate to the exact entropies of its own tokens, nats;
         None where nobody asked (`rollout.branch.estimate_top_k`).
     template_drift: what the full chat template makes of the conversation instead, where it
         differs; empty where it does not or nobody looked.
+    argmax_ids: most probable token at each position, -1 where nothing was sampled; empty where
+        nobody kept them. An array, as four bytes a token are enough.
     """
 
     trajectory_id: str
@@ -302,6 +308,8 @@ class Trajectory:
     restarts: tuple[Restart, ...] = ()
     template_drift: str = ""
     topk_gap: float | None = None
+    no_reward: str = ""
+    argmax_ids: Sequence[int] = field(default_factory=lambda: array("i"))
 
     def __post_init__(self) -> None:
         _check_lengths(
@@ -312,6 +320,7 @@ class Trajectory:
             entropies=len(self.entropies),
             versions=len(self.versions),
             turn_ids=len(self.turn_ids),
+            argmax_ids=len(self.argmax_ids or self.token_ids),
         )
         if not 0 <= self.fork_len <= len(self.token_ids):
             raise ValueError(
@@ -321,8 +330,8 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """True where the environment, not the policy, ended it."""
-        return self.stop_reason.is_failure
+        """True where the environment, not the policy, ended it, or left it without a reward."""
+        return self.stop_reason.is_failure or self.no_reward != ""
 
     @property
     def num_bad_calls(self) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from mega_agentrl.actor.network import Seat
 from mega_agentrl.actor.policy import PolicyRank
+from mega_agentrl.config.algo_schema import AlgoConfig
 from tests.parallel.merge import scores_by_row
 from tests.parallel.policy_jobs import run_calls
 
@@ -86,8 +87,53 @@ def test_scores_are_zero_after_a_rows_end_and_at_the_rollouts_temperature(run, b
 def test_a_reference_that_was_never_kept_is_an_error(batch, checkpoints, train_config):
     policy = PolicyRank.__new__(PolicyRank)
     policy._reference = None
-    with pytest.raises(ValueError, match=r"expected algo\.kl_coef above 0 or freeze_reference"):
+    with pytest.raises(ValueError, match=r"expected algo\.kl_coef above 0.*freeze_reference"):
         policy.logprobs(batch, True)
+
+
+def test_another_objective_starts_from_the_weights_it_finds(run, batch):
+    calls = [
+        ("supervise", batch, LR),
+        ("set_objective", AlgoConfig(kl_coef=0.3), 0.5),
+        ("logprobs", batch),
+        ("logprobs", batch, True),
+        ("update", batch, None, 0.0),
+        ("supervise", batch, LR),
+        ("logprobs", batch, True),
+        ("set_objective", AlgoConfig(), 1.0),
+        ("update", batch, None, 0.0),
+    ]
+    ((_, _, cool, start, with_kl, _, kept, _, without),) = run(calls)
+    assert torch.equal(start[1], cool[1])
+    assert torch.equal(kept[1], start[1])
+    assert with_kl.loss == pytest.approx(
+        with_kl.metrics["policy_loss"] + 0.3 * with_kl.metrics["ref_kl"]
+    )
+    assert with_kl.metrics["ref_kl"] > 0
+    assert without.loss == pytest.approx(without.metrics["policy_loss"])
+
+
+def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(run, batch, tmp_path):
+    """Start, train, save; then as a new run does: start, objective, resume."""
+    start, later = str(tmp_path / "start"), str(tmp_path / "later")
+    objective = ("set_objective", AlgoConfig(kl_coef=0.1), 1.0)
+    scores = [("logprobs", batch), ("logprobs", batch, True)]
+    calls = [
+        ("save", start, {"step": 0}, 2),
+        objective,
+        ("supervise", batch, LR),
+        *scores,
+        ("save", later, {"step": 1}, 2),
+        ("resume", start),
+        objective,
+        ("resume", later),
+        *scores,
+    ]
+    ((_, _, _, present, reference, _, zero, _, one, again, its_reference),) = run(calls)
+    assert (zero, one) == ({"step": 0}, {"step": 1})
+    assert torch.equal(again[1], present[1])
+    assert torch.equal(its_reference[1], reference[1])
+    assert not torch.equal(present[1], reference[1])
 
 
 def test_a_cut_that_does_not_divide_the_model_is_refused(checkpoints, train_config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_lambda_steers_kl_to_its_budget(code):
     for _ in range(400):
         released = ares.update(released, stats(marks, [1] * 8, kl=0.0))
     assert released.lambdas[code] == 0.0, "a KL below its budget is let go"
+
+
+def test_kl_that_was_not_measured_has_no_say():
+    """Only the trajectories that are trained on have a KL, and eight of them are needed."""
+    seen = stats([1] * 4 + [0] * 12, [1] * 16)
+    kl_B = torch.full((16,), NAN, dtype=torch.float64)
+    kl_B[:8] = 0.14
+    moved = ares.update(ares.AresState(), replace(seen, kl_B=kl_B))
+    assert moved.lambdas == pytest.approx((0.0, 0.0, 0.1 * (0.14 - 0.04)))
+    kl_B[7] = NAN
+    assert ares.update(moved, replace(seen, kl_B=kl_B)).lambdas == moved.lambdas
+    shown = ares.metrics(moved, replace(seen, kl_B=kl_B), torch.full((16,), 2), ares.PAPER)
+    assert shown["ares/hard/kl"] == pytest.approx(0.14)
 
 
 def test_alpha_stays_in_its_range():

@@ -226,6 +226,15 @@ def test_the_longest_trajectory_must_fit_a_micro_batch(config):
     assert "optim.micro_batch_tokens=255: expected at least 256" in message(config)
 
 
+def test_context_ranks_share_the_longest_trajectory(config):
+    config.parallel.context, config.optim.micro_batch_tokens = 2, 128
+    check(config)
+    config.optim.micro_batch_tokens = 127
+    text = message(config)
+    assert "optim.micro_batch_tokens=127: expected at least 128" in text
+    assert "shared by parallel.context=2 ranks" in text
+
+
 def test_the_engine_must_fit_the_model(config):
     config.engine.max_model_len = 512
     check(config)

@@ -42,6 +42,12 @@ def test_control_tokens_are_the_special_ones_and_the_tags(codec):
     assert set(codec.control_tokens) == {*special, *TAGS}
 
 
+def test_added_tokens_have_an_id_of_their_own_and_other_text_has_none(codec):
+    assert codec.added_id("<think>") == codec.encode("<think>")[0]
+    assert codec.added_id("<|im_end|>") == codec.eos_id
+    assert codec.added_id("think") is None
+
+
 def test_half_a_surrogate_pair_becomes_a_question_mark(codec):
     assert codec.decode(codec.encode("a\ud800b")) == "a?b"
 

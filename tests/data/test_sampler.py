@@ -111,3 +111,61 @@ def test_the_state_of_another_dataset_is_refused():
 def test_no_prompts_is_an_error():
     with pytest.raises(ValueError, match="0 prompts"):
         PromptSampler([], seed=0)
+
+
+def test_a_rule_leaves_prompts_out_of_its_epoch_and_changes_nothing_else():
+    plain = names(PromptSampler(prompts(10), seed=3).next(30))
+    asked = []
+
+    def rule(epoch):
+        asked.append(epoch)
+        return {"q/2", "q/5", "another"} if epoch == 1 else ()
+
+    sampler = PromptSampler(prompts(10), seed=3)
+    sampler.leave_out(rule)
+    given = names(sampler.next(14)) + names(sampler.next(14))
+    left = [name for name in plain[10:20] if name not in ("q/2", "q/5")]
+    assert given == plain[:10] + left + plain[20:]
+    assert asked == [0, 1, 2] and sampler.num_left_out == 2 and sampler.epoch == 2
+
+
+def test_an_epoch_that_would_be_empty_is_whole_and_what_was_put_back_is_given_again():
+    sampler = PromptSampler(prompts(10), seed=3)
+    taken = sampler.next(4)
+    sampler.put_back(taken[2:])
+    sampler.leave_out(lambda epoch: {prompt.prompt_id for prompt in taken} if not epoch else ())
+    assert names(sampler.next(2)) == names(taken[2:])
+    sampler.leave_out(lambda epoch: {prompt.prompt_id for prompt in sampler.prompts})
+    assert len(names(sampler.next(20))) == 20 and sampler.num_left_out == 0
+
+
+left_out = st.lists(st.sets(st.integers(0, 9), max_size=9), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(left_out, st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), max_size=12))
+def test_no_prompt_is_lost_or_comes_twice_beside_those_left_out(by_epoch, steps):
+    def rule(epoch):
+        return {f"q/{index}" for index in by_epoch[epoch % len(by_epoch)]}
+
+    sampler, settled = PromptSampler(prompts(10), seed=3), []
+    for num_prompts, num_back in steps:
+        sampler.leave_out(rule)
+        taken = sampler.next(num_prompts)
+        size = max(0, num_prompts - num_back)
+        sampler.put_back(taken[size:])
+        sampler.settle(taken[:size])
+        settled += names(taken[:size])
+        sampler = resumed(sampler)
+    plain = names(PromptSampler(prompts(10), seed=3).next(10 * (len(settled) + 5)))
+    expected = [name for at, name in enumerate(plain) if name not in rule(at // 10)]
+    assert settled == expected[: len(settled)]
+
+
+def test_the_count_of_those_left_out_is_part_of_the_state():
+    sampler = PromptSampler(prompts(10), seed=3)
+    sampler.leave_out(lambda epoch: {"q/1"})
+    sampler.settle(sampler.next(9))
+    sampler.settle(sampler.next(1))
+    assert sampler.num_left_out >= 1
+    assert resumed(sampler).num_left_out == sampler.num_left_out

@@ -58,3 +58,9 @@ def test_a_foreign_or_damaged_state_is_refused(change, message):
 def test_an_empty_stream_is_an_error():
     with pytest.raises(ValueError, match="num_items=0"):
         ShuffledStream(0, seed=0)
+
+
+def test_the_epoch_is_that_of_the_index_given_last():
+    stream = ShuffledStream(3, seed=1)
+    epochs = [(stream.take(1), stream.epoch)[1] for _ in range(7)]
+    assert epochs == [0, 0, 0, 1, 1, 1, 2]

@@ -140,6 +140,17 @@ def test_what_is_no_tree_is_an_error():
         to_nodes(replace(tree, trajectories=[replace(root, turns=root.turns[:-1])]))
 
 
+def test_the_likeliest_tokens_are_in_the_nodes_or_nowhere():
+    tree = nested_tree()
+    nodes = to_nodes(tree)
+    assert [list(one.argmax_ids) for one in to_tree(nodes).trajectories] == [
+        [token if mask else -1 for token, mask in zip(one.token_ids, one.loss_mask, strict=True)]
+        for one in tree.trajectories
+    ]
+    with pytest.raises(ValueError, match="'argmax_ids': 1"):
+        replace(nodes.nodes[0], argmax_ids=(1,))
+
+
 def test_authors_take_turns_in_the_nodes():
     nodes = to_nodes(nested_tree())
     for node in nodes.nodes:

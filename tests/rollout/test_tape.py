@@ -10,14 +10,14 @@ from mega_agentrl.types.records import Author, Finish, Generation, ToolOutcome, 
 OUTCOME = ToolOutcome(tool="python", status=ToolStatus.ok, answer="2", latency_s=0.0)
 
 
-def _said(*token_ids, version=3):
+def _said(*token_ids, version=3, likeliest=None):
     ones = (1.0,) * len(token_ids)
     return Generation(
         request_id="r",
         token_ids=token_ids,
         logps=tuple(-value for value in ones),
         entropies=ones,
-        argmax_ids=token_ids,
+        argmax_ids=likeliest or token_ids,
         finish=Finish.stop,
         stop_string=None,
         version=version,
@@ -84,3 +84,14 @@ def test_a_generation_of_two_versions_keeps_both():
     tape.close_turn("call")
     tape.add_tool([8], "<result>", OUTCOME)
     assert tape.versions == [3, 3, 3, 4, 4]
+
+
+def test_the_likeliest_tokens_stay_beside_the_sampled_ones():
+    tape = Tape()
+    tape.add_sampled(_said(5, 6, likeliest=(5, 9)))
+    tape.close_turn("call")
+    tape.add_tool([8], "<result>", OUTCOME)
+    fork = tape.prefix(3)
+    tape.add_sampled(_said(7))
+    fork.add_sampled(_said(4))
+    assert list(tape.argmax_ids) == [5, 9, -1, 7] and list(fork.argmax_ids) == [5, 9, -1, 4]

@@ -63,6 +63,19 @@ def test_what_a_scripted_engine_never_makes_comes_back_too(tmp_path):
     assert _restored(path) == trees
 
 
+def test_a_file_from_before_the_likeliest_tokens_were_kept_is_read(tmp_path):
+    tree = nested_tree()
+    assert any(one.argmax_ids for one in tree.trajectories)
+    path = tmp_path / "step.jsonl"
+    write_trees(path, [tree], stage="rl", step=1)
+    line = json.loads(path.read_text())
+    for node in line["nodes"]:
+        del node["argmax_ids"]
+    path.write_text(json.dumps(line) + "\n")
+    bare = [replace(one, argmax_ids=one.argmax_ids[:0]) for one in tree.trajectories]
+    assert _restored(path) == [replace(tree, trajectories=bare)]
+
+
 singles = st.floats(width=32, allow_nan=False)
 doubles = st.floats(allow_nan=False)
 

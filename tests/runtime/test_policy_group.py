@@ -1,5 +1,7 @@
 """The policy group assembles what its ranks answer, with small Ray actors in place of Megatron."""
 
+from pathlib import Path
+
 import pytest
 import ray
 import torch
@@ -36,6 +38,12 @@ class Rank:
             )
         if method == "export":
             raise OSError("disk full")
+        if method in ("save", "set_objective"):
+            self.given = args
+        if method == "resume":
+            if args[0].endswith("damaged"):
+                raise ValueError(f"checkpoint {args[0]}: data has 3 bytes, expected 4")
+            return {"step": 7, "from": args[0]}
         return None
 
     def address(self):
@@ -46,6 +54,9 @@ class Rank:
 
     def seen(self):
         return self.methods
+
+    def last(self):
+        return self.given
 
 
 def batch():
@@ -98,6 +109,40 @@ def test_a_failing_rank_is_named(ray_local, tmp_path):
     policy, _ = group()
     with pytest.raises(RemoteError, match=r"policy export failed on policy rank \d: OSError"):
         policy.export(tmp_path)
+
+
+def test_every_rank_saves_under_the_same_full_name(ray_local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy, actors = group()
+    policy.save(Path("checkpoints/step-1"), {"step": 1}, 2)
+    for actor in actors:
+        folder, extra, keep = ray.get(actor.last.remote())
+        assert folder == str(tmp_path / "checkpoints" / "step-1")
+        assert (extra, keep) == ({"step": 1}, 2)
+
+
+def test_resume_gives_back_what_was_saved_beside(ray_local, tmp_path):
+    policy, actors = group()
+    assert policy.resume(tmp_path) == {"step": 7, "from": str(tmp_path)}
+    assert [ray.get(actor.seen.remote()) for actor in actors] == [["resume"], ["resume"]]
+
+
+def test_a_damaged_checkpoint_is_named(ray_local, tmp_path):
+    policy, _ = group()
+    message = r"policy resume failed on policy rank \d: .*damaged: data has 3 bytes, expected 4"
+    with pytest.raises(RemoteError, match=message):
+        policy.resume(tmp_path / "damaged")
+
+
+def test_another_objective_reaches_group_and_ranks(ray_local):
+    policy, actors = group()
+    algo = AlgoConfig(kl_coef=0.1)
+    policy.set_objective(algo, 0.7)
+    for actor in actors:
+        assert ray.get(actor.last.remote()) == (algo, 0.7)
+    assert policy.add_logprobs(batch()).ref_logp_BT is not None
+    policy.set_objective(AlgoConfig(), 1.0)
+    assert policy.add_logprobs(batch()).ref_logp_BT is None
 
 
 def test_close_ends_the_ranks_and_can_be_repeated(ray_local):

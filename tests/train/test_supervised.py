@@ -47,11 +47,6 @@ def test_it_ends_after_two_good_checks_in_a_row(parts, config, monkeypatch):
     assert "twice in a row" in result.reason
 
 
-def test_checks_begin_at_first_check(parts, config, monkeypatch):
-    result = run(parts, config, monkeypatch, [0.4, 0.5], max_steps=100, first_check=5)
-    assert result.num_steps == 8
-
-
 def test_it_ends_at_the_limit_with_the_last_weights_in_the_engine(parts, config, monkeypatch):
     result = run(parts, config, monkeypatch, [0.1, 0.1], max_steps=3)
     assert result.num_steps == 3

@@ -70,6 +70,13 @@ def test_every_per_token_tuple_of_a_generation_has_one_length(name):
         generation(**{name: (0,)})
 
 
+def test_the_likeliest_tokens_of_a_trajectory_are_there_for_all_tokens_or_for_none():
+    assert not trajectory().argmax_ids
+    assert list(trajectory(argmax_ids=[4, 5, 6]).argmax_ids) == [4, 5, 6]
+    with pytest.raises(ValueError, match="argmax_ids 2"):
+        trajectory(argmax_ids=[4, 5])
+
+
 def test_an_empty_generation_and_an_empty_trajectory_are_records_too():
     empty = {name: () for name in ("token_ids", "logps", "entropies", "argmax_ids")}
     assert generation(**empty, finish=Finish.aborted, stop_string=None).token_ids == ()

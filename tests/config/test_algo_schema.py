@@ -1,0 +1,152 @@
+"""Ranges of the objective's settings, and what its presets set."""
+
+import math
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from mega_agentrl.algo import policy_loss
+from mega_agentrl.config.algo_schema import AlgoConfig, AresConfig, EgpoConfig
+from mega_agentrl.config.check_algo import check_algo
+from mega_agentrl.config.choices import (
+    Advantage,
+    Aggregation,
+    AresMode,
+    Branching,
+    CotBlocks,
+    FilterKey,
+    KlKind,
+    KlPlace,
+    PolicyLoss,
+)
+from mega_agentrl.config.keys import known_groups
+from mega_agentrl.config.places import config_folder
+from mega_agentrl.config.schema import TrainConfig
+
+PRESETS = known_groups(config_folder())["algo"]
+
+
+def preset(name):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        composed = compose(overrides=[f"+algo={name}"])
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), composed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"clip_low": 0.0}, "algo.clip_low=0.0"),
+        ({"clip_low": 1.1}, "algo.clip_low=1.1"),
+        ({"clip_high": 0.0}, "algo.clip_high=0.0"),
+        ({"clip_dual": 1.0}, "algo.clip_dual=1.0"),
+        ({"entropy_scale": -0.1}, "algo.entropy_scale=-0.1"),
+        ({"entropy_coef": math.nan}, "algo.entropy_coef=nan"),
+        ({"kl_coef": math.inf}, "algo.kl_coef=inf"),
+        ({"correction_cap": 0.5}, "algo.correction_cap=0.5"),
+        ({"kl_target": 0.0}, "algo.kl_target=0.0"),
+        ({"kl_target": 0.1}, r"algo.kl_coef=0.0: expected above 0 with algo.kl_target=0.1"),
+        ({"kl_horizon": 0}, "algo.kl_horizon=0"),
+    ],
+)
+def test_a_wrong_value_is_named(changes, said):
+    with pytest.raises(ValueError, match=said):
+        AlgoConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lam": -0.1}, "algo.egpo.lam=-0.1"),
+        ({"lam": math.inf}, "algo.egpo.lam=inf"),
+        ({"alpha": 1.0}, "algo.egpo.alpha=1.0"),
+        ({"markers": ["<think>"]}, r"algo.egpo.markers=\['<think>'\]"),
+        ({"markers": ["<think>", ""]}, "algo.egpo.markers="),
+    ],
+)
+def test_a_wrong_setting_of_egpo_is_named(changes, said):
+    with pytest.raises(ValueError, match=said):
+        EgpoConfig(**changes)
+
+
+@pytest.mark.parametrize("key", ["bootstrap", "skip_mastered"])
+def test_parts_of_ares_need_ares(key):
+    with pytest.raises(ValueError, match=rf"algo.ares.{key}=True.*algo.ares.mode=off"):
+        AresConfig(**{key: True})
+    assert getattr(AresConfig(mode=AresMode.paper, **{key: True}), key)
+
+
+def test_who_needs_a_reference():
+    assert not AlgoConfig().needs_reference
+    assert AlgoConfig(kl_coef=1e-3).needs_reference
+    assert AlgoConfig(kl_coef=1e-3, kl_place=KlPlace.reward).needs_reference
+    for mode in (AresMode.paper, AresMode.released):
+        assert AlgoConfig(ares=AresConfig(mode=mode)).needs_reference
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid(name):
+    check_algo(preset(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "algo", "branching"),
+    [
+        ("aepo", {"loss": PolicyLoss.balanced, "entropy_scale": 0.2}, Branching.aepo),
+        ("arpo", {}, Branching.after_result),
+        ("arpo_hard", {"advantage": Advantage.arpo_hard}, Branching.after_result),
+        ("arpo_released", {}, Branching.released),
+        ("cispo", {"loss": PolicyLoss.cispo, "clip_low": 1.0, "clip_high": 4.0}, Branching.none),
+        (
+            "dapo",
+            {"clip_low": 0.2, "clip_high": 0.28, "aggregation": Aggregation.token_mean},
+            Branching.none,
+        ),
+        (
+            "dr_grpo",
+            {"norm_by_std": False, "aggregation": Aggregation.seq_sum_norm},
+            Branching.none,
+        ),
+        ("egpo", {"egpo": EgpoConfig(lam=0.4, alpha=2.0)}, Branching.none),
+        ("grpo", {"advantage": Advantage.grpo}, Branching.none),
+        (
+            "gspo",
+            {
+                "loss": PolicyLoss.gspo,
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "aggregation": Aggregation.seq_mean_token_mean,
+            },
+            Branching.none,
+        ),
+        (
+            "reinforce_plus_plus",
+            {
+                "advantage": Advantage.reinforce_plus_plus,
+                "kl_kind": KlKind.k1,
+                "kl_place": KlPlace.reward,
+            },
+            Branching.none,
+        ),
+        ("rloo", {"advantage": Advantage.rloo}, Branching.none),
+    ],
+)
+def test_presets_set_what_their_papers_say(name, algo, branching):
+    config = preset(name)
+    assert {key: getattr(config.algo, key) for key in algo} == algo
+    assert config.rollout.branching is branching
+
+
+def test_presets_agree_with_those_of_the_losses():
+    for name, settings in (("dapo", policy_loss.dapo), ("dr_grpo", policy_loss.dr_grpo)):
+        algo = preset(name).algo
+        assert (algo.clip_low, algo.clip_high) == (settings.clip_low, settings.clip_high)
+        assert algo.aggregation == settings.aggregation
+        assert algo.norm_by_std == settings.norm_by_std
+        assert algo.clip_dual is None
+    assert preset("dapo").rollout.filter_key is FilterKey.accuracy
+
+
+def test_a_chain_of_thought_is_looked_for_by_default():
+    assert AlgoConfig().egpo.blocks is CotBlocks.first
+    assert AlgoConfig().egpo.lam == 0

@@ -1,0 +1,322 @@
+"""Corrections and advantages of a batch, on numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from mega_agentrl.algo import advantage as estimators
+from mega_agentrl.algo.masking import masked_whiten
+from mega_agentrl.config.algo_schema import AlgoConfig, EgpoConfig
+from mega_agentrl.config.choices import Advantage, Correction, CotBlocks, KlKind, KlPlace
+from mega_agentrl.train.advantages import add_advantages, add_corrections, mismatch_metrics
+from mega_agentrl.types.batch import TrainBatch
+
+OPEN, CLOSE = 8, 9
+
+
+def batch(**changes):
+    """Two groups of two; row 1 holds row 0's first token, row 3 is half masked."""
+    zeros_BT = torch.zeros(4, 2)
+    values = {
+        "prompt_ids": ((1,),) * 4,
+        "response_BT": torch.ones(4, 2, dtype=torch.int64),
+        "length_B": torch.full((4,), 2),
+        "mask_BT": torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]]).bool(),
+        "group_B": torch.tensor([0, 0, 1, 1]),
+        "reward_B": torch.tensor([1.0, 0.0, 3.0, 1.0]),
+        "node_BT": torch.tensor([[0, 1], [0, 2], [3, 4], [5, 6]]),
+        "rollout_logp_BT": zeros_BT,
+        "rollout_entropy_BT": zeros_BT,
+        "version_BT": torch.zeros(4, 2, dtype=torch.int64),
+    }
+    return TrainBatch(**(values | changes))
+
+
+def thinking(**changes):
+    """Six tokens a row: `<t> a b </t> c d`, `a </t> c d e f` (opened by the template), no markers,
+    and `<t> a </t> <t> b </t>`; entropies are 0.1 in the first block and 5 elsewhere."""
+    response_BT = torch.tensor(
+        [
+            [OPEN, 1, 1, CLOSE, 2, 2],
+            [1, CLOSE, 2, 2, 2, 2],
+            [2, 2, 2, 2, 2, 2],
+            [OPEN, 1, CLOSE, OPEN, 1, CLOSE],
+        ]
+    )
+    entropy_BT = torch.full((4, 6), 5.0)
+    entropy_BT[0, 1:3] = entropy_BT[1, 0] = entropy_BT[3, 1] = 0.1
+    values = {
+        "response_BT": response_BT,
+        "length_B": torch.full((4,), 6),
+        "mask_BT": torch.ones(4, 6).bool(),
+        "node_BT": torch.arange(24).view(4, 6),
+        "rollout_logp_BT": torch.zeros(4, 6),
+        "rollout_entropy_BT": entropy_BT,
+        "version_BT": torch.zeros(4, 6, dtype=torch.int64),
+        "entropy_BT": entropy_BT,
+    }
+    return batch(**(values | changes))
+
+
+def advantages(given_batch, algo, kl_coef=None, markers=((OPEN,), (CLOSE,))):
+    kl_coef = algo.kl_coef if kl_coef is None else kl_coef
+    filled, metrics = add_advantages(given_batch, algo, kl_coef=kl_coef, markers=markers)
+    return filled.advantage_BT, metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (Advantage.grpo, [[0.5, 0.5], [-0.5, -0.5], [1, 1], [-1, 0]]),
+        (Advantage.rloo, [[1, 1], [-1, -1], [2, 2], [-2, 0]]),
+        (Advantage.arpo_hard, [[0, 0.5], [0, -0.5], [1, 1], [-1, 0]]),
+    ],
+)
+def test_advantages_by_hand(name, expected):
+    algo = AlgoConfig(advantage=name, norm_by_std=False)
+    advantage_BT, metrics = advantages(batch(), algo)
+    assert advantage_BT.tolist() == expected
+    flat = [abs(value) for row in expected for value in row][:7]
+    assert metrics == {
+        "advantage/mean_abs": pytest.approx(sum(flat) / 7),
+        "advantage/zero": pytest.approx(flat.count(0) / 7),
+    }
+
+
+def test_reinforce_plus_plus_by_hand():
+    """Returns 1 1, 0 0, 3 3, 1: mean 9/7, squares 21 - 81/7 = 66/7 over 6."""
+    got_BT, _ = advantages(batch(), AlgoConfig(advantage=Advantage.reinforce_plus_plus))
+    std = math.sqrt(66 / 7 / 6)
+    expected_BT = (torch.tensor([[1.0, 1], [0, 0], [3, 3], [1, 9 / 7]]) - 9 / 7) / std
+    assert_close(got_BT, expected_BT)
+    # With a baseline: .5 .5, -.5 -.5, 1 1, -1: mean 1/7, squares 4 - 1/7 over 6.
+    got_BT, _ = advantages(batch(), AlgoConfig(advantage=Advantage.reinforce_plus_plus_baseline))
+    std = math.sqrt((4 - 1 / 7) / 6)
+    expected_BT = (torch.tensor([[0.5, 0.5], [-0.5, -0.5], [1, 1], [-1, 1 / 7]]) - 1 / 7) / std
+    assert_close(got_BT, expected_BT)
+    plain = batch()
+    assert_close(
+        got_BT,
+        estimators.reinforce_plus_plus_baseline(plain.reward_B, plain.group_B, plain.mask_BT),
+    )
+
+
+@pytest.mark.parametrize("name", Advantage)
+def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
+    """Whole trajectories of two tokens, and the same cut into rows of one token and a spare."""
+    ref_BT = torch.tensor([[0.1, 0.2], [0.4, 0.8], [1.6, 3.2], [6.4, 12.8]])
+    scored = {"old_logp_BT": torch.zeros(4, 2), "ref_logp_BT": -ref_BT}
+    own_BT = torch.arange(8).view(4, 2)
+    mask_BT = torch.ones(4, 2).bool()
+    plain = batch(**scored, node_BT=own_BT, mask_BT=mask_BT)
+    rows, places = [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 0, 1, 0, 1]
+    cut = plain.select(rows)
+    first_BT = torch.tensor([[True, False]] * 8)
+
+    def cut_grid(grid_BT):
+        picked_B = grid_BT[rows, places].unsqueeze(1)
+        return torch.where(first_BT, picked_B, torch.zeros_like(picked_B))
+
+    grids = ("mask_BT", "old_logp_BT", "ref_logp_BT", "node_BT")
+    cut = cut.with_fields(
+        **{grid: cut_grid(getattr(cut, grid)[::2]) for grid in grids},
+        owner_B=torch.tensor([7, 7, 3, 3, 5, 5, 6, 6]),
+        length_B=torch.ones(8, dtype=torch.int64),
+    )
+    algo = AlgoConfig(
+        advantage=name, kl_coef=0.1, kl_kind=KlKind.k1, kl_place=KlPlace.reward, norm_by_std=True
+    )
+    expected_BT, expected = advantages(plain, algo)
+    got_BT, got = advantages(cut, algo)
+    assert_close(got_BT, cut_grid(expected_BT))
+    assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", Advantage)
+def test_a_failed_row_changes_nothing(name):
+    plain = batch()
+    failed = plain.select([0, 1, 2, 3, 3]).with_fields(
+        group_B=torch.tensor([0, 0, 1, 1, 2]),
+        reward_B=torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0]),
+        mask_BT=torch.cat([plain.mask_BT, torch.zeros(1, 2).bool()]),
+        entropy_BT=torch.ones(5, 2),
+    )
+    settings = {} if name is Advantage.reinforce_plus_plus else {"lam": 0.4}
+    egpo = EgpoConfig(blocks=CotBlocks.response, **settings)
+    algo = AlgoConfig(advantage=name, egpo=egpo, entropy_scale=0.2)
+    expected_BT, expected = advantages(plain.with_fields(entropy_BT=torch.ones(4, 2)), algo)
+    got_BT, got = advantages(failed, algo)
+    assert torch.equal(got_BT[:4], expected_BT) and not got_BT[4].any()
+    assert got == pytest.approx(expected)
+
+
+def test_kl_in_the_reward_is_summed_over_the_trajectory():
+    """k1 of 0.1 and 0.2 on row 0, 9 behind a mask on row 3: 1 - 2 * .3 = .4 against 0."""
+    gap_BT = torch.tensor([[0.1, 0.2], [0, 0], [0, 0], [0, 9.0]])
+    scored = batch(old_logp_BT=gap_BT, ref_logp_BT=torch.zeros(4, 2))
+    algo = AlgoConfig(
+        kl_coef=0.5, kl_kind=KlKind.k1, kl_place=KlPlace.reward, norm_by_std=False, clip_dual=None
+    )
+    got_BT, metrics = advantages(scored, algo, kl_coef=2.0)
+    expected_BT = torch.tensor([[0.2, 0.2], [-0.2, -0.2], [1, 1], [-1, 0]])
+    assert_close(got_BT, expected_BT)
+    assert metrics["advantage/kl"] == pytest.approx(0.3 / 7)
+
+
+def test_kl_in_the_reward_of_each_token():
+    """Returns with 2 * KL off each token: row 0 has 1 - .6 and 1 - .4, row 3 has 1."""
+    gap_BT = torch.tensor([[0.1, 0.2], [0, 0], [0, 0], [0, 9.0]])
+    scored = batch(old_logp_BT=gap_BT, ref_logp_BT=torch.zeros(4, 2))
+    algo = AlgoConfig(
+        advantage=Advantage.reinforce_plus_plus,
+        kl_coef=2.0,
+        kl_kind=KlKind.k1,
+        kl_place=KlPlace.reward,
+    )
+    return_BT = torch.tensor([[0.4, 0.6], [0, 0], [3, 3], [1, 0]])
+    assert_close(advantages(scored, algo)[0], masked_whiten(return_BT, scored.mask_BT))
+
+
+def test_kl_in_the_loss_leaves_the_reward():
+    algo = AlgoConfig(kl_coef=2.0)
+    scored = batch(old_logp_BT=torch.ones(4, 2), ref_logp_BT=torch.zeros(4, 2))
+    assert torch.equal(advantages(scored, algo)[0], advantages(batch(), AlgoConfig())[0])
+
+
+def test_egpo_adds_the_entropy_of_the_chain_of_thought_only():
+    """A = .5, -.5, 1, -1; H = .1, .1, none, .1, all within |A| / 2: the bonus is .4 * .1."""
+    algo = AlgoConfig(norm_by_std=False, egpo=EgpoConfig(lam=0.4))
+    got_BT, metrics = advantages(thinking(), algo)
+    assert_close(got_BT[:, 0], torch.tensor([0.54, -0.46, 1.0, -0.96]))
+    assert torch.equal(got_BT, got_BT[:, :1].expand(4, 6))
+    assert metrics["egpo/cot_entropy"] == pytest.approx(0.075)
+    assert metrics["egpo/without_cot"] == 0.25
+    assert metrics["egpo/bonus"] == pytest.approx(0.03)
+    assert metrics["egpo/clipped"] == 0
+    # Over the whole response the bound of |A| / 2 decides: that is another number.
+    whole = AlgoConfig(norm_by_std=False, egpo=EgpoConfig(lam=0.4, blocks=CotBlocks.response))
+    got_BT, metrics = advantages(thinking(), whole, markers=None)
+    assert_close(got_BT[:, 0], torch.tensor([0.6, -0.4, 1.2, -0.8]))
+    assert metrics["egpo/clipped"] == 1 and metrics["egpo/without_cot"] == 0
+
+
+@pytest.mark.parametrize("blocks", CotBlocks)
+@pytest.mark.parametrize("name", [Advantage.grpo, Advantage.arpo_hard])
+def test_egpo_reads_rows_of_one_trajectory_in_a_line(blocks, name):
+    """Cut anywhere, with a tool's answer at the cut: the same bonus."""
+    mask_BT = torch.ones(4, 6).bool()
+    mask_BT[:, 2] = False
+    plain = thinking(mask_BT=mask_BT)
+    algo = AlgoConfig(
+        advantage=name, norm_by_std=False, egpo=EgpoConfig(lam=0.4, alpha=1.5, blocks=blocks)
+    )
+    expected_BT, expected = advantages(plain, algo)
+    rows, sizes = [0, 0, 1, 2, 3, 3], [3, 3, 6, 6, 3, 3]
+    starts = [0, 3, 0, 0, 0, 3]
+    cut = plain.select(rows)
+
+    def shifted(grid_BT):
+        moved_BT = torch.zeros_like(grid_BT)
+        for row, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            moved_BT[row, :size] = grid_BT[row, start : start + size]
+        return moved_BT
+
+    grids = ("response_BT", "mask_BT", "entropy_BT", "node_BT")
+    cut = cut.with_fields(
+        **{grid: shifted(getattr(cut, grid)) for grid in grids},
+        length_B=torch.tensor(sizes),
+        owner_B=torch.tensor([0, 0, 1, 2, 3, 3]),
+    )
+    got_BT, got = advantages(cut, algo)
+    assert_close(got_BT, shifted(expected_BT[rows]))
+    assert got == pytest.approx(expected)
+
+
+def test_egpo_without_entropies_or_markers_is_an_error():
+    algo = AlgoConfig(egpo=EgpoConfig(lam=0.4))
+    with pytest.raises(ValueError, match=r"entropy_BT: got None.*algo\.egpo\.lam=0\.4"):
+        advantages(thinking(entropy_BT=None), algo)
+    with pytest.raises(ValueError, match=r"algo\.egpo\.blocks=first.*algo\.egpo\.markers"):
+        advantages(thinking(), algo, markers=None)
+
+
+@given(
+    rewards=st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4),
+    entropy=st.floats(0, 3, width=32),
+    lam=st.floats(0.1, 1.9),
+)
+def test_egpo_keeps_every_sign_below_alpha(rewards, entropy, lam):
+    thought = thinking(
+        reward_B=torch.tensor(rewards), entropy_BT=torch.full((4, 6), entropy, dtype=torch.float32)
+    )
+    before_BT, _ = advantages(thought, AlgoConfig())
+    after_BT, _ = advantages(thought, AlgoConfig(egpo=EgpoConfig(lam=lam)))
+    assert torch.equal(before_BT.sign(), after_BT.sign())
+    assert (after_BT >= before_BT).all()
+
+
+def test_aepo_scales_by_the_entropy_of_the_token_last():
+    """Entropies 0 and 1 on the 7 trained tokens: mean 3/7, variance (12/7) / 6 = 2/7."""
+    entropy_BT = torch.tensor([[0.0, 1], [0, 1], [0, 1], [0, 99]])
+    algo = AlgoConfig(norm_by_std=False, entropy_scale=0.2)
+    got_BT, metrics = advantages(batch(entropy_BT=entropy_BT), algo)
+    low, high = (1 + 0.2 * (value - 3 / 7) / math.sqrt(2 / 7) for value in (0, 1))
+    expected_BT = torch.tensor(
+        [[0.5 * low, 0.5 * high], [-0.5 * low, -0.5 * high], [low, high], [-low, 0]]
+    )
+    assert_close(got_BT, expected_BT)
+    assert metrics["aepo/flipped"] == 0
+    assert advantages(batch(entropy_BT=entropy_BT), AlgoConfig(entropy_scale=9.0))[1][
+        "aepo/flipped"
+    ] == pytest.approx(4 / 7)
+    with pytest.raises(ValueError, match=r"entropy_BT: got None.*algo\.entropy_scale=0\.2"):
+        advantages(batch(), algo)
+
+
+def test_corrections_by_hand():
+    """Ratios e^1, e^-1, 1, 1 | e^3 in row 2; a mask on row 3 hides infinity."""
+    gap_BT = torch.tensor([[1.0, -1.0], [0, 0], [3.0, 0], [0, torch.inf]])
+    scored = batch(old_logp_BT=gap_BT)
+    e = math.e
+
+    def weights(correction):
+        algo = AlgoConfig(correction=correction, correction_cap=2.5)
+        filled, metrics = add_corrections(scored, algo)
+        return filled.correction_BT, metrics
+
+    def expected(*rows):
+        return torch.tensor(rows, dtype=torch.float32)
+
+    weight_BT, metrics = weights(Correction.token_truncate)
+    assert_close(weight_BT, expected([2.5, 1 / e], [1, 1], [2.5, 1], [1, 0]))
+    assert metrics["correction/capped"] == pytest.approx(2 / 7)
+    assert metrics["correction/weight_mean"] == pytest.approx((9 + 1 / e) / 7)
+    masked_BT, _ = weights(Correction.token_mask)
+    assert_close(masked_BT, expected([0, 1 / e], [1, 1], [0, 1], [1, 0]))
+    truncated_BT, _ = weights(Correction.sequence_truncate)
+    assert_close(truncated_BT, expected([1, 1], [1, 1], [2.5, 2.5], [1, 0]))
+    dropped_BT, _ = weights(Correction.sequence_mask)
+    assert_close(dropped_BT, expected([1, 1], [1, 1], [0, 0], [1, 0]))
+
+
+def test_without_a_correction_the_batch_stays():
+    plain = batch()
+    assert add_corrections(plain, AlgoConfig()) == (plain, {})
+    with pytest.raises(ValueError, match=r"old_logp_BT: got None.*algo\.correction=token_mask"):
+        add_corrections(plain, AlgoConfig(correction=Correction.token_mask))
+
+
+def test_mismatch_reads_trained_tokens_only():
+    old_BT = torch.tensor([[0.1, 0.1], [0.1, 0.1], [0.1, 0.1], [0.8, 99.0]])
+    entropy_BT = torch.tensor([[0.7, 0], [0, 0], [0, 0], [0, 99.0]])
+    metrics = mismatch_metrics(batch(old_logp_BT=old_BT, entropy_BT=entropy_BT))
+    assert metrics["mismatch/logp_mean_abs"] == pytest.approx((6 * 0.1 + 0.8) / 7)
+    assert metrics["mismatch/logp_max_abs"] == pytest.approx(0.8)
+    assert metrics["mismatch/kl_k1"] == pytest.approx(-0.2)
+    assert metrics["mismatch/ess"] < 1
+    assert metrics["mismatch/entropy_mean_abs"] == pytest.approx(0.1)
+    assert metrics["mismatch/entropy_max_abs"] == pytest.approx(0.7)

@@ -1,0 +1,166 @@
+"""A run's state: costs by hand, there and back through a checkpoint folder, what is kept."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.actor.checkpoint_folder import MANIFEST
+from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.report.comparison import Mark
+from mega_agentrl.train import run_state
+from mega_agentrl.train.run_state import RunState, Spent
+from mega_agentrl.types.records import (
+    Author,
+    RolloutTree,
+    StopReason,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+    Turn,
+)
+from tests.fakes import make_prompt
+from tests.train.file_policy import FilePolicy
+
+
+def state_at(step, **changes):
+    values = {
+        "step": step,
+        "controllers": {"beta": 0.1 + 0.2, "seen": {"p1": [0.5, 3]}},
+        "sampler": {"position": 3 * step},
+        "spent": Spent(num_tokens=100 * step, num_calls=step),
+        "marks": (Mark(num_tokens=0, num_calls=0, reward=1 / 3, success=0.25),),
+    }
+    return RunState(**(values | changes))
+
+
+def trajectory(spans, *, fork_len=0, stop=StopReason.eos, bad=(), parent=None):
+    """spans: lengths of what the policy and the tools wrote, in turns. bad: calls not run."""
+    turns, mask, at = [], [], 0
+    for index, length in enumerate(spans):
+        told = index % 2
+        outcome = ToolOutcome(
+            tool="python", status=ToolStatus.ok, answer="", latency_s=0.0, bad_call=index in bad
+        )
+        turns.append(
+            Turn(
+                index=index,
+                author=Author.tool if told else Author.assistant,
+                start=at,
+                stop=at + length,
+                text="",
+                outcome=outcome if told else None,
+            )
+        )
+        mask += [1 - told] * length
+        at += length
+    return Trajectory(
+        trajectory_id=f"{spans}",
+        prompt=make_prompt(),
+        path=(0,),
+        token_ids=[1] * at,
+        loss_mask=mask,
+        logps=[0.0] * at,
+        entropies=[0.0] * at,
+        versions=[1] * at,
+        turn_ids=[0] * at,
+        turns=turns,
+        stop_reason=stop,
+        fork_len=fork_len,
+        parent_id=parent,
+    )
+
+
+def test_what_is_shared_counts_once_and_what_was_not_run_not_at_all():
+    root = trajectory([4, 3, 5, 2, 6])
+    # Shares the first turn and its answer, then makes a call of its own and a bad one.
+    fork = trajectory([4, 3, 2, 1, 2, 1, 2], fork_len=7, bad=(5,), parent="root")
+    failed = trajectory([8, 1], stop=StopReason.tool_failure)
+    trees = [
+        RolloutTree(prompt=make_prompt(), trajectories=[root, fork]),
+        RolloutTree(prompt=make_prompt(), trajectories=[failed]),
+    ]
+    # Root 4 + 5 + 6 tokens and 2 calls, fork 2 + 2 + 2 and 1, failed 8 and 1.
+    assert Spent.on(trees) == Spent(num_tokens=29, num_calls=4)
+    assert Spent.on(trees[:1]) + Spent.on(trees[1:]) == Spent.on(trees)
+    assert Spent.on([]) == Spent()
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False)),
+    st.lists(st.builds(Mark, num_tokens=st.integers(), num_calls=st.integers(),
+                       reward=st.floats(allow_nan=False), success=st.floats(0, 1))),
+)  # fmt: skip
+def test_json_gives_back_the_same_values(controllers, marks):
+    state = state_at(3, controllers=controllers, marks=tuple(marks))
+    assert RunState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plain: plain.pop("spent"), "got keys .*expected .*'spent'"),
+        (lambda plain: plain.update(more=1), "got keys .*'more'"),
+        (lambda plain: plain["spent"].update(money=1), "marks or spent cannot be read.*money"),
+        (lambda plain: plain["marks"][0].pop("reward"), "marks or spent cannot be read.*reward"),
+    ],
+)
+def test_what_is_no_state_is_refused(change, message):
+    plain = state_at(1).to_plain()
+    change(plain)
+    with pytest.raises(ValueError, match=message):
+        RunState.from_plain(plain)
+
+
+def test_the_two_newest_stay_and_the_newest_is_taken_up(tmp_path):
+    assert run_state.latest(tmp_path) is None
+    for step in (2, 4, 6):
+        run_state.save(FilePolicy(step / 10), tmp_path, state_at(step))
+    found = run_state.latest(tmp_path)
+    assert found == tmp_path / "checkpoints" / "step-000006"
+    assert len(list(found.parent.iterdir())) == run_state.KEEP == 2
+    policy = FilePolicy(0.0)
+    assert run_state.restore(policy, found) == state_at(6)
+    assert policy.weight == 0.6
+
+
+def test_a_save_cut_short_before_its_manifest_does_not_count(tmp_path):
+    run_state.save(FilePolicy(0.2), tmp_path, state_at(2))
+    cut = run_state.save(FilePolicy(0.4), tmp_path, state_at(4))
+    (cut / MANIFEST).unlink()
+    assert run_state.latest(tmp_path).name == "step-000002"
+    run_state.save(FilePolicy(0.4), tmp_path, state_at(4))
+    assert run_state.latest(tmp_path).name == "step-000004"
+
+
+def test_a_checkpoint_of_something_else_changes_nothing(tmp_path):
+    FilePolicy(0.5).save(tmp_path / "checkpoints" / "other", {"answer": 42})
+    policy = FilePolicy(0.0)
+    with pytest.raises(ValueError, match="without a run's state"):
+        run_state.restore(policy, run_state.latest(tmp_path))
+    assert policy.weight == 0.0
+
+
+def test_a_restored_sampler_goes_on_where_it_was(tmp_path):
+    prompts = [make_prompt(f"p{number}") for number in range(7)]
+    sampler = PromptSampler(prompts, seed=3)
+    sampler.settle(sampler.next(5))
+    run_state.save(FilePolicy(0.0), tmp_path, state_at(1, sampler=sampler.state_dict()))
+    expected = [one.prompt_id for one in sampler.next(6)]
+    resumed = PromptSampler(prompts, seed=3)
+    resumed.load_state_dict(run_state.restore(FilePolicy(0.0), run_state.latest(tmp_path)).sampler)
+    assert [one.prompt_id for one in resumed.next(6)] == expected
+
+
+def test_steps_behind_the_checkpoint_are_forgotten(tmp_path):
+    assert run_state.forget_after(tmp_path, 0) == 0
+    records = [{"stage": "sft", "step": 9}, *({"stage": "rl", "step": n} for n in range(1, 5))]
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    path.write_text(text + '{"stage": "rl", "st')
+    assert run_state.forget_after(tmp_path, 2) == 3
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kept == records[:3]
+    assert run_state.forget_after(tmp_path, 2) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
