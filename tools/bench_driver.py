@@ -1,0 +1,251 @@
+"""What the driver computes between rollout and update: advantages, EGPO, ARES, on one core.
+
+    python tools/bench_driver.py [--rows 4096] [--tokens 8192] [--share 64] [--cases PATTERN ...]
+
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is
+better. The baseline computes the same in plain Python, a trajectory and a token at a time, as
+released code does for much of this; it gets one trajectory in `--share`, and its seconds are
+multiplied. Both must agree there. Cases, all for groups of 8 whose forks share a third:
+
+    seconds/advantages   GRPO, RLOO, both REINFORCE++, GAE, the hard advantage, EGPO with its
+                         chain of thought, AEPO's scale, truncated corrections
+    seconds/ares         windows, percentiles, counts, shaping, KL weights, the controllers' step
+    seconds/together     the sum
+    memory/together      MiB at the peak beyond the batch; the baseline is one float64 copy of
+                         each of the batch's nine [B, T] fields
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+import torch
+
+from mega_agentrl.algo import advantage as estimators
+from mega_agentrl.algo import ares
+from mega_agentrl.algo.aepo import entropy_scaled
+from mega_agentrl.algo.correction import importance_weights
+from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
+from mega_agentrl.algo.hwe import threshold_p95, window_entropy
+from mega_agentrl.algo.kl import kl_penalty
+
+GROUP = 8
+OPEN, CLOSE = 1, 2
+CASES = ("seconds/advantages", "seconds/ares", "seconds/together", "memory/together")
+AGREEMENT = 1e-4
+
+Found = TypeVar("Found")
+
+
+class Given:
+    """The arrays of a batch: 16 turns with a tool's answer behind each, forks share a third."""
+
+    def __init__(self, num_rows: int, num_tokens: int) -> None:
+        random = torch.Generator().manual_seed(0)
+        shape = (num_rows, num_tokens)
+        self.reward_B = torch.randint(0, 11, (num_rows,), generator=random) / 10
+        self.group_B = torch.arange(num_rows) // GROUP
+        turn = num_tokens // 16
+        self.mask_BT = (torch.arange(num_tokens) % turn < turn - turn // 8).expand(shape)
+        self.entropy_BT = torch.rand(shape, generator=random)
+        self.logp_BT = -self.entropy_BT
+        self.rollout_BT = self.logp_BT + 0.1 * (self.entropy_BT - 0.5)
+        self.token_BT = torch.zeros(shape, dtype=torch.int64)
+        self.token_BT[:, 3], self.token_BT[:, num_tokens // 2] = OPEN, CLOSE
+        self.node_BT = torch.arange(num_rows * num_tokens).view(shape)
+        shared = num_tokens // 3
+        self.node_BT[1::2, :shared] = self.node_BT[0::2, :shared]
+
+    def part(self, num_rows: int) -> Given:
+        """The first rows."""
+        made = object.__new__(Given)
+        made.__dict__ = {name: value[:num_rows] for name, value in vars(self).items()}
+        return made
+
+
+def advantages(given: Given) -> dict[str, torch.Tensor]:
+    """Everything of `train.advantages`, by name."""
+    reward_B, group_B, mask_BT = given.reward_B, given.group_B, given.mask_BT
+    grpo_B = estimators.grpo(reward_B, group_B)
+    last_BT = torch.zeros_like(given.entropy_BT)
+    last_BT[:, 0] = reward_B
+    cot_BT = cot_mask(given.token_BT, mask_BT, start_id=OPEN, end_id=CLOSE)
+    egpo_B = egpo(grpo_B, cot_entropy(given.entropy_BT, cot_BT))
+    hard_BT = estimators.arpo_hard(grpo_B, given.node_BT, mask_BT)
+    value_BT = torch.zeros_like(given.entropy_BT)
+    gae_BT, _ = estimators.gae(last_BT, value_BT, mask_BT, gamma=1.0, lam=0.95)
+    weight_BT, _ = importance_weights(
+        given.logp_BT, given.rollout_BT, mask_BT, level="token", mode="truncated", cap=2.0
+    )
+    scaled_BT = entropy_scaled(estimators.broadcast(egpo_B, mask_BT), given.entropy_BT, mask_BT)
+    return {
+        "grpo": grpo_B,
+        "rloo": estimators.rloo(reward_B, group_B),
+        "egpo": egpo_B,
+        "hard": hard_BT.sum(1),
+        "reinforce": estimators.reinforce_plus_plus(last_BT, mask_BT).sum(1),
+        "baseline": estimators.reinforce_plus_plus_baseline(reward_B, group_B, mask_BT).sum(1),
+        "gae": gae_BT.sum(1),
+        "correction": weight_BT.sum(1),
+        "scaled": scaled_BT.sum(1),
+    }
+
+
+def shaping(given: Given) -> dict[str, torch.Tensor]:
+    """Everything of `train.ares`, by name."""
+    mask_BT = given.mask_BT
+    prompt_ids = tuple(f"p{group}" for group in given.group_B.tolist())
+    window_BT = window_entropy(given.entropy_BT, mask_BT)
+    p95_B = threshold_p95(given.entropy_BT, mask_BT)
+    state = ares.update_threshold(ares.AresState(), p95_B)
+    assert state.threshold is not None
+    trigger_BT = torch.ones_like(mask_BT)
+    hwe_B = ares.hwe_count(window_BT, trigger_BT, threshold=state.threshold)
+    kl_BT = kl_penalty(given.logp_BT, given.rollout_BT, "k3").where(mask_BT, 0.0)
+    stats = ares.AresStats(
+        prompt_ids=prompt_ids,
+        correct_B=given.reward_B >= 0.5,
+        hwe_B=hwe_B,
+        p95_B=p95_B,
+        kl_B=kl_BT.sum(1).double() / mask_BT.sum(1),
+    )
+    state = ares.update(state, stats)
+    code_B = state.codes(prompt_ids)
+    earned_B = ares.entropy_reward(
+        stats.correct_B,
+        hwe_B,
+        state.target_of(code_B),
+        state.alpha_of(code_B),
+        code_B,
+        rule="centred",
+    )
+    beta_B = state.beta_of(code_B, ares.PAPER)
+    weight_BT = ares.token_kl_weight(ares.hwe_mask(window_BT, threshold=state.threshold), beta_B)
+    return {"hwe": hwe_B, "p95": p95_B, "earned": earned_B, "weight": weight_BT.sum(1)}
+
+
+def plain_advantages(given: Given) -> dict[str, list[float]]:
+    """A trajectory and a token at a time: the most costly of the advantages."""
+    rewards, groups = given.reward_B.tolist(), given.group_B.tolist()
+    mask, entropy = given.mask_BT.tolist(), given.entropy_BT.tolist()
+    tokens, nodes = given.token_BT.tolist(), given.node_BT.tolist()
+    members: dict[int, list[float]] = {}
+    for reward, group in zip(rewards, groups, strict=True):
+        members.setdefault(group, []).append(reward)
+    scalars = [
+        (reward - fmean(members[group])) / (stdev(members[group]) + 1e-6)
+        for reward, group in zip(rewards, groups, strict=True)
+    ]
+    held: dict[int, list[float]] = {}
+    for scalar, row in zip(scalars, nodes, strict=True):
+        for node in row:
+            held.setdefault(node, []).append(scalar)
+    hard = [
+        sum(sum(held[node]) / len(held[node]) for node, on in zip(row, there, strict=True) if on)
+        for row, there in zip(nodes, mask, strict=True)
+    ]
+    with_bonus = []
+    for scalar, row, there, values in zip(scalars, tokens, mask, entropy, strict=True):
+        start, end = row.index(OPEN) + 1, row.index(CLOSE)
+        inside = [values[at] for at in range(start, end) if there[at]]
+        bound = abs(scalar) / 2.0
+        with_bonus.append(scalar + 0.4 * max(-bound, min(bound, fmean(inside))))
+    return {"grpo": scalars, "hard": hard, "egpo": with_bonus}
+
+
+def plain_shaping(given: Given, threshold: float) -> dict[str, list[float]]:
+    """Windows and counts, a token at a time."""
+    counts = []
+    for values, there in zip(given.entropy_BT.tolist(), given.mask_BT.tolist(), strict=True):
+        windows = [
+            sum(values[at + 1 : at + 5]) / 4
+            for at in range(len(values) - 4)
+            if all(there[at : at + 5])
+        ]
+        counts.append(float(sum(window >= threshold for window in windows)))
+    return {"hwe": counts}
+
+
+def check(ours: dict[str, torch.Tensor], plain: dict[str, list[float]], slack: float) -> None:
+    """Raise where the two differ."""
+    for name, values in plain.items():
+        expected_B = torch.tensor(values, dtype=torch.float64)
+        gap_B = (ours[name].double() - expected_B).abs() / expected_B.abs().clamp(min=1)
+        if float(gap_B.max()) > slack:
+            raise RuntimeError(f"{name}: ours and the baseline differ by {float(gap_B.max()):.3g}")
+
+
+def timed(function: Callable[..., Found], *arguments: Any) -> tuple[float, Found]:
+    """Processor seconds, and what it gave."""
+    start_s = time.process_time()
+    found = function(*arguments)
+    return time.process_time() - start_s, found
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float, float]]:
+    """Ours and the baseline by case."""
+    given = Given(num_rows, num_tokens)
+    part = given.part(max(GROUP, num_rows // share // GROUP * GROUP))
+    scale = num_rows / len(part.reward_B)
+    before_mib = peak_mib()
+    advantages_s, _ = timed(advantages, given)
+    ares_s, _ = timed(shaping, given)
+    added_mib = peak_mib() - before_mib
+    plain_s, plain = timed(plain_advantages, part)
+    check(advantages(part), plain, AGREEMENT)
+    found = shaping(part)
+    state = ares.update_threshold(ares.AresState(), found["p95"])
+    assert state.threshold is not None
+    plain_ares_s, plain = timed(plain_shaping, part, state.threshold)
+    # A window at the threshold itself falls on either side of it by rounding.
+    check(found, plain, 0.01)
+    copies_mib = 9 * 8 * num_rows * num_tokens / (1 << 20)
+    return {
+        "seconds/advantages": (advantages_s, plain_s * scale),
+        "seconds/ares": (ares_s, plain_ares_s * scale),
+        "seconds/together": (advantages_s + ares_s, (plain_s + plain_ares_s) * scale),
+        "memory/together": (added_mib, copies_mib),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--share", type=int, default=64)
+    parser.add_argument("--cases", nargs="+", default=["*"])
+    wanted = parser.parse_args()
+    chosen = [case for case in CASES if any(fnmatch(case, one) for one in wanted.cases)]
+    if not chosen:
+        parser.error(f"--cases {' '.join(wanted.cases)}: expected some of {', '.join(CASES)}")
+    if wanted.rows % GROUP or wanted.rows < GROUP or wanted.tokens < 16:
+        parser.error(f"expected --rows a multiple of {GROUP} and --tokens at least 16")
+    torch.set_num_threads(1)
+    figures = measure(wanted.rows, wanted.tokens, wanted.share)
+    for case in chosen:
+        ours, baseline = figures[case]
+        line = {
+            "bench": "driver",
+            "case": case,
+            "unit": "s" if case.startswith("seconds") else "MiB",
+            "ours": round(ours, 3),
+            "baseline": round(baseline, 3),
+            "ratio": round(baseline / max(ours, 1e-9), 2),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
