@@ -85,7 +85,7 @@ def train_step(
     with phase("update"):
         stats = parts.policy.update(lesson.batch, lesson.kl_weight_BT)
     with phase("advantage"):
-        controllers, shown = next_controllers(config, controllers, lesson, collected, stats)
+        controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
     session.report_step(step, collected, lesson.batch, stats, {**lesson.metrics, **shown}, sent)

@@ -88,6 +88,10 @@ class Session:
         """Print a line."""
         self._console.print(text, highlight=False)
 
+    def show_pass(self, num_done: int, num_chunks: int) -> None:
+        """Show how far a pass over the data is, inside of its stage."""
+        self._show(num_done, {"done": num_done / num_chunks}, self.clock.take(), 0)
+
     def report_sft(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
         """Write and show one supervised step."""
         phase_s = self.clock.take()

@@ -9,6 +9,7 @@ showed and by the KL that the update met. Nothing here waits for anybody; the fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.choices import AresMode, FilterKey, KlPlace
@@ -54,8 +55,9 @@ def first_controllers(parts: Parts, config: TrainConfig, session: Session) -> Co
     controllers = start(config.algo)
     if not config.algo.ares.bootstrap:
         return controllers
-    with session.stage("bootstrap", 1):
-        controllers = bootstrap(parts, config, parts.prompts.prompts, controllers)
+    prompts = parts.prompts.prompts
+    with session.stage("bootstrap", ceil(len(prompts) / config.data.prompts_per_step)):
+        controllers = bootstrap(parts, config, prompts, controllers, session.show_pass)
     session.note(described(controllers))
     return controllers
 
@@ -89,6 +91,7 @@ def make_lesson(
 
 
 def next_controllers(
+    parts: Parts,
     config: TrainConfig,
     controllers: Controllers,
     lesson: Lesson,
@@ -96,7 +99,9 @@ def next_controllers(
     stats: UpdateStats,
 ) -> tuple[Controllers, dict[str, float]]:
     """The controllers after the update, and what to show of them."""
-    algo, shown = config.algo, {}
+    algo, shown = config.algo, dict[str, float]()
+    if algo.ares.skip_mastered:
+        shown["data/num_left_out"] = float(parts.prompts.num_left_out)
     in_reward = algo.kl_place is KlPlace.reward
     num_steps = config.optim.num_minibatches - stats.num_skipped
     if controllers.kl is not None and num_steps:

@@ -130,8 +130,9 @@ def test_parts_of_the_reward():
     tree.trajectories[0].score = _score(1.0, True, rule=0.5, search=0.5)
     tree.trajectories[1].score = _score(0.5, True, rule=0.5)
     got = rollout_metrics([tree])
-    assert got["rollout/reward_part/rule"] == 0.5
-    assert got["rollout/reward_part/search"] == 0.25
+    assert got["reward/rule"] == 0.5
+    assert got["reward/search"] == 0.5
+    assert got["reward/failed"] == 0.0
 
 
 def test_the_window_bounds_the_entropies_of_a_turn():

@@ -12,7 +12,8 @@ import torch
 from mega_agentrl.algo import ares
 from mega_agentrl.batch.pack import pack
 from mega_agentrl.config.algo_schema import AlgoConfig, AresConfig
-from mega_agentrl.config.choices import AresMode
+from mega_agentrl.config.choices import AresMode, FilterKey
+from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.train.ares import (
     ares_metrics,
     ares_update,
@@ -22,7 +23,9 @@ from mega_agentrl.train.ares import (
     rules_of,
     shape_rewards,
 )
-from mega_agentrl.train.controllers import Controllers
+from mega_agentrl.train.controllers import Controllers, start
+from mega_agentrl.train.phases import collect_groups, open_groups
+from mega_agentrl.train.rewards import settle_rewards
 from mega_agentrl.train.seen import observe
 from mega_agentrl.types.records import Restart, StopReason
 from tests.train.hesitant_trees import path, steady, tree
@@ -241,3 +244,31 @@ def test_the_controllers_steer_what_trees_show(num_right):
     assert kls[-1] < kls[0] and abs(kls[-1] - budget) < 0.6 * abs(kls[0] - budget)
     # Every window shows 3 nats: the threshold has gone from 2 towards it.
     assert plain["ares"]["threshold"] == pytest.approx(3 - 0.99**150)
+
+
+def test_the_verbs_fit_the_loop_s(parts, config):
+    """Real steps of the scripted engine, groups filtered, advantages from shaped rewards."""
+    algo = AlgoConfig(kl_coef=0.01, ares=AresConfig(mode=AresMode.paper))
+    config.rollout.filter_key, config.rollout.filter_range = FilterKey.accuracy, [0.0, 1.0]
+    parts.prompts = PromptSampler(parts.validation, seed=1)
+    controllers, num_shaped = start(algo), 0
+    with open_groups(parts, config) as groups:
+        for number in range(1, 6):
+            collected = collect_groups(parts, groups, number)
+            batch = with_reference(pack(collected.trees), kl=0.1)
+            collected, batch = settle_rewards(parts, collected, batch)
+            seen = observe(collected.seen, parts.trigger_ids)
+            rules = rules_of(algo, controllers.kl_coef(algo))
+            step = begin_step(seen, controllers.ares, rules, filtered=True)
+            shaped = shape_rewards(batch, collected.trees, step)
+            num_shaped += int((shaped.reward_B != batch.reward_B).sum())
+            weight_BT = kl_weights(shaped, collected.trees, step)
+            assert weight_BT.shape == shaped.mask_BT.shape and bool((weight_BT > 0).all())
+            kl_B = measured_kl(shaped, collected.trees, step, "k1")
+            assert int(kl_B.isfinite().sum()) == sum(batch.mask_BT.any(1).tolist())
+            controllers = ares_update(controllers, step, kl_B)
+            shown = ares_metrics(controllers, step, kl_B)
+            assert all(isinstance(value, float) for value in shown.values())
+            assert sum(shown[f"ares/{name}/share"] for name in ares.NAMES) == pytest.approx(1)
+    assert num_shaped > 0 and len(controllers.ares.difficulty) == 6
+    assert controllers.ares.lambdas != (0.0,) * 3 and controllers.ares.alphas != (0.5,) * 3

@@ -7,13 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.algo.ares import AresState
+from mega_agentrl.algo.ares import PAPER, AresState
 from mega_agentrl.algo.kl import AdaptiveKL
 from mega_agentrl.algo.mastery import Mastery
 from mega_agentrl.batch.pack import pack
 from mega_agentrl.config.algo_schema import AlgoConfig
 from mega_agentrl.config.choices import KlPlace
+from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.train.ares import ares_update, begin_step
 from mega_agentrl.train.controllers import Controllers, kl_after, loss_kl_weights, start
+from mega_agentrl.train.seen import observe
+from tests.fakes import make_prompt
 from tests.train.hesitant_trees import path, steady, tree
 
 numbers = st.floats(0, 1e3)
@@ -71,3 +75,32 @@ def test_an_adaptive_weight_is_handed_to_the_loss():
     in_reward = AlgoConfig(kl_coef=0.2, kl_target=0.05, kl_place=KlPlace.reward)
     assert loss_kl_weights(start(in_reward), in_reward, batch) is None
     assert loss_kl_weights(Controllers(), AlgoConfig(kl_coef=0.2), batch) is None
+
+
+def test_mastered_prompts_are_skipped_until_a_coin_brings_them_back_and_they_fail():
+    """Of ten prompts all are solved, one of them without hesitation, and wrongly from its fifth
+    visit on."""
+    sampler = PromptSampler([make_prompt(f"q{number}") for number in range(10)], seed=3)
+    controllers, epochs, taken = Controllers(), [], []
+    while sampler.epoch < 80:
+        mastery = controllers.mastery
+        sampler.leave_out(lambda epoch, now=mastery: now.skipped(seed=5, epoch=epoch))
+        (prompt,) = sampler.next(1)
+        sampler.settle([prompt])
+        taken.append(prompt.prompt_id)
+        number = int(prompt.prompt_id[1:])
+        if number == 4:
+            epochs.append(sampler.epoch)
+        right = number != 4 or len(epochs) < 5
+        turn = [0.1 if number == 4 else 2.0 + number] * 6
+        seen = observe([tree(prompt.prompt_id, path(int(right), turn))], None)
+        step = begin_step(seen, controllers.ares, PAPER, filtered=False)
+        controllers = ares_update(controllers, step, None)
+        controllers = Controllers.from_plain(json.loads(json.dumps(controllers.to_plain())))
+    assert epochs[:2] == [0, 1], "two visits make it mastered"
+    assert epochs[4] > 15, "then it comes once in ten epochs"
+    assert epochs[4:] == list(range(epochs[4], epochs[4] + len(epochs) - 4)), "it failed"
+    assert len(epochs) > 10
+    # q0 is in the lowest fifth as well, the others never are.
+    assert {taken.count(f"q{number}") for number in (1, 2, 3, 5, 6, 7, 8, 9)} <= {80, 81}
+    assert sampler.num_left_out > 80

@@ -38,7 +38,7 @@ def one_step(parts, config, controllers, num_skipped=0, ref_kl=0.1):
         num_skipped=num_skipped,
         metrics={"ref_kl": ref_kl},
     )
-    after, shown = next_controllers(config, controllers, lesson, collected, stats)
+    after, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
     return batch, lesson, after, shown
 
 
