@@ -3,8 +3,9 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 EXPERIMENT ?= smoke
 ARGS ?=
+RUN ?= runs/smoke
 
-.PHONY: help env model smoke train test test-slow lint clean
+.PHONY: help env model smoke train preflight report test test-slow lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -20,6 +21,12 @@ smoke: model ## the main job on this machine: an agent learns to use its tools
 
 train: env ## any run: make train ARGS="experiment=... key=value ..."
 	@$(PY) -m mega_agentrl $(ARGS)
+
+preflight: env ## whether a configuration can run: make preflight ARGS="experiment=... model.path=..."
+	@$(PY) tools/preflight.py $(ARGS)
+
+report: env ## the page of a run: make report RUN=runs/smoke
+	@$(PY) tools/report.py $(RUN)
 
 test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." goes to pytest)
 	@$(PY) -m pytest -m "not gpu and not slurm and not slow" $(ARGS)

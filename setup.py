@@ -1,5 +1,6 @@
-"""Puts the top-level configs/ folder into the wheel as mega_agentrl/configs; all else is in
-pyproject.toml. `mega_agentrl.config.places.config_folder` finds either place.
+"""Puts the top-level configs/ folder into the wheel as mega_agentrl/configs, and the parts of the
+report page with its package; all else is in pyproject.toml.
+`mega_agentrl.config.places.config_folder` finds either place.
 """
 
 from __future__ import annotations
@@ -12,5 +13,8 @@ configs = ["mega_agentrl.configs", *(f"mega_agentrl.configs.{group}" for group i
 setup(
     packages=[*find_packages(include=["mega_agentrl", "mega_agentrl.*"]), *configs],
     package_dir={"mega_agentrl.configs": "configs"},
-    package_data={package: ["*.yaml"] for package in configs},
+    package_data={
+        "mega_agentrl.report": ["assets/*"],
+        **{package: ["*.yaml"] for package in configs},
+    },
 )

@@ -49,7 +49,7 @@ from mega_agentrl.config.tool_schema import ToolConfig
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.dataset import load_prompts
 from mega_agentrl.generator.environment import set_environment
-from mega_agentrl.reward.rubric import ArpoRubric
+from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.tool.kit import build_toolkit
 
@@ -234,7 +234,7 @@ class Bench:
             generator=CountedGenerator(self.engine, counts),
             tools=tools,
             codec=self.codec,
-            rubric=ArpoRubric(RewardConfig()),
+            rubric=WeightedRubric(RewardConfig()),
             config=replace(CONFIG, branching=branching),
             max_model_len=MAX_MODEL_LEN,
             seed=1,

@@ -54,7 +54,7 @@ def _check_served(reward: RewardConfig) -> None:
 
 def _check_filter(config: TrainConfig) -> None:
     """Groups are filtered before the reward model reads the batch they are in."""
-    key, rubric = config.rollout.filter_key, config.reward.rubric
+    key, rubric = config.rollout.filter_key, config.reward.by_source
     decides = [source for source, parts in rubric.items() if next(iter(parts)) == MODEL_PART]
     if key is FilterKey.reward or (key is FilterKey.accuracy and decides):
         expected = f"none ({MODEL_PART} decides {', '.join(decides)})" if decides else "accuracy"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
 _HYDRA = "hydra"
 _GLOBAL_PACKAGE = "# @package _global_"
+_types_of = cache(get_type_hints)  # evaluates every annotation anew, seconds in all
 
 
 def known_keys(schema: type = TrainConfig) -> dict[str, Any]:
     """Type of every leaf by its dotted key, in the order of the schema."""
     found: dict[str, Any] = {}
-    for name, kind in get_type_hints(schema).items():
+    for name, kind in _types_of(schema).items():
         if is_dataclass(kind) and isinstance(kind, type):
             found |= {f"{name}.{key}": leaf for key, leaf in known_keys(kind).items()}
         else:

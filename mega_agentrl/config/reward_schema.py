@@ -46,10 +46,11 @@ class RewardConfig:
     """What a trajectory earns: a weighted sum of named parts.
 
     rubric: by data source the weight of each part; `default` is for sources that are not named
-    (`reward.rubric.default={arpo:1,gsm8k:0.5}`). The first part of a source decides which answer
-    is correct. Parts: `arpo` (reads what the model wrote), `arpo_released` (the published
-    rule), `function_call`, `accuracy` (a number or choice in `\\boxed`), `model`, a name of
-    `functions`, or the name of a tool, whose step rewards and final reward are added.
+    (`+reward.rubric.default={arpo:1,gsm8k:0.5}`); nothing at all is `arpo` for all of them. The
+    first part of a source decides which answer is correct. Parts: `arpo` (reads what the model
+    wrote), `arpo_released` (the published rule), `function_call`, `accuracy` (a number or choice
+    in `\\boxed`), `model`, a name of `functions`, or the name of a tool, whose step rewards and
+    final reward are added.
     functions: import path of functions of one's own by the name of their part
     (`+reward.functions.mine=package.module:compute_score`).
     correct_threshold: accuracy from which an answer is correct; for a function of one's own, its
@@ -58,9 +59,7 @@ class RewardConfig:
     one of the reward model; environment: names of variables those processes may see.
     """
 
-    rubric: dict[str, dict[str, float]] = field(
-        default_factory=lambda: {DEFAULT_SOURCE: {"arpo": 1.0}}
-    )
+    rubric: dict[str, dict[str, float]] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
     correct_threshold: float = 1.0
     match: CallMatch = CallMatch.ast
@@ -92,9 +91,17 @@ class RewardConfig:
         )
 
     @property
+    def by_source(self) -> dict[str, dict[str, float]]:
+        """The rubric, with its default resolved.
+
+        As the default of the field it would stay beside what a run names, which is merged into it.
+        """
+        return self.rubric or {DEFAULT_SOURCE: {"arpo": 1.0}}
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The names of all parts in use, each once."""
-        return tuple(dict.fromkeys(name for parts in self.rubric.values() for name in parts))
+        return tuple(dict.fromkeys(name for parts in self.by_source.values() for name in parts))
 
     @property
     def serves_model(self) -> bool:

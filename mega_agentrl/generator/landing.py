@@ -4,7 +4,8 @@ vLLM's layerwise reload has taken every module back to the form its loader fills
 device (kernels may have repacked the weights; on a CPU the original parameter is gone). A module
 gets memory with its first piece; its last piece makes it whole: digests are done, vLLM packs it
 for its kernel and moves the result to where CUDA graphs expect it. So no more is in memory
-twice than the modules that are under way.
+twice than the modules that are under way. On a CPU the copies that vLLM has packed beside the
+parameters go before anything comes, and modules wait outside the heap (`module_rooms`).
 
 The bookkeeping of vLLM's own loaders is not used, because nothing passes through them: `Landing`
 counts elements by the layout that was traced from them.
@@ -21,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from mega_agentrl.generator.module_room import LEAST_BYTES, ModuleRooms
+from mega_agentrl.generator.module_rooms import LEAST_BYTES, ModuleRooms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +68,7 @@ class ModuleLanding:
         self._regions.clear()
         self._rooms.clear()
         for hold in self._holds.values():
+            drop_packed(hold.module)
             hold.open = False
             hold.missing = sum(
                 block.local_rect.numel for shard in hold.shards.values() for block in shard.blocks
@@ -97,7 +99,7 @@ class ModuleLanding:
             self._close(hold)
 
     def check_complete(self) -> None:
-        """The end of an update: raise `ValueError` naming the modules that did not get everything."""
+        """The end of an update. Raises `ValueError` naming modules that did not get everything."""
         self._rooms.clear()
         short = [f"{h.name} ({h.missing} elements)" for h in self._holds.values() if h.missing]
         if short:
@@ -116,16 +118,13 @@ class ModuleLanding:
                 parameter.data.zero_()  # padding
 
     def _move_in(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take parameters of a module on a CPU out of the heap, before anything is in them."""
-        num_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-        if not on_cpu or sum(num_bytes) < LEAST_BYTES:
+        """Take a module's parameters out of the heap of a CPU, before anything is in them."""
+        moving = [p for p in parameters if p.device.type == "cpu" and p.is_contiguous()]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in moving]
+        if sum(sizes) < LEAST_BYTES:
             return
-        parts = self._rooms.lend(sum(num_bytes)).split(num_bytes)
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.data = part.view(parameter.dtype).as_strided(
-                parameter.shape, parameter.stride()
-            )
+        for parameter, room in zip(moving, self._rooms.lend(sizes), strict=True):
+            parameter.data = room.view(parameter.dtype).view(parameter.shape)
 
     def _close(self, hold: _Hold) -> None:
         self._regions.take(
@@ -134,21 +133,26 @@ class ModuleLanding:
         )
         info = get_layerwise_info(hold.module)
         info.load_numel = info.load_numel_total or 0
-        drop_packed(hold.module)
+        pack_experts_again(hold.module)
         _layerwise_process(hold.module, info)
 
 
 def drop_packed(module: torch.nn.Module) -> None:
-    """Let go what vLLM has packed from a module on a CPU, just before it packs it again.
+    """Let go what vLLM has packed from a linear layer on a CPU.
 
-    A linear layer's old copy would else stay until the new one is made beside it: twice the
-    module in memory, and the new one finds no room in the heap but at its end, module after
-    module. Experts are packed where their kernel is made, which vLLM does once: at a reload the
-    kernel would read plain weights as packed ones, and say wrong things without an error.
+    It packs every layer anew, and would keep the old copy until the new one lies beside it.
+    Until then the layer cannot compute, which no worker may with an update under way.
+    """
+    vars(module).pop("cpu_linear", None)
+
+
+def pack_experts_again(module: torch.nn.Module) -> None:
+    """Let vLLM pack the experts of a module on a CPU when it processes it the next time.
+
+    It packs them where it makes their kernel, which it does once: at a reload the kernel would
+    read plain weights as packed ones, and say wrong things without an error.
     """
     method = getattr(module, "quant_method", None)
-    if method is None or any(value.device.type != "cpu" for value in module.parameters()):
-        return
-    vars(module).pop("cpu_linear", None)
-    if getattr(method, "moe_kernel", None) is not None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    if on_cpu and getattr(method, "moe_kernel", None) is not None:
         method.moe_kernel = None

@@ -1,1 +1,1 @@
-"""What a person sees: progress, tables, curves."""
+"""What a person sees: progress, tables, curves, the report page with its viewer of trees."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mega_agentrl.report.smooth import running_mean
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -39,17 +41,6 @@ class HeldOutPoint:
     step: int
     reward: float
     success: float
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each position; of fewer at the start."""
-    if window < 1:
-        raise ValueError(f"running_mean: window={window}: expected at least 1")
-    total, means = 0.0, []
-    for index, value in enumerate(values):
-        total += value - (values[index - window] if index >= window else 0.0)
-        means.append(total / min(index + 1, window))
-    return means
 
 
 def write_curve(

@@ -12,13 +12,15 @@ and a `<result>` block. The answer is the last `\\boxed`.
 can void the episode, merely writing `</search>` and `</python>` earns the bonus, and numbers
 lose sign and decimal point. `score_strict` reads what the model wrote only, wants calls that
 really ran, treats a `<result>` written by the model as bad format, and compares numbers as
-numbers. Neither raises for what the policy wrote.
+numbers: an answer that is one number is right or wrong as a whole (`same_number`), numbers among
+words count by their value. Neither raises for what the policy wrote.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mega_agentrl.reward.same_number import same_number
 from mega_agentrl.reward.token_f1 import number_aware_f1, token_f1
 from mega_agentrl.types.records import Author, Score, ToolStatus
 
@@ -66,8 +68,15 @@ def score_strict(trajectory: Trajectory, threshold: float = 1.0) -> Score:
         answer = checked_answer("".join(parts))
     except _FormatError as error:
         return _bad(error)
-    f1 = number_aware_f1(answer, trajectory.prompt.ground_truth)
+    truth = trajectory.prompt.ground_truth
+    truths = [truth] if isinstance(truth, str) else truth
+    f1 = max((_strict_f1(answer, one) for one in truths), default=0.0)
     return _graded(answer, f1, ran.issuperset(_CALLS), threshold)
+
+
+def _strict_f1(answer: str, truth: str) -> float:
+    same = same_number(answer, truth)
+    return number_aware_f1(answer, truth) if same is None else float(same)
 
 
 def checked_answer(text: str) -> str:

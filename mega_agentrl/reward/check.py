@@ -36,7 +36,7 @@ def check_parts(config: RewardConfig, names: Collection[str]) -> None:
                     "under reward.functions"
                 )
     known = (*BUILT_IN_PARTS, *config.functions, *names)
-    for source, weights in config.rubric.items():
+    for source, weights in config.by_source.items():
         for name, weight in weights.items():
             if name not in known:
                 near = get_close_matches(name, known, n=_NUM_NEAR) or known
@@ -51,11 +51,11 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
     """Raise `ValueError` for the first prompt that has no rubric, or whose parts cannot read it."""
     for prompt in prompts:
         source = prompt.data_source
-        weights = config.rubric.get(source) or config.rubric.get(DEFAULT_SOURCE)
+        weights = config.by_source.get(source) or config.by_source.get(DEFAULT_SOURCE)
         if not weights:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: reward.rubric has neither its data source {source} "
-                f"nor {DEFAULT_SOURCE}, expected one of both beside {', '.join(config.rubric)}; "
+                f"nor {DEFAULT_SOURCE}, expected one of both beside {', '.join(config.by_source)}; "
                 "probable cause: a mistyped data source, or data of another kind"
             )
         try:

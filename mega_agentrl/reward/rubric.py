@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reward.user_function import UserFunction, UserScore
     from mega_agentrl.types.records import Prompt, Trajectory
 
+
 class WeightedRubric:
     """Scores a finished trajectory by the parts of its data source; a `ports.Rubric`."""
 
@@ -84,7 +85,7 @@ class WeightedRubric:
         )
 
     def _weights(self, prompt: Prompt) -> Mapping[str, float]:
-        rubric = self._config.rubric
+        rubric = self._config.by_source
         weights = rubric.get(prompt.data_source) or rubric.get(DEFAULT_SOURCE)
         assert weights, f"check_prompts comes first: {prompt.data_source} has no rubric"
         return weights

@@ -30,7 +30,9 @@ _TEN = rf"{_DECIMAL}(?:\\times|\\cdot|\*)10\^(?:\d|\{{-?\d{{1,2}}\}})"
 _NUMBER = re.compile(rf"[+-]?(?:\d*{_FRACTION}|{_TEN}|{_ATOM}(?:/{_ATOM})?)%?", re.ASCII)
 _PLAIN = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2})?", re.ASCII | re.IGNORECASE)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?", re.ASCII)
-_SPACING = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,!;: ()\[\]]|\$")
+_SPACING = re.compile(
+    r"\^(?:\\circ|\{\\circ\})|\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,!;: ()\[\]]|\$"
+)
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}|\{([^{}]*)\}|\(([^()]*)\)")
 _APART = re.compile(r"(?<=[\d.])\s+(?=[\d.])")
 # It says at the first call that there is no time limit.

@@ -17,8 +17,8 @@ _logger = logging.getLogger(__name__)
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
-    On GPUs every rank, of policy, engines and reward model, has one of its own. On a CPU policy and engines
-    take turns, so the larger of the two must fit the cores of a cluster that was joined; on this
+    On GPUs every rank, of policy, engines and reward model, has one of its own. On a CPU they
+    take turns, so the largest of them must fit the cores of a cluster that was joined; on this
     machine ranks may share cores, and a warning says that it is slow.
     """
     layout = config.parallel

@@ -2,6 +2,7 @@
 of all prompts (format: `rollout.tree_file`).
 
     step_000020.jsonl                 every `report.trees_every`-th RL step, and the last one
+    step_000020.advantages.json       beside it, what the algorithm made of its trajectories
     held_out_before.jsonl, held_out_after.jsonl, held_out_before_greedy.jsonl, ...
 
 With `report.trees_every=0` nothing is kept.
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.tree_file import write_trees
+from mega_agentrl.train.advantage_file import mean_advantages, write_advantages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.records import RolloutTree
 
 FOLDER = "rollouts"
@@ -35,9 +38,11 @@ class RolloutFiles:
         """Whether the trees of an RL step are kept."""
         return bool(self._every) and (step % self._every == 0 or step == self._last)
 
-    def keep_step(self, step: int, trees: Sequence[RolloutTree]) -> None:
-        """Write the trees of a chosen RL step."""
-        write_trees(self._folder / f"step_{step:06d}.jsonl", trees, stage="rl", step=step)
+    def keep_step(self, step: int, trees: Sequence[RolloutTree], batch: TrainBatch) -> None:
+        """Write the trees of a chosen RL step; batch: packed of these, with its advantages."""
+        path = self._folder / f"step_{step:06d}.jsonl"
+        write_trees(path, trees, stage="rl", step=step)
+        write_advantages(path, mean_advantages(trees, batch))
 
     def keep_held_out(self, name: str, step: int, trees: Sequence[RolloutTree]) -> None:
         """Trees of a held-out evaluation; name: "before", "after_greedy", ..."""

@@ -112,9 +112,13 @@ class RunState:
 def save(policy: Policy, run_dir: Path, state: RunState, *, keep: int = KEEP) -> Path:
     """Write a checkpoint of the run and wait for it; older ones than the newest `keep` go.
 
-    Raises what `Policy.save` raises; the checkpoints before are as they were then.
+    A damaged one of the same step, which `latest` passed over, is replaced. Raises what
+    `Policy.save` raises; the checkpoints before are as they were then.
     """
     folder = run_dir / FOLDER / f"step-{state.step:06d}"
+    whole = {path for path, _ in checkpoint_folder.finished(folder.parent)}
+    if folder not in whole:
+        (folder / checkpoint_folder.MANIFEST).unlink(missing_ok=True)
     policy.save(folder, state.to_plain(), keep)
     return folder
 
@@ -153,4 +157,4 @@ def forget_after(run_dir: Path, step: int) -> int:
 
 def _is_after(line: str, step: int) -> bool:
     record = json.loads(line)
-    return record["stage"] == "rl" and record["step"] > step
+    return bool(record["stage"] == "rl" and record["step"] > step)

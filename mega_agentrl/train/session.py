@@ -2,7 +2,7 @@
 
 Takes records from the loop and hands them to `report/` and `metrics`; computes nothing the
 loop depends on. Files in the run folder: `metrics.jsonl`, `tensorboard/`, `summary.json`,
-`reward.png`, `rollouts.txt`, `rollouts/`.
+`reward.png`, `rollouts.txt`, `rollouts/`, `report.html`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mega_agentrl.rollout.render import render
 from mega_agentrl.train.advantages import mismatch_metrics
 from mega_agentrl.train.metrics import MetricWriter, PhaseClock
 from mega_agentrl.train.rollout_files import RolloutFiles
+from mega_agentrl.train.run_report import write_report
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -115,7 +116,7 @@ class Session:
         trees = collected.trees
         if self._files.chosen(step):
             with self.clock.phase("keep"):
-                self._files.keep_step(step, trees)
+                self._files.keep_step(step, trees, batch)
         phase_s = self.clock.take()
         groups = collected.metrics()
         mismatch = mismatch_metrics(batch)
@@ -185,6 +186,8 @@ class Session:
         times = ", ".join(f"{name} {duration(value)}" for name, value in self._stage_s.items())
         self._console.print(f"time: {times}", highlight=False)
         self._console.print(f"run folder: {self.run_dir}", highlight=False, soft_wrap=True)
+        page = write_report(self.run_dir)
+        self._console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
     def _print_rollouts(self) -> None:
         trajectories = [t for tree in self._last_trees for t in tree.trajectories]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.batch.pack import PAD_NODE, pack
+from mega_agentrl.batch.pack import PAD_NODE, pack, with_rewards
 from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.types.records import Restart, RolloutTree, Score, StopReason, Trajectory
@@ -150,5 +150,32 @@ def test_bad_trees():
         pack([_tree(_row("b", [1], [1], parent="a"))])
     with pytest.raises(ValueError, match="first 2 tokens differ"):
         pack([_tree(_row("a", [1, 2], [1, 1]), _row("b", [1, 3], [1, 1], parent="a", fork_len=2))])
-    with pytest.raises(ValueError, match="got no score"):
-        pack([_tree(_row("a", [1], [1], score=None))])
+    unscored = [_tree(_row("a", [1], [1], score=None))]
+    with pytest.raises(ValueError, match="trajectory a: got no score"):
+        with_rewards(pack(unscored), unscored)
+
+
+def test_rewards_that_come_later_are_those_of_a_batch_packed_later():
+    # "c" is two rows; "b" turns out to have no reward.
+    restarts = (Restart(start=2, token_ids=(9,)),)
+    rows = [
+        _row("a", [1, 2], [1, 1], 1.0),
+        _row("b", [3], [1], 0.5),
+        _row("c", [1, 2, 3], [1, 0, 1], 0.25, restarts=restarts),
+    ]
+    trees = [_tree(*rows)]
+    scores = [row.score for row in rows]
+    for row in rows:
+        row.score = None
+    early = pack(trees)
+    assert early.reward_B.isnan().all() and early.mask_BT[1].any()
+    rows[0].score, rows[1].no_reward, rows[2].score = scores[0], "it hung", scores[2]
+    late, whole = with_rewards(early, trees), pack(trees)
+    assert late.reward_B.tolist() == [1.0, 0.0, 0.25, 0.25]
+    assert late.group_B.tolist() == [0, 1, 0, 0] and not late.mask_BT[1].any()
+    for name in ("reward_B", "group_B", "mask_BT", "owner_B", "response_BT"):
+        assert torch.equal(getattr(late, name), getattr(whole, name)), name
+    for row in rows:
+        row.score, row.no_reward = None, "judge down"
+    with pytest.raises(ValueError, match=r"no token to train on.*'judge down': 3"):
+        with_rewards(early, trees)

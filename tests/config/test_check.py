@@ -5,7 +5,15 @@ import json
 import pytest
 
 from mega_agentrl.config.check import SUPPORTED_ARCHITECTURES, check
-from mega_agentrl.config.choices import Aggregation, Branching, Budget, CallProtocol, Isolation
+from mega_agentrl.config.choices import (
+    Advantage,
+    Aggregation,
+    Branching,
+    Budget,
+    CallProtocol,
+    Isolation,
+    PolicyLoss,
+)
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.reshard import model_shape
 
@@ -322,4 +330,17 @@ def test_bubblewrap_must_be_installed(config, monkeypatch, tmp_path):
     check(config)
     config.tool.python.hosts = 0
     config.tool.python.isolation = Isolation.none
+    check(config)
+
+
+def test_the_objective_is_checked_against_the_rest(config):
+    config.algo.loss = PolicyLoss.gspo
+    config.parallel.context = 2
+    assert "parallel.context=2: expected 1 with algo.loss=gspo" in message(config)
+
+
+def test_one_trajectory_is_enough_where_none_are_compared(config):
+    config.rollout.num_trajectories, config.rollout.branching = 1, Branching.none
+    assert "rollout.num_trajectories=1: expected at least 2" in message(config)
+    config.algo.advantage = Advantage.reinforce_plus_plus
     check(config)

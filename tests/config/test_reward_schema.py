@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from omegaconf import OmegaConf
 
 from mega_agentrl.config.keys import is_known
 from mega_agentrl.config.reward_schema import RewardConfig, RewardModelConfig
@@ -32,10 +33,22 @@ def test_the_parts_in_use():
 
 
 def test_a_model_at_an_address_needs_its_name():
-    with pytest.raises(ValueError, match="reward.model.name=''"):
+    with pytest.raises(ValueError, match=r"reward\.model\.name=''"):
         RewardModelConfig(source="http://localhost:8000/v1")
     assert RewardModelConfig(source="https://judge.example/v1", name="judge").served_elsewhere
     assert not RewardModelConfig(source="/models/judge").served_elsewhere
+
+
+def test_a_rubric_takes_the_place_of_the_default():
+    """Were the default the field's own, arpo would go on paying beside what is named."""
+    assert RewardConfig().by_source == {"default": {"arpo": 1.0}}
+    named = OmegaConf.merge(
+        OmegaConf.structured(RewardConfig), {"rubric": {"default": {"accuracy": 2.0}}}
+    )
+    config = OmegaConf.to_object(named)
+    assert config.by_source == {"default": {"accuracy": 2.0}}
+    assert config.parts == ("accuracy",)
+    assert RewardConfig().parts == ("arpo",)
 
 
 def test_names_below_the_rubric_are_free():

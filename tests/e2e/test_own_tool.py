@@ -10,7 +10,7 @@ import pytest
 
 from mega_agentrl.batch.pack import pack
 from mega_agentrl.config.schema import RewardConfig, RolloutConfig
-from mega_agentrl.reward.rubric import ArpoRubric
+from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.rollout.branching import NoBranching
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.metrics import rollout_metrics
@@ -32,7 +32,7 @@ def grow(tools, texts, *, reward=None, num_trajectories=1, **prompt):
             generator=FakeGenerator(turns(*texts)),
             tools=ToolKit(tools),
             codec=CharCodec(),
-            rubric=ArpoRubric(reward or RewardConfig()),
+            rubric=WeightedRubric(reward or RewardConfig()),
             config=RolloutConfig(num_trajectories=num_trajectories, max_response_tokens=2000),
             max_model_len=4000,
             seed=1,
@@ -51,14 +51,14 @@ def test_gsm8k_from_the_example_to_the_reward():
             "<gsm8k> $18.00 </gsm8k>",
             f"<answer> \\boxed{{18}} </answer>{EOS}",
         ],
-        reward=RewardConfig(tools={"gsm8k": 0.5}),
+        reward=RewardConfig(rubric={"default": {"arpo": 1.0, "gsm8k": 0.5}}),
         ground_truth="18",
         tools_kwargs={"gsm8k": {"create_kwargs": {"ground_truth": "6 * 3 = 18\n#### 18"}}},
     )
     (one,) = tree.trajectories
     assert one.step_rewards == {"gsm8k": [WORSE, 0.0]}
     assert one.tool_rewards == {"gsm8k": 1.0}
-    assert one.score.parts == pytest.approx({"rule": 1.0, "tool/gsm8k": 0.475})
+    assert one.score.parts == pytest.approx({"arpo": 1.0, "gsm8k": 0.475})
     assert one.score.value == pytest.approx(1.475)
     assert float(pack([tree]).reward_B[0]) == pytest.approx(1.475)
     got = rollout_metrics([tree])
@@ -66,8 +66,8 @@ def test_gsm8k_from_the_example_to_the_reward():
     assert got["rollout/tool/gsm8k/metric/right"] == 0.5
     assert got["rollout/tool/gsm8k/step_reward"] == pytest.approx(WORSE)
     assert got["rollout/tool/gsm8k/final_reward"] == 1.0
-    assert got["rollout/reward_part/tool/gsm8k"] == pytest.approx(0.475)
-    assert "  tools   gsm8k: steps -0.05 0, final 1\n  reward 1.475 = rule 1 + tool" in render(one)
+    assert got["reward/gsm8k"] == pytest.approx(0.475)
+    assert "  tools   gsm8k: steps -0.05 0, final 1\n  reward 1.475 = arpo 1 + gsm8k" in render(one)
 
 
 class Post(Tool):
@@ -169,7 +169,7 @@ async def test_whenever_a_collection_is_cancelled_no_state_stays_open(seed):
             generator=FakeGenerator(delays=seed),
             tools=kit,
             codec=CharCodec(),
-            rubric=ArpoRubric(RewardConfig()),
+            rubric=WeightedRubric(RewardConfig()),
             config=config,
             max_model_len=1000,
             seed=seed,

@@ -35,7 +35,7 @@ def test_every_experiment_composes_into_valid_settings(name):
     config = recipe(name, *GIVEN)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     assert config.engine.max_model_len >= longest
-    assert config.optim.micro_batch_tokens >= longest
+    assert config.optim.micro_batch_tokens * config.parallel.context >= longest
     rows = config.data.prompts_per_step * config.rollout.num_trajectories
     assert rows % (config.optim.num_minibatches * config.parallel.data) == 0
 

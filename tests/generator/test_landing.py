@@ -16,7 +16,8 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from mega_agentrl.generator.landing import ModuleLanding, drop_packed
+from mega_agentrl.generator.landing import ModuleLanding, pack_experts_again
+from mega_agentrl.generator.module_rooms import LEAST_BYTES
 from mega_agentrl.reshard.delivery import Place
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.proof import Regions
@@ -112,6 +113,36 @@ def test_a_module_has_memory_between_its_first_and_its_last_piece(model, regions
     assert model.fused.weight.tolist() == [[1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6]]
 
 
+def test_large_modules_wait_one_after_another_in_the_same_memory():
+    rows = LEAST_BYTES // (COLUMNS * 4) + 1
+    rect = Rect((0, 0), (rows, COLUMNS))
+    layout = [
+        ShardLayout(f"{path}.weight", (rows, COLUMNS), (Block(name, rect, rect),))
+        for path, name in (("first", "a"), ("second", "b"))
+    ]
+    half = Rect((0, 0), (rows // 2, COLUMNS)), Rect((rows // 2, 0), (rows, COLUMNS))
+    model = nn.Module()
+    for shard in layout:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.zeros(shard.shape), requires_grad=False)
+        module.cpu_linear = object()  # what is packed
+        model.add_module(shard.name.partition(".")[0], module)
+    record_metadata_for_reloading(model)
+    kept = [parameter.data_ptr() for parameter in model.parameters()]
+    landing = begun(model, Regions(layout, dict.fromkeys("ab", "float32")), layout)
+    assert not hasattr(model.first, "cpu_linear")
+    waiting = []
+    for module, shard in zip(model.children(), layout, strict=True):
+        values = torch.rand(shard.shape)
+        landing.write(Place(shard.name, half[0]), values[half[0].slices])
+        waiting.append(module.weight.data_ptr())
+        landing.write(Place(shard.name, half[1]), values[half[1].slices])
+        assert torch.equal(module.weight, values)
+    assert waiting[0] == waiting[1]
+    assert [parameter.data_ptr() for parameter in model.parameters()] == kept
+    landing.check_complete()
+
+
 def test_values_are_brought_to_the_parameter_s_type(regions):
     model = Model().to(torch.bfloat16)
     record_metadata_for_reloading(model)
@@ -175,9 +206,9 @@ def test_experts_are_packed_again_on_a_cpu_only():
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2))
     module.quant_method = SimpleNamespace(moe_kernel=object())
-    drop_packed(module.to("meta"))
+    pack_experts_again(module.to("meta"))
     assert module.quant_method.moe_kernel is not None
     module.weight = nn.Parameter(torch.zeros(2))
-    drop_packed(module)
+    pack_experts_again(module)
     assert module.quant_method.moe_kernel is None
-    drop_packed(nn.Linear(2, 2))
+    pack_experts_again(nn.Linear(2, 2))

@@ -69,6 +69,25 @@ def test_released_rows(case):
         assert got.reason == case["reason"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth", "expected"),
+    [
+        ("\\frac{1}{2}", "0.5", 1.0),
+        ("50\\%", "1/2", 1.0),
+        ("50%", "50", 1.0),
+        ("-5", "5", 0.0),
+        ("3.14", "314", 0.0),
+        ("1,000", "1000.0", 1.0),
+        ("0.5", ("2", "\\frac12"), 1.0),
+        ("12 apples", "12", 2 / 3),
+        ("Paris", "paris", 1.0),
+    ],
+)
+def test_strict_compares_numbers_as_numbers(answer, truth, expected):
+    text = f"{THINK}<answer> \\boxed{{{answer}}} </answer>"
+    assert score_strict(trajectory(text, truth=truth)).f1 == pytest.approx(expected)
+
+
 def test_what_a_user_says_is_no_result():
     good = THINK + "<answer> \\boxed{4} </answer>"
     one = trajectory(*PYTHON, good, truth="4")

@@ -1,31 +1,27 @@
-"""The rubric reads the rule and the threshold of the configuration."""
+"""The rubric: parts by data source, their weighted sum, futures, and a model's part afterwards."""
 
-import math
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import RewardRule
-from mega_agentrl.config.schema import RewardConfig
-from mega_agentrl.reward.rubric import ArpoRubric, check_tool_weights
-from mega_agentrl.types.records import (
-    Author,
-    Prompt,
-    StopReason,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-    Turn,
-)
+from mega_agentrl.config.choices import CallMatch
+from mega_agentrl.config.reward_schema import RewardConfig, RewardModelConfig
+from mega_agentrl.reward.rubric import WeightedRubric
+from mega_agentrl.reward.user_function import UserFunctionError, UserScore
+from mega_agentrl.types.records import Author, StopReason, ToolOutcome, ToolStatus, Trajectory, Turn
+from tests.fakes import make_prompt
 
 TEXT = "<think> r </think></search></python><answer> \\boxed{a b} </answer>"
+CALLS = '<think> r </think>[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
 
 
-def trajectory():
-    prompt = Prompt(prompt_id="p", data_source="d", messages=(), ground_truth="b", token_ids=(1,))
-    turn = Turn(index=0, author=Author.assistant, start=0, stop=0, text=TEXT)
+def trajectory(text=TEXT, source="d", truth="b", **prompt):
     return Trajectory(
         trajectory_id="t",
-        prompt=prompt,
+        prompt=make_prompt(data_source=source, ground_truth=truth, **prompt),
         path=(0,),
         token_ids=[],
         loss_mask=[],
@@ -33,58 +29,192 @@ def trajectory():
         entropies=[],
         versions=[],
         turn_ids=[],
-        turns=[turn],
+        turns=[Turn(index=0, author=Author.assistant, start=0, stop=0, text=text)],
         stop_reason=StopReason.eos,
     )
 
 
-def test_rule_and_threshold():
-    released = ArpoRubric(RewardConfig(rule=RewardRule.released)).score(trajectory())
-    strict = ArpoRubric(RewardConfig(rule=RewardRule.strict)).score(trajectory())
-    assert (released.value, strict.value) == (1.1, 1.0)
-    assert released.correct
-
-
-def test_threshold():
-    text = TEXT.replace("a b", "c b")
-    record = trajectory()
-    record.turns = [Turn(index=0, author=Author.assistant, start=0, stop=0, text=text)]
-    for rule in RewardRule:
-        low = ArpoRubric(RewardConfig(rule=rule, correct_threshold=0.6)).score(record)
-        high = ArpoRubric(RewardConfig(rule=rule, correct_threshold=0.7)).score(record)
-        assert (low.correct, high.correct) == (True, False)
-
-
-def called(tool, step_reward):
+def called(tool, step_reward=0.0, text=""):
     outcome = ToolOutcome(
         tool=tool, status=ToolStatus.ok, answer="", latency_s=0.0, step_reward=step_reward
     )
-    return Turn(index=0, author=Author.tool, start=0, stop=0, text="", outcome=outcome)
+    return Turn(index=0, author=Author.tool, start=0, stop=0, text=text, outcome=outcome)
+
+
+def rubric(parts=None, *, functions=None, judge=None, **changes):
+    """One rubric for every data source, or by data source."""
+    by_source = parts or {"arpo": 1.0}
+    if not isinstance(next(iter(by_source.values())), dict):
+        by_source = {"default": by_source}
+    return WeightedRubric(RewardConfig(rubric=by_source, **changes), functions, judge)
+
+
+class Function:
+    """Stands for a function of the user's behind its pool."""
+
+    def __init__(self):
+        self.asked, self.future = [], Future()
+
+    def submit(self, **values):
+        self.asked.append(values)
+        return self.future
+
+
+class Judge:
+    """Stands for the way to a judge."""
+
+    def __init__(self):
+        self.asked, self.future = [], Future()
+
+    def submit(self, *values):
+        self.asked.append(values)
+        return self.future
+
+
+def test_the_built_in_parts():
+    record = trajectory()
+    assert rubric().score(record).value == 1.0
+    assert rubric({"arpo_released": 1.0}).score(record).value == 1.1
+    assert rubric({"accuracy": 1.0}).score(record).value == 0.0
+    assert rubric({"accuracy": 1.0}).score(trajectory("so \\boxed{12.0}", truth="12")).value == 1.0
+    swapped = '[{"name": "g", "arguments": {}}, {"name": "f", "arguments": {"x": 1}}]'
+    calls = trajectory(CALLS, truth=swapped)
+    got = {
+        match: rubric({"function_call": 1.0}, match=match).score(calls).value for match in CallMatch
+    }
+    assert got == {CallMatch.ast: 1.0, CallMatch.ast_ordered: 0.0, CallMatch.string: 0.0}
+
+
+def test_what_tools_say_is_no_accuracy():
+    record = trajectory("I do not know", truth="12")
+    record.turns.append(called("search", text="<result> \\boxed{12} </result>"))
+    assert not rubric({"accuracy": 1.0}).score(record).correct
+
+
+def test_threshold():
+    record = trajectory(TEXT.replace("a b", "c b"))
+    for part in ("arpo", "arpo_released"):
+        low = rubric({part: 1.0}, correct_threshold=0.6).score(record)
+        high = rubric({part: 1.0}, correct_threshold=0.7).score(record)
+        assert (low.correct, high.correct) == (True, False)
+
+
+def test_a_data_source_has_its_own_parts():
+    by_source = {"math": {"accuracy": 2.0}, "default": {"arpo": 1.0}}
+    assert rubric(by_source).score(trajectory("\\boxed{b}", "math")).value == 2.0
+    assert rubric(by_source).score(trajectory("\\boxed{b}", "other")).value == -1.0
 
 
 def test_rewards_of_tools_are_parts_of_the_reward():
     record = trajectory()
     record.turns += [called("gsm8k", 0.5), called("gsm8k", -0.25), called("notes", 100.0)]
     record.tool_rewards = {"gsm8k": 1.0}
-    alone = ArpoRubric(RewardConfig()).score(record)
-    got = ArpoRubric(RewardConfig(tools={"gsm8k": 2.0, "unused": 5.0})).score(record)
+    alone = rubric().score(record)
+    got = rubric({"arpo": 1.0, "gsm8k": 2.0, "unused": 5.0}).score(record)
     assert alone.value == 1.0 and alone.parts == {}
-    assert got.parts == {"rule": 1.0, "tool/gsm8k": 2.5, "tool/unused": 0.0}
+    assert got.parts == {"arpo": 1.0, "gsm8k": 2.5, "unused": 0.0}
     assert got.value == 3.5
     assert (got.correct, got.f1, got.answer) == (alone.correct, alone.f1, alone.answer)
 
 
-def test_bad_format_keeps_what_the_tools_gave():
-    record = trajectory()
-    record.turns = [Turn(index=0, author=Author.assistant, start=0, stop=0, text="no tags")]
+def test_the_first_part_decides_what_is_correct():
+    record = trajectory("no tags")
     record.tool_rewards = {"gsm8k": 1.0}
-    assert ArpoRubric(RewardConfig(tools={"gsm8k": 0.5})).score(record).value == -0.5
+    assert rubric({"arpo": 1.0, "gsm8k": 0.5}).score(record).value == -0.5
+    assert not rubric({"arpo": 1.0, "gsm8k": 0.5}).score(record).correct
+    tool_first = rubric({"gsm8k": 0.5, "arpo": 1.0}).score(record)
+    assert (tool_first.value, tool_first.correct, tool_first.f1) == (-0.5, True, 1.0)
 
 
-def test_weights_are_of_tools_that_are_there_and_finite():
-    config = RewardConfig(tools={"gsm9k": 0.5})
-    with pytest.raises(ValueError, match=r"reward\.tools\.gsm9k=0\.5: .* one of python, gsm8k"):
-        check_tool_weights(config, ("python", "gsm8k"))
-    check_tool_weights(RewardConfig(tools={"gsm8k": 0.5}), ("python", "gsm8k"))
-    with pytest.raises(ValueError, match=r"reward\.tools\.a=nan: expected a finite number"):
-        RewardConfig(tools={"a": math.nan})
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(-10, 10), min_size=1),
+    st.floats(-4, 4),
+    st.data(),
+)
+def test_parts_add_up_and_weights_are_linear(weights, factor, data):
+    record = trajectory()
+    record.tool_rewards = {name: data.draw(st.floats(-5, 5)) for name in "abcdef"}
+    got = rubric(weights).score(record)
+    scaled = rubric({name: factor * weight for name, weight in weights.items()}).score(record)
+    assert scaled.value == pytest.approx(factor * got.value, abs=1e-9)
+    if len(weights) > 1:
+        assert sum(got.parts.values()) == pytest.approx(got.value, abs=1e-12)
+        assert list(got.parts) == list(weights)
+    else:
+        assert got.parts == {}
+
+
+def test_a_function_is_asked_and_its_fields_travel_along():
+    mine = Function()
+    parts = {"arpo": 1.0, "mine": 0.5}
+    record = trajectory(extra_info={"index": 3})
+    record.turns.append(called("search", text=" page"))
+    asked = rubric(parts, functions={"mine": mine}).score(record)
+    assert not asked.done()
+    (values,) = mine.asked
+    assert values["solution"] == TEXT + " page"
+    assert (values["data_source"], values["ground_truth"]) == ("d", "b")
+    assert values["extra_info"] == {"index": 3}
+    mine.future.set_result(UserScore(value=3.0, fields={"steps": 2, "why": "good"}))
+    got = asked.result(0)
+    assert got.parts == {"arpo": 1.0, "mine": 1.5} and got.value == 2.5
+    assert got.fields == {"mine": {"steps": 2, "why": "good"}}
+    assert got.correct and got.answer == "a b"
+
+
+def test_a_function_may_be_all_there_is():
+    mine = Function()
+    asked = rubric({"mine": 2.0}, functions={"mine": mine}, correct_threshold=0.5).score(
+        trajectory()
+    )
+    mine.future.set_result(UserScore(value=0.5))
+    got = asked.result(0)
+    assert (got.value, got.correct, got.f1, got.parts) == (1.0, True, 1.0, {})
+
+
+def test_a_function_that_fails_leaves_no_reward():
+    mine = Function()
+    asked = rubric({"arpo": 1.0, "mine": 0.5}, functions={"mine": mine}).score(trajectory())
+    mine.future.set_exception(UserFunctionError("it hung"))
+    assert str(asked.exception(0)) == "it hung"
+
+
+def test_a_judge_reads_what_the_policy_wrote():
+    judge = Judge()
+    address = RewardModelConfig(source="http://here/v1", name="judge")
+    whole = rubric({"model": 0.5, "arpo": 1.0}, judge=judge, model=address)
+    record = trajectory()
+    record.turns.append(called("search", text=" page"))
+    assert not whole.needs_model(record.prompt)
+    asked = whole.score(record)
+    assert judge.asked == [(record.prompt.messages, TEXT, "b")]
+    judge.future.set_result(0.8)
+    got = asked.result(0)
+    assert got.parts == {"model": pytest.approx(0.4), "arpo": 1.0}
+    assert not got.correct and got.reason == "the judge says 0.8"
+
+
+@pytest.mark.parametrize("first", ["model", "arpo"])
+def test_a_model_in_a_folder_is_added_afterwards(first):
+    weights = {first: 1.0, **{"model": 0.5, "arpo": 1.0}}
+    weights["model"] = 0.5
+    whole = rubric({"judged": weights, "default": {"arpo": 1.0}}, model=RewardModelConfig("folder"))
+    record = trajectory(source="judged")
+    assert whole.needs_model(record.prompt) and not whole.needs_model(trajectory().prompt)
+    record.score = replace(whole.score(record), fields={"mine": {"a": 1}})
+    assert record.score.value == 1.0
+    assert record.score.correct == (first == "arpo")
+    got = whole.with_model(record, 3.0)
+    assert list(got.parts) == list(weights)
+    assert got.parts == {"model": 1.5, "arpo": 1.0} and got.value == 2.5
+    assert got.correct and got.fields == {"mine": {"a": 1}}
+    assert got.answer == ("" if first == "model" else "a b")
+
+
+def test_a_model_alone():
+    whole = rubric({"model": -2.0}, model=RewardModelConfig("folder"))
+    record = trajectory()
+    record.score = whole.score(record)
+    assert record.score.value == 0.0
+    got = whole.with_model(record, 0.5)
+    assert (got.value, got.parts, got.correct) == (-1.0, {}, False)

@@ -15,6 +15,7 @@ from mega_agentrl.config.search_schema import SearchToolConfig
 from mega_agentrl.config.tool_schema import ToolConfig
 from mega_agentrl.data.dataset import PromptSet
 from mega_agentrl.runtime import build as module
+from mega_agentrl.runtime import inputs
 from mega_agentrl.tool.kit import ToolKit
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.fakes import make_prompt
@@ -84,9 +85,10 @@ def test_bad_data_is_found_before_tools_and_groups_start(config, monkeypatch):
 def test_bad_tools_are_found_before_anything_starts(config, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_start_groups", lambda *_: pytest.fail("started"))
     monkeypatch.setattr(ToolKit, "start", lambda *_: pytest.fail("started"))
-    config.reward.tools = {"gsm8k": 1.0}
-    with pytest.raises(ValueError, match=r"reward\.tools\.gsm8k=1\.0"), module.build(config):
+    config.reward.rubric = {"default": {"gsm8k": 1.0}}
+    with pytest.raises(ValueError, match=r"rubric\.default\.gsm8k=1\.0"), module.build(config):
         pass
+    config.reward.rubric = {"default": {"arpo": 1.0}}
     config.tool.file = str(tmp_path / "tools.yaml")
     Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
     with pytest.raises(ValueError, match="has no Gsm8k; its tools are"), module.build(config):
@@ -98,11 +100,19 @@ def test_a_prompt_that_does_not_fit_its_tool_is_found(config, monkeypatch, tmp_p
         kwargs = {"gsm8k": {"create_kwargs": {}}}
         return PromptSet(prompts=(make_prompt("set/7", tools_kwargs=kwargs),), num_dropped=0)
 
-    monkeypatch.setattr(module, "load_prompts", bad)
+    monkeypatch.setattr(inputs, "load_prompts", bad)
     config.tool.file = str(tmp_path / "tools.yaml")
     Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
     with pytest.raises(ValueError, match="prompt set/7: tool gsm8k"), module.build(config):
         pass
+
+
+def test_a_data_source_without_a_rubric_is_found(config, monkeypatch):
+    monkeypatch.setattr(module, "_start_groups", lambda *_: pytest.fail("started"))
+    config.reward.rubric = {"gsm8k": {"arpo": 1.0}}
+    with pytest.raises(ValueError, match=r"reward\.rubric has neither its data source toolqa"):
+        with module.build(config):
+            pass
 
 
 def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
@@ -162,7 +172,7 @@ def test_calls_by_json_need_the_template_to_say_what_there_is(config, monkeypatc
         names = [schema["function"]["name"] for schema in prompt.tool_schemas]
         assert names == ["python", "search"] and plain.tool_schemas == ()
         assert parts.codec.decode(prompt.token_ids).count('"type": "function"') == 2
-    monkeypatch.setattr(module.HFCodec, "keeps", lambda self, text: text != "</tool_call>")
+    monkeypatch.setattr(inputs.HFCodec, "keeps", lambda self, text: text != "</tool_call>")
     with pytest.raises(ValueError, match="the tokenizer declares </tool_call> special"):
         with module.build(config):
             pass
@@ -175,10 +185,10 @@ def test_interactions_are_read_and_rewarded_by_name(config, monkeypatch, tmp_pat
     path = tmp_path / "users.yaml"
     path.write_text("- class_name: mega_agentrl.rollout.interaction_gsm8k.Gsm8kUser\n")
     config.rollout.interaction_file = str(path)
-    config.reward.tools = {"gsm8k_user": 0.5}
+    config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k_user": 0.5}}
     with module.build(config) as parts:
         assert parts.interactions.names == ("gsm8k_user",)
-    config.reward.tools = {"gsm8k": 0.5}
-    with pytest.raises(ValueError, match="one of python, search, gsm8k_user"):
+    config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k": 0.5}}
+    with pytest.raises(ValueError, match="expected one of gsm8k_user"):
         with module.build(config):
             pass

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mega_agentrl.config.reward_schema import RewardConfig, RewardModelConfig
 from mega_agentrl.config.schema import (
     EngineConfig,
     ParallelConfig,
@@ -34,3 +35,13 @@ def test_every_rank_needs_a_gpu_of_its_own():
     check_size(both, num_cores=2, num_gpus=4)
     with pytest.raises(ValueError, match="4 GPUs needed, the cluster has 3"):
         check_size(both, num_cores=64, num_gpus=3)
+
+
+def test_a_reward_model_in_a_folder_has_ranks_of_its_own():
+    judged = config(
+        parallel=ParallelConfig(tensor=2),
+        reward=RewardConfig(rubric={"default": {"model": 1.0}}, model=RewardModelConfig("folder")),
+    )
+    check_size(judged, num_cores=2, num_gpus=5)
+    with pytest.raises(ValueError, match=r"and 2 ranks of the reward model.*5 GPUs needed"):
+        check_size(judged, num_cores=2, num_gpus=4)

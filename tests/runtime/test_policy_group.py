@@ -1,12 +1,15 @@
 """The policy group assembles what its ranks answer, with small Ray actors in place of Megatron."""
 
+import time
 from pathlib import Path
 
 import pytest
 import ray
 import torch
 
-from mega_agentrl.config.schema import AlgoConfig, TrainConfig
+from mega_agentrl.config.algo_schema import AlgoConfig, AresConfig
+from mega_agentrl.config.choices import AresMode
+from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.remote import RemoteError
 from mega_agentrl.types.batch import TrainBatch, UpdateStats
@@ -88,9 +91,10 @@ def test_rows_of_all_ranks_come_together(ray_local):
     assert filled.ref_logp_BT is None
 
 
-def test_reference_is_asked_only_with_a_kl_coefficient(ray_local):
-    policy, _ = group(kl_coef=0.1)
-    assert policy.add_logprobs(batch()).ref_logp_BT[0].tolist() == [-11, -12]
+@pytest.mark.parametrize("algo", [{"kl_coef": 0.1}, {"ares": AresConfig(mode=AresMode.paper)}])
+def test_the_reference_is_asked_where_the_objective_needs_it(algo, ray_local):
+    policy, _ = group(**algo)
+    assert torch.equal(policy.add_logprobs(batch()).ref_logp_BT, -batch().response_BT.float() - 10)
 
 
 def test_start_joins_all_ranks_at_the_address_of_the_first(ray_local):
@@ -150,5 +154,9 @@ def test_close_ends_the_ranks_and_can_be_repeated(ray_local):
     ray.get([actor.seen.remote() for actor in actors])
     policy.close()
     policy.close()
+    # The kill is on its way when close returns; a call may still get through before it.
+    ends_at = time.monotonic() + 30
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(actors[0].seen.remote(), timeout=30)
+        while time.monotonic() < ends_at:
+            ray.get(actors[0].seen.remote(), timeout=30)
+            time.sleep(0.1)

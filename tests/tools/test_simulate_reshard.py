@@ -20,8 +20,10 @@ spec.loader.exec_module(simulate_reshard)
 CONFIGS = sorted((ROOT / "tools" / "model_configs").glob("*.json"))
 # Parameters of the released models as their cards have them; 256 experts make 671 billion.
 BILLIONS = {
+    "qwen2.5-7b": 7.6,
     "qwen3-4b": 4.0,
     "qwen3-30b-a3b": 30.5,
+    "qwen3-32b": 32.8,
     "qwen2.5-72b": 72.7,
     "qwen3-235b-a22b": 235.1,
     "deepseek-v3-sized": 672,
@@ -39,7 +41,7 @@ def test_the_configs_are_those_of_the_models(path, tmp_path):
     shape = shape_of(json.loads(path.read_text()), tmp_path)
     count = sum(map(simulate_reshard._numel, simulate_reshard.hf_shapes(shape).values()))
     assert count / 1e9 == pytest.approx(BILLIONS[path.stem], rel=0.01)
-    assert {case.model for case in simulate_reshard.CASES} == set(BILLIONS)
+    assert {case.model for case in simulate_reshard.CASES} <= set(BILLIONS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

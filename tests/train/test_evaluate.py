@@ -1,11 +1,13 @@
 """Evaluation: means, standard error, sources, greedy beside samples."""
 
+from dataclasses import replace
+
 import pytest
 
 from mega_agentrl.config.schema import EvaluateConfig
 from mega_agentrl.train.evaluate import evaluate_held_out, summarize
 from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
-from tests.fakes import make_prompt
+from tests.fakes import FakeRubric, make_prompt
 
 
 def trajectory(prompt, value, stop_reason=StopReason.eos):
@@ -45,6 +47,55 @@ def test_failed_trajectories_do_not_count():
     broken = trajectory(prompt, 0.0, StopReason.aborted)
     both = RolloutTree(prompt=prompt, trajectories=[trajectory(prompt, 1.0), broken])
     assert summarize([both], num_samples=2).reward == 1.0
+
+
+def test_questions_of_one_turn_and_of_several_are_told_apart():
+    trees = []
+    for name, turns, values in (
+        ("a", "single_turn", (1.0, 0.0)),
+        ("b", "multi_turn", (0.0, 0.0)),
+        ("c", "single_turn", (1.0, 1.0)),
+    ):
+        prompt = make_prompt(name, data_source="bfcl", extra_info={"turns": turns})
+        rows = [trajectory(prompt, value) for value in values]
+        trees.append(RolloutTree(prompt=prompt, trajectories=rows))
+    trees.append(tree("d", "other", 0.0, 0.0))
+    result = summarize(trees, num_samples=2)
+    assert result.reward == result.success == 3 / 8
+    assert result.success_by_source == {
+        "bfcl": 0.5,
+        "bfcl/multi_turn": 0.0,
+        "bfcl/single_turn": 0.75,
+        "other": 0.0,
+    }
+    assert result.as_metrics("sampled")["sampled/success/bfcl/single_turn"] == 0.75
+
+
+def test_parts_of_the_reward_are_not_taken_for_data_sources():
+    one = tree("a", "gsm8k", 1.0)
+    (row,) = one.trajectories
+    row.score = replace(row.score, parts={"arpo": 0.75, "gsm8k": 0.25})
+    metrics = summarize([one], num_samples=1).as_metrics("sampled")
+    assert metrics["sampled/reward/gsm8k"] == 1.0
+    assert metrics["sampled/rollout/reward/gsm8k"] == 0.25
+
+
+def test_a_reward_models_part_is_evaluated_as_well(parts, config):
+    class Model:
+        def scores(self, batch):
+            return batch.length_B.float()
+
+    class Judged(FakeRubric):
+        def needs_model(self, prompt):
+            return True
+
+        def with_model(self, trajectory, value):
+            return replace(trajectory.score, value=value)
+
+    parts.rubric, parts.reward_model = Judged(), Model()
+    held_out = evaluate_held_out(parts, config)
+    lengths = held_out.sampled.metrics["rollout/response_tokens"]
+    assert held_out.sampled.reward == pytest.approx(lengths)
 
 
 def test_held_out_takes_the_first_questions_and_never_branches(parts, config):

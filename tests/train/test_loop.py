@@ -51,7 +51,7 @@ def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(parts, conf
         evaluate=replace(config.evaluate, greedy=True),
     )
     train(parts, config)
-    found = {path.name: list(read_trees(path)) for path in (tmp_path / "rollouts").iterdir()}
+    found = {path.name: list(read_trees(path)) for path in (tmp_path / "rollouts").glob("*.jsonl")}
     assert sorted(found) == [
         "held_out_after.jsonl",
         "held_out_after_greedy.jsonl",

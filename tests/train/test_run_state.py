@@ -21,7 +21,7 @@ from mega_agentrl.types.records import (
     Turn,
 )
 from tests.fakes import make_prompt
-from tests.train.file_policy import FilePolicy
+from tests.train.file_policy import WEIGHT, FilePolicy
 
 
 def state_at(step, **changes):
@@ -132,6 +132,23 @@ def test_a_save_cut_short_before_its_manifest_does_not_count(tmp_path):
     assert run_state.latest(tmp_path).name == "step-000002"
     run_state.save(FilePolicy(0.4), tmp_path, state_at(4))
     assert run_state.latest(tmp_path).name == "step-000004"
+
+
+def test_a_damaged_one_is_passed_over_and_written_anew(tmp_path):
+    run_state.save(FilePolicy(0.2), tmp_path, state_at(2))
+    damaged = run_state.save(FilePolicy(0.4), tmp_path, state_at(4))
+    (damaged / WEIGHT).write_text("")
+    assert run_state.latest(tmp_path).name == "step-000002"
+    run_state.save(FilePolicy(0.5), tmp_path, state_at(4))
+    policy = FilePolicy(0.0)
+    assert run_state.restore(policy, run_state.latest(tmp_path)) == state_at(4)
+    assert policy.weight == 0.5
+
+
+def test_a_whole_one_is_never_written_over(tmp_path):
+    run_state.save(FilePolicy(0.2), tmp_path, state_at(2))
+    with pytest.raises(ValueError, match="there is a finished checkpoint"):
+        run_state.save(FilePolicy(0.4), tmp_path, state_at(2))
 
 
 def test_a_checkpoint_of_something_else_changes_nothing(tmp_path):

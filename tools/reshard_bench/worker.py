@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
+from mega_agentrl.generator import landing
 from mega_agentrl.generator.worker_extension import WorkerExtension
 from mega_agentrl.reshard.courier import Courier
 from mega_agentrl.reshard.delivery import Place
@@ -92,6 +93,7 @@ class BenchExtension(WorkerExtension):
                 LEDGER.watch(method, "process_weights_after_loading", "packing", _nothing)
         place = layerwise._place_kernel_tensors
         LEDGER.watch(layerwise, "_copy_and_restore_kernel_tensors", "packing", place)
+        LEDGER.watch(landing, "drop_packed", "packing", _nothing)
         LEDGER.watch(Regions, "copy", "proof", _plain_copy)
         LEDGER.watch(Regions, "take", "proof", _nothing)
         LEDGER.watch(Regions, "mismatches", "proof", _nothing)

@@ -1,0 +1,1 @@
+"""What a configuration needs, told before anything starts: memory, transfer, what to change."""

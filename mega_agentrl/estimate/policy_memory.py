@@ -1,0 +1,115 @@
+"""Memory of the policy's ranks, part by part, for every pipeline stage.
+
+    always       weights, gradients, optimizer, runtime
+    at one time  either a training pass (activations, and on top the head's workspace or that of
+                 one layer's backward pass), or the reference's way onto the device, piece by
+                 piece, or two buckets of the weight transfer
+
+The peak is what is always there plus the largest of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.estimate.activation import Kernels, layer_workspace, stage_activations
+from mega_agentrl.estimate.model_state import model_state
+from mega_agentrl.estimate.vocab_head import head_workspace
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import Device
+    from mega_agentrl.reshard.model_shape import ModelShape
+
+_MIB = 2**20
+_REFERENCE_PIECE_BYTES = 256 * _MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyMemory:
+    """Bytes on a rank of one stage. logits: the head's workspace, 0 but on the last stage.
+    layer: of the backward pass of one layer. transfer: buckets. host: pinned, for the reference.
+    """
+
+    stage: int
+    num_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    layer: int
+    transfer: int
+    reference: int
+    runtime: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is there at one time."""
+        fixed = self.weights + self.gradients + self.optimizer + self.runtime
+        training = self.activations + max(self.logits, self.layer)
+        return fixed + max(training, self.transfer, self.reference)
+
+
+def policy_memory(
+    config: TrainConfig, shape: ModelShape, device: Device, *, imbalance: float = 1.0
+) -> list[PolicyMemory]:
+    """By pipeline stage. imbalance: tokens of the busiest expert rank over the mean.
+
+    Raises `ValueError` where the cut does not divide the model.
+    """
+    layout = config.parallel
+    kernels = Kernels(item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu)
+    tokens, num_micro_batches = micro_batches(config)
+    found = []
+    for stage in range(layout.pipeline):
+        state = model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
+        is_last = stage == layout.pipeline - 1
+        activations = stage_activations(
+            shape, layout, stage, tokens, kernels,
+            num_micro_batches=num_micro_batches, imbalance=imbalance,
+        )  # fmt: skip
+        layer = layer_workspace(shape, layout, tokens, kernels, imbalance=imbalance)
+        reference = config.algo.needs_reference
+        found.append(
+            PolicyMemory(
+                stage=stage,
+                num_parameters=state.num_parameters,
+                weights=state.weights,
+                gradients=state.gradients,
+                optimizer=state.optimizer,
+                activations=round(activations),
+                logits=head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0,
+                layer=round(layer) + state.largest,
+                transfer=2 * config.weights.bucket_mib * _MIB,
+                reference=min(_REFERENCE_PIECE_BYTES, state.weights) if reference else 0,
+                runtime=device.policy_runtime_bytes if device.is_gpu else 0,
+                host=state.host_copy if reference else 0,
+            )
+        )
+    return found
+
+
+def longest_row(config: TrainConfig) -> int:
+    """Tokens of the longest row that a micro-batch must hold."""
+    if config.rollout.use_inference_chat_template:
+        return config.engine.max_model_len
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def micro_batches(config: TrainConfig) -> tuple[int, int]:
+    """Tokens of a micro-batch on one rank, and how many there are in an optimizer step.
+
+    Both with every trajectory at its full length, which is the most there can be.
+    """
+    layout, budget = config.parallel, config.optim.micro_batch_tokens
+    row = longest_row(config)
+    rows = config.data.prompts_per_step * config.rollout.num_trajectories
+    share = max(1, -(-rows // (config.optim.num_minibatches * layout.data)))
+    fitting = max(1, budget * layout.context // row)
+    count = -(-share // fitting)
+    multiple = layout.pipeline if layout.virtual > 1 else 1
+    tokens = min(budget, -(-share * row // layout.context))
+    return max(1, tokens), -(-count // multiple) * multiple

@@ -1,0 +1,108 @@
+// The conversation of one path, with what it shares with its parents, and the facts of its end.
+
+function lineage(view, index) {
+  const chain = [];
+  for (let one = index; one !== null; one = view.paths[one].parent) chain.unshift(one);
+  return chain;
+}
+
+// Turns of the path in order: of each ancestor those before the next one left it.
+function parts(view, index) {
+  const chain = lineage(view, index);
+  return chain.flatMap((one, position) => {
+    const path = view.paths[one], own = one === index;
+    const limit = own ? Infinity : view.paths[chain[position + 1]].fork;
+    const turns = path.turns.filter((turn) => turn.to <= limit);
+    return [{ path, own, limit, turns, next: own ? null : view.paths[chain[position + 1]] }];
+  });
+}
+
+function makeTalk(host, view, index, most, choose) {
+  const talk = el("div", { class: "talk card" });
+  talk.append(el("h3", {}, `Conversation of path ${view.paths[index].name}`));
+  for (const message of view.question) {
+    talk.append(el("div", { class: "turn prompt" }, el("div", { class: "who" }, el("b", {}, message.role)), el("div", { class: "words" }, message.text)));
+  }
+  for (const part of parts(view, index)) {
+    const asked = [...part.path.decisions];
+    for (const turn of part.turns) {
+      while (asked.length && asked[0].at <= turn.from) talk.append(decision(view, asked.shift(), choose));
+      talk.append(spoken(turn, part.own, most));
+    }
+    while (asked.length && asked[0].at <= part.limit) talk.append(decision(view, asked.shift(), choose));
+    if (part.next) talk.append(el("div", { class: "event yes" }, el("span", { class: "gem" }, "↳"), `path ${part.next.name} leaves ${part.path.name} here, at token ${part.next.fork}`));
+  }
+  const path = view.paths[index];
+  talk.append(el("div", { class: "event" }, el("span", { class: "gem" }, "■"), `ended by ${path.stop.replaceAll("_", " ")}`));
+  talk.addEventListener("pointermove", (event) => {
+    const token = event.target.closest(".tok");
+    if (!token) return hideTip();
+    return showTip(event, ...aboutToken(token.parentNode.turn, Number(token.dataset.token)));
+  });
+  talk.addEventListener("pointerleave", hideTip);
+  host.replaceChildren(talk, facts(view, path));
+}
+
+function spoken(turn, own, most) {
+  if (turn.by !== "assistant") return answered(turn, own);
+  const words = el("div", { class: "words" });
+  words.turn = turn;
+  if (turn.pieces) {
+    turn.pieces.forEach((piece, index) => {
+      const given = at(turn.sampled, index) === 0 ? " given" : "";
+      words.append(el("span", { class: `tok t${level(at(turn.h, index), most)}${given}`, "data-token": turn.from + index }, piece));
+    });
+  } else words.append(plain(turn.text));
+  const versions = [...new Set([turn.v].flat())];
+  const weights = `weights ${versions.length > 1 ? "versions" : "version"} ${versions.join(", ")}`;
+  return el("div", { class: `turn${own ? "" : " before"}` }, el("div", { class: "who" }, el("b", {}, "agent"), `${turn.to - turn.from} tokens`, el("span", {}, weights)), words);
+}
+
+function answered(turn, own) {
+  const call = turn.call, hidden = call && !turn.text.trim();
+  const who = el("div", { class: "who" }, el("b", {}, call ? call.tool : turn.by));
+  if (call) {
+    who.append(el("span", { class: `status ${call.status}` }, call.status.replaceAll("_", " ")), el("span", {}, seconds(call.s)));
+    if (Number(call.queue) >= 0.001) who.append(el("span", {}, `waited ${seconds(call.queue)}`));
+    if (call.bad) who.append(el("span", {}, "the call was written wrongly"));
+    if (call.reward !== undefined) who.append(el("span", {}, `step reward ${shown(call.reward)}`));
+  }
+  who.append(el("span", {}, `${turn.to - turn.from} tokens`));
+  const words = el("div", { class: `words${hidden ? " quiet" : ""}` }, hidden ? `not shown to the agent: ${call.answer || "(nothing)"}` : turn.text.trim());
+  return el("div", { class: `turn ${turn.by}${call ? ` ${call.status}` : ""}${own ? "" : " before"}` }, who, words);
+}
+
+function decision(view, asked, choose) {
+  const facts = [asked.dh === null ? "" : `ΔH ${signed(asked.dh)}`, asked.p === null ? "" : `P ${shown(asked.p, 3)}`, asked.tau === null ? "" : `τ ${shown(asked.tau, 3)}`];
+  const read = facts.filter((one) => one).join(", ");
+  const line = el("div", { class: `event${asked.forks ? " yes" : ""}` }, el("span", { class: "gem" }, asked.forks ? "◆" : "◇"),
+    el("span", {}, `branch?${read ? ` ${read}` : ""}: ${asked.forks ? "yes" : "no"}`));
+  for (const name of asked.made) {
+    const index = view.paths.findIndex((one) => one.name === name);
+    if (index >= 0) line.append(el("button", { type: "button", onclick: () => choose(index) }, name));
+  }
+  return line;
+}
+
+function facts(view, path) {
+  const list = el("dl", {});
+  const add = (name, value) => { if (value !== undefined && value !== null && value !== "") list.append(el("dt", {}, name), el("dd", {}, value)); };
+  for (const [name, value] of Object.entries(path.parts || {})) add(name, shown(value));
+  add("advantage", path.advantage === null ? null : signed(path.advantage));
+  add("answer", path.answer);
+  add("truth", view.truth);
+  add("verdict", path.reason);
+  if (path.f1 !== undefined) add("F1", shown(path.f1, 3));
+  add("ended by", path.stop.replaceAll("_", " "));
+  add("tokens", `${path.sampled} sampled of ${path.end}`);
+  add("calls", String(path.calls));
+  add("forked at", path.parent === null ? null : `token ${path.fork} of ${view.paths[path.parent].name}`);
+  add("baseline entropy", path.baseline === undefined ? null : `${shown(path.baseline)} nats`);
+  for (const [name, value] of Object.entries(path.toolRewards || {})) add(`reward of ${name}`, shown(value));
+  add("context rendered anew at", path.restarts ? path.restarts.join(", ") : null);
+  add("template drift", path.drift);
+  const words = { good: "correct", part: "partly", bad: "wrong", void: path.failed ? "failed, not trained on" : "not scored" };
+  const kind = verdict(path);
+  return el("div", { class: "facts card" }, el("p", { class: "note" }, "reward"),
+    el("p", { class: "sum" }, shown(path.reward), " ", el("span", { class: `badge ${kind}` }, words[kind])), list);
+}

@@ -1,0 +1,55 @@
+"""The comparison with real processes: killed in the middle of a run, then gone on with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.overrides import asset_overrides
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "sft.max_steps=20",
+    "sft.check_every=20",
+    "data.prompts_per_step=4",
+    "evaluate.num_questions=8",
+    "evaluate.num_samples=1",
+)
+
+
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on(assets, tmp_path):
+    out = tmp_path / "out"
+    given = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir")]
+    choice = ("--algos", "arpo", "--seeds", "3", "--steps", "6", "--marks", "3")
+    command = [sys.executable, "-u", str(ROOT / "tools" / "compare_algos.py"), *choice]
+    command += ["--save-every", "2", "--out", str(out), *given, *SMALL]
+    run = out / "arpo-seed3"
+    # A session of its own, so that everything it started is killed with it, as a host would be.
+    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        ends_at = time.monotonic() + 240
+        while not (run / "checkpoints" / "step-000002" / "manifest.json").is_file():
+            assert first.poll() is None, "ended before it could be killed"
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait(30)
+    assert not (run / "result.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"arpo-seed3: goes on after step [24]", done.stdout)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    spent = [mark["num_tokens"] for mark in json.loads((run / "result.json").read_text())["marks"]]
+    assert spent[0] == 0 < spent[1] < spent[2] < spent[3]
+    warm = (out / "warm" / "metrics.jsonl").read_text().splitlines()
+    assert len(warm) == 20, "the warm start was made again"
+    assert len(list((run / "checkpoints").iterdir())) == 2

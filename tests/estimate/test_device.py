@@ -1,0 +1,28 @@
+"""What is planned with on a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.config.choices import Dtype
+from mega_agentrl.estimate.device import GIB, Device
+
+
+def test_a_gpu_keeps_a_reserve_and_a_cpu_has_no_bound():
+    assert Device(gib=80, reserve=0.05).usable_bytes == 76 * GIB
+    assert Device(gib=None).usable_bytes == float("inf")
+
+
+def test_types_follow_the_device_unless_one_is_named():
+    gpu, cpu = Device(), Device(gib=None)
+    assert [device.train_item_bytes(Dtype.auto) for device in (gpu, cpu)] == [2, 4]
+    assert gpu.train_item_bytes(Dtype.float32) == 4
+    assert cpu.train_item_bytes(Dtype.bfloat16) == 2
+    assert (gpu.engine_item_bytes, cpu.engine_item_bytes) == (2, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"gib": 0}, {"per_node": 0}, {"reserve": 1.0}])
+def test_impossible_devices_are_refused(wrong):
+    (key,) = wrong
+    with pytest.raises(ValueError, match=f"{key}="):
+        Device(**wrong)

@@ -1,0 +1,75 @@
+"""The parts of a policy rank put together."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.estimate.device import GIB, Device
+from mega_agentrl.estimate.policy_memory import longest_row, micro_batches, policy_memory
+from tests.estimate.configs import configured
+from tests.estimate.shapes import released
+
+
+def test_the_peak_is_what_is_always_there_and_the_largest_of_the_rest():
+    config = configured(tensor=4, sequence=True)
+    (memory,) = policy_memory(config, released("qwen2.5-7b"), Device())
+    fixed = memory.weights + memory.gradients + memory.optimizer + 3 * GIB
+    assert memory.peak == fixed + memory.activations + max(memory.logits, memory.layer)
+    config.weights.bucket_mib = 50 * 1024
+    (large,) = policy_memory(config, released("qwen2.5-7b"), Device())
+    assert large.peak == fixed + 100 * GIB
+
+
+def test_the_last_stage_alone_has_a_head_and_the_first_most_micro_batches():
+    config = configured(tensor=8, pipeline=4, sequence=True)
+    stages = policy_memory(config, released("qwen2.5-72b"), Device())
+    assert [memory.stage for memory in stages] == [0, 1, 2, 3]
+    assert [bool(memory.logits) for memory in stages] == [False, False, False, True]
+    kept = [memory.activations for memory in stages]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == pytest.approx(4 * kept[3], rel=0.05)
+
+
+def test_a_reference_lies_in_host_memory():
+    config = configured(tensor=4)
+    shape = released("qwen2.5-7b")
+    (without,) = policy_memory(config, shape, Device())
+    assert (without.host, without.reference) == (0, 0)
+    config.algo.kl_coef = 0.1
+    (memory,) = policy_memory(config, shape, Device())
+    assert memory.host >= memory.weights
+    assert memory.reference == 256 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (8192, 1024)),
+        ({"tokens": 20_000}, (20_000, 512)),
+        ({"tokens": 4096, "context": 2}, (4096, 1024)),
+        ({"data": 4, "tokens": 10**7}, (256 * 8192, 1)),
+        ({"pipeline": 3, "virtual": 2, "tokens": 16384}, (16384, 513)),
+    ],
+)
+def test_micro_batches_of_full_rows(settings, expected):
+    """1,024 rows of 8,192 tokens."""
+    assert micro_batches(configured(**settings)) == expected
+
+
+def test_turns_that_are_rows_may_be_as_long_as_the_engines_context():
+    config = configured(prompt=100, response=100)
+    config.engine.max_model_len = 300
+    assert longest_row(config) == 200
+    config.rollout.use_inference_chat_template = True
+    assert longest_row(config) == 300
+
+
+def test_a_cpu_trains_in_float32_and_has_no_runtime_to_count():
+    config = configured(prompt=32, response=96, tokens=512)
+    shape = released("qwen3-4b")
+    (cpu,) = policy_memory(config, shape, Device(gib=None))
+    (gpu,) = policy_memory(config, shape, Device())
+    assert cpu.weights == 2 * gpu.weights
+    assert cpu.gradients == gpu.gradients
+    assert cpu.optimizer == pytest.approx(gpu.optimizer * 2 / 3, rel=1e-4), "no masters"
+    assert cpu.runtime == 0

@@ -1,0 +1,122 @@
+"""Pages to test: the tree by hand, a hostile one, many."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from mega_agentrl.report.config_diff import Difference
+from mega_agentrl.report.metric_log import parse_metrics
+from mega_agentrl.report.page import Page
+from mega_agentrl.report.tree_blocks import TreeShelf, tree_block
+from mega_agentrl.report.tree_view import tree_view
+from tests.rollout.grown_trees import nested_tree
+
+HOSTILE = (
+    "</script><script>document.title='owned';globalThis.owned=1</script>"
+    '<img src=x onerror="globalThis.owned=1">--><!--<script>\ud800\0\x1b[2J\u202e\u2028'
+    "<a href='javascript:globalThis.owned=1' id=tree autofocus onfocus=owned=1>"
+)
+
+
+def characters(token_ids):
+    return [chr(token) for token in token_ids]
+
+
+def hostile_tree():
+    """The tree by hand, with everything that others write replaced."""
+    tree = nested_tree()
+    prompt = replace(
+        tree.prompt,
+        prompt_id=HOSTILE,
+        data_source=HOSTILE,
+        ground_truth=HOSTILE,
+        messages=({"role": HOSTILE, "content": HOSTILE},),
+    )
+    tree.prompt = prompt
+    for one in tree.trajectories:
+        one.prompt, one.template_drift = prompt, HOSTILE
+        one.tool_rewards = {HOSTILE: 1.0}
+        one.entropies = [float("nan")] * len(one.entropies)
+        one.logps = [float("-inf")] * len(one.logps)
+        one.score = replace(
+            one.score, answer=HOSTILE, reason=HOSTILE, value=float("nan"), parts={HOSTILE: 1.0}
+        )
+        one.turns = [
+            replace(
+                turn,
+                text=HOSTILE,
+                outcome=turn.outcome and replace(turn.outcome, tool=HOSTILE, answer=HOSTILE),
+            )
+            for turn in one.turns
+        ]
+    return tree
+
+
+def hostile_pieces(token_ids):
+    return [HOSTILE for _ in token_ids]
+
+
+def metrics():
+    lines = [
+        {"stage": "held_out_before", "step": 0, "sampled/reward": 0.25, "sampled/success": 0.5},
+        *(
+            {
+                "stage": "rl",
+                "step": step,
+                "rollout/reward_seen": step / 10,
+                "rollout/entropy": 1 / step,
+                "mismatch/logp_max_abs": float("inf") if step == 3 else 1e-6 * step,
+                "time/rollout_s": 2.0,
+                "time/update_s": float("nan") if step == 2 else 1.0,
+                "throughput/tokens_per_s": 1000.0,
+                "rollout/tool/search/num_calls": 4.0,
+                "rollout/tool/search/num_ok": 3.0,
+                "rollout/tool/search/num_timeout": 1.0,
+                HOSTILE: 1.0,
+            }
+            for step in range(1, 9)
+        ),
+        {"stage": "held_out_after", "step": 8, "sampled/reward": 0.75, "sampled/success": 0.75},
+    ]
+    return parse_metrics(json.dumps(line) for line in lines)
+
+
+def small_page():
+    """Two steps: the tree by hand in both, the hostile one as second tree of the second."""
+    plain = nested_tree()
+    advantages = {one.trajectory_id: 0.5 for one in plain.trajectories}
+    shelves = [
+        TreeShelf(
+            key="step_000001",
+            label="RL step 1",
+            num_trees=5,
+            blocks=[tree_block(3, tree_view(plain, characters, advantages))],
+        ),
+        TreeShelf(
+            key="step_000008",
+            label="RL step 8",
+            num_trees=2,
+            blocks=[
+                tree_block(0, tree_view(plain)),
+                tree_block(1, tree_view(hostile_tree(), hostile_pieces)),
+            ],
+        ),
+    ]
+    return Page(
+        title=HOSTILE,
+        lead=HOSTILE,
+        log=metrics(),
+        differences=[Difference(key=HOSTILE, default="1", value=HOSTILE)],
+        shelves=shelves,
+        most_entropy=2.0,
+        notes=[HOSTILE],
+    )
+
+
+def large_page(num_trees):
+    """`num_trees` trees of four trajectories each, all of one step."""
+    view = tree_view(nested_tree(), characters)
+    blocks = [tree_block(index, view | {"id": f"set/{index}"}) for index in range(num_trees)]
+    shelf = TreeShelf(key="step_000001", label="RL step 1", num_trees=num_trees, blocks=blocks)
+    return Page(title="large", lead="", log=metrics(), shelves=[shelf])

@@ -1,0 +1,131 @@
+"""`tools/preflight.py`: recipes pass, broken variants are refused with the right key, no torch."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "preflight.py"
+spec = importlib.util.spec_from_file_location("preflight", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+preflight = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(preflight)
+
+RECIPES = {
+    "qwen2_5_7b_8gpu": ("qwen2.5-7b", 8),
+    "qwen3_32b_64gpu": ("qwen3-32b", 64),
+    "qwen2_5_72b_64gpu": ("qwen2.5-72b", 64),
+    "qwen3_235b_a22b_512gpu": ("qwen3-235b-a22b", 512),
+}
+
+
+def run(recipe, *arguments, capsys):
+    model, num_gpus = RECIPES[recipe]
+    config = ROOT / "tools" / "model_configs" / f"{model}.json"
+    code = preflight.main(
+        [
+            f"experiment={recipe}",
+            *arguments,
+            *("--model-config", str(config), "--gpus", str(num_gpus), "--no-files", "--json"),
+        ]
+    )
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_passes_on_all_its_gpus(recipe, capsys):
+    code, found = run(recipe, capsys=capsys)
+    assert (code, found["problems"]) == (0, [])
+    assert found["num_gpus"] == RECIPES[recipe][1]
+    assert max(stage["peak"] for stage in found["policy"]) < 76.8 * 2**30
+    assert found["transfer"]["seconds"] < 2
+
+
+BROKEN = [
+    ("qwen3_32b_64gpu", "optim.micro_batch_tokens=32768", "optim.micro_batch_tokens"),
+    ("qwen3_32b_64gpu", "parallel.sequence=false", "parallel.sequence"),
+    ("qwen3_32b_64gpu", "parallel.distributed_optimizer=false", "parallel.distributed_optimizer"),
+    ("qwen3_235b_a22b_512gpu", "parallel.expert=8", "parallel.expert"),
+    ("qwen3_32b_64gpu", "engine.memory_fraction=0.97", "engine.memory_fraction"),
+    ("qwen3_32b_64gpu", "engine.memory_fraction=0.2", "engine.memory_fraction"),
+    ("qwen3_32b_64gpu", "weights.bucket_mib=40000", "weights.bucket_mib"),
+    ("qwen3_235b_a22b_512gpu", "engine.tensor=4 cluster.num_engines=64", "engine.tensor"),
+    ("qwen3_32b_64gpu", "cluster.num_engines=9", "cluster.num_engines"),
+    ("qwen3_32b_64gpu", "parallel.tensor=16 parallel.data=2", "parallel.tensor"),
+    ("qwen3_32b_64gpu", "parallel.tensor=3", "parallel.tensor"),
+    ("qwen3_235b_a22b_512gpu", "parallel.pipeline=4", "parallel.pipeline"),
+    ("qwen3_32b_64gpu", "parallel.expert=4", "parallel.expert"),
+    ("qwen3_32b_64gpu", "engine.max_model_len=8000", "engine.max_model_len"),
+    ("qwen3_32b_64gpu", "optim.micro_batch_tokens=4096", "optim.micro_batch_tokens"),
+    ("qwen3_32b_64gpu", "optim.num_minibatches=7", "optim.num_minibatches"),
+    ("qwen2_5_7b_8gpu", "parallel.tensor=x", "parallel.tensor"),
+    ("qwen2_5_7b_8gpu", "optim.micro_batch_token=1", "optim.micro_batch_token"),
+    ("qwen2_5_7b_8gpu", "optim.lr=-1", "optim.lr"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes", "key"), BROKEN)
+def test_a_broken_recipe_is_refused_with_the_key(recipe, changes, key, capsys):
+    code, found = run(recipe, *changes.split(), capsys=capsys)
+    assert code == 1
+    assert found["runs"] is False
+    assert found["problems"][0]["key"] == key
+
+
+def test_the_offered_value_passes(capsys):
+    _, found = run("qwen3_32b_64gpu", "optim.micro_batch_tokens=32768", capsys=capsys)
+    offered = found["problems"][0]["changes"][0].split()[0]
+    code, found = run("qwen3_32b_64gpu", offered, capsys=capsys)
+    assert (code, found["problems"]) == (0, [])
+
+
+def test_a_model_must_be_named(capsys):
+    assert preflight.main(["experiment=qwen3_32b_64gpu", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["key"] == "model.path"
+
+
+def smoke(assets, *arguments):
+    """The smoke run's preflight in a process of its own that has no torch."""
+    paths = {
+        "model.path": "model",
+        "data.train": "train.parquet",
+        "data.validation": "validation.parquet",
+        "sft.data": "demonstrations.parquet",
+        "sft.dev": "dev.parquet",
+        "tool.search.corpus": "corpus.jsonl",
+    }
+    overrides = [f"{key}={assets / name}" for key, name in paths.items()]
+    command = [sys.executable, str(SCRIPT), "experiment=smoke", *overrides, *arguments, "--cpu"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_smoke_run_passes_with_its_prompts_read(assets):
+    done = smoke(assets)
+    assert done.returncode == 0, done.stderr
+    assert "data.train: 200 prompts, the longest has" in done.stdout
+    assert "can run on 3 devices" in done.stdout
+
+
+def test_prompts_that_are_too_long_are_refused(assets):
+    done = smoke(assets, "data.max_prompt_tokens=5", "--json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    problem = found["problems"][0]
+    assert problem["key"] == "data.max_prompt_tokens"
+    longest = found["prompts"][0]["longest"]
+    assert problem["changes"][0] == f"data.max_prompt_tokens={longest} (from 5)"
+
+
+def test_a_growing_conversation_is_held_against_the_template(assets):
+    lengths = ("data.max_prompt_tokens=500", "engine.max_model_len=600")
+    done = smoke(assets, "rollout=hermes", *lengths, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["prompts"][0]["longest"] > 100, "the tools are described in the prompt"
+    assert any("grows turn by turn" in note for note in found["notes"])

@@ -1,0 +1,231 @@
+"""GRPO, ARPO soft and hard, ARPO + EGPO and ARES on the smoke task, within one budget.
+
+    python tools/compare_algos.py [--algos NAME,...] [--seeds K,...] [--tokens N | --steps N]
+                                  [--marks N] [--save-every N] [--out FOLDER] [key=value ...]
+
+All runs start from one warm-started checkpoint and share one policy, one engine and one set of
+tools, which are started once. Each trains until it has generated `--tokens` tokens; forked
+prefixes count once, since they are generated once. Held-out reward is measured at `--marks` equal
+shares of that, on the same questions with the same seeds. Input: `make model`.
+
+Leaves `comparison.md`, `comparison.json` and `comparison.png` in the folder, after every run
+anew, and prints the table. Interrupt it at any time: the same command goes on where it was, and
+finished runs are not run again. What is in the folder of a run: `compare/run.py`.
+
+Exit codes: 0 done, 2 bad input, 1 a failure, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mega_agentrl.report.comparison import (  # noqa: E402
+    RunCurve,
+    markdown_table,
+    summarize,
+    write_plot,
+)
+from mega_agentrl.report.progress import duration  # noqa: E402
+from tools.compare.budget import Budget  # noqa: E402
+from tools.compare.variants import (  # noqa: E402
+    BASELINE,
+    VARIANTS,
+    Variant,
+    check_run,
+    make_config,
+)
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.report.comparison import Mark
+
+TOKENS = 200_000
+MARKS = 10
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare; returns the exit code."""
+    args = _parse(arguments)
+    out = args.out.resolve()
+    try:
+        base, settings = make_config(args.overrides, run_dir=out)
+        plan = [_plan(name, seed, args, base) for seed in args.seeds for name in args.algos]
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        print(f"compare_algos: {error}", file=sys.stderr)
+        return BAD_INPUT
+    _log_to_file(out)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _compare(args, base, settings, plan, out)
+    except KeyboardInterrupt:
+        print("compare_algos: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, RuntimeError, OSError) as error:
+        logging.exception("the comparison failed")
+        print(f"compare_algos: {error}\nmessages: {out / 'logs'}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One algorithm with one seed. settings: what its folder is claimed with."""
+
+    variant: Variant
+    seed: int
+    config: TrainConfig
+    settings: dict[str, Any]
+
+    def curve(self, marks: tuple[Mark, ...]) -> RunCurve:
+        return RunCurve(algorithm=self.variant.title, seed=self.seed, marks=marks)
+
+
+def _compare(
+    args: argparse.Namespace,
+    base: TrainConfig,
+    settings: dict[str, Any],
+    plan: Sequence[_Run],
+    out: Path,
+) -> None:
+    # Torch and the rest load only once the configurations are known to be good.
+    from tools.compare.run import read_result
+
+    found = [(run, read_result(Path(run.config.run_dir), run.settings)) for run in plan]
+    curves = [run.curve(marks) for run, marks in found if marks is not None]
+    missing = [run for run, marks in found if marks is None]
+    if missing:
+        _run_all(args, base, settings, missing, curves, out)
+    print(write_comparison(out, curves, args))
+    print(f"plot: {out / 'comparison.png'}")
+
+
+def _run_all(
+    args: argparse.Namespace,
+    base: TrainConfig,
+    settings: dict[str, Any],
+    missing: Sequence[_Run],
+    curves: list[RunCurve],
+    out: Path,
+) -> None:
+    """Add the curves of the missing runs to those there are."""
+    from mega_agentrl.runtime.build import build
+    from tools.compare.run import Bench, evaluate_warm, run_once, warm_up
+
+    start_s = time.monotonic()
+    with build(base) as parts:
+        # Ray puts its own in place, which ends the process without a word.
+        signal.signal(signal.SIGTERM, _interrupt)
+        warm = warm_up(parts, base, settings, out / "warm")
+        before = evaluate_warm(parts, base, warm, out / "warm")
+        bench = Bench(parts=parts, base=base, warm=warm, before=before)
+        print(f"warm start: held-out reward {before.reward:.3f}, success {before.success:.3f}")
+        for run in missing:
+            marks = run_once(bench, run.config, run.settings, _budget(args), args.save_every)
+            curves.append(run.curve(marks))
+            end = marks[-1]
+            print(
+                f"{run.variant.title}, seed {run.seed}: held-out reward {end.reward:.3f} after "
+                f"{end.num_tokens:,} tokens and {end.num_calls:,} calls; "
+                f"{duration(time.monotonic() - start_s)} since the start",
+                flush=True,
+            )
+            write_comparison(out, curves, args)
+
+
+def write_comparison(out: Path, curves: Sequence[RunCurve], args: argparse.Namespace) -> str:
+    """Table, plot and numbers of the runs there are; returns the table."""
+    ordered = sorted(curves, key=lambda curve: (_place(curve.algorithm), curve.seed))
+    rows = summarize(ordered, baseline=BASELINE.title)
+    notes = [f"Budget: {_budget(args)} a run; all runs start from one warm start."]
+    notes += [VARIANTS[name].note for name in args.algos if VARIANTS[name].note]
+    text = markdown_table(rows, baseline=BASELINE.title) + "\n" + "\n".join(notes) + "\n"
+    (out / "comparison.md").write_text(text, encoding="utf-8")
+    numbers = {"rows": [asdict(row) for row in rows], "runs": [asdict(one) for one in ordered]}
+    (out / "comparison.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    write_plot(out / "comparison.png", ordered, baseline=BASELINE.title)
+    return text
+
+
+def _place(title: str) -> int:
+    return [variant.title for variant in VARIANTS.values()].index(title)
+
+
+def _plan(name: str, seed: int, args: argparse.Namespace, base: TrainConfig) -> _Run:
+    folder = args.out / f"{name}-seed{seed}"
+    overrides = (*args.overrides, *VARIANTS[name].overrides)
+    config, settings = make_config(overrides, run_dir=folder, seed=seed)
+    check_run(config, base)
+    settings["budget"] = asdict(_budget(args))
+    return _Run(variant=VARIANTS[name], seed=seed, config=config, settings=settings)
+
+
+def _budget(args: argparse.Namespace) -> Budget:
+    return Budget(num_tokens=args.tokens, num_steps=args.steps, num_marks=args.marks)
+
+
+def _log_to_file(out: Path) -> None:
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=out / "logs" / "driver.log", level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = ",".join(VARIANTS)
+    parser.add_argument("--algos", type=_names, default=list(VARIANTS), help=f"of {known}")
+    parser.add_argument("--seeds", type=_seeds, default=[1, 2, 3], help="such as 1,2,3")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--tokens", type=_positive, default=TOKENS, help="generated, by each run")
+    budget.add_argument("--steps", type=_positive, help="by each run, in place of --tokens")
+    parser.add_argument("--marks", type=_positive, default=MARKS, help="evaluations of each run")
+    parser.add_argument("--save-every", type=_positive, default=10, help="steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(map(repr, unknown))}, expected some of {', '.join(VARIANTS)}"
+        )
+    return list(dict.fromkeys(names))
+
+
+def _seeds(text: str) -> list[int]:
+    return list(dict.fromkeys(_positive(part) for part in text.split(",")))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
