@@ -9,6 +9,13 @@ from mega_agentrl.config.choices import CallMatch
 from mega_agentrl.config.ranges import require
 
 DEFAULT_SOURCE = "default"
+FUNCTION_CALL_SOURCES = (
+    "function_calling",
+    "bfcl",
+    "xlam-function-calling",
+    "open_agentic_tool_use",
+)
+"""Values of `data_source` whose answers are function calls."""
 MODEL_PART = "model"
 BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PART)
 
@@ -46,11 +53,11 @@ class RewardConfig:
     """What a trajectory earns: a weighted sum of named parts.
 
     rubric: by data source the weight of each part; `default` is for sources that are not named
-    (`+reward.rubric.default={arpo:1,gsm8k:0.5}`); nothing at all is `arpo` for all of them. The
-    first part of a source decides which answer is correct. Parts: `arpo` (reads what the model
-    wrote), `arpo_released` (the published rule), `function_call`, `accuracy` (a number or choice
-    in `\\boxed`), `model`, a name of `functions`, or the name of a tool, whose step rewards and
-    final reward are added.
+    (`+reward.rubric.default={arpo:1,gsm8k:0.5}`). Nothing at all is `function_call` for the
+    sources whose answers are calls, `arpo` for all others. The first part of a source decides
+    which answer is correct. Parts: `arpo` (reads what the model wrote), `arpo_released` (the
+    published rule), `function_call`, `accuracy` (a number or choice in `\\boxed`), `model`, a name
+    of `functions`, or the name of a tool, whose step rewards and final reward are added.
     functions: import path of functions of one's own by the name of their part
     (`+reward.functions.mine=package.module:compute_score`).
     correct_threshold: accuracy from which an answer is correct; for a function of one's own, its
@@ -96,7 +103,10 @@ class RewardConfig:
 
         As the default of the field it would stay beside what a run names, which is merged into it.
         """
-        return self.rubric or {DEFAULT_SOURCE: {"arpo": 1.0}}
+        if self.rubric:
+            return self.rubric
+        calls = {source: {"function_call": 1.0} for source in FUNCTION_CALL_SOURCES}
+        return {DEFAULT_SOURCE: {"arpo": 1.0}, **calls}
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MATCHES = ("ast", "string")
-DATA_SOURCES = (
-    "function_calling",
-    "bfcl",
-    "xlam-function-calling",
-    "open_agentic_tool_use",
-)
-"""Values of `data_source` that this reward is for."""
-
 _OPEN, _CLOSE = "<think>", "</think>"
 _LIKE_A_CALL = re.compile(
     r"\[\w+\s*\([^)]*\)\]" r"|\{\s*[\"']name[\"']\s*:" r"|[\"']function[\"']\s*:", re.IGNORECASE

@@ -41,14 +41,15 @@ def test_a_model_at_an_address_needs_its_name():
 
 def test_a_rubric_takes_the_place_of_the_default():
     """Were the default the field's own, arpo would go on paying beside what is named."""
-    assert RewardConfig().by_source == {"default": {"arpo": 1.0}}
+    assert RewardConfig().by_source["default"] == {"arpo": 1.0}
+    assert RewardConfig().by_source["bfcl"] == {"function_call": 1.0}
     named = OmegaConf.merge(
         OmegaConf.structured(RewardConfig), {"rubric": {"default": {"accuracy": 2.0}}}
     )
     config = OmegaConf.to_object(named)
     assert config.by_source == {"default": {"accuracy": 2.0}}
     assert config.parts == ("accuracy",)
-    assert RewardConfig().parts == ("arpo",)
+    assert RewardConfig().parts == ("arpo", "function_call")
 
 
 def test_names_below_the_rubric_are_free():

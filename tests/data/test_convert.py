@@ -2,13 +2,14 @@
 
 import pytest
 
+from mega_agentrl.config.reward_schema import FUNCTION_CALL_SOURCES
 from mega_agentrl.data.convert import SOURCES, convert
 from mega_agentrl.data.convert_row import SourceRow
-from mega_agentrl.reward.function_call import DATA_SOURCES
 
 
 def test_sources_with_calls_are_those_of_the_reward():
-    assert {name for name, source in SOURCES.items() if source.has_calls} == set(DATA_SOURCES)
+    with_calls = {name for name, source in SOURCES.items() if source.has_calls}
+    assert with_calls == set(FUNCTION_CALL_SOURCES)
 
 
 def test_the_source_names_its_rows():

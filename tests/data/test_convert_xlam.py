@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from mega_agentrl.config.reward_schema import FUNCTION_CALL_SOURCES
 from mega_agentrl.data.convert_row import SourceRow
 from mega_agentrl.data.convert_xlam import convert_xlam
-from mega_agentrl.reward.function_call import DATA_SOURCES, score
+from mega_agentrl.reward.function_call import score
 
 TOOLS = [
     {
@@ -34,7 +35,7 @@ def rows(*changes):
 def test_a_row_holds_question_functions_and_calls():
     (row,) = convert_xlam(rows(), "xlam-function-calling").rows
     assert row["data_source"] == "xlam-function-calling"
-    assert row["data_source"] in DATA_SOURCES
+    assert row["data_source"] in FUNCTION_CALL_SOURCES
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert json.dumps(TOOLS[0]) in row["prompt"][0]["content"]
     assert row["prompt"][1]["content"].startswith("Where can I")
