@@ -7,7 +7,6 @@ stay inside one node.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from mega_agentrl.runtime.placement import PolicyPlacement
-from mega_agentrl.runtime.remote import free_port, gather, redirect_output
+from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,44 +29,28 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.transport import WeightLink
     from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.runtime.bridge import WeightBridge
+    from mega_agentrl.runtime.placement import PolicyPlacement
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.ports import Generator
 
 
-class PolicyActor:
+class PolicyActor(RankActor):
     """One policy rank in a process of its own; a `types.ports.WeightSource`.
 
     Forwards calls to `actor.policy.PolicyRank`.
     """
 
     def __init__(self, config: TrainConfig, rank: int, world_size: int, log_file: str) -> None:
-        redirect_output(Path(log_file))
-        # Set before the first import of torch in this process.
-        os.environ["OMP_NUM_THREADS"] = str(config.parallel.threads)
-        self._config = config
-        self._rank = rank
-        self._world_size = world_size
+        super().__init__(config, rank, world_size, log_file)
         self._policy: Any = None
         self._store: Any = None
         self._links: dict[str, tuple[Courier, Witness]] = {}
 
-    def address(self) -> tuple[str, int]:
-        """Host and a free port of this rank."""
-        return ray.util.get_node_ip_address(), free_port()
-
     def start(self, master_address: str, master_port: int) -> None:
         """Join the process groups and build the model, still without weights."""
-        from mega_agentrl.actor.network import Seat
         from mega_agentrl.actor.policy import PolicyRank
 
-        seat = Seat(
-            rank=self._rank,
-            world_size=self._world_size,
-            master_address=master_address,
-            master_port=master_port,
-            timeout_s=self._config.cluster.actor_deadline_s,
-        )
-        self._policy = PolicyRank(self._config, seat)
+        self._policy = PolicyRank(self._config, self._seat(master_address, master_port))
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of the rank."""
@@ -117,48 +99,22 @@ class PolicyActor:
             courier.close()
 
 
-class PolicyGroup:
+class PolicyGroup(RankGroup):
     """All policy ranks; implements `types.ports.Policy`."""
 
-    def __init__(
-        self,
-        actors: Sequence[Any],
-        config: TrainConfig,
-        placement: PolicyPlacement | None = None,
-    ) -> None:
-        self._actors = list(actors)
-        self._placement = placement
-        self._config = config
-        self._deadline_s = config.cluster.actor_deadline_s
-        self._bridge: WeightBridge | None = None
+    kind = "policy"
+    log_name = "policy"
+    actor_class = PolicyActor
 
-    @classmethod
-    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> PolicyGroup:
-        """Start the processes; `start` then builds the model in them."""
-        layout = config.parallel
-        world_size = layout.num_ranks
-        placement = PolicyPlacement(layout, on_gpu=on_gpu)
-        actor_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(PolicyActor)
-        actors = [
-            actor_class.options(scheduling_strategy=placement.of(rank)).remote(
-                config, rank, world_size, str(log_folder / f"policy-rank{rank}.log")
-            )
-            for rank in range(world_size)
-        ]
-        return cls(actors, config, placement)
+    def __init__(
+        self, actors: Sequence[Any], config: TrainConfig, placement: PolicyPlacement | None = None
+    ) -> None:
+        super().__init__(actors, config, placement)
+        self._bridge: WeightBridge | None = None
 
     def start(self) -> None:
         """Join all ranks and load the starting weights."""
-        name = self._name(0)
-        calls = {name: self._actors[0].address.remote()}
-        host, port = self._gather("address of the policy", calls)[name]
-        self._gather(
-            "start of the policy",
-            {
-                self._name(rank): actor.start.remote(host, port)
-                for rank, actor in enumerate(self._actors)
-            },
-        )
+        super().start()
         self.call_all("load", self._config.model.path)
 
     def attach(self, bridge: WeightBridge) -> None:
@@ -166,33 +122,19 @@ class PolicyGroup:
         self._bridge = bridge
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Run a method on all ranks and wait; results in rank order."""
-        return list(self._gather(f"policy {method}", self.start_call(method, *args)).values())
+        """Run a method of all ranks' policies and wait; results in rank order."""
+        return list(self.gather(f"policy {method}", self.start_call(method, *args)).values())
 
     def start_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Start a method on all ranks; object refs by rank name."""
-        return {
-            self._name(rank): actor.call.remote(method, *args)
-            for rank, actor in enumerate(self._actors)
-        }
+        """Start a method of all ranks' policies; object refs by rank name."""
+        return self.start_on_ranks("call", method, *args)
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the meeting point of the weight transfer on rank 0; its address and port."""
-        name = self._name(0)
+        name = self.name(0)
         calls = {name: self._actors[0].open_store.remote(timeout_s)}
-        address: tuple[str, int] = self._gather("meeting point of the weight transfer", calls)[name]
+        address: tuple[str, int] = self.gather("meeting point of the weight transfer", calls)[name]
         return address
-
-    def start_on_ranks(self, method: str, *args: Any) -> dict[str, Any]:
-        """Start a method of the rank's process itself; object refs by rank name."""
-        return self.start_each(method, [args] * len(self._actors))
-
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-        """The same with arguments of its own for each rank."""
-        return {
-            self._name(rank): getattr(actor, method).remote(*args)
-            for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
-        }
 
     def add_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """See `Policy.add_logprobs`."""
@@ -209,15 +151,10 @@ class PolicyGroup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logp_BT = torch.zeros(batch.response_BT.shape, dtype=torch.float32)
         entropy_BT = torch.zeros_like(logp_BT)
-        seen: list[int] = []
-        for part in self.call_all("logprobs", shared, reference):
-            if part is None:
-                continue
-            rows, part_logp_BT, part_entropy_BT = part
+        answers = self.call_all("logprobs", shared, reference)
+        for rows, part_logp_BT, part_entropy_BT in rows_of(answers, batch.num_rows):
             logp_BT[rows] = part_logp_BT
             entropy_BT[rows] = part_entropy_BT
-            seen.extend(rows)
-        assert sorted(seen) == list(range(batch.num_rows)), "ranks must answer for each row once"
         return logp_BT, entropy_BT
 
     def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
@@ -260,19 +197,3 @@ class PolicyGroup:
     def export(self, folder: Path) -> None:
         """See `Policy.export`."""
         self.call_all("export", str(folder))
-
-    def close(self) -> None:
-        """See `Policy.close`."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._actors = []
-        if self._placement is not None:
-            self._placement.release()
-            self._placement = None
-
-    @staticmethod
-    def _name(rank: int) -> str:
-        return f"policy rank {rank}"
-
-    def _gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
-        return gather(calls, operation, self._deadline_s)

@@ -7,20 +7,14 @@ tokenizer must be the policy's; `check_tokenizers` sees to that.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 import torch
 
-from mega_agentrl.runtime.placement import PolicyPlacement
-from mega_agentrl.runtime.remote import free_port, gather, redirect_output
+from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.data.codec import HFCodec
     from mega_agentrl.types.batch import TrainBatch
 
@@ -38,35 +32,15 @@ def check_tokenizers(policy: HFCodec, judge: HFCodec, source: str) -> None:
         )
 
 
-class RewardActor:
+class RewardActor(RankActor):
     """One rank in a process of its own; forwards to `actor.reward_model.RewardRank`."""
-
-    def __init__(self, config: TrainConfig, rank: int, world_size: int, log_file: str) -> None:
-        redirect_output(Path(log_file))
-        # Set before the first import of torch in this process.
-        os.environ["OMP_NUM_THREADS"] = str(config.parallel.threads)
-        self._config = config
-        self._rank = rank
-        self._world_size = world_size
-        self._model: Any = None
-
-    def address(self) -> tuple[str, int]:
-        """Host and a free port of this rank."""
-        return ray.util.get_node_ip_address(), free_port()
 
     def start(self, master_address: str, master_port: int) -> None:
         """Join the process groups, build the model and load it."""
-        from mega_agentrl.actor.network import Seat
         from mega_agentrl.actor.reward_model import RewardRank
 
-        seat = Seat(
-            rank=self._rank,
-            world_size=self._world_size,
-            master_address=master_address,
-            master_port=master_port,
-            timeout_s=self._config.cluster.actor_deadline_s,
-        )
         source = self._config.reward.model.source
+        seat = self._seat(master_address, master_port)
         self._model = RewardRank(self._config, seat, model_path=source)
         self._model.load(source)
 
@@ -76,65 +50,18 @@ class RewardActor:
         return scored
 
 
-class RewardGroup:
+class RewardGroup(RankGroup):
     """All ranks; implements `types.ports.RewardModel`."""
 
-    def __init__(
-        self, actors: Sequence[Any], config: TrainConfig, placement: PolicyPlacement | None = None
-    ) -> None:
-        self._actors = list(actors)
-        self._placement = placement
-        self._deadline_s = config.cluster.actor_deadline_s
-
-    @classmethod
-    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> RewardGroup:
-        """Start the processes; `start` then loads the model in them."""
-        layout = config.parallel
-        placement = PolicyPlacement(layout, on_gpu=on_gpu)
-        actor_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(RewardActor)
-        actors = [
-            actor_class.options(scheduling_strategy=placement.of(rank)).remote(
-                config, rank, layout.num_ranks, str(log_folder / f"reward-rank{rank}.log")
-            )
-            for rank in range(layout.num_ranks)
-        ]
-        return cls(actors, config, placement)
-
-    def start(self) -> None:
-        """Join all ranks and load the weights."""
-        name = self._name(0)
-        calls = {name: self._actors[0].address.remote()}
-        host, port = gather(calls, "address of the reward model", self._deadline_s)[name]
-        self._call_all("start", host, port)
+    kind = "reward model"
+    log_name = "reward"
+    actor_class = RewardActor
 
     def scores(self, batch: TrainBatch) -> torch.Tensor:
         """See `RewardModel.scores`."""
         score_B = torch.zeros(batch.num_rows, dtype=torch.float32)
-        seen: list[int] = []
-        for part in self._call_all("scores", ray.put(batch)):
-            if part is not None:
-                rows, part_B = part
-                score_B[rows] = part_B
-                seen.extend(rows)
-        assert sorted(seen) == list(range(batch.num_rows)), "ranks must answer for each row once"
+        calls = self.start_on_ranks("scores", ray.put(batch))
+        answers = list(self.gather("reward model scores", calls).values())
+        for rows, part_B in rows_of(answers, batch.num_rows):
+            score_B[rows] = part_B
         return score_B
-
-    def close(self) -> None:
-        """See `RewardModel.close`."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._actors = []
-        if self._placement is not None:
-            self._placement.release()
-            self._placement = None
-
-    def _call_all(self, method: str, *args: Any) -> list[Any]:
-        calls = {
-            self._name(rank): getattr(actor, method).remote(*args)
-            for rank, actor in enumerate(self._actors)
-        }
-        return list(gather(calls, f"reward model {method}", self._deadline_s).values())
-
-    @staticmethod
-    def _name(rank: int) -> str:
-        return f"reward model rank {rank}"

@@ -30,7 +30,7 @@ class Rank:
 def test_rows_of_all_ranks_come_together(ray_local):
     group = RewardGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
     assert group.scores(batch()).tolist() == [3.0, 7.0, 11.0]
-    with pytest.raises(RemoteError, match=r"reward model scores failed on reward model rank 0"):
+    with pytest.raises(RemoteError, match=r"reward model scores failed on reward model rank \d"):
         group.scores(batch().select([0]))
     group.close()
     group.close()

@@ -1,0 +1,74 @@
+"""Ranks as a group: they meet, are called by name, and end; rows come once."""
+
+import time
+
+import pytest
+import ray
+
+from mega_agentrl.config.schema import ClusterConfig, ParallelConfig, TrainConfig
+from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
+from mega_agentrl.runtime.remote import RemoteError
+
+
+class EchoActor(RankActor):
+    """Notes where the ranks met."""
+
+    def start(self, master_address, master_port):
+        self.seat = self._seat(master_address, master_port)
+
+    def place(self):
+        return self.seat.rank, self.seat.world_size, self.seat.master_port
+
+    def say(self, text):
+        if text == "fall":
+            raise OSError("lost its GPU")
+        if text == "sleep":
+            time.sleep(30)
+        return f"{self._rank}: {text}"
+
+
+class EchoGroup(RankGroup):
+    kind = "echo model"
+    log_name = "echo"
+    actor_class = EchoActor
+
+
+def test_ranks_meet_answer_by_name_and_end(ray_local, tmp_path):
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(actor_deadline_s=60.0)
+    )
+    group = EchoGroup.launch(config, on_gpu=False, log_folder=tmp_path)
+    try:
+        group.start()
+        places = list(group.gather("places", group.start_on_ranks("place")).values())
+        assert [place[:2] for place in places] == [(0, 2), (1, 2)]
+        assert places[0][2] == places[1][2]
+        said = group.gather("talk", group.start_each("say", [("a",), ("b",)]))
+        assert said == {"echo model rank 0": "0: a", "echo model rank 1": "1: b"}
+        with pytest.raises(RemoteError, match="talk failed on echo model rank 1"):
+            group.gather("talk", group.start_each("say", [("a",), ("fall",)]))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "echo-rank0.log",
+            "echo-rank1.log",
+        ]
+    finally:
+        group.close()
+        group.close()
+
+
+def test_a_silent_rank_is_named(ray_local, tmp_path):
+    config = TrainConfig(cluster=ClusterConfig(actor_deadline_s=1.0))
+    actor = ray.remote(num_cpus=0)(EchoActor).remote(config, 0, 1, str(tmp_path / "log"))
+    ray.get(actor.address.remote())
+    group = EchoGroup([actor], config)
+    with pytest.raises(RemoteError, match="no answer within 1 s from echo model rank 0"):
+        group.gather("talk", group.start_on_ranks("say", "sleep"))
+    group.close()
+
+
+def test_every_row_comes_once():
+    answers = [([2, 0], "x"), None, ([1], "y")]
+    assert list(rows_of(answers, 3)) == [([2, 0], "x"), ([1], "y")]
+    for wrong in ([([0], "x")], [([0, 1], "x"), ([1], "y")]):
+        with pytest.raises(AssertionError, match="each row once"):
+            list(rows_of(wrong, 2))
