@@ -5,7 +5,7 @@ EXPERIMENT ?= smoke
 ARGS ?=
 RUN ?= runs/smoke
 
-.PHONY: help env model smoke train preflight report test test-slow lint clean
+.PHONY: help env model smoke train preflight report test test-slurm test-slow lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ report: env ## the page of a run: make report RUN=runs/smoke
 
 test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." goes to pytest)
 	@$(PY) -m pytest -m "not gpu and not slurm and not slow" $(ARGS)
+
+test-slurm: env ## launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
+	@$(PY) -m pytest -m slurm tests/slurm $(ARGS)
 
 test-slow: env ## the tests that take minutes
 	@$(PY) -m pytest -m "slow and not gpu and not slurm" $(ARGS)

@@ -130,8 +130,6 @@ def _run_all(
 
     start_s = time.monotonic()
     with build(base) as parts:
-        # Ray puts its own in place, which ends the process without a word.
-        signal.signal(signal.SIGTERM, _interrupt)
         warm = warm_up(parts, base, settings, out / "warm")
         before = evaluate_warm(parts, base, warm, out / "warm")
         bench = Bench(parts=parts, base=base, warm=warm, before=before)

@@ -6,6 +6,7 @@
 #   PYTHON=...          interpreter to use, 3.11 or 3.12
 #   TORCH_INDEX_URL=... extra package index. On a CPU-only machine whose index offers only
 #                       CUDA builds of torch, point it at PyTorch's own CPU wheel index.
+#   WITH_TOOLS=1        also what only tests need: Slurm and munge, and Chromium, which opens reports
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -39,6 +40,10 @@ missing_system_packages() {
     libraries=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p)
     [[ $libraries == *libseccomp.so.2* ]] || echo libseccomp2
     [[ $DEVICE != cpu || $libraries == *libnuma.so.1* ]] || echo libnuma1
+    [ -n "${WITH_TOOLS:-}" ] || return 0
+    command -v chromium >/dev/null || echo chromium
+    PATH=$PATH:/usr/sbin:/sbin command -v slurmctld >/dev/null || echo slurm-wlm
+    PATH=$PATH:/usr/sbin:/sbin command -v munged >/dev/null || echo munge
 }
 
 install_system_packages() {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from typing import TYPE_CHECKING
 
 import ray
@@ -17,9 +19,9 @@ _logger = logging.getLogger(__name__)
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
-    On GPUs every rank, of policy, engines and reward model, has one of its own. On a CPU they
-    take turns, so the largest of them must fit the cores of a cluster that was joined; on this
-    machine ranks may share cores, and a warning says that it is slow.
+    On GPUs every rank, of policy, engines and reward model, has one of its own. On CPUs they take
+    turns, and may share cores: a warning where there are fewer than the largest group has ranks.
+    A cluster that was joined must have a core for each actor, or Ray would wait for one for ever.
     """
     layout = config.parallel
     policy_ranks = layout.num_ranks
@@ -40,12 +42,14 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
                 f"{shape}: {num_needed} GPUs needed, the cluster has {num_gpus}; "
                 "lower one of these or join a larger cluster (cluster.address)"
             )
-    elif max(policy_ranks, engine_ranks) > num_cores:
-        if config.cluster.address:
-            raise ValueError(
-                f"{shape}: more ranks than the {num_cores} cores of the cluster; lower one of "
-                "these or join a larger cluster (cluster.address)"
-            )
+        return
+    num_actors = policy_ranks + config.cluster.num_engines + reward_ranks
+    if config.cluster.address and num_actors > num_cores:
+        raise ValueError(
+            f"{shape}: {num_actors} actors, an engine is one, need a core each, and the cluster "
+            f"has {num_cores}; lower one of these or join a larger cluster (cluster.address)"
+        )
+    if max(policy_ranks, engine_ranks) > num_cores:
         _logger.warning("%s: they share %d cores, which is slow", shape, num_cores)
 
 
@@ -56,6 +60,7 @@ def connect(config: TrainConfig) -> bool:
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_DEDUP_LOGS"] = "0"
+    at_sigterm = signal.getsignal(signal.SIGTERM)
     num_cores = os.cpu_count() or 1
     if config.cluster.address:
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -70,6 +75,9 @@ def connect(config: TrainConfig) -> bool:
             logging_level=logging.ERROR,
             object_store_memory=512 * 1024**2,
         )
+    # Ray puts a handler of its own in its place, which ends the process at once.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, at_sigterm)
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
     if config.cluster.address:

@@ -107,8 +107,12 @@ def engine_is_starting(run_dir):
     return (run_dir / "logs" / "engine0.log").exists()
 
 
-@pytest.mark.parametrize("moment", [engine_is_starting, in_rl])
-def test_ctrl_c_ends_every_process_within_ten_seconds(moment, assets, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("moment", "signal_number"), [(engine_is_starting, signal.SIGTERM), (in_rl, signal.SIGINT)]
+)
+def test_a_signal_ends_every_process_within_ten_seconds(
+    moment, signal_number, assets, tmp_path, monkeypatch
+):
     marker = f"MEGA_AGENTRL_TEST_RUN={tmp_path}"
     monkeypatch.setenv(*marker.split("=", 1))
     run_dir = tmp_path / "run"
@@ -118,7 +122,7 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(moment, assets, tmp_path, 
         marked = processes_below(marker)
         if moment is in_rl:
             assert any("EngineCore" in command for command in marked), "the marker reaches vLLM"
-        os.kill(child.pid, signal.SIGINT)
+        os.kill(child.pid, signal_number)
         # Twice the promised ten seconds, for the driver and all its processes together.
         ended_s = wait_until(lambda: not processes_below(marker), 20)
         code, output = finish(child, 20 - ended_s)

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=preflight
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --time=15
+#
+# Minutes that save hours: every node of an allocation, and the nodes against each other.
+#
+#   sbatch -N8 --gpus-per-node=8 slurm/preflight.sh
+#   salloc -N8 --gpus-per-node=8 bash slurm/preflight.sh
+#
+# A table of nodes by checks: the environment imports; versions of Python, torch, NCCL, Ray and
+# driver are the same everywhere; GPUs by NVML (number, kind, uncorrected errors, Xids, NVLinks) and
+# InfiniBand ports; the shared folder is the same; free GiB of shared, local and /dev/shm; open files
+# and locked memory; clocks; connections from each node to each; bubblewrap. Exit code 1 where
+# something failed; `!` marks it, and a line below says why.
+set -euo pipefail
+
+export MEGA_AGENTRL_ROOT=${MEGA_AGENTRL_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
+if ! [ -f "$MEGA_AGENTRL_ROOT/slurm/env.sh" ] || [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "slurm/preflight.sh: no job, or no slurm/env.sh in $MEGA_AGENTRL_ROOT;" \
+        "expected: sbatch slurm/preflight.sh from the repository's folder" >&2
+    exit 2
+fi
+cd "$MEGA_AGENTRL_ROOT"
+set +eu # site scripts and modules are rarely written for these
+source slurm/env.sh
+set -eu
+
+if [ "${1:-}" = node ]; then
+    exec timeout 600 python -m slurm.preflight node "$2" "$SLURMD_NODENAME"
+fi
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MEGA_AGENTRL_PREFLIGHT_KEY
+MEGA_AGENTRL_PREFLIGHT_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+address=$(python -m slurm.ray_members place "$SLURM_JOB_ID" "${nodes[@]}")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+python -m slurm.preflight head "$address" "${nodes[@]}" &
+head_pid=$!
+until (exec 3<>"/dev/tcp/${address%:*}/${address##*:}") 2>/dev/null; do
+    kill -0 "$head_pid" 2>/dev/null || break
+    sleep 0.2
+done
+srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --overlap --mem=0 --label \
+    bash "$MEGA_AGENTRL_ROOT/slurm/preflight.sh" node "$address" >"$work/nodes.log" 2>&1 </dev/null &
+srun_pid=$!
+code=0
+wait "$head_pid" || code=$?
+if [ "$code" -ne 0 ] && [ -s "$work/nodes.log" ]; then
+    echo "Output of the nodes (number: ${nodes[*]}):"
+    tail -n 40 "$work/nodes.log"
+fi
+sleep 1
+kill -TERM "$srun_pid" 2>/dev/null || true
+wait "$srun_pid" 2>/dev/null || true
+exit "$code"

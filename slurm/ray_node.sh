@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Ray on one node of a job, in the foreground; run by slurm/train.sh under srun.
+#
+#   ray_node.sh NODE INDEX ADDRESS     index 0 is the head; address is the head's, host:port
+#
+# All ports but the head's are chosen by the system, and Ray's files are in a folder of this node and
+# this start: two nodes may share a host (Slurm's virtual nodes do), and so may two jobs. For the same
+# reason nothing here calls `ray stop`, which would end every Ray on the host. When it ends, for
+# whatever reason but SIGKILL, every process it started is gone and so is the folder.
+set -uo pipefail
+
+node=$1 index=$2 address=$3
+set +u # site scripts and modules are rarely written for it
+source "$MEGA_AGENTRL_ROOT/slurm/env.sh"
+set -u
+cd "$MEGA_AGENTRL_ROOT" || exit 1
+
+# Short: Ray puts Unix sockets about 60 characters below it, and their paths have 107 bytes.
+folder=${MEGA_AGENTRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$index
+tag=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$node
+ray_pid=''
+
+tagged() { # pids of the processes Ray started here: they inherited the tag
+    env -u MEGA_AGENTRL_NODE_TAG grep -lzsx "MEGA_AGENTRL_NODE_TAG=$tag" /proc/[0-9]*/environ |
+        cut -d / -f 3
+}
+
+clean_up() {
+    local code=$? pid
+    trap '' TERM INT HUP USR2
+    if [ -n "$ray_pid" ]; then
+        kill -TERM "$ray_pid" 2>/dev/null
+        for _ in {1..100}; do
+            kill -0 "$ray_pid" 2>/dev/null || break
+            sleep 0.1
+        done
+    fi
+    for pid in $(tagged); do kill -KILL "$pid" 2>/dev/null; done
+    rm -rf "$folder"
+    exit "$code"
+}
+
+trap clean_up EXIT
+trap 'exit 143' TERM INT HUP USR2 # USR2 is how train.sh ends a node
+mkdir -p "$folder" || exit 1
+export MEGA_AGENTRL_NODE_TAG=$tag RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+
+host=${address%:*} port=${address##*:}
+if [ "$index" -eq 0 ]; then
+    place=(--head --node-ip-address="$host" --port="$port" --include-dashboard=false
+        --ray-client-server-port=$((port + 1)))
+else
+    place=(--address="$address")
+    # Ray itself gives up after 20 s, and a head may take longer on a slow file system.
+    until (exec 3<>"/dev/tcp/$host/$port") 2>/dev/null; do
+        sleep 1 &
+        wait $!
+    done
+fi
+# In a session of its own, so that signals to this script do not reach Ray's processes as well.
+# shellcheck disable=SC2086  # the options are words
+setsid ray start --log-color=false --block "${place[@]}" --node-name="$node" --temp-dir="$folder" \
+    --num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 --max-worker-port=0 \
+    --dashboard-agent-listen-port=0 --disable-usage-stats ${MEGA_AGENTRL_RAY_OPTIONS:-} &
+ray_pid=$!
+wait "$ray_pid"
+code=$?
+ray_pid=''
+echo "ray_node.sh: Ray on $node ended with exit code $code"
+exit "$code"

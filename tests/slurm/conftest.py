@@ -1,0 +1,102 @@
+"""A Slurm of two virtual nodes for the tests of this folder, and jobs on it."""
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.virtual_cluster import NODES, VirtualCluster, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+# A cluster of Ray's own takes 30 % of the memory for objects otherwise, on each node.
+RAY_OPTIONS = "--object-store-memory=100000000"
+
+
+@pytest.fixture(scope="session")
+def running_slurm():
+    """The cluster, started once; skips where Slurm is not installed."""
+    if reason := why_not():
+        pytest.skip(reason)
+    # Not pytest's folder: Unix sockets have short paths.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    cluster = VirtualCluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Jobs:
+    """Jobs of one test, and what they leave behind. marker: in the environment of all of them."""
+
+    def __init__(self, slurm, folder, marker):
+        self.slurm = slurm
+        self.folder = folder
+        self.marker = marker
+        self.output = folder / "job.out"
+        self.run_dir = folder / "runs" / "mine"
+
+    def submit(self, *words, driver=None, script="slurm/train.sh", nodes=2, options=(), **more):
+        """Job id of `sbatch`; more: environment."""
+        environment = {
+            **self.slurm.environment,
+            "MEGA_AGENTRL_LOCAL_DIR": self.marker,
+            "MEGA_AGENTRL_RAY_OPTIONS": RAY_OPTIONS,
+            **more,
+        }
+        if driver:
+            environment["MEGA_AGENTRL_DRIVER"] = driver
+        line = ["sbatch", "--parsable", f"-N{nodes}", f"--output={self.output}", *options]
+        done = self.slurm.command(*line, script, *words, env=environment, cwd=ROOT)
+        return done.stdout.strip()
+
+    def tiny(self, do, **more):
+        """Submits the tiny driver."""
+        driver = f"python {ROOT}/tests/slurm/tiny_driver.py"
+        return self.submit(f"run_dir={self.run_dir}", f"do={do}", driver=driver, **more)
+
+    def wait_for(self, path, timeout_s):
+        self.slurm.wait_for(path.exists, timeout_s, f"{path.name}", self.output)
+
+    def end(self, job, timeout_s):
+        """Exit code and output of a job."""
+        code = self.slurm.wait_ended(job, timeout_s, self.output)
+        return code, self.output.read_text()
+
+    def left_over(self):
+        """pid and command of living processes of the jobs, and their folders."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if (
+                    folder.name.isdigit()
+                    and self.marker.encode() in (folder / "environ").read_bytes()
+                ):
+                    found.append((int(folder.name), (folder / "cmdline").read_bytes()))
+            except OSError:
+                continue
+        return found + [str(path) for path in Path(self.marker).iterdir()]
+
+
+@pytest.fixture
+def jobs(running_slurm, tmp_path):
+    """Jobs; the test fails where one leaves a process or a file on its nodes."""
+    marker = tempfile.mkdtemp(prefix="jobs-")
+    jobs = Jobs(running_slurm, tmp_path, marker)
+    try:
+        yield jobs
+        running_slurm.command("scancel", "--user=root")
+        running_slurm.wait_for(
+            lambda: running_slurm.node_states() == ["idle"] * len(NODES), 60, "idle nodes"
+        )
+        deadline_s = time.monotonic() + 15
+        while (left := jobs.left_over()) and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+        assert not left, left
+    finally:
+        running_slurm.command("scancel", "--user=root", check=False)
+        shutil.rmtree(marker, ignore_errors=True)

@@ -1,0 +1,56 @@
+"""The smoke job over two nodes: policy ranks and engine on the Ray cluster of the allocation."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.overrides import asset_overrides
+from tests.slurm.virtual_cluster import ENDED
+
+pytestmark = pytest.mark.slurm
+
+
+def actors_and_nodes(marker):
+    """Class and node of the Ray actors of this test's jobs."""
+    for folder in Path("/proc").iterdir():
+        try:
+            name = (folder / "cmdline").read_text() if folder.name.isdigit() else ""
+            environment = (folder / "environ").read_text() if name.startswith("ray::") else ""
+        except (OSError, UnicodeDecodeError):
+            continue
+        node = re.search(r"MEGA_AGENTRL_NODE_TAG=\S*?(n\d)\0", environment)
+        kind = re.match(r"ray::(\w+Actor)\b", name)
+        if node and kind and marker in environment:
+            yield kind.group(1), node.group(1)
+
+
+def test_smoke_ci_by_sbatch(jobs, assets):
+    job = jobs.submit(
+        "experiment=smoke_ci",
+        "total_steps=1",
+        "sft.max_steps=4",
+        "sft.check_every=4",
+        "data.prompts_per_step=4",
+        "evaluate.num_questions=8",
+        *asset_overrides(assets, jobs.run_dir),
+    )
+    places = set()
+
+    def has_ended():
+        places.update(actors_and_nodes(jobs.marker))
+        return jobs.slurm.state(job) in ENDED
+
+    jobs.slurm.wait_for(has_ended, 480, f"end of job {job}", jobs.output)
+    code, output = jobs.end(job, 10)
+    assert code == 0, output[-3000:]
+    where = {kind: {node for name, node in places if name == kind} for kind, _ in places}
+    # A node has two cores, so the pair of policy ranks fills one and the engine has the other.
+    assert len(where["PolicyActor"]) == len(where["EngineActor"]) == 1
+    assert where["PolicyActor"] | where["EngineActor"] == {"n1", "n2"}
+    summary = json.loads((jobs.run_dir / "summary.json").read_text())
+    assert summary["num_steps"] == 1
+    assert 0 <= summary["mismatch_mean_abs"] < 1e-3
+    driver_log = jobs.run_dir.parent / f"slurm-{job}" / "driver.log"
+    assert "held-out reward after RL" in driver_log.read_text()

@@ -1,0 +1,134 @@
+"""slurm/train.sh on a Slurm of two nodes: whole, interrupted, and with a node that is gone.
+
+Most of it with a tiny driver (`tiny_driver.py`): what is tested is the shell around it.
+"""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+START_S = 240  # Ray on two nodes takes about 20 s on an idle machine
+LOST = 69
+
+
+def process_ids(*, name="", command="", environment=""):
+    """pids of the living processes with this name and these in command line and environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if (
+                folder.name.isdigit()
+                and name in (folder / "comm").read_text()
+                and command.encode() in (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                and environment.encode() in (folder / "environ").read_bytes()
+            ):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def parent(pid):
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return int(status.rsplit(")", 1)[1].split()[1])
+
+
+def test_ray_spans_both_nodes_and_the_drivers_exit_code_is_the_jobs(jobs):
+    code, output = jobs.end(jobs.tiny("end-7"), START_S)
+    assert code == 7, output
+    seen = json.loads((jobs.run_dir / "start-0.json").read_text())
+    assert seen["nodes"] == {"n1": True, "n2": True}
+    assert seen["cpus"] == 4
+    logs = jobs.run_dir.parent / f"slurm-{seen['job']}"
+    assert {path.name for path in logs.iterdir()} == {"driver.log", "ray-n1.log", "ray-n2.log"}
+    assert "the driver ended with exit code 7" in output
+
+
+def test_bad_input_ends_the_job_before_ray_starts(jobs):
+    job = jobs.submit("experiment=smoke_ci", "optm.lr=1")
+    code, output = jobs.end(job, 60)
+    assert code == 2
+    assert "optm.lr" in output and "optim.lr" in output
+    assert "head" not in output
+
+
+def test_usr1_saves_and_requeues_and_the_second_start_goes_on(jobs):
+    job = jobs.tiny("hold")
+    jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
+    jobs.slurm.command("scancel", "--batch", "--signal=USR1", job)
+    jobs.wait_for(jobs.run_dir / "saved", 30)
+    jobs.wait_for(jobs.run_dir / "start-1.json", START_S)
+    code, output = jobs.end(job, 60)
+    assert code == 0, output
+    assert (jobs.run_dir / "saved").read_text() == "0"
+    shown = jobs.slurm.command("scontrol", "show", "job", job).stdout
+    assert "Restarts=1" in shown
+    assert output.count("goes back into the queue") == 1
+
+
+def test_a_node_that_goes_away_is_named(jobs):
+    job = jobs.tiny("hold")
+    jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
+    slurm = jobs.slurm
+    try:
+        # All at once, as when the power fails; Slurm itself would notice in a minute.
+        (script,) = process_ids(name="bash", command="ray_node.sh n2", environment=jobs.marker)
+        step = parent(script)
+        slurm.stop_daemon("n2", signal.SIGKILL)
+        for pid in [step, script, *process_ids(environment=f"MEGA_AGENTRL_NODE_TAG={job}-0-n2")]:
+            os.kill(pid, signal.SIGKILL)
+        slurm.wait_for(lambda: "went away" in jobs.output.read_text(), 30, "message", jobs.output)
+    finally:
+        if "n2" not in slurm.daemons:
+            slurm.start_node("n2")
+    code, output = jobs.end(job, 90)
+    assert code == LOST, output
+    assert [line for line in output.splitlines() if "went away" in line and "node n2" in line]
+    assert "node n1" not in output
+    # Nobody was left on n2 to remove it; a node that comes back has a new start and folder.
+    shutil.rmtree(Path(jobs.marker) / f"ray-{job}-0-1")
+
+
+def test_a_node_that_does_not_come_is_named_at_the_deadline(jobs):
+    slurm = jobs.slurm
+    os.kill(slurm.daemons["n2"].pid, signal.SIGSTOP)
+    try:
+        job = jobs.tiny("end-0", MEGA_AGENTRL_START_DEADLINE_S="20")
+        slurm.wait_for(
+            lambda: (
+                jobs.output.exists() and "n2" in jobs.output.read_text().partition("logs in")[2]
+            ),
+            120,
+            "message",
+            jobs.output,
+        )
+    finally:
+        os.kill(slurm.daemons["n2"].pid, signal.SIGCONT)
+    code, output = jobs.end(job, 90)
+    assert code == LOST, output
+    assert "missing after 20 s: node n2;" in output or "node n2 went away" in output
+    assert not jobs.run_dir.exists()
+
+
+def test_a_cancelled_job_leaves_nothing(jobs):
+    job = jobs.tiny("hold")
+    jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
+    jobs.slurm.command("scancel", job)
+    jobs.slurm.wait_for(lambda: jobs.slurm.state(job) == "CANCELLED", 60, "end", jobs.output)
+
+
+def test_term_reaches_the_driver_alone(jobs):
+    """`scancel --batch --signal=TERM`: the driver ends while Ray still runs."""
+    job = jobs.tiny("hold")
+    jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
+    jobs.slurm.command("scancel", "--batch", "--signal=TERM", job)
+    code, output = jobs.end(job, 60)
+    assert code == 9, output
+    assert "TERM: the driver is asked to end" in output
+    assert "went away" not in output

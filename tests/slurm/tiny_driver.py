@@ -1,0 +1,56 @@
+"""What slurm/train.sh starts in most of its tests: joins the Ray cluster and does as it is told.
+
+`python tiny_driver.py run_dir=FOLDER do=WHAT cluster.address=HOST:PORT`. Each start writes
+`start-<n>.json` with the names of the Ray nodes, in FOLDER. WHAT:
+`end-<code>`: exit with that code. `hold`: wait for USR1, write `saved` and exit with 75; where
+`saved` is there already, exit with 0; at TERM exit with 9.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+HOLD_S = 120
+
+
+def main() -> int:
+    settings = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    folder = Path(settings["run_dir"])
+    if "--cfg" in sys.argv:
+        assert sys.argv[-4:] == ["--cfg", "job", "--package", "run_dir"], sys.argv
+        print(folder)
+        return 0
+    asked = []
+    signal.signal(signal.SIGUSR1, lambda *_: asked.append("USR1"))
+    start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    import ray
+
+    ray.init(address=settings["cluster.address"], log_to_driver=False)
+    # After Ray has set its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    nodes = {node["NodeName"]: node["Alive"] for node in ray.nodes()}
+    folder.mkdir(parents=True, exist_ok=True)
+    seen = {
+        "nodes": nodes,
+        "job": os.environ["SLURM_JOB_ID"],
+        "cpus": ray.cluster_resources()["CPU"],
+    }
+    (folder / "start.part").write_text(json.dumps(seen))
+    (folder / "start.part").rename(folder / f"start-{start}.json")
+    if settings["do"].startswith("end-"):
+        return int(settings["do"].removeprefix("end-"))
+    saved = folder / "saved"
+    if saved.exists():
+        return 0
+    end_s = time.monotonic() + HOLD_S
+    while not asked and time.monotonic() < end_s:
+        time.sleep(0.1)
+    saved.write_text(str(start))
+    return 75 if asked else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""A real Slurm on this host: munge, a controller and two node daemons in a folder of their own.
+
+Both nodes share the host and its address, so each has its own daemon, port and spool folder. The
+system's own Slurm, if there is one, is not touched: everything goes by `SLURM_CONF`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NODES = ("n1", "n2")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
+# Slurm's programs lie in sbin, which is not on every user's path.
+SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+CONFIG = """\
+ClusterName=virtual
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/slurmd.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+SwitchType=switch/none
+JobCompType=jobcomp/none
+FirstJobId={first_job}
+SchedulerParameters=defer,sched_min_interval=100000,bf_interval=2
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=15
+SlurmdTimeout=60
+MessageTimeout=10
+NodeName=DEFAULT CPUs=2 CoresPerSocket=2 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_1}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2}
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Why there can be no Slurm here; empty where there can."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: slurm-wlm and munge)"
+    return "" if os.geteuid() == 0 else "Slurm's daemons start jobs as their users and need root"
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports nobody listens on, all different."""
+    probes = [socket.socket() for _ in range(number)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+class VirtualCluster:
+    """Started by `start`, ended by `close`; commands go through `command`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        path = os.pathsep.join([str(Path(sys.executable).parent), SEARCH_PATH])
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+        self.environment = {**kept, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        """All daemons; returns when both nodes can take jobs."""
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        ports = free_ports(3)
+        text = CONFIG.format(
+            host=socket.gethostname().split(".")[0],
+            folder=self.folder,
+            first_job=os.getpid(),  # two clusters on a host have jobs of different numbers
+            controller_port=ports[0],
+            port_1=ports[1],
+            port_2=ports[2],
+        )
+        (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
+        names = {"key-file": "key", "socket": "sock", "pid-file": "pid", "seed-file": "seed"}
+        # --force: the folder is private, which munged takes for a mistake.
+        files = [f"--{option}={self.folder}/munge.{end}" for option, end in names.items()]
+        self._spawn("munged", "--foreground", "--force", *files)
+        self.wait_for(lambda: (self.folder / "munge.sock").exists(), 20, "munged's socket")
+        self._spawn("slurmctld", "-D", "-c", "-f", f"{self.folder}/slurm.conf")
+        for node in NODES:
+            self.start_node(node)
+        self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), 60, "idle nodes")
+
+    def start_node(self, node: str) -> None:
+        """The daemon of one node."""
+        self._spawn("slurmd", "-D", "-N", node, "-f", f"{self.folder}/slurm.conf", name=node)
+
+    def node_states(self) -> list[str]:
+        """`idle`, `alloc`, `down*`, ... of each node."""
+        asked = self.command("sinfo", "-h", "-N", "-o", "%t", check=False)
+        return asked.stdout.split()
+
+    def _spawn(self, program: str, *arguments: str, name: str = "") -> None:
+        name = name or program
+        log = (self.folder / f"{name}.log").open("ab")
+        found = shutil.which(program, path=SEARCH_PATH)
+        assert found is not None, program
+        self.daemons[name] = subprocess.Popen(
+            [found, *arguments],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        log.close()
+
+    def command(
+        self, *words: str, check: bool = True, timeout_s: float = 60, **more: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands; `more` goes to `subprocess.run`."""
+        done = subprocess.run(
+            words,
+            **{"env": self.environment, **more},
+            text=True,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stderr}\n{self.logs()}")
+        return done
+
+    def state(self, job: str) -> str:
+        """`RUNNING`, `COMPLETED`, ...; empty once Slurm has forgotten the job."""
+        shown = self.command("scontrol", "show", "job", job, check=False).stdout
+        found = re.search(r"JobState=(\w+)", shown)
+        return found.group(1) if found else ""
+
+    def exit_code(self, job: str) -> int:
+        """Exit code of a job's batch script."""
+        shown = self.command("scontrol", "show", "job", job).stdout
+        found = re.search(r"ExitCode=(\d+):(\d+)", shown)
+        assert found is not None, shown
+        return int(found.group(1))
+
+    def wait_for(self, condition: object, timeout_s: float, what: str, log: Path | None = None):
+        """Seconds until `condition()` holds; raises with the logs past the deadline."""
+        start_s = time.monotonic()
+        while not condition():
+            ended = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
+            if ended or time.monotonic() - start_s > timeout_s:
+                said = log.read_text(encoding="utf-8")[-3000:] if log and log.exists() else ""
+                dead = f"; ended by itself: {', '.join(ended)}" if ended else ""
+                raise TimeoutError(f"{what}: not within {timeout_s} s{dead}\n{said}\n{self.logs()}")
+            time.sleep(0.2)
+        return time.monotonic() - start_s
+
+    def wait_ended(self, job: str, timeout_s: float, log: Path | None = None) -> int:
+        """Exit code of a job once it has ended."""
+        self.wait_for(lambda: self.state(job) in ENDED, timeout_s, f"end of job {job}", log)
+        return self.exit_code(job)
+
+    def logs(self) -> str:
+        """The last lines of every daemon."""
+        parts = []
+        for path in sorted(self.folder.glob("*.log")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
+            parts.append("\n".join([f"-- {path.name}", *lines]))
+        return "\n".join(parts)
+
+    def stop_daemon(self, name: str, sign: int = signal.SIGTERM) -> None:
+        """End one daemon, by its pid."""
+        daemon = self.daemons.pop(name)
+        daemon.send_signal(sign)
+        try:
+            daemon.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(timeout=15)
+
+    def close(self) -> None:
+        """End every job, then every daemon."""
+        if "slurmctld" in self.daemons:
+            self.command("scancel", "--user=root", check=False)
+            deadline_s = time.monotonic() + 30
+            while time.monotonic() < deadline_s:
+                if not self.command("squeue", "-h", check=False).stdout.strip():
+                    break
+                time.sleep(0.5)
+        for name in reversed(list(self.daemons)):
+            self.stop_daemon(name)
