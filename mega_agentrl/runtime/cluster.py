@@ -13,6 +13,9 @@ import ray
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
 
+MOST_TO_A_CORE = 4
+"""Ranks that may share a core of this machine."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -20,7 +23,7 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
     On GPUs every rank, of policy, engines and reward model, has one of its own. On CPUs they take
-    turns, and may share cores: a warning where there are fewer than the largest group has ranks.
+    turns, and a few may share a core: a warning where the largest group has more ranks than cores.
     A cluster that was joined must have a core for each actor, or Ray would wait for one for ever.
     """
     layout = config.parallel
@@ -49,7 +52,14 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
             f"{shape}: {num_actors} actors, an engine is one, need a core each, and the cluster "
             f"has {num_cores}; lower one of these or join a larger cluster (cluster.address)"
         )
-    if max(policy_ranks, engine_ranks) > num_cores:
+    most = max(policy_ranks, engine_ranks)
+    if most > MOST_TO_A_CORE * num_cores:
+        raise ValueError(
+            f"{shape}: more ranks than {MOST_TO_A_CORE} to each of the {num_cores} cores there are; "
+            "expected fewer, on a CPU they are for trying things out; probable cause: a layout "
+            "that was made for a cluster (cluster.address)"
+        )
+    if most > num_cores:
         _logger.warning("%s: they share %d cores, which is slow", shape, num_cores)
 
 

@@ -94,7 +94,12 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(assets, tmp_path):
 def test_help_lists_groups_and_keys(tmp_path):
     code, output = run("--help", cwd=ROOT)
     assert code == 0
-    for piece in ("experiment=NAME", "algo: arpo", "branching: after_result", "max_calls"):
+    for piece in (
+        "experiment=NAME",
+        "algo: aepo, ares, arpo, ",
+        "branching: after_result",
+        "max_calls",
+    ):
         assert piece in output
 
 

@@ -25,6 +25,9 @@ def test_more_ranks_than_cores_are_slow_and_said_so(caplog):
     assert "parallel.pipeline=2" in caplog.text
     assert "4 policy ranks" in caplog.text
     assert "share 2 cores" in caplog.text
+    check_size(config(parallel=ParallelConfig(data=8)), num_cores=2, num_gpus=0)
+    with pytest.raises(ValueError, match=r"parallel.data=9.*more ranks than 4 to each of the 2"):
+        check_size(config(parallel=ParallelConfig(data=9)), num_cores=2, num_gpus=0)
     wide.cluster.address = "auto"
     with pytest.raises(ValueError, match=r"parallel.pipeline=2.*4 policy ranks.*5 actors.*has 4"):
         check_size(wide, num_cores=4, num_gpus=0)
