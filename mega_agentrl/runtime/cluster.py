@@ -55,7 +55,7 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     most = max(policy_ranks, engine_ranks)
     if most > MOST_TO_A_CORE * num_cores:
         raise ValueError(
-            f"{shape}: more ranks than {MOST_TO_A_CORE} to each of the {num_cores} cores there are; "
+            f"{shape}: more ranks than {MOST_TO_A_CORE} to each of the {num_cores} cores here; "
             "expected fewer, on a CPU they are for trying things out; probable cause: a layout "
             "that was made for a cluster (cluster.address)"
         )
