@@ -8,9 +8,10 @@ released code does for much of this; it gets one trajectory in `--share`, and it
 multiplied. Both must agree there. Cases, all for groups of 8 whose forks share a third:
 
     seconds/advantages   GRPO, RLOO, both REINFORCE++, GAE, the hard advantage, EGPO with its
-                         chain of thought, AEPO's scale, truncated corrections
+                         chain of thought, AEPO's scale
     seconds/ares         windows, percentiles, counts, shaping, KL weights, the controllers' step
     seconds/together     the sum
+    seconds/corrections  truncated weights of the tokens, and all figures of the mismatch
     memory/together      MiB at the peak beyond the batch; the baseline is one float64 copy of
                          each of the batch's nine [B, T] fields
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import sys
 import time
@@ -39,7 +41,13 @@ from mega_agentrl.algo.kl import kl_penalty
 
 GROUP = 8
 OPEN, CLOSE = 1, 2
-CASES = ("seconds/advantages", "seconds/ares", "seconds/together", "memory/together")
+CASES = (
+    "seconds/advantages",
+    "seconds/ares",
+    "seconds/together",
+    "seconds/corrections",
+    "memory/together",
+)
 AGREEMENT = 1e-4
 
 Found = TypeVar("Found")
@@ -82,9 +90,6 @@ def advantages(given: Given) -> dict[str, torch.Tensor]:
     hard_BT = estimators.arpo_hard(grpo_B, given.node_BT, mask_BT)
     value_BT = torch.zeros_like(given.entropy_BT)
     gae_BT, _ = estimators.gae(last_BT, value_BT, mask_BT, gamma=1.0, lam=0.95)
-    weight_BT, _ = importance_weights(
-        given.logp_BT, given.rollout_BT, mask_BT, level="token", mode="truncated", cap=2.0
-    )
     scaled_BT = entropy_scaled(estimators.broadcast(egpo_B, mask_BT), given.entropy_BT, mask_BT)
     return {
         "grpo": grpo_B,
@@ -94,9 +99,16 @@ def advantages(given: Given) -> dict[str, torch.Tensor]:
         "reinforce": estimators.reinforce_plus_plus(last_BT, mask_BT).sum(1),
         "baseline": estimators.reinforce_plus_plus_baseline(reward_B, group_B, mask_BT).sum(1),
         "gae": gae_BT.sum(1),
-        "correction": weight_BT.sum(1),
         "scaled": scaled_BT.sum(1),
     }
+
+
+def corrections(given: Given) -> dict[str, torch.Tensor]:
+    """Everything of `train.advantages.add_corrections`, by name."""
+    weight_BT, figures = importance_weights(
+        given.logp_BT, given.rollout_BT, given.mask_BT, level="token", mode="truncated", cap=1.02
+    )
+    return {"weight": weight_BT.sum(1), "kl_k3": figures["kl_k3"].unsqueeze(0)}
 
 
 def shaping(given: Given) -> dict[str, torch.Tensor]:
@@ -174,6 +186,19 @@ def plain_shaping(given: Given, threshold: float) -> dict[str, list[float]]:
     return {"hwe": counts}
 
 
+def plain_corrections(given: Given) -> dict[str, list[float]]:
+    """A token at a time."""
+    weights, k3, number = [], 0.0, 0
+    for train, sampled, there in zip(
+        given.logp_BT.tolist(), given.rollout_BT.tolist(), given.mask_BT.tolist(), strict=True
+    ):
+        gaps = [a - b for a, b, on in zip(train, sampled, there, strict=True) if on]
+        weights.append(sum(min(math.exp(gap), 1.02) for gap in gaps))
+        k3 += sum(math.exp(gap) - 1 - gap for gap in gaps)
+        number += len(gaps)
+    return {"weight": weights, "kl_k3": [k3 / number]}
+
+
 def check(ours: dict[str, torch.Tensor], plain: dict[str, list[float]], slack: float) -> None:
     """Raise where the two differ."""
     for name, values in plain.items():
@@ -203,6 +228,7 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     advantages_s, _ = timed(advantages, given)
     ares_s, _ = timed(shaping, given)
     added_mib = peak_mib() - before_mib
+    corrections_s, _ = timed(corrections, given)
     plain_s, plain = timed(plain_advantages, part)
     check(advantages(part), plain, AGREEMENT)
     found = shaping(part)
@@ -211,11 +237,14 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     plain_ares_s, plain = timed(plain_shaping, part, state.threshold)
     # A window at the threshold itself falls on either side of it by rounding.
     check(found, plain, 0.01)
+    plain_corrections_s, plain = timed(plain_corrections, part)
+    check(corrections(part), plain, AGREEMENT)
     copies_mib = 9 * 8 * num_rows * num_tokens / (1 << 20)
     return {
         "seconds/advantages": (advantages_s, plain_s * scale),
         "seconds/ares": (ares_s, plain_ares_s * scale),
         "seconds/together": (advantages_s + ares_s, (plain_s + plain_ares_s) * scale),
+        "seconds/corrections": (corrections_s, plain_corrections_s * scale),
         "memory/together": (added_mib, copies_mib),
     }
 

@@ -28,6 +28,7 @@ def test_every_case_prints_a_line():
         "seconds/advantages",
         "seconds/ares",
         "seconds/together",
+        "seconds/corrections",
         "memory/together",
     ]
     for line in lines:
