@@ -124,9 +124,10 @@ def test_a_signal_ends_every_process_within_ten_seconds(
     child = start("experiment=smoke_ci", "total_steps=1000", *asset_overrides(assets, run_dir))
     try:
         wait_until(lambda: moment(run_dir), 240)
-        marked = processes_below(marker)
         if moment is in_rl:
-            assert any("EngineCore" in command for command in marked), "the marker reaches vLLM"
+            # Without the engine among them, the marker would not show that its processes ended.
+            # A process that is setting its title shows no environment for a moment.
+            wait_until(lambda: any("EngineCore" in one for one in processes_below(marker)), 20)
         os.kill(child.pid, signal_number)
         # Twice the promised ten seconds, for the driver and all its processes together.
         ended_s = wait_until(lambda: not processes_below(marker), 20)
