@@ -100,8 +100,11 @@ def farewell(run_dir: Path, stopper: Stopper) -> str:
     why = "" if stopper.asked is None else f" ({Signals(stopper.asked).name})"
     said = f"interrupted{why}; every process was ended. "
     if folders := whole_ones(run_dir):
-        step = RunState.from_plain(Manifest.read(folders[0]).extra).step
-        said += f"The same command goes on after RL step {step}, from {folders[0]}."
+        state = RunState.from_plain(Manifest.read(folders[0]).extra)
+        where = f"RL step {state.step}"
+        if state.warm_start is not None:
+            where = f"step {state.warm_start['step']} of the warm start"
+        said += f"The same command goes on after {where}, from {folders[0]}."
     else:
         said += "There is no checkpoint to resume from: a new start begins at step 1."
     return f"{said} Metrics so far: {run_dir / METRICS}"

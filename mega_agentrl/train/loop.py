@@ -51,8 +51,8 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
         Safekeeping(parts, config, session, stopper, state) as kept,
     ):
         session.started(parts.start_s)
-        if state is None:
-            begin(parts, config, session)
+        if not kept.is_begun:
+            begin(parts, config, session, kept)
             kept.started()
         if (before := kept.before) is None:
             with session.stage("held out before", 1):
@@ -63,10 +63,10 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
     return after.sampled.reward
 
 
-def begin(parts: Parts, config: TrainConfig, session: Session) -> None:
+def begin(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping) -> None:
     """The warm start, or the weights as they are; returns with the engines serving them."""
     if parts.demonstrations is not None:
-        warm_start(parts, config, session)
+        warm_start(parts, config, session, kept.warm_start())
     else:
         parts.policy.send_weights(parts.generator, version=1)
 

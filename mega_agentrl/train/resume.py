@@ -7,6 +7,7 @@ policy has loaded already.
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
     """
     run_dir = Path(config.run_dir)
     folders = run_state.whole_ones(run_dir)
-    if folders and parts.demonstrations is not None and config.algo.needs_reference:
+    past = any(not run_state.is_of_warm_start(folder) for folder in folders)
+    if past and parts.demonstrations and config.algo.needs_reference:
         _make_reference(parts, config, folders)
     found = run_state.restore_newest(parts.policy, folders)
     if found is None:
@@ -36,14 +38,18 @@ def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
         return None
     _, state = found
     parts.prompts.load_state_dict(state.sampler)
-    run_state.forget_after(run_dir, state.step, evaluated=state.before is not None)
+    # The warm start's last step is there, but for its report.
+    sft_steps = inf if state.warm_start is None else state.warm_start["step"] - 1
+    run_state.forget_after(
+        run_dir, state.step, evaluated=state.before is not None, sft_steps=sft_steps
+    )
     parts.policy.send_weights(parts.generator, state.version)
     return state
 
 
 def _make_reference(parts: Parts, config: TrainConfig, folders: list[Path]) -> None:
-    start = folders[-1]
-    if start.parent.name != START:
+    start = next((folder for folder in folders if folder.parent.name == START), None)
+    if start is None:
         raise ValueError(
             f"run_dir={config.run_dir}: got checkpoints without a whole one in {START}/, expected "
             "the warm start's weights there, which are the reference of the KL term; probable "

@@ -2,6 +2,7 @@
 
     run/checkpoints/step-000020/                 model, optimizer, random state of every rank
     run/checkpoints/step-000020/manifest.json    last of all; its `extra` is the `RunState`
+    run/checkpoints/warm-000100/                 of a warm start that was stopped
     run/start/step-000000/                       the same right behind the warm start; stays
 
 One folder holds both halves, so that they are of the same step whatever moment a run is killed.
@@ -19,6 +20,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 FOLDER = CHECKPOINTS
 KEEP = 2
+_WARM = "warm-"
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +80,8 @@ class RunState:
     step: RL steps made. controllers, sampler: as they give themselves as plain values. marks:
     the held-out evaluations of a comparison so far. version: of the weights that are served.
     session: as `Session.state` gives it. before: the held-out evaluation before RL, None where
-    it is still to come.
+    it is still to come. warm_start: its last step (`supervised.Imitated`) in a run that is still
+    at it, else None.
     """
 
     step: int
@@ -88,6 +92,14 @@ class RunState:
     version: int = 0
     session: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, Any] | None = None
+    warm_start: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its checkpoint's folder."""
+        if self.warm_start is not None:
+            return f"{_WARM}{self.warm_start['step']:06d}"
+        return f"step-{self.step:06d}"
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers, strings, lists and maps, for JSON."""
@@ -119,6 +131,7 @@ class RunState:
             version=int(plain["version"]),
             session=dict(plain["session"]),
             before=None if plain["before"] is None else dict(plain["before"]),
+            warm_start=None if plain["warm_start"] is None else dict(plain["warm_start"]),
         )
 
 
@@ -131,7 +144,7 @@ def save(
     A damaged one of the same step, which `latest` passed over, is replaced. Raises what
     `Policy.save` raises; the checkpoints before are as they were then.
     """
-    folder = run_dir / name / f"step-{state.step:06d}"
+    folder = run_dir / name / state.name
     whole = {path for path, _ in checkpoint_folder.finished(folder.parent)}
     if folder not in whole:
         (folder / checkpoint_folder.MANIFEST).unlink(missing_ok=True)
@@ -145,16 +158,24 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def whole_ones(run_dir: Path) -> list[Path]:
-    """What a run may go on from, newest first, the start last; warns of what is damaged."""
+    """What a run may go on from, the furthest first; warns of what is damaged.
+
+    A warm start that is over comes before one that was stopped in its middle.
+    """
     found: list[Path] = []
     for name in (FOLDER, START):
         whole = [path for path, _ in checkpoint_folder.finished(run_dir / name)]
         found += reversed(whole)
-        for manifest in sorted((run_dir / name).glob(f"step-*/{checkpoint_folder.MANIFEST}")):
+        for manifest in sorted((run_dir / name).glob(f"*-*/{checkpoint_folder.MANIFEST}")):
             path = manifest.parent
             if path not in whole and ".partial-" not in path.name:
                 _logger.warning("checkpoint %s is damaged and passed over", path)
-    return found
+    return sorted(found, key=is_of_warm_start)
+
+
+def is_of_warm_start(folder: Path) -> bool:
+    """Whether a checkpoint is of the middle of a warm start."""
+    return folder.name.startswith(_WARM)
 
 
 def restore_newest(policy: Policy, folders: Iterable[Path]) -> tuple[Path, RunState] | None:
@@ -187,17 +208,24 @@ def restore(policy: Policy, folder: Path) -> RunState:
     return state
 
 
-def forget_after(run_dir: Path, step: int, *, evaluated: bool = True) -> int:
+def forget_after(
+    run_dir: Path, step: int, *, evaluated: bool = True, sft_steps: float = inf
+) -> int:
     """Take what is behind the pause after `step` out of `metrics.jsonl`; it will be made again.
 
-    That is later RL steps, the evaluation after them and, unless the pause is `evaluated`, the one
-    before. A last line that was cut short goes too. Returns how many lines went.
+    That is later RL steps, the evaluation after them, unless the pause is `evaluated` the one
+    before, and supervised steps behind the first `sft_steps`. A last line that was cut short goes
+    too. Returns how many lines went.
     """
     path = run_dir / METRICS
     if not path.is_file():
         return 0
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and not _is_after(line, step, evaluated)]
+    kept = [
+        line
+        for line in lines
+        if line.endswith("\n") and not _is_after(line, step, evaluated, sft_steps)
+    ]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".partial")
         temporary.write_text("".join(kept), encoding="utf-8")
@@ -205,11 +233,13 @@ def forget_after(run_dir: Path, step: int, *, evaluated: bool = True) -> int:
     return len(lines) - len(kept)
 
 
-def _is_after(line: str, step: int, evaluated: bool) -> bool:
+def _is_after(line: str, step: int, evaluated: bool, sft_steps: float) -> bool:
     record = json.loads(line)
     match record["stage"]:
         case "rl":
             return bool(record["step"] > step)
+        case "sft":
+            return bool(record["step"] > sft_steps)
         case "held_out_before":
             return not evaluated
         case stage:

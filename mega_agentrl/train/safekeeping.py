@@ -9,7 +9,7 @@ taken. What `kill -9` leaves is the last checkpoint (`run_state`); `resume` goes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.train import run_state
@@ -18,6 +18,7 @@ from mega_agentrl.train.evaluate import HeldOut
 from mega_agentrl.train.run_folder import START
 from mega_agentrl.train.run_state import RunState
 from mega_agentrl.train.stopping import Stopped
+from mega_agentrl.train.supervised import Imitated, Keeping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,13 +36,20 @@ class _Pause:
     controllers: Controllers | None
     sampler: Mapping[str, Any]
     version: int
+    warm_start: Imitated | None = None
+
+    def __str__(self) -> str:
+        if self.warm_start is not None:
+            return f"step {self.warm_start.step} of the warm start"
+        return f"RL step {self.step}"
 
 
 class Safekeeping:
     """Of one run; a context manager around all of it.
 
-    state: what the run goes on from, None at its beginning. step, controllers, before: of the
-    last pause; controllers are None before the first step, before is until it was evaluated.
+    state: what the run goes on from, None at its beginning. is_begun: the warm start is over.
+    step, controllers, before: of the last pause; controllers are None before the first step,
+    before is until it was evaluated.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Safekeeping:
     ) -> None:
         self.stopper = stopper
         self.before: HeldOut | None = None
+        self.is_begun = False
         self._parts = parts
         self._config = config
         self._session = session
@@ -87,15 +96,25 @@ class Safekeeping:
             if isinstance(error, Stopped):
                 self.stopper.heed()
                 if not self._is_saved:
-                    self._session.note(f"{error}: saving the run after RL step {self.step}")
+                    self._session.note(f"{error}: saving the run after {self._pause}")
                     self._save()
         finally:
             self.stopper.end_guard()
+
+    def warm_start(self) -> Keeping:
+        """What keeps the warm start safe."""
+        done = None if self._pause is None else self._pause.warm_start
+        return Keeping(done=done, shield=self.stopper.shielded, note=self._imitated)
+
+    def _imitated(self, imitated: Imitated) -> None:
+        self._note(0, None, imitated)
+        self._is_saved = False
 
     def started(self) -> None:
         """The policy is ready for RL and served; after a warm start its checkpoint is written."""
         with self.stopper.shielded():
             self._note(0, None)
+            self.is_begun = self._is_saved = True
             if self._parts.demonstrations is not None:
                 run_state.save(
                     self._parts.policy, self._session.run_dir, self._state(), keep=1, name=START
@@ -115,9 +134,11 @@ class Safekeeping:
             with self._session.clock.phase("save"):
                 self._save()
 
-    def _note(self, step: int, controllers: Controllers | None) -> None:
+    def _note(
+        self, step: int, controllers: Controllers | None, imitated: Imitated | None = None
+    ) -> None:
         sampler, version = self._parts.prompts.state_dict(), self._parts.generator.version
-        self._pause = _Pause(step, controllers, sampler, version)
+        self._pause = _Pause(step, controllers, sampler, version, imitated)
 
     def _save(self) -> None:
         run_state.save(self._parts.policy, self._session.run_dir, self._state())
@@ -133,11 +154,14 @@ class Safekeeping:
             version=pause.version,
             session=self._session.state(),
             before=None if self.before is None else self.before.to_plain(),
+            warm_start=None if pause.warm_start is None else asdict(pause.warm_start),
         )
 
     def _take_up(self, state: RunState) -> None:
         controllers = Controllers.from_plain(state.controllers) if state.controllers else None
-        self._pause = _Pause(state.step, controllers, state.sampler, state.version)
+        imitated = None if state.warm_start is None else Imitated(**state.warm_start)
+        self.is_begun = imitated is None
+        self._pause = _Pause(state.step, controllers, state.sampler, state.version, imitated)
         self.before = None if state.before is None else HeldOut.from_plain(state.before)
         self._session.take_up(state.session)
-        self._session.note(f"goes on after RL step {state.step}")
+        self._session.note(f"goes on after {self._pause}")

@@ -93,6 +93,23 @@ def test_killed_again_and_again_it_still_ends_as_if_undisturbed(config, tmp_path
     assert outcome(made, start(made, Moments())) == expected
 
 
+def test_a_queue_that_stops_it_in_every_stage_gets_it_to_its_end(config, tmp_path):
+    make = partial(make_config, config, warm=True, ares=True)
+    expected, _ = run_on(make(tmp_path / "whole"), Moments())
+    made, where = make(tmp_path / "stopped"), []
+    # In the update or the check of the warm start, behind it, before and in the first step.
+    lives = [("supervise", 1), ("supervise", 1), ("send", 2), ("reset", 1), ("saved", 1)]
+    lives += [("generate", 5), ("logprobs", 1), ("update", 1), ("update", 1), ("export", 1)]
+    for life in lives:
+        stopper = Stopper()
+        with pytest.raises(Stopped):
+            start(made, Moments(life, partial(stopper.on_signal, signal.SIGUSR1)), stopper)
+        where.append(run_state.whole_ones(tmp_path / "stopped")[0].name)
+    assert where[:5] == ["warm-000001", "warm-000002", "warm-000002", "warm-000002", "step-000000"]
+    assert where[5:] == ["step-000000"] * 2 + ["step-000001", "step-000002", "step-000003"]
+    assert outcome(made, start(made, Moments())) == expected
+
+
 def saved_run(config, folder, **kind):
     """Ended in the update of the last step, with checkpoints of steps 1 and 2."""
     moments, made = Moments(), make_config(config, folder / "whole", save_every=1, **kind)

@@ -35,9 +35,7 @@ def newest(parts):
 @pytest.mark.parametrize(
     ("every", "total", "saved"), [(2, 5, [2, 4, 5]), (0, 3, [3]), (1, 2, [1, 2]), (9, 9, [9])]
 )
-def test_checkpoints_come_every_so_often_and_at_the_end(
-    parts, config, opened, every, total, saved
-):
+def test_checkpoints_come_every_so_often_and_at_the_end(parts, config, opened, every, total, saved):
     config.save_every, config.total_steps, parts.demonstrations = every, total, None
     with opened() as kept:
         kept.started()
@@ -115,5 +113,7 @@ def test_a_state_gives_everything_back(parts, config, opened):
         controllers,
         before,
     )
-    fresh = opened(state=RunState(step=0, controllers={}, sampler={}, session=newest(parts).session))
+    fresh = opened(
+        state=RunState(step=0, controllers={}, sampler={}, session=newest(parts).session)
+    )
     assert (fresh.step, fresh.controllers, fresh.before) == (0, None, None)
