@@ -232,3 +232,23 @@ def test_a_failure_without_damage_condemns_no_checkpoint(tmp_path):
         run_state.restore_newest(DeafPolicy(), run_state.whole_ones(tmp_path))
     assert run_state.latest(tmp_path) is not None
     assert run_state.restore_newest(DeafPolicy(), []) is None
+
+
+def test_a_stopped_warm_start_has_a_name_of_its_own_and_comes_last(tmp_path):
+    imitated = {"step": 7, "num_ready": 1, "loss": 0.5, "grad_norm": 1.0, "num_tokens": 3}
+    stopped = state_at(0, warm_start=imitated)
+    run_state.save(FilePolicy(0.1), tmp_path, stopped)
+    (folder,) = run_state.whole_ones(tmp_path)
+    assert folder.name == "warm-000007" and run_state.is_of_warm_start(folder)
+    assert run_state.restore(FilePolicy(), folder) == stopped
+    run_state.save(FilePolicy(0.2), tmp_path, state_at(0), keep=1, name=run_state.START)
+    assert [path.parent.name for path in run_state.whole_ones(tmp_path)] == ["start", "checkpoints"]
+
+
+def test_supervised_steps_that_are_made_again_go(tmp_path):
+    records = [{"stage": "sft", "step": step} for step in (1, 2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run_state.forget_after(tmp_path, 0) == 0
+    assert run_state.forget_after(tmp_path, 0, sft_steps=1) == 2
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records[:1]

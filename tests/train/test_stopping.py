@@ -1,9 +1,11 @@
 """Signals: raised at once, after a shield, through a cancelled coroutine, or by a deadline."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -128,6 +130,17 @@ def test_after_the_guard_there_is_no_deadline(handlers, monkeypatch):
         signal.raise_signal(signal.SIGTERM)
     stopper.end_guard()
     time.sleep(0.4)
+
+
+def test_a_real_signal_wakes_a_loop_that_waits(handlers):
+    stopper = Stopper()
+    stopper.listen()
+    alarm = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    alarm.start()
+    start_s = time.monotonic()
+    with asyncio.Runner() as runner, pytest.raises(Stopped, match="SIGUSR1"):
+        stopper.waiting(runner.run)(asyncio.sleep(60))
+    assert time.monotonic() - start_s < 20
 
 
 def test_the_save_at_usr1_ends_before_slurm_does():
