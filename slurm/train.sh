@@ -16,7 +16,7 @@
 # Hydra's own launcher instead, see the README.
 #
 # Logs: slurm-<jobid>/ beside the run's folder: driver.log, ray-<node>.log.
-# Exit code: the driver's. 69 where a node did not come or went away; one line names it.
+# Exit code: the driver's, 130 or 143 where it was asked to end. 69 where a node did not come or went away; one line names it.
 # USR1, which comes 120 s before the time limit (--signal=B:USR1@600 for more), goes to the driver,
 # which saves and exits with 75; then the job is put back into the queue. So
 #   scancel --batch --signal=USR1 <jobid>    saves and requeues
@@ -130,6 +130,8 @@ wait_for_nodes() {
 finish() { # the driver has ended: its code, unless a lost node is the reason
     local code=0 deadline=$((SECONDS + 4))
     wait "$driver_pid" || code=$?
+    # Python had not even begun to listen: there was nothing to save yet.
+    [ "$asked" != USR1 ] || [ "$code" -ne $((128 + $(kill -l USR1))) ] || code=$REQUEUE
     driver_pid=''
     case $code in
         0 | "$BAD_INPUT" | "$REQUEUE") ;;

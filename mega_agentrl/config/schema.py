@@ -220,12 +220,16 @@ class TrainConfig:
 
     run_dir: folder of the run's files. seed: of every random stream. total_steps: RL steps;
     epochs: above 0, passes over the training data instead of these.
+    save_every: RL steps between checkpoints; 0: only at the end and at a signal. resume: go on
+    with an unfinished run of the same settings in run_dir; false keeps it aside and begins anew.
     """
 
     run_dir: str = "runs/default"
     seed: int = 1
     total_steps: int = 100
     epochs: int = 0
+    save_every: int = 20
+    resume: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -242,5 +246,5 @@ class TrainConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        for key in ("total_steps", "epochs"):
+        for key in ("total_steps", "epochs", "save_every"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")

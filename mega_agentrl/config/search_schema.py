@@ -96,14 +96,7 @@ class WebConfig:
 class CacheConfig:
     """Answers of the web, kept in one SQLite file that processes of one machine share.
 
-    path: of the file; empty keeps nothing. ttl_s: an entry is used as long as it is younger,
-    0 for ever. size_mib: bound of the file; beyond it the least recently used go.
+    path: of the file; empty keeps nothing. How long and how much: `tool.cache`.
     """
 
     path: str = "runs/tool_cache.sqlite"
-    ttl_s: float = 7 * 24 * 3600.0
-    size_mib: int = 1024
-
-    def __post_init__(self) -> None:
-        require(self.ttl_s >= 0, "tool.cache.ttl_s", self.ttl_s, "at least 0")
-        require(self.size_mib >= 1, "tool.cache.size_mib", self.size_mib, "at least 1")

@@ -60,10 +60,12 @@ class StepView:
 class StepClock:
     """Seconds left, from the mean of the last steps' durations."""
 
-    def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_steps: int, clock: Callable[[], float] = time.monotonic, *, num_done: int = 0
+    ) -> None:
         self._num_steps = num_steps
         self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque([(0, clock())], maxlen=_WINDOW + 1)
+        self._marks: deque[tuple[int, float]] = deque([(num_done, clock())], maxlen=_WINDOW + 1)
 
     def mark(self, step: int) -> float:
         """Note that `step` steps are done; returns the seconds left."""
@@ -78,7 +80,8 @@ class StepClock:
 class StageProgress:
     """Shows one stage; a context manager.
 
-    console: where to; the default is standard output. plain_every_s: see the module.
+    console: where to; the default is standard output. plain_every_s: see the module. num_done:
+    steps that were made before, in a run that goes on.
     """
 
     def __init__(
@@ -89,13 +92,14 @@ class StageProgress:
         console: Console | None = None,
         plain_every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        num_done: int = 0,
     ) -> None:
         self._title = title
         self._num_steps = num_steps
         self._console = console or Console()
         self._plain_every_s = plain_every_s
         self._clock = clock
-        self._left = StepClock(num_steps, clock)
+        self._left = StepClock(num_steps, clock, num_done=num_done)
         self._start_s = clock()
         self._view: StepView | None = None
         self._last_line_s: float | None = None

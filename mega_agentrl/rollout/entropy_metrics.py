@@ -9,14 +9,14 @@ steps add up; as metrics it is read in buckets, the last one narrowed by the tur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.types.records import Author
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mega_agentrl.types.records import Trajectory, Turn
 
@@ -59,6 +59,20 @@ class EntropyCurve:
     def __add__(self, other: EntropyCurve) -> EntropyCurve:
         return EntropyCurve(
             root=self.root + other.root, after_tool=self.after_tool + other.after_tool
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Sums and counts as lists; survives JSON and `from_plain` exactly."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Mapping[str, Any]]) -> EntropyCurve:
+        """What `to_plain` wrote."""
+        return cls(
+            **{
+                name: OffsetMeans(sums=tuple(means["sums"]), counts=tuple(means["counts"]))
+                for name, means in plain.items()
+            }
         )
 
     def as_record(self) -> dict[str, list[float | None]]:

@@ -31,6 +31,10 @@ ResultT = TypeVar("ResultT")
 
 VERSION = 1
 BUSY_S = 5.0
+TTL_S = 7 * 24 * 3600.0
+"""How long a run takes an answer of the web for true: a week."""
+SIZE_BYTES = 1 << 30
+"""What a run's answers may take on disk; beyond it the least recently used go."""
 
 _APPLICATION_ID = 0x6D617274
 _TOUCH_S = 60.0

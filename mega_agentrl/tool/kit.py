@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from mega_agentrl.config.choices import CallProtocol
 from mega_agentrl.tool.browse import BrowseTool
-from mega_agentrl.tool.cache import DiskCache
+from mega_agentrl.tool.cache import SIZE_BYTES, TTL_S, DiskCache
 from mega_agentrl.tool.hermes import HermesProtocol
 from mega_agentrl.tool.own import load_tools
 from mega_agentrl.tool.python import PythonTool
@@ -167,8 +167,7 @@ def build_toolkit(
     fallback_dir = None
     if config.cache.path:
         path = Path(config.cache.path)
-        size_bytes = config.cache.size_mib << 20
-        cache = DiskCache(path, ttl_s=config.cache.ttl_s, size_bytes=size_bytes)
+        cache = DiskCache(path, ttl_s=TTL_S, size_bytes=SIZE_BYTES)
         fallback_dir = path.parent
     tools: list[Tool] = [PythonTool(config.python, sandboxes)]
     if config.search.enabled:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
 from statistics import stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.choices import Branching
 from mega_agentrl.rollout.collector import collect
@@ -62,6 +62,25 @@ class HeldOut:
 
     sampled: Evaluation
     greedy: Evaluation | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, maps and None only; survives JSON and `from_plain` exactly."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> HeldOut:
+        """What `to_plain` wrote; raises `ValueError` for anything else."""
+        try:
+            greedy = plain["greedy"]
+            return cls(
+                sampled=Evaluation(**plain["sampled"]),
+                greedy=None if greedy is None else Evaluation(**greedy),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"held-out evaluation: cannot be read ({error!r}); expected `sampled` and "
+                "`greedy`; probable cause: a checkpoint of another version"
+            ) from error
 
     def as_metrics(self) -> dict[str, float]:
         """Flat metrics for the log."""

@@ -2,26 +2,31 @@
 
     run/checkpoints/step-000020/                 model, optimizer, random state of every rank
     run/checkpoints/step-000020/manifest.json    last of all; its `extra` is the `RunState`
+    run/checkpoints/warm-000100/                 of a warm start that was stopped
+    run/start/step-000000/                       the same right behind the warm start; stays
 
 One folder holds both halves, so that they are of the same step whatever moment a run is killed.
 A folder counts from its manifest on (`actor.checkpoint_folder`), and the newest `keep` stay.
 
 The state is of the pause between two steps. Not in it: the weights in the engine (sent anew),
-the reference (made at the start as before), and groups carried over to the next step, whose
-prompts a restored sampler gives again.
+the reference (the warm start's weights, in `start/`, or those of `model.path`), and groups carried
+over to the next step, whose prompts a restored sampler gives again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.actor import checkpoint_folder
 from mega_agentrl.report.comparison import Mark
+from mega_agentrl.train.run_folder import CHECKPOINTS, METRICS, START
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,8 +34,11 @@ if TYPE_CHECKING:
     from mega_agentrl.types.ports import Policy
     from mega_agentrl.types.records import RolloutTree
 
-FOLDER = "checkpoints"
+FOLDER = CHECKPOINTS
 KEEP = 2
+_WARM = "warm-"
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +78,28 @@ class RunState:
     """A run between two steps, beside its policy.
 
     step: RL steps made. controllers, sampler: as they give themselves as plain values. marks:
-    the held-out evaluations so far.
+    the held-out evaluations of a comparison so far. version: of the weights that are served.
+    session: as `Session.state` gives it. before: the held-out evaluation before RL, None where
+    it is still to come. warm_start: its last step (`supervised.Imitated`) in a run that is still
+    at it, else None.
     """
 
     step: int
     controllers: Mapping[str, Any]
     sampler: Mapping[str, Any]
-    spent: Spent
+    spent: Spent = field(default_factory=Spent)
     marks: tuple[Mark, ...] = ()
+    version: int = 0
+    session: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, Any] | None = None
+    warm_start: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its checkpoint's folder."""
+        if self.warm_start is not None:
+            return f"{_WARM}{self.warm_start['step']:06d}"
+        return f"step-{self.step:06d}"
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers, strings, lists and maps, for JSON."""
@@ -106,16 +128,23 @@ class RunState:
             sampler=dict(plain["sampler"]),
             spent=spent,
             marks=marks,
+            version=int(plain["version"]),
+            session=dict(plain["session"]),
+            before=None if plain["before"] is None else dict(plain["before"]),
+            warm_start=None if plain["warm_start"] is None else dict(plain["warm_start"]),
         )
 
 
-def save(policy: Policy, run_dir: Path, state: RunState, *, keep: int = KEEP) -> Path:
+def save(
+    policy: Policy, run_dir: Path, state: RunState, *, keep: int = KEEP, name: str = FOLDER
+) -> Path:
     """Write a checkpoint of the run and wait for it; older ones than the newest `keep` go.
 
+    name: the folder of checkpoints, `START` for the one that stays.
     A damaged one of the same step, which `latest` passed over, is replaced. Raises what
     `Policy.save` raises; the checkpoints before are as they were then.
     """
-    folder = run_dir / FOLDER / f"step-{state.step:06d}"
+    folder = run_dir / name / state.name
     whole = {path for path, _ in checkpoint_folder.finished(folder.parent)}
     if folder not in whole:
         (folder / checkpoint_folder.MANIFEST).unlink(missing_ok=True)
@@ -128,6 +157,47 @@ def latest(run_dir: Path) -> Path | None:
     return checkpoint_folder.latest(run_dir / FOLDER)
 
 
+def whole_ones(run_dir: Path) -> list[Path]:
+    """What a run may go on from, the furthest first; warns of what is damaged.
+
+    A warm start that is over comes before one that was stopped in its middle.
+    """
+    found: list[Path] = []
+    for name in (FOLDER, START):
+        whole = [path for path, _ in checkpoint_folder.finished(run_dir / name)]
+        found += reversed(whole)
+        for manifest in sorted((run_dir / name).glob(f"*-*/{checkpoint_folder.MANIFEST}")):
+            path = manifest.parent
+            if path not in whole and ".partial-" not in path.name:
+                _logger.warning("checkpoint %s is damaged and passed over", path)
+    return sorted(found, key=is_of_warm_start)
+
+
+def is_of_warm_start(folder: Path) -> bool:
+    """Whether a checkpoint is of the middle of a warm start."""
+    return folder.name.startswith(_WARM)
+
+
+def restore_newest(policy: Policy, folders: Iterable[Path]) -> tuple[Path, RunState] | None:
+    """Take up the first checkpoint whose contents are whole; None where none is.
+
+    What turns out to be damaged is no checkpoint from then on, with a warning. Raises what
+    `restore` raises for another reason.
+    """
+    for folder in folders:
+        try:
+            return folder, restore(policy, folder)
+        except (RuntimeError, ValueError) as error:
+            manifest = checkpoint_folder.Manifest.read(folder)
+            damage = checkpoint_folder.find_damage(folder, manifest, manifest.files, contents=True)
+            if damage is None:
+                raise
+            _logger.warning("checkpoint %s is passed over: %s (%s)", folder, damage, error)
+            path = folder / checkpoint_folder.MANIFEST
+            path.rename(path.with_suffix(".damaged"))
+    return None
+
+
 def restore(policy: Policy, folder: Path) -> RunState:
     """Take up a checkpoint that `save` wrote: the policy's half, and the rest as returned.
 
@@ -138,16 +208,24 @@ def restore(policy: Policy, folder: Path) -> RunState:
     return state
 
 
-def forget_after(run_dir: Path, step: int) -> int:
-    """Take the RL steps behind `step` out of `metrics.jsonl`; they will be made again.
+def forget_after(
+    run_dir: Path, step: int, *, evaluated: bool = True, sft_steps: float = inf
+) -> int:
+    """Take what is behind the pause after `step` out of `metrics.jsonl`; it will be made again.
 
-    A last line that was cut short goes too. Returns how many lines went.
+    That is later RL steps, the evaluation after them, unless the pause is `evaluated` the one
+    before, and supervised steps behind the first `sft_steps`. A last line that was cut short goes
+    too. Returns how many lines went.
     """
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     if not path.is_file():
         return 0
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and not _is_after(line, step)]
+    kept = [
+        line
+        for line in lines
+        if line.endswith("\n") and not _is_after(line, step, evaluated, sft_steps)
+    ]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".partial")
         temporary.write_text("".join(kept), encoding="utf-8")
@@ -155,6 +233,14 @@ def forget_after(run_dir: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _is_after(line: str, step: int) -> bool:
+def _is_after(line: str, step: int, evaluated: bool, sft_steps: float) -> bool:
     record = json.loads(line)
-    return bool(record["stage"] == "rl" and record["step"] > step)
+    match record["stage"]:
+        case "rl":
+            return bool(record["step"] > step)
+        case "sft":
+            return bool(record["step"] > sft_steps)
+        case "held_out_before":
+            return not evaluated
+        case stage:
+            return bool(stage == "held_out_after")

@@ -11,9 +11,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from mega_agentrl.rollout.render import render
 from mega_agentrl.train.advantages import mismatch_metrics
 from mega_agentrl.train.metrics import MetricWriter, PhaseClock
 from mega_agentrl.train.rollout_files import RolloutFiles
+from mega_agentrl.train.run_folder import SUMMARY, write_whole
 from mega_agentrl.train.run_report import write_report
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Session:
         self._entropy = EntropyCurve()
         self._last_trees: Sequence[RolloutTree] = ()
         self._stage_s: dict[str, float] = {}
+        self._running: tuple[str, float] | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -71,18 +74,50 @@ class Session:
     ) -> None:
         self._writer.close()
 
+    def state(self) -> dict[str, Any]:
+        """What the closing summary needs of the steps so far, as plain values."""
+        stage_s = dict(self._stage_s)
+        if self._running is not None:
+            title, start_s = self._running
+            stage_s[title] = stage_s.get(title, 0.0) + time.perf_counter() - start_s
+        return {
+            "curve": [asdict(point) for point in self._curve],
+            "mismatch": list(self._mismatch),
+            "entropy": self._entropy.to_plain(),
+            "stage_seconds": stage_s,
+        }
+
+    def take_up(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; raises `ValueError` for anything else."""
+        try:
+            self._curve = [CurvePoint(**point) for point in state["curve"]]
+            self._mismatch = [float(value) for value in state["mismatch"]]
+            self._entropy = EntropyCurve.from_plain(state["entropy"])
+            self._stage_s = dict(state["stage_seconds"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"session state: cannot be read ({error!r}); probable cause: a checkpoint of "
+                "another version"
+            ) from error
+
     def started(self, seconds: float) -> None:
         """Note how long the start took."""
-        self._stage_s["start"] = seconds
+        self._stage_s["start"] = self._stage_s.get("start", 0.0) + seconds
         self.note(f"start of policy, engines and tools took {duration(seconds)}")
 
     @contextmanager
-    def stage(self, title: str, num_steps: int) -> Iterator[None]:
-        """Show and time a stage of the run."""
+    def stage(self, title: str, num_steps: int, *, num_done: int = 0) -> Iterator[None]:
+        """Show and time a stage of the run. num_done: steps made before this start."""
         start_s = time.perf_counter()
-        with StageProgress(title, num_steps, console=self._console) as self._progress:
-            yield
-        self._stage_s[title] = time.perf_counter() - start_s
+        self._running = (title, start_s)
+        progress = StageProgress(title, num_steps, console=self._console, num_done=num_done)
+        try:
+            with progress as self._progress:
+                yield
+        finally:
+            self._running = None
+            before_s = self._stage_s.get(title, 0.0)
+            self._stage_s[title] = before_s + time.perf_counter() - start_s
         self.clock.take()
 
     def note(self, text: str) -> None:
@@ -182,7 +217,7 @@ class Session:
             "before": before.as_metrics(),
             "after": after.as_metrics(),
         }
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_whole(self.run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
         times = ", ".join(f"{name} {duration(value)}" for name, value in self._stage_s.items())
         self._console.print(f"time: {times}", highlight=False)
         self._console.print(f"run folder: {self.run_dir}", highlight=False, soft_wrap=True)

@@ -103,6 +103,7 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
         ("report.trees_every", -1),
         ("cluster.num_engines", 0),
         ("total_steps", -1),
+        ("save_every", -1),
     ],
 )
 def test_values_out_of_range_name_their_key_and_value(key, value):

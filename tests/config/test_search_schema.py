@@ -33,8 +33,6 @@ def test_what_makes_a_search_tool():
         (WebConfig, "web.timeout_s", 0.0),
         (WebConfig, "web.num_retries", -1),
         (WebConfig, "web.calls_per_second", -0.1),
-        (CacheConfig, "cache.ttl_s", -1.0),
-        (CacheConfig, "cache.size_mib", 0),
     ],
 )
 def test_values_out_of_range_name_their_key_and_value(section, key, value):
@@ -65,4 +63,4 @@ def test_boundaries_pass():
     SearchToolConfig(top_k=1, snippet_tokens=4)
     BrowseToolConfig(allow=["a.org", "10.0.0.1"], answer_tokens=16)
     WebConfig(num_retries=0, calls_per_second=0)
-    CacheConfig(path="", ttl_s=0, size_mib=1)
+    CacheConfig(path="")

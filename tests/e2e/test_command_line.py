@@ -8,6 +8,8 @@ import signal
 import pandas as pd
 import pytest
 
+from mega_agentrl.train import run_state
+from mega_agentrl.train.stopping import CODES
 from tests.e2e.conftest import ROOT, finish, processes_below, start, wait_until
 from tests.e2e.overrides import asset_overrides
 
@@ -135,6 +137,10 @@ def test_a_signal_ends_every_process_within_ten_seconds(
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-    assert code == 130, output[-2000:]
-    assert "There is no checkpoint to resume from" in output
+    assert code == CODES[signal_number], output[-2000:]
+    if moment is in_rl:
+        assert "The same command goes on after RL step" in output
+        assert run_state.whole_ones(run_dir)[0].parent.name == "checkpoints"
+    else:
+        assert "There is no checkpoint to resume from" in output
     assert "Traceback" not in output

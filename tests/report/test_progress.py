@@ -60,6 +60,13 @@ def test_time_left_is_the_mean_duration_of_the_last_steps():
     assert left.mark(10) == 0.0
 
 
+def test_steps_made_before_this_start_took_no_time():
+    clock = Clock()
+    left = StepClock(10, clock, num_done=6)
+    clock.now_s = 4.0
+    assert left.mark(8) == pytest.approx(2.0 * 2)
+
+
 def test_time_left_forgets_a_slow_start():
     clock = Clock()
     left = StepClock(100, clock)

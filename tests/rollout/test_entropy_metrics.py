@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,3 +78,8 @@ def test_buckets_cover_every_offset(sums):
     assert means.buckets().keys() == widths.keys()
     total = sum(means.buckets()[start] * width for start, width in widths.items())
     assert total == pytest.approx(sum(sums))
+
+
+def test_json_gives_a_curve_back():
+    curve = EntropyCurve(root=OffsetMeans(sums=(1 / 3,) * NUM_OFFSETS, counts=(2,) * NUM_OFFSETS))
+    assert EntropyCurve.from_plain(json.loads(json.dumps(curve.to_plain()))) == curve

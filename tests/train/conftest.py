@@ -17,15 +17,21 @@ from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
 from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.parts import Parts
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+from tests.train.file_policy import FilePolicy
 
 
-class FakePolicy:
+class FakePolicy(FilePolicy):
     """Notes the verbs it is told, in order; its log-probs are off by `gap` from the engine's."""
 
     gap = 0.25
 
     def __init__(self):
+        super().__init__()
         self.verbs = []
+
+    def save(self, folder, extra=None, keep=None):
+        self.verbs.append(f"save {folder.name}")
+        super().save(folder, extra, keep)
 
     def add_logprobs(self, batch):
         self.verbs.append("logprobs")
@@ -80,6 +86,9 @@ class Stream:
 
     def put_back(self, prompts):
         assert not prompts, "this stream only goes forward"
+
+    def state_dict(self):
+        return {"at": self.at}
 
 
 @pytest.fixture

@@ -36,5 +36,9 @@ class FilePolicy:
             checkpoint_folder.prune(folder.parent, keep)
 
     def resume(self, folder):
+        manifest = Manifest.read(folder)
+        damage = checkpoint_folder.find_damage(folder, manifest, manifest.files, contents=True)
+        if damage:
+            raise RuntimeError(damage)
         self.weight = json.loads((folder / WEIGHT).read_text())
-        return Manifest.read(folder).extra
+        return manifest.extra

@@ -1,11 +1,12 @@
 """Evaluation: means, standard error, sources, greedy beside samples."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from mega_agentrl.config.schema import EvaluateConfig
-from mega_agentrl.train.evaluate import evaluate_held_out, summarize
+from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out, summarize
 from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
 from tests.fakes import FakeRubric, make_prompt
 
@@ -114,3 +115,17 @@ def test_held_out_takes_the_first_questions_and_never_branches(parts, config):
 
 def test_all_questions_with_zero(parts, config):
     assert evaluate_held_out(parts, config).sampled.num_questions == 6
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_json_gives_a_held_out_evaluation_back(parts, config, greedy):
+    config.evaluate = EvaluateConfig(greedy=greedy)
+    held_out = evaluate_held_out(parts, config)
+    assert HeldOut.from_plain(json.loads(json.dumps(held_out.to_plain()))) == held_out
+    assert (held_out.greedy is not None) == greedy
+
+
+@pytest.mark.parametrize("plain", [{}, {"sampled": {"reward": 1.0}, "greedy": None}])
+def test_what_is_no_held_out_evaluation_is_refused(plain):
+    with pytest.raises(ValueError, match="held-out evaluation: cannot be read"):
+        HeldOut.from_plain(plain)

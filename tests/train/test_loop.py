@@ -16,13 +16,22 @@ def test_verbs_come_in_the_order_of_the_algorithm(parts, config):
     parts.demonstrations = None
     train(parts, config)
     step = ["logprobs", "update"]
-    assert parts.policy.verbs == ["send 1", *step, "send 2", *step, "send 3", "export"]
+    assert parts.policy.verbs == [
+        "send 1",
+        *step,
+        "send 2",
+        *step,
+        "send 3",
+        "save step-000002",
+        "export",
+    ]
 
 
 def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(parts, config):
     config.sft = SftConfig(max_steps=4, check_every=4, target_success=1.0)
     train(parts, config)
-    assert parts.policy.verbs[:7] == ["supervise"] * 4 + ["send 2", "reset", "logprobs"]
+    expected = ["supervise"] * 4 + ["send 2", "reset", "save step-000000", "logprobs"]
+    assert parts.policy.verbs[:8] == expected
 
 
 def test_a_run_leaves_metrics_summary_curve_and_rollouts(parts, config, tmp_path):

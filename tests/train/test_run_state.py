@@ -181,3 +181,74 @@ def test_steps_behind_the_checkpoint_are_forgotten(tmp_path):
     assert kept == records[:3]
     assert run_state.forget_after(tmp_path, 2) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_the_evaluation_before_stays_only_where_the_pause_has_it(tmp_path):
+    stages = [("sft", 9), ("held_out_before", 0), ("rl", 1), ("held_out_after", 1)]
+    text = "".join(json.dumps({"stage": stage, "step": step}) + "\n" for stage, step in stages)
+    path = tmp_path / "metrics.jsonl"
+    for step, evaluated, expected in [(1, True, 3), (0, True, 2), (0, False, 1)]:
+        path.write_text(text)
+        assert run_state.forget_after(tmp_path, step, evaluated=evaluated) == 4 - expected
+        assert path.read_text() == "".join(text.splitlines(keepends=True)[:expected])
+
+
+def test_the_start_is_the_last_to_go_on_from_and_is_not_removed(tmp_path):
+    assert run_state.whole_ones(tmp_path) == []
+    run_state.save(FilePolicy(0.0), tmp_path, state_at(0), keep=1, name=run_state.START)
+    for step in (2, 4, 6):
+        run_state.save(FilePolicy(step / 10), tmp_path, state_at(step))
+    assert [path.relative_to(tmp_path).as_posix() for path in run_state.whole_ones(tmp_path)] == [
+        "checkpoints/step-000006",
+        "checkpoints/step-000004",
+        "start/step-000000",
+    ]
+
+
+def test_damaged_ones_are_named_and_the_next_is_taken(tmp_path, caplog):
+    for step in (2, 4):
+        run_state.save(FilePolicy(step / 10), tmp_path, state_at(step))
+    newest = run_state.latest(tmp_path)
+    (newest / WEIGHT).write_text("0.9")  # as long as it was
+    policy = FilePolicy(0.0)
+    folder, state = run_state.restore_newest(policy, run_state.whole_ones(tmp_path))
+    assert (folder.name, state.step, policy.weight) == ("step-000002", 2, 0.2)
+    assert f"{newest} is passed over" in caplog.text
+    # It is no checkpoint any more: the step can be saved again.
+    run_state.save(FilePolicy(0.5), tmp_path, state_at(4))
+    assert run_state.latest(tmp_path) == newest
+    (newest / WEIGHT).write_text("")
+    assert run_state.whole_ones(tmp_path) == [folder]
+    assert f"{newest} is damaged" in caplog.text
+
+
+def test_a_failure_without_damage_condemns_no_checkpoint(tmp_path):
+    class DeafPolicy(FilePolicy):
+        def resume(self, folder):
+            raise RuntimeError("policy resume: no answer within 600 s from policy rank 1")
+
+    run_state.save(FilePolicy(0.2), tmp_path, state_at(2))
+    with pytest.raises(RuntimeError, match="no answer"):
+        run_state.restore_newest(DeafPolicy(), run_state.whole_ones(tmp_path))
+    assert run_state.latest(tmp_path) is not None
+    assert run_state.restore_newest(DeafPolicy(), []) is None
+
+
+def test_a_stopped_warm_start_has_a_name_of_its_own_and_comes_last(tmp_path):
+    imitated = {"step": 7, "num_ready": 1, "loss": 0.5, "grad_norm": 1.0, "num_tokens": 3}
+    stopped = state_at(0, warm_start=imitated)
+    run_state.save(FilePolicy(0.1), tmp_path, stopped)
+    (folder,) = run_state.whole_ones(tmp_path)
+    assert folder.name == "warm-000007" and run_state.is_of_warm_start(folder)
+    assert run_state.restore(FilePolicy(), folder) == stopped
+    run_state.save(FilePolicy(0.2), tmp_path, state_at(0), keep=1, name=run_state.START)
+    assert [path.parent.name for path in run_state.whole_ones(tmp_path)] == ["start", "checkpoints"]
+
+
+def test_supervised_steps_that_are_made_again_go(tmp_path):
+    records = [{"stage": "sft", "step": step} for step in (1, 2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert run_state.forget_after(tmp_path, 0) == 0
+    assert run_state.forget_after(tmp_path, 0, sft_steps=1) == 2
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records[:1]

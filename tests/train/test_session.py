@@ -1,7 +1,9 @@
 """What is shown: lines of progress, the closing table, rollouts of different questions."""
 
 import io
+import json
 
+import pytest
 from rich.console import Console
 
 from mega_agentrl.train.controllers import start
@@ -41,3 +43,32 @@ def test_the_end_shows_before_and_after_side_by_side(parts, config):
     assert f"held-out reward after RL: {after.sampled.reward:.3f}" in shown
     for piece in ("before", "after", "change", "response tokens", "question p", "run folder"):
         assert piece in shown
+
+
+def test_a_session_goes_on_where_another_one_was(parts, config):
+    def session_of(name):
+        return Session(parts.run_dir / name, config, screen())
+
+    with session_of("one") as one, one.stage("RL", 2), open_groups(parts, config) as groups:
+        train_step(parts, config, one, groups, start(config.algo), 1)
+        state = json.loads(json.dumps(one.state()))
+    assert [point["step"] for point in state["curve"]] == [1]
+    assert state["stage_seconds"]["RL"] > 0, "a stage that is under way counts"
+    with session_of("two") as two:
+        two.take_up(state)
+        assert json.loads(json.dumps(two.state())) == state
+        two.started(2.0)
+        with two.stage("RL", 2, num_done=1):
+            pass
+        seconds = two.state()["stage_seconds"]
+    assert seconds["start"] == 2.0
+    assert seconds["RL"] > state["stage_seconds"]["RL"]
+
+
+@pytest.mark.parametrize("state", [{}, {"curve": [{"step": 1}]}])
+def test_what_is_no_state_of_a_session_is_refused(parts, config, state):
+    with (
+        Session(parts.run_dir, config, screen()) as session,
+        pytest.raises(ValueError, match="session state"),
+    ):
+        session.take_up(state)

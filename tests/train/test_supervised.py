@@ -1,11 +1,13 @@
 """When the warm start ends."""
 
+import json
+
 import pytest
 
 from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.train.evaluate import Evaluation
 from mega_agentrl.train.session import Session
-from mega_agentrl.train.supervised import is_ready, warm_start
+from mega_agentrl.train.supervised import Imitated, Keeping, is_ready, warm_start
 
 
 def evaluation(success, **by_source):
@@ -54,3 +56,35 @@ def test_it_ends_at_the_limit_with_the_last_weights_in_the_engine(parts, config,
     supervised = parts.policy.verbs.index("send 3")
     assert parts.policy.verbs[supervised - 1] == "supervise"
     assert parts.policy.verbs[-1] == "reset"
+
+
+def test_it_goes_on_behind_its_last_step(parts, config, monkeypatch):
+    config.sft = SftConfig(check_every=2, batch_size=2, target_success=0.3, max_steps=100)
+    asked = []
+    monkeypatch.setattr(
+        "mega_agentrl.train.supervised.evaluate",
+        lambda *args, **kwargs: asked.append(kwargs["name"]) or evaluation(0.5, source=0.5),
+    )
+    batches, demonstrations = [], parts.demonstrations
+    parts.demonstrations = lambda size: batches.append(size) or demonstrations(size)
+    # Stopped behind step 4, after one good check, with the second one still to come.
+    done = Imitated(step=4, num_ready=1, loss=0.125, grad_norm=2.0, num_tokens=7)
+    with Session(parts.run_dir, config) as session:
+        result = warm_start(parts, config, session, Keeping(done=done))
+    assert (result.num_steps, asked, batches) == (4, ["dev-4"], [2] * 4)
+    assert parts.policy.verbs == ["send 2", "reset"]
+    (line,) = (parts.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] == 0.125
+
+
+def test_each_step_is_noted_with_the_checks_before_it(parts, config, monkeypatch):
+    config.sft = SftConfig(check_every=1, batch_size=2, target_success=0.3, max_steps=3)
+    answers = iter([0.5, 0.1, 0.5])
+    monkeypatch.setattr(
+        "mega_agentrl.train.supervised.evaluate",
+        lambda *args, **kwargs: evaluation(value := next(answers), source=value),
+    )
+    noted = []
+    with Session(parts.run_dir, config) as session:
+        warm_start(parts, config, session, Keeping(note=noted.append))
+    assert [(one.step, one.num_ready) for one in noted] == [(1, 0), (2, 1), (3, 0)]

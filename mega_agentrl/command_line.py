@@ -1,0 +1,134 @@
+"""Command line: compose the configuration, check it, build the run, train.
+
+A folder with an unfinished run of the same settings goes on (`train.run_folder`, `train.resume`).
+
+Exit codes: 0 done, 2 bad input (one screen, nothing was started), 1 a failure during the
+run, 130 (INT), 143 (TERM) or 75 (USR1) interrupted and, where there was something to save, saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from signal import Signals
+from typing import NoReturn
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mega_agentrl.config.check import check
+from mega_agentrl.config.keys import check_files, check_overrides, read_command_line
+from mega_agentrl.config.places import config_folder, folder_name
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.train.run_folder import METRICS, make_room
+from mega_agentrl.train.stopping import PROCESS, Stopper
+
+FAILED = 1
+BAD_INPUT = 2
+
+
+def _fail(message: object, code: int) -> NoReturn:
+    print(f"mega_agentrl: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _to_config(composed: DictConfig) -> TrainConfig:
+    composed.run_dir = str(Path(HydraConfig.get().runtime.output_dir).resolve())
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def _log_to_file(run_dir: Path) -> None:
+    """Library messages of the driver go to a file; the screen belongs to the progress."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=run_dir / "logs" / "driver.log",
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        level=logging.INFO,
+        force=True,
+    )
+    logging.captureWarnings(True)
+
+
+def run(composed: DictConfig) -> float:
+    """One run; returns the held-out reward, so that sweepers can compare runs."""
+    try:
+        config = _to_config(composed)
+        check(config)
+        run_dir = Path(config.run_dir)
+        settings = OmegaConf.to_yaml(composed, resolve=True)
+        goes_on, earlier = make_room(run_dir, settings, resume=config.resume)
+    except ValueError as error:
+        _fail(error, BAD_INPUT)
+    if goes_on:
+        print(f"there is an unfinished run in {run_dir}, which goes on")
+    if earlier is not None:
+        print(f"the earlier run in {run_dir} is now {earlier}")
+    _log_to_file(run_dir)
+    # Ray, torch and the rest load only once the configuration is known to be good.
+    from mega_agentrl.runtime.build import build
+    from mega_agentrl.train.loop import train
+
+    # Again: a launcher of sweeps starts `run` without `__main__`.
+    PROCESS.listen()
+    is_built = False
+    try:
+        with build(config) as parts:
+            is_built = True
+            return train(parts, config, PROCESS)
+    except KeyboardInterrupt:
+        _fail(farewell(run_dir, PROCESS), PROCESS.exit_code)
+    except (ValueError, RuntimeError, OSError) as error:
+        logging.exception("the run failed")
+        if isinstance(error, ValueError) and not is_built:
+            _fail(error, BAD_INPUT)
+        _fail(f"{error}\nTraceback and messages of all processes: {run_dir / 'logs'}", FAILED)
+
+
+def farewell(run_dir: Path, stopper: Stopper) -> str:
+    """What somebody who interrupted a run wants to know: what is kept, and how to go on."""
+    from mega_agentrl.actor.checkpoint_folder import Manifest
+    from mega_agentrl.train.run_state import RunState, whole_ones
+
+    why = "" if stopper.asked is None else f" ({Signals(stopper.asked).name})"
+    said = f"interrupted{why}; every process was ended. "
+    if folders := whole_ones(run_dir):
+        state = RunState.from_plain(Manifest.read(folders[0]).extra)
+        where = f"RL step {state.step}"
+        if state.warm_start is not None:
+            where = f"step {state.warm_start['step']} of the warm start"
+        said += f"The same command goes on after {where}, from {folders[0]}."
+    else:
+        said += "There is no checkpoint to resume from: a new start begins at step 1."
+    return f"{said} Metrics so far: {run_dir / METRICS}"
+
+
+def _check_command_line(folder: Path) -> None:
+    """Names, then values: Hydra itself would say less and exit with 1."""
+    overrides, extra_folders = read_command_line(sys.argv[1:])
+    check_files(folder)
+    check_overrides(overrides, folder, *extra_folders)
+    if {"-m", "--multirun", "--help", "-h", "--hydra-help", "--info", "-i"} & set(sys.argv):
+        return
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        compose("train", overrides)
+
+
+def main() -> None:
+    """Check the command line, then run what Hydra composes from it."""
+    ConfigStore.instance().store(name="schema", node=TrainConfig)
+    OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
+    folder = config_folder()
+    try:
+        _check_command_line(folder)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        cause = f": {error.__cause__}" if isinstance(error, HydraException) else ""
+        _fail(f"{error}{cause}", BAD_INPUT)
+    hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(run)()

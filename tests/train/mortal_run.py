@@ -1,0 +1,219 @@
+"""A run of fakes that can be ended at each of its moments, and the same process started anew.
+
+Everything that is sampled, scored and learned depends on the seed, on the weight that is served
+and on the reference; so a run that goes on wrongly ends in other numbers. What is in memory dies
+with `Killed`, as at `kill -9`; only the folder stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mega_agentrl.actor import checkpoint_folder
+from mega_agentrl.config.algo_schema import AlgoConfig, AresConfig
+from mega_agentrl.config.choices import AresMode
+from mega_agentrl.config.schema import SftConfig
+from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
+from mega_agentrl.train import run_state
+from mega_agentrl.train.loop import train
+from mega_agentrl.train.stopping import Stopper
+from mega_agentrl.types.batch import UpdateStats
+from mega_agentrl.types.parts import Parts
+from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, random_text
+from tests.train.file_policy import FilePolicy
+
+STEPS = 3
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@dataclass
+class Moments:
+    """The moments of a run by name; `act` is called at the chosen one.
+
+    chosen: a number among all, from 0, or a name and a number among those of it, from 1.
+    """
+
+    chosen: int | tuple[str, int] | None = None
+    act: Callable[[], None] = lambda: None
+    names: list[str] = field(default_factory=list)
+
+    def pass_by(self, name):
+        self.names.append(name)
+        if self.chosen in (len(self.names) - 1, (name, self.names.count(name))):
+            self.act()
+
+
+def die():
+    raise Killed
+
+
+class LearningGenerator(FakeGenerator):
+    """What it writes depends on the weight it serves."""
+
+    weight = None
+
+    def __init__(self, moments):
+        super().__init__(write=self._speak, version=0)
+        self._moments = moments
+
+    def _speak(self, response, request):
+        assert self.weight is not None, "nothing is served yet"
+        seed = zlib.crc32(repr((request.seed, self.weight)).encode())
+        return random_text(response, replace(request, seed=seed))
+
+    async def generate(self, request):
+        self._moments.pass_by("generate")
+        await asyncio.sleep(0)
+        return await super().generate(request)
+
+
+class LearningPolicy(FilePolicy):
+    """One number that every update moves by what it saw, and a frozen copy of it."""
+
+    def __init__(self, moments):
+        super().__init__(0.5)
+        self.reference = self.weight
+        self._moments = moments
+
+    def add_logprobs(self, batch):
+        self._moments.pass_by("logprobs")
+        ours = batch.rollout_logp_BT
+        return batch.with_fields(
+            old_logp_BT=ours + self.weight / 100,
+            ref_logp_BT=ours + self.reference / 100,
+            entropy_BT=batch.rollout_entropy_BT,
+        )
+
+    def update(self, batch, kl_weight_BT=None):
+        self._moments.pass_by("update")
+        self.weight += float((batch.reward_B + batch.advantage_BT.abs().sum(1)).mean())
+        if kl_weight_BT is not None:
+            self.weight += float(kl_weight_BT.mean())
+        self._moments.pass_by("updated")
+        prompts = float(zlib.crc32(repr(batch.prompt_ids).encode()))
+        gap = abs(self.weight - self.reference)
+        return self._stats(batch, {"ref_kl": gap, "prompts": prompts})
+
+    def supervise(self, batch):
+        self._moments.pass_by("supervise")
+        self.weight += int(batch.response_BT.sum()) / 1000
+        return self._stats(batch, {})
+
+    def _stats(self, batch, metrics):
+        return UpdateStats(
+            loss=self.weight,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            num_tokens=int(batch.mask_BT.sum()),
+            num_skipped=0,
+            metrics=metrics,
+        )
+
+    def reset_optimizer(self):
+        self._moments.pass_by("reset")
+        self.reference = self.weight
+
+    def set_objective(self, algo, temperature):
+        self.reference = self.weight
+
+    def send_weights(self, generator, version):
+        self._moments.pass_by("send")
+        generator.version, generator.weight = version, self.weight
+        self._moments.pass_by("sent")
+        return {"bytes": 4.0}
+
+    def save(self, folder, extra=None, keep=None):
+        self._moments.pass_by("save")
+        checkpoint_folder.begin(folder, "cut-short")
+        self._moments.pass_by("saving")
+        super().save(folder, extra, keep)
+        self._moments.pass_by("saved")
+
+    def resume(self, folder):
+        self._moments.pass_by("resume")
+        return super().resume(folder)
+
+    def export(self, folder):
+        self._moments.pass_by("export")
+
+
+def make_config(base, folder, *, warm, ares, save_every=2):
+    """warm: a warm start comes first. ares: it steers, after a bootstrap; else the adaptive KL."""
+    steered = AlgoConfig(
+        kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)
+    )
+    plain = AlgoConfig(kl_coef=0.01, kl_target=0.05, kl_horizon=10)
+    return replace(
+        base,
+        run_dir=str(folder),
+        total_steps=STEPS,
+        save_every=save_every,
+        algo=steered if ares else plain,
+        sft=SftConfig(max_steps=2 if warm else 0, check_every=2, batch_size=2, target_success=1.0),
+    )
+
+
+def start(config, moments, stopper=None):
+    """One process: everything new but the folder. Returns its policy and its prompts."""
+    prompts = [make_prompt(f"p{i}", f"Q{i}") for i in range(7)]
+    demonstrations = [Demonstration((1, 2), (3, 4), (1, 1)), Demonstration((1,), (5,), (1,))]
+    with asyncio.Runner() as runner:
+        parts = Parts(
+            run_dir=Path(config.run_dir),
+            policy=LearningPolicy(moments),
+            generator=LearningGenerator(moments),
+            tools=FakeTools(),
+            codec=CharCodec(),
+            rubric=FakeRubric(),
+            prompts=PromptSampler(prompts, config.seed),
+            validation=prompts[:2],
+            dev=prompts[:2],
+            demonstrations=DemonstrationSampler(demonstrations, 1).next
+            if config.sft.max_steps
+            else None,
+            start_s=1.0,
+            wait=runner.run,
+        )
+        train(parts, config, stopper or Stopper())
+        assert all(session.released == 1 for session in parts.tools.sessions)
+    return parts
+
+
+def outcome(config, parts):
+    """All that a run leaves but for times: the same for each way to the end."""
+    folder = Path(config.run_dir)
+    newest = run_state.whole_ones(folder)[0]
+    state = run_state.RunState.from_plain(checkpoint_folder.Manifest.read(newest).extra).to_plain()
+    del state["session"]["stage_seconds"]
+    for plain in (state["before"]["sampled"]["metrics"], state):
+        _drop_times(plain)
+    summary = json.loads((folder / "summary.json").read_text())
+    for key in ("stage_seconds", "train_seconds"):
+        del summary[key]
+    for key in ("before", "after"):
+        _drop_times(summary[key])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        _drop_times(line)
+    return {
+        "lines": lines,
+        "summary": summary,
+        "state": state,
+        "weight": parts.policy.weight,
+        "reference": parts.policy.reference,
+        "served": (parts.generator.version, parts.generator.weight),
+    }
+
+
+def _drop_times(values):
+    for name in [name for name in values if "time/" in name or "_s" in name[-4:]]:
+        del values[name]

@@ -1,0 +1,166 @@
+"""A run that is ended at any moment and started again ends as one that nobody disturbed."""
+
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.train import run_state, session
+from mega_agentrl.train.resume import take_up
+from mega_agentrl.train.stopping import Stopped, Stopper
+from tests.train.file_policy import WEIGHT
+from tests.train.mortal_run import STEPS, Killed, Moments, die, make_config, outcome, start
+
+KINDS = {
+    "warm start, ARES with its bootstrap": {"warm": True, "ares": True},
+    "no warm start, adaptive KL": {"warm": False, "ares": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_pages(monkeypatch):
+    """The page and the picture take longer than all the rest and decide on nothing."""
+    monkeypatch.setattr(session, "write_report", lambda folder: folder)
+    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+
+
+def run_on(config, first, stopper=None):
+    """Start until it ends by itself; returns what it leaves, and how often it was ended."""
+    num_ended = 0
+    try:
+        parts = start(config, first, stopper)
+    except (Killed, Stopped):
+        num_ended = 1
+        parts = start(config, Moments())
+    return outcome(config, parts), num_ended
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind):
+    moments = Moments()
+    make = partial(make_config, config, **KINDS[kind])
+    expected, _ = run_on(make(tmp_path / "whole"), moments)
+    assert expected["summary"]["num_steps"] == STEPS
+    assert expected["lines"][-1]["stage"] == "held_out_after"
+    chosen = [at for at, name in enumerate(moments.names) if name != "generate"]
+    assert len(chosen) > 20
+    for at in chosen:
+        found, num_ended = run_on(make(tmp_path / f"killed-{at}"), Moments(at, die))
+        assert num_ended == 1
+        assert found == expected, f"killed at moment {at}, {moments.names[at]}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_at_any_moment_saves_and_it_goes_on(config, tmp_path, kind):
+    moments = Moments()
+    make = partial(make_config, config, **KINDS[kind])
+    expected, _ = run_on(make(tmp_path / "whole"), moments)
+    chosen = [at for at, name in enumerate(moments.names) if name != "generate" or at % 9 == 0]
+    for at in chosen:
+        folder, stopper = tmp_path / f"stopped-{at}", Stopper()
+        ask = partial(stopper.on_signal, signal.SIGUSR1)
+        found, num_ended = run_on(make(folder), Moments(at, ask), stopper)
+        assert num_ended == 1
+        assert found == expected, f"stopped at moment {at}, {moments.names[at]}"
+
+
+def test_a_signal_loses_no_finished_step(config, tmp_path):
+    moments = Moments()
+    make = partial(make_config, config, warm=False, ares=False, save_every=0)
+    start(make(tmp_path / "whole"), moments)
+    updates = [at for at, name in enumerate(moments.names) if name == "update"]
+    logprobs = [at for at, name in enumerate(moments.names) if name == "logprobs"]
+    # In the update of step k it ends with the step; before it, with the step before.
+    for at, step in [*zip(updates, (1, 2, 3), strict=True), *zip(logprobs, (0, 1, 2), strict=True)]:
+        folder, stopper = tmp_path / f"stopped-{at}", Stopper()
+        ask = partial(stopper.on_signal, signal.SIGTERM)
+        with pytest.raises(Stopped, match="SIGTERM"):
+            start(make(folder), Moments(at, ask), stopper)
+        assert run_state.whole_ones(folder)[0].name == f"step-{step:06d}"
+
+
+def test_killed_again_and_again_it_still_ends_as_if_undisturbed(config, tmp_path):
+    make = partial(make_config, config, warm=True, ares=True, save_every=1)
+    expected, _ = run_on(make(tmp_path / "whole"), Moments())
+    made = make(tmp_path / "killed")
+    # Each life gets one step further; the first has the warm start's checkpoint to write, too.
+    for number in (2, 1, 1):
+        with pytest.raises(Killed):
+            start(made, Moments(("saved", number), die))
+    assert run_state.whole_ones(tmp_path / "killed")[0].name == f"step-{STEPS:06d}"
+    assert outcome(made, start(made, Moments())) == expected
+
+
+def test_a_queue_that_stops_it_in_every_stage_gets_it_to_its_end(config, tmp_path):
+    make = partial(make_config, config, warm=True, ares=True)
+    expected, _ = run_on(make(tmp_path / "whole"), Moments())
+    made, where = make(tmp_path / "stopped"), []
+    # In the update or the check of the warm start, behind it, before and in the first step.
+    lives = [("supervise", 1), ("supervise", 1), ("send", 2), ("reset", 1), ("saved", 1)]
+    lives += [("generate", 5), ("logprobs", 1), ("update", 1), ("update", 1), ("export", 1)]
+    for life in lives:
+        stopper = Stopper()
+        with pytest.raises(Stopped):
+            start(made, Moments(life, partial(stopper.on_signal, signal.SIGUSR1)), stopper)
+        where.append(run_state.whole_ones(tmp_path / "stopped")[0].name)
+    assert where[:5] == ["warm-000001", "warm-000002", "warm-000002", "warm-000002", "step-000000"]
+    assert where[5:] == ["step-000000"] * 2 + ["step-000001", "step-000002", "step-000003"]
+    assert outcome(made, start(made, Moments())) == expected
+
+
+def saved_run(config, folder, **kind):
+    """Ended in the update of the last step, with checkpoints of steps 1 and 2."""
+    moments, made = Moments(), make_config(config, folder / "whole", save_every=1, **kind)
+    expected, _ = run_on(made, moments)
+    last = [at for at, name in enumerate(moments.names) if name == "updated"][-1]
+    made = replace(made, run_dir=str(folder / "run"))
+    with pytest.raises(Killed):
+        start(made, Moments(last, die))
+    found = [path.name for path in run_state.whole_ones(folder / "run")]
+    assert found[:2] == ["step-000002", "step-000001"]
+    return made, expected
+
+
+@pytest.mark.parametrize("text", ["", "9.9"], ids=["size", "contents"])
+def test_a_damaged_newest_one_is_passed_over_with_a_warning(config, tmp_path, caplog, text):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False)
+    newest = run_state.whole_ones(Path(made.run_dir))[0]
+    path = newest / WEIGHT
+    # The contents are of the same size, so that only their digest gives them away.
+    path.write_text(text and "9" * len(path.read_text()))
+    parts = start(made, Moments())
+    assert outcome(made, parts) == expected
+    assert f"checkpoint {newest} is" in caplog.text
+
+
+def test_without_the_warm_start_there_is_no_reference_to_go_on_with(config, tmp_path):
+    made, _ = saved_run(config, tmp_path, warm=True, ares=False)
+    (Path(made.run_dir) / "start" / "step-000000" / WEIGHT).unlink()
+    with pytest.raises(ValueError, match=r"without a whole one in start/.*resume=false"):
+        start(made, Moments())
+
+
+def test_more_steps_may_be_asked_for_later(config, tmp_path):
+    made, _ = saved_run(config, tmp_path, warm=False, ares=False)
+    longer = replace(made, total_steps=5)
+    found = outcome(longer, start(longer, Moments()))
+    whole = replace(longer, run_dir=str(tmp_path / "longer"))
+    assert found == outcome(whole, start(whole, Moments()))
+
+
+def test_metrics_of_a_run_without_a_checkpoint_go(parts, config, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    assert take_up(parts, config) is None
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert parts.policy.verbs == []
+
+
+def test_the_loop_says_so_where_it_goes_on(config, tmp_path, capsys):
+    made, _ = saved_run(config, tmp_path, warm=False, ares=False)
+    capsys.readouterr()
+    start(made, Moments())
+    shown = capsys.readouterr().out
+    assert "goes on after RL step 2" in shown
+    assert "RL 3/3" in shown and "RL 1/3" not in shown
