@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,20 +36,37 @@ def finish(child, timeout_s):
     return child.returncode, output
 
 
-def processes_below(marker):
-    """Command lines of living processes whose environment names `marker`."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes()
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if marker.encode() in environment and command:
-            found.append(command)
-    return found
+def processes_of(child, marker):
+    """Living processes below `child`, and those whose environment names `marker`.
+
+    Neither alone finds all: a process whose parent has died is not below any more, and one that
+    has set its title, as vLLM's do, may have overwritten its environment with it.
+    """
+    found = {process for process in psutil.process_iter() if names(process, marker)}
+    if child.poll() is None:
+        found.update(psutil.Process(child.pid).children(recursive=True))
+    return {process for process in found if is_alive(process)}
+
+
+def names(process, marker):
+    try:
+        return marker in Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+
+
+def is_alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def title_of(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def wait_until(condition, timeout_s):

@@ -10,7 +10,15 @@ import pytest
 
 from mega_agentrl.train import run_state
 from mega_agentrl.train.stopping import CODES
-from tests.e2e.conftest import ROOT, finish, processes_below, start, wait_until
+from tests.e2e.conftest import (
+    ROOT,
+    finish,
+    is_alive,
+    processes_of,
+    start,
+    title_of,
+    wait_until,
+)
 from tests.e2e.overrides import asset_overrides
 
 
@@ -127,12 +135,14 @@ def test_a_signal_ends_every_process_within_ten_seconds(
     try:
         wait_until(lambda: moment(run_dir), 240)
         if moment is in_rl:
-            # Without the engine among them, the marker would not show that its processes ended.
-            # A process that is setting its title shows no environment for a moment.
-            wait_until(lambda: any("EngineCore" in one for one in processes_below(marker)), 20)
+            titles = [title_of(process) for process in processes_of(child, marker)]
+            assert any("EngineCore" in title for title in titles), titles
+        before = processes_of(child, marker)
         os.kill(child.pid, signal_number)
         # Twice the promised ten seconds, for the driver and all its processes together.
-        ended_s = wait_until(lambda: not processes_below(marker), 20)
+        ended_s = wait_until(
+            lambda: not any(map(is_alive, before)) and not processes_of(child, marker), 20
+        )
         code, output = finish(child, 20 - ended_s)
     finally:
         if child.poll() is None:
