@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 SAVE_TIMEOUT_S = 1800.0
 _LOOK_S = 0.1
+_STOP_S = 10.0
 
 
 def save(
@@ -207,22 +208,29 @@ class _Job:
                 self._future.exception(_LOOK_S)
             except FutureTimeoutError:
                 continue
-        if not self._future.done():
-            # The writer may hang in a write; what it writes to is never read.
+        # After an error the writer stops at its next look, which also ends its calls of the store;
+        # or it hangs in a write, and what it writes to is never read.
+        if not wait([self._future], _STOP_S).done:
             raise RuntimeError(self._roll.error)
         return self._future.result()
 
     def _run(self) -> None:
         try:
-            self._future.set_result(self._write())
+            folder = self._write()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: handed to the caller
             self._roll.fail(repr(error))
             failure = RuntimeError(self._roll.error)
             failure.__cause__ = error
+            self._end()
             self._future.set_exception(failure)
-        finally:
-            self._roll.close()
-            self._state = {}
+        else:
+            self._end()
+            self._future.set_result(folder)
+
+    def _end(self) -> None:
+        """Before the caller hears of it: no thread is left in the store then."""
+        self._roll.close()
+        self._state = {}
 
     def _write(self) -> Path:
         if self._rank:

@@ -31,6 +31,7 @@ Answer = TypeVar("Answer")
 BEAT_S = 1.0
 SILENCE_S = 15.0
 _LOOK_S = 0.05
+_CLOSE_S = 5.0
 
 
 class RollCall:
@@ -62,7 +63,8 @@ class RollCall:
         self._stands = False
         self._error: str | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._watch, name="checkpoint-roll", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="checkpoint-roll", daemon=True)
+        self._watcher.start()
 
     @property
     def error(self) -> str | None:
@@ -110,8 +112,13 @@ class RollCall:
             return  # rank 0 is gone and takes the store along; the others see that themselves
 
     def close(self) -> None:
-        """Stop beating and watching."""
+        """Stop beating and watching.
+
+        The watcher is waited for: a thread that is inside the store when the interpreter ends
+        takes the process down with SIGABRT. A store that hangs is left after `_CLOSE_S`.
+        """
         self._over.set()
+        self._watcher.join(_CLOSE_S)
 
     def missing(self) -> list[int]:
         """Rank 0: ranks that are not done yet."""
