@@ -9,9 +9,10 @@ multiplied. Both must agree there. Cases, all for groups of 8 whose forks share 
 
     seconds/advantages   GRPO, RLOO, both REINFORCE++, GAE, the hard advantage, EGPO with its
                          chain of thought, AEPO's scale
-    seconds/ares         windows, percentiles, counts, shaping, KL weights, the controllers' step
-    seconds/together     the sum
+    seconds/ares         as a step has it, from the trajectories' records: windows, percentiles,
+                         counts, shaping, KL weights, measured KL, the controllers' step
     seconds/corrections  truncated weights of the tokens, and all figures of the mismatch
+    seconds/together     the sum of the three
     memory/together      MiB at the peak beyond the batch; the baseline is one float64 copy of
                          each of the batch's nine [B, T] fields
 """
@@ -36,16 +37,19 @@ from mega_agentrl.algo import ares
 from mega_agentrl.algo.aepo import entropy_scaled
 from mega_agentrl.algo.correction import importance_weights
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
-from mega_agentrl.algo.hwe import threshold_p95, window_entropy
-from mega_agentrl.algo.kl import kl_penalty
+from mega_agentrl.train import ares as wired
+from mega_agentrl.train.controllers import Controllers
+from mega_agentrl.train.seen import observe
+from mega_agentrl.types.batch import TrainBatch
+from mega_agentrl.types.records import Prompt, RolloutTree, Score, StopReason, Trajectory
 
 GROUP = 8
 OPEN, CLOSE = 1, 2
 CASES = (
     "seconds/advantages",
     "seconds/ares",
-    "seconds/together",
     "seconds/corrections",
+    "seconds/together",
     "memory/together",
 )
 AGREEMENT = 1e-4
@@ -111,37 +115,71 @@ def corrections(given: Given) -> dict[str, torch.Tensor]:
     return {"weight": weight_BT.sum(1), "kl_k3": figures["kl_k3"].unsqueeze(0)}
 
 
-def shaping(given: Given) -> dict[str, torch.Tensor]:
-    """Everything of `train.ares`, by name."""
-    mask_BT = given.mask_BT
-    prompt_ids = tuple(f"p{group}" for group in given.group_B.tolist())
-    window_BT = window_entropy(given.entropy_BT, mask_BT)
-    p95_B = threshold_p95(given.entropy_BT, mask_BT)
-    state = ares.update_threshold(ares.AresState(), p95_B)
-    assert state.threshold is not None
-    trigger_BT = torch.ones_like(mask_BT)
-    hwe_B = ares.hwe_count(window_BT, trigger_BT, threshold=state.threshold)
-    kl_BT = kl_penalty(given.logp_BT, given.rollout_BT, "k3").where(mask_BT, 0.0)
-    stats = ares.AresStats(
-        prompt_ids=prompt_ids,
-        correct_B=given.reward_B >= 0.5,
-        hwe_B=hwe_B,
-        p95_B=p95_B,
-        kl_B=kl_BT.sum(1).double() / mask_BT.sum(1),
+class Step:
+    """The records of the trajectories, and the batch that is packed of them."""
+
+    def __init__(self, given: Given) -> None:
+        num_rows, num_tokens = given.mask_BT.shape
+        unread = [0] * num_tokens
+        self.trees = [
+            RolloutTree(prompt=found[0].prompt, trajectories=found)
+            for found in (
+                [_record(given, row, unread) for row in range(start, start + GROUP)]
+                for start in range(0, num_rows, GROUP)
+            )
+        ]
+        self.batch = TrainBatch(
+            prompt_ids=((),) * num_rows,
+            response_BT=given.token_BT,
+            length_B=torch.full((num_rows,), num_tokens),
+            mask_BT=given.mask_BT,
+            group_B=given.group_B,
+            reward_B=given.reward_B,
+            node_BT=given.node_BT,
+            rollout_logp_BT=given.rollout_BT,
+            rollout_entropy_BT=given.entropy_BT,
+            version_BT=torch.zeros((), dtype=torch.int64).expand(given.mask_BT.shape),
+            old_logp_BT=given.logp_BT,
+            ref_logp_BT=given.rollout_BT,
+        )
+
+
+def _record(given: Given, row: int, unread: list[int]) -> Trajectory:
+    """One trajectory; unread: a list in place of those that shaping does not look at."""
+    num_tokens = given.mask_BT.shape[1]
+    reward = float(given.reward_B[row])
+    return Trajectory(
+        trajectory_id=f"t{row}",
+        prompt=Prompt(
+            prompt_id=f"p{row // GROUP}",
+            data_source="bench",
+            messages=(),
+            ground_truth="",
+            token_ids=(),
+        ),
+        path=(row % GROUP,),
+        token_ids=unread,
+        loss_mask=given.mask_BT[row].int().tolist(),
+        logps=unread,
+        entropies=given.entropy_BT[row].tolist(),
+        versions=unread,
+        turn_ids=(torch.arange(num_tokens) // (num_tokens // 16)).tolist(),
+        turns=[],
+        stop_reason=StopReason.eos,
+        score=Score(value=reward, correct=reward >= 0.5, f1=0.0, answer="", reason=""),
     )
-    state = ares.update(state, stats)
-    code_B = state.codes(prompt_ids)
-    earned_B = ares.entropy_reward(
-        stats.correct_B,
-        hwe_B,
-        state.target_of(code_B),
-        state.alpha_of(code_B),
-        code_B,
-        rule="centred",
-    )
-    beta_B = state.beta_of(code_B, ares.PAPER)
-    weight_BT = ares.token_kl_weight(ares.hwe_mask(window_BT, threshold=state.threshold), beta_B)
-    return {"hwe": hwe_B, "p95": p95_B, "earned": earned_B, "weight": weight_BT.sum(1)}
+
+
+def shaping(step: Step) -> dict[str, torch.Tensor]:
+    """Everything of `train.ares`, as a step calls it, by name."""
+    before = Controllers()
+    seen = observe(step.trees, None)
+    found = wired.begin_step(seen, before.ares, ares.PAPER, filtered=False)
+    batch = wired.shape_rewards(step.batch, step.trees, found)
+    weight_BT = wired.kl_weights(batch, step.trees, found)
+    after = wired.ares_update(before, found, wired.measured_kl(batch, step.trees, found, "k3"))
+    assert weight_BT is not None and after.ares.threshold is not None
+    return {"hwe": found.stats.hwe_B, "p95": seen.p95_B, "weight": weight_BT.sum(1)}
 
 
 def plain_advantages(given: Given) -> dict[str, list[float]]:
@@ -224,14 +262,18 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     given = Given(num_rows, num_tokens)
     part = given.part(max(GROUP, num_rows // share // GROUP * GROUP))
     scale = num_rows / len(part.reward_B)
+    step = Step(given)
     before_mib = peak_mib()
-    advantages_s, _ = timed(advantages, given)
-    ares_s, _ = timed(shaping, given)
+    ours = {
+        "seconds/advantages": timed(advantages, given)[0],
+        "seconds/ares": timed(shaping, step)[0],
+        "seconds/corrections": timed(corrections, given)[0],
+    }
     added_mib = peak_mib() - before_mib
-    corrections_s, _ = timed(corrections, given)
+    del step  # whose millions of numbers Python's collector would visit during the baseline
     plain_s, plain = timed(plain_advantages, part)
     check(advantages(part), plain, AGREEMENT)
-    found = shaping(part)
+    found = shaping(Step(part))
     state = ares.update_threshold(ares.AresState(), found["p95"])
     assert state.threshold is not None
     plain_ares_s, plain = timed(plain_shaping, part, state.threshold)
@@ -239,12 +281,11 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     check(found, plain, 0.01)
     plain_corrections_s, plain = timed(plain_corrections, part)
     check(corrections(part), plain, AGREEMENT)
+    baseline = (plain_s * scale, plain_ares_s * scale, plain_corrections_s * scale)
     copies_mib = 9 * 8 * num_rows * num_tokens / (1 << 20)
     return {
-        "seconds/advantages": (advantages_s, plain_s * scale),
-        "seconds/ares": (ares_s, plain_ares_s * scale),
-        "seconds/together": (advantages_s + ares_s, (plain_s + plain_ares_s) * scale),
-        "seconds/corrections": (corrections_s, plain_corrections_s * scale),
+        **{case: (ours[case], value) for case, value in zip(ours, baseline, strict=True)},
+        "seconds/together": (sum(ours.values()), sum(baseline)),
         "memory/together": (added_mib, copies_mib),
     }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from mega_agentrl.algo.masking import masked_whiten
-from mega_agentrl.algo.scan import discounted_sum, following, over_sampled
+from mega_agentrl.algo.scan import by_rows, discounted_sum, following, over_sampled, row_parts
 from mega_agentrl.algo.shapes import same_rows, same_shape
 
 
@@ -122,12 +122,15 @@ def arpo_hard(
     same_rows(advantage_B, mask_BT)
     on_BT = mask_BT.bool()
     place_BT, num_nodes = _places(node_BT, on_BT)
-    place_N = place_BT.flatten()
-    grid_N = advantage_B.double().repeat_interleave(mask_BT.shape[1])
-    total_N = grid_N.new_zeros(num_nodes + 1).index_add(0, place_N, grid_N)
-    mean_N = (total_N / place_N.bincount(minlength=num_nodes + 1)).to(advantage_B.dtype)
-    mean_BT = mean_N[place_BT]
-    return torch.where(on_BT, mean_BT, torch.zeros_like(mean_BT))
+    total_N = advantage_B.new_zeros(num_nodes + 1, dtype=torch.float64)
+    count_N = torch.zeros_like(total_N)
+    for place_RT, advantage_R in row_parts(place_BT, advantage_B.double()):
+        grid_RT = advantage_R.unsqueeze(1).expand(place_RT.shape)
+        total_N.index_add_(0, place_RT.flatten(), grid_RT.flatten())
+        count_N.index_add_(0, place_RT.flatten(), torch.ones_like(grid_RT).flatten())
+    mean_N = (total_N / count_N.clamp(min=1)).to(advantage_B.dtype)
+    mean_N[num_nodes] = 0  # that of the masked positions
+    return mean_N[place_BT]
 
 
 def _groups(group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,11 +154,19 @@ def _places(node_BT: torch.Tensor, on_BT: torch.Tensor) -> tuple[torch.Tensor, i
     if not bool(on_BT.any()):
         return torch.zeros_like(node_BT, dtype=torch.int64), 0
     limit = torch.iinfo(node_BT.dtype)
-    low = torch.where(on_BT, node_BT, limit.max).amin()
-    size = int(torch.where(on_BT, node_BT, limit.min).amax()) - int(low) + 1
+    low, high = limit.max, limit.min
+    for node_RT, on_RT in row_parts(node_BT, on_BT):
+        low = min(low, int(torch.where(on_RT, node_RT, limit.max).amin()))
+        high = max(high, int(torch.where(on_RT, node_RT, limit.min).amax()))
+    size = high - low + 1
     if size <= 2 * node_BT.numel():
-        return torch.where(on_BT, node_BT.long() - low, size), size
+        return by_rows(lambda *part: _from(low, size, *part), node_BT, on_BT), size
     unique_N, index_N = torch.unique(node_BT[on_BT], return_inverse=True)
     size = len(unique_N)
     behind_BT = torch.full_like(node_BT, size, dtype=torch.int64)
     return behind_BT.masked_scatter(on_BT, index_N), size
+
+
+def _from(low: int, behind: int, node_RT: torch.Tensor, on_RT: torch.Tensor) -> torch.Tensor:
+    """Ids counted from the lowest one."""
+    return torch.where(on_RT, node_RT.long() - low, behind)

@@ -16,7 +16,8 @@ import math
 
 import torch
 
-from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.algo.masking import masked_moments
+from mega_agentrl.algo.scan import by_rows
 from mega_agentrl.algo.shapes import same_shape
 
 MONITOR_SLOPE = 0.5
@@ -35,14 +36,17 @@ def entropy_scaled(
     differ. Nothing keeps 1 + weight * z positive, in the paper as here.
     """
     same_shape(advantage_BT=advantage_BT, entropy_BT=entropy_BT, mask_BT=mask_BT)
-    on_BT = mask_BT.bool()
     entropy_BT = entropy_BT.detach().float()
-    zero_BT = torch.zeros_like(entropy_BT)
-    centred_BT = torch.where(on_BT, entropy_BT - masked_mean(entropy_BT, on_BT), zero_BT)
-    variance = (centred_BT * centred_BT).sum() / (on_BT.sum() - 1).clamp(min=1)
-    std = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt()
-    scaled_BT = advantage_BT.float() * (1 + weight * centred_BT / std)
-    return torch.where(on_BT, scaled_BT, zero_BT)
+    mean, variance = masked_moments(entropy_BT, mask_BT)
+    slope = (weight * torch.where(variance > 0, variance, 1.0).rsqrt()).float()
+    middle = mean.float()
+
+    def rows(
+        advantage_RT: torch.Tensor, entropy_RT: torch.Tensor, on_RT: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.where(on_RT, advantage_RT * (1 + slope * (entropy_RT - middle)), 0.0)
+
+    return by_rows(rows, advantage_BT.float(), entropy_BT, mask_BT.bool())
 
 
 def initial_rollouts(n: int, h_root: float, h_tool: float) -> int:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.algo.masking import masked_mean, masked_sum
 from mega_agentrl.algo.precision import widened
+from mega_agentrl.algo.scan import row_parts
 from mega_agentrl.algo.shapes import same_shape
 
 LOG_RATIO_BOUND = 20.0
@@ -47,17 +47,25 @@ def importance_weights(
             f"importance_weights: got level={level}, mode={mode}, cap={cap}; expected a level of "
             f"{', '.join(LEVELS)}, a mode of {', '.join(MODES)} and a cap above 0"
         )
-    on_BT = mask_BT.bool()
-    gap_BT = _gap(train_logp_BT, rollout_logp_BT, on_BT)
-    exponent_BT = gap_BT if level == "token" else gap_BT.sum(1, keepdim=True).expand_as(gap_BT)
-    ratio_BT = exponent_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    above_BT = ratio_BT > cap
     bound = cap if mode == "truncated" else 0.0
-    weight_BT = torch.where(above_BT, bound, ratio_BT)
-    weight_BT = torch.where(on_BT, weight_BT, torch.zeros_like(weight_BT))
-    return weight_BT, mismatch(train_logp_BT, rollout_logp_BT, mask_BT) | {
-        "weight_mean": masked_mean(weight_BT, on_BT),
-        "capped": masked_mean(above_BT.float(), on_BT),
+    weights, sums, kept = [], [], []
+    for train_RT, rollout_RT, mask_RT in row_parts(train_logp_BT, rollout_logp_BT, mask_BT):
+        on_RT = mask_RT.bool()
+        gap_RT = _gap(train_RT, rollout_RT, on_RT)
+        token_ratio_RT = _ratio(gap_RT)
+        sums.append(_sums(gap_RT, token_ratio_RT, on_RT))
+        ratio_RT = token_ratio_RT
+        if level == "sequence":
+            ratio_RT = _ratio(gap_RT.sum(1, keepdim=True))
+        above_RT = (ratio_RT > cap) & on_RT
+        weights.append(torch.where(above_RT, bound, torch.where(on_RT, ratio_RT, 0.0)))
+        kept.append(torch.stack([_total(weights[-1]), _total(above_RT)]))
+    weight_BT = torch.cat(weights)
+    weight_sum, num_above = torch.stack(kept).sum(0).to(weight_BT.dtype)
+    num_tokens = mask_BT.bool().sum().clamp(min=1)
+    return weight_BT, _figures(sums, weight_BT.dtype) | {
+        "weight_mean": weight_sum / num_tokens,
+        "capped": num_above / num_tokens,
     }
 
 
@@ -72,20 +80,56 @@ def mismatch(
     agree.
     """
     same_shape(train_logp_BT=train_logp_BT, rollout_logp_BT=rollout_logp_BT, mask_BT=mask_BT)
-    on_BT = mask_BT.bool()
-    gap_BT = _gap(train_logp_BT, rollout_logp_BT, on_BT)
-    ratio_BT = gap_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    num_tokens = on_BT.sum().clamp(min=1)
-    squares = masked_sum(ratio_BT.square(), on_BT)
-    spread = masked_sum(ratio_BT, on_BT).square() / (num_tokens * squares)
-    return {
-        "logp_mean_abs": masked_mean(gap_BT.abs(), on_BT),
-        "logp_max_abs": gap_BT.abs().max() if gap_BT.numel() else gap_BT.sum(),
-        "kl_k1": masked_mean(-gap_BT, on_BT),
-        "kl_k3": masked_mean(ratio_BT - 1 - gap_BT, on_BT),
-        "ratio_mean": masked_mean(ratio_BT, on_BT),
-        "ess": torch.where(squares > 0, spread, torch.zeros_like(spread)),
+    sums = []
+    for train_RT, rollout_RT, mask_RT in row_parts(train_logp_BT, rollout_logp_BT, mask_BT):
+        on_RT = mask_RT.bool()
+        gap_RT = _gap(train_RT, rollout_RT, on_RT)
+        sums.append(_sums(gap_RT, _ratio(gap_RT), on_RT))
+    return _figures(sums, gap_RT.dtype)
+
+
+def _ratio(exponent: torch.Tensor) -> torch.Tensor:
+    return exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _total(values_RT: torch.Tensor) -> torch.Tensor:
+    return values_RT.sum(dtype=torch.float64)
+
+
+def _sums(gap_RT: torch.Tensor, ratio_RT: torch.Tensor, on_RT: torch.Tensor) -> torch.Tensor:
+    """[6] float64 of some rows: what `_figures` is made of, the largest gap in the last place.
+
+    A masked position has gap 0 and ratio 1.
+    """
+    away_RT = gap_RT.abs()
+    num = _total(on_RT)
+    num_off = on_RT.numel() - num
+    return torch.stack(
+        [
+            num,
+            _total(away_RT),
+            _total(gap_RT),
+            _total(ratio_RT) - num_off,
+            _total(ratio_RT.square()) - num_off,
+            away_RT.amax().double() if away_RT.numel() else torch.zeros_like(num),
+        ]
+    )
+
+
+def _figures(sums: list[torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    table = torch.stack(sums)
+    num, away, gap, ratio, squares, _ = table.sum(0)
+    count = num.clamp(min=1)
+    spread = ratio.square() / (count * squares)
+    figures = {
+        "logp_mean_abs": away / count,
+        "logp_max_abs": table[:, -1].amax(),
+        "kl_k1": -gap / count,
+        "kl_k3": (ratio - num - gap) / count,
+        "ratio_mean": ratio / count,
+        "ess": torch.where(squares > 0, spread, 0.0),
     }
+    return {name: value.to(dtype) for name, value in figures.items()}
 
 
 def _gap(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from mega_agentrl.algo.scan import by_rows, row_parts
+
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Sum of `x` where `mask` is set, over all positions or along `dim`."""
@@ -29,15 +31,48 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> 
 
     A single unmasked position has no spread and becomes 0.
     """
-    on = mask.bool()
-    centred = torch.where(on, x - masked_mean(x, mask), torch.zeros_like(x))
-    variance = (centred * centred).sum() / (on.sum() - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + eps)
+    mean, variance = masked_moments(x, mask)
+    scale = torch.rsqrt(variance + eps)
+    return standardised(x, mask, mean, scale)
+
+
+def standardised(
+    x: torch.Tensor, mask: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """(x - mean) * scale where `mask` is set, 0 elsewhere; mean and scale 0-d."""
+    shift, factor = mean.to(x.dtype), scale.to(x.dtype)
+
+    def rows(piece: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
+        return torch.where(on, (piece - shift) * factor, 0.0)
+
+    return by_rows(rows, x, mask.bool())
+
+
+def masked_moments(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """0-d float64 mean and unbiased variance of `x` where `mask` is set; 0 without a spread.
+
+    Variance as the mean square distance from the mean, in a second pass, without gradient.
+    """
+    _check(x, mask)
+    count, total = x.new_zeros((), dtype=torch.float64), x.new_zeros((), dtype=torch.float64)
+    parts = list(row_parts(x.detach(), mask.bool()))
+    for piece, on in parts:
+        count += on.sum()
+        total += torch.where(on, piece, 0.0).sum(dtype=torch.float64)
+    mean = total / count.clamp(min=1)
+    squares = torch.zeros_like(total)
+    for piece, on in parts:
+        squares += torch.where(on, piece - mean, 0.0).square().sum(dtype=torch.float64)
+    return mean, squares / (count - 1).clamp(min=1)
 
 
 def _kept(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    _check(x, mask)
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+def _check(x: torch.Tensor, mask: torch.Tensor) -> None:
     if x.shape != mask.shape:
         raise ValueError(
             f"mask: got shape {tuple(mask.shape)}, expected that of x, {tuple(x.shape)}"
         )
-    return torch.where(mask.bool(), x, torch.zeros_like(x))

@@ -21,7 +21,7 @@ import torch
 from mega_agentrl.algo.shapes import same_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 BLOCK = 64
 ROWS_AT_ONCE = 16
@@ -51,8 +51,12 @@ def over_sampled(
 
 def by_rows(rows: Callable[..., torch.Tensor], *grids_BT: torch.Tensor) -> torch.Tensor:
     """`rows` of a few rows of each grid at a time, put together; the rows must be independent."""
-    parts = [torch.split(grid_BT, ROWS_AT_ONCE) for grid_BT in grids_BT]
-    return torch.cat([rows(*part) for part in zip(*parts, strict=True)])
+    return torch.cat([rows(*part) for part in row_parts(*grids_BT)])
+
+
+def row_parts(*tensors_B: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors, a few rows at a time: what is computed of them then stays in the cache."""
+    return zip(*(torch.split(tensor_B, ROWS_AT_ONCE) for tensor_B in tensors_B), strict=True)
 
 
 def following(x_RL: torch.Tensor) -> torch.Tensor:

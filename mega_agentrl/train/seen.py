@@ -97,7 +97,7 @@ def _measure(
     sampled_RS = torch.zeros(len(group), width, dtype=torch.bool)
     for row, (one, place_N) in enumerate(zip(group, places, strict=True)):
         entropy_RS[row, place_N] = _tensor(one.entropies, "f4")
-        sampled_RS[row, place_N] = _tensor(one.loss_mask, "?")
+        sampled_RS[row, place_N] = _small(one.loss_mask).bool()
     window_RS = window_entropy(entropy_RS, sampled_RS)
     windows = [
         _triggered(one, window_RS[row, place_N], listed)
@@ -109,13 +109,19 @@ def _measure(
 
 def _places(trajectory: Trajectory) -> torch.Tensor:
     """[N] where its tokens lie: in order, with a gap between two turns."""
-    turn_N = _tensor(trajectory.turn_ids, "i8")
+    ids = trajectory.turn_ids
+    turn_N = _small(ids).long() if len(trajectory.turns) <= 256 else _tensor(ids, "i8")
     return turn_N + torch.arange(len(turn_N))
 
 
 def _tensor(values: Sequence[float], dtype: str) -> torch.Tensor:
     """numpy reads a list several times as fast as torch does, and there are millions."""
     return torch.from_numpy(np.array(values, dtype=dtype))
+
+
+def _small(values: Sequence[int]) -> torch.Tensor:
+    """[N] uint8 of numbers below 256, which are read another four times as fast."""
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.zeros(0)
 
 
 def _triggered(
