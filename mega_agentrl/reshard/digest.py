@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mega_agentrl.reshard.weigh import copy_and_weigh
+from mega_agentrl.reshard.weigh import Weigher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,30 +70,59 @@ def _digest(values: torch.Tensor, rect: Rect) -> torch.Tensor:
     return (sum_R * factor_2R).sum(1, dtype=torch.int32)
 
 
-def copy_and_digest(to: torch.Tensor, values: torch.Tensor, rect: Rect) -> np.ndarray | None:
-    """Copy and take the digest in one pass; [2] uint32.
+class DigestingCopy:
+    """Copies the values of one rectangle and adds their digest, in one pass, as often as wanted.
 
-    to, values: of the rectangle's shape, dims of one element aside. None, and nothing copied,
-    where that is not to be had: not in the memory of a CPU, another type, rows of odd halves.
+    All that depends on the rectangle alone is worked out once.
     """
-    size, num_columns = values.element_size(), rect.shape[-1]
-    start, num_rows = (0,) * (2 - len(rect.start)) + rect.start, rect.numel // num_columns
-    if to.dtype != values.dtype or size not in (2, 4) or not (_on_cpu(to) and _on_cpu(values)):
-        return None
-    to_RC, value_RC = to.view(num_rows, num_columns), values.view(num_rows, num_columns)
-    for matrix_RC in (to_RC, value_RC):
-        if matrix_RC.stride(1) != 1 or (size == 2 and not _in_pairs(matrix_RC, start[1])):
+
+    def __init__(self, rect: Rect) -> None:
+        """rect: where the values stand in the whole tensor."""
+        self._num_columns = rect.shape[-1]
+        self._num_rows = rect.numel // self._num_columns
+        self._start = (0,) * (2 - len(rect.start)) + rect.start
+        self._weighers: dict[int, Weigher | None] = {}
+
+    def copy(self, to: torch.Tensor, values: torch.Tensor, sums: int) -> bool:
+        """Copy and add to the two words at address `sums`.
+
+        to, values: of the rectangle's shape, dims of one element aside. False, and nothing
+        copied, where that is not to be had: not in the memory of a CPU, another type, rows of
+        odd halves.
+        """
+        if to.dtype != values.dtype or not (to.is_cpu and values.is_cpu):
+            return False
+        size = to.element_size()
+        if size not in self._weighers:
+            self._weighers[size] = self._weigher(size)
+        weigher = self._weighers[size]
+        to_stride, stride = self._row_stride(to), self._row_stride(values)
+        to_at, at = to.data_ptr(), values.data_ptr()
+        if weigher is None or to_stride is None or stride is None:
+            return False
+        if size == 2:
+            if to_stride % 2 or stride % 2 or to_at % 4 or at % 4:
+                return False
+            to_stride, stride = to_stride // 2, stride // 2
+        weigher.copy(to_at, to_stride, at, stride, sums)
+        return True
+
+    def _weigher(self, size: int) -> Weigher | None:
+        first_row, first_column = self._start
+        if size not in (2, 4) or (size == 2 and (first_column % 2 or self._num_columns % 2)):
             return None
-    first, last = (column * size // 4 for column in (start[1], start[1] + num_columns))
-    factor_C = _table(_COLUMN, last, to.device)[0].numpy()[first:last]
-    end = start[0] + num_rows
-    factor_2R = _table(_ROW, end, to.device).numpy()[:, start[0] : end]
-    words = to_RC.view(torch.int32), value_RC.view(torch.int32)
-    return copy_and_weigh(*words, factor_C, factor_2R).view(np.uint32)
+        first, last = (c * size // 4 for c in (first_column, first_column + self._num_columns))
+        end = first_row + self._num_rows
+        cpu = torch.device("cpu")
+        factor_C = _table(_COLUMN, last, cpu)[0].numpy()[first:last]
+        return Weigher(factor_C, _table(_ROW, end, cpu).numpy()[:, first_row:end])
 
-
-def _on_cpu(values: torch.Tensor) -> bool:
-    return values.device.type == "cpu"
+    def _row_stride(self, values: torch.Tensor) -> int | None:
+        """Elements from one row to the next; None where those of a row are not side by side."""
+        if values.is_contiguous():
+            return self._num_columns
+        matrix_RC = values.view(self._num_rows, self._num_columns)
+        return matrix_RC.stride(0) if matrix_RC.stride(1) == 1 else None
 
 
 def _words(value_RC: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,13 +11,14 @@ or by a copy that changes the type) has no digest here, and its owner takes it f
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from mega_agentrl.reshard.delivery import inside
-from mega_agentrl.reshard.digest import copy_and_digest
+from mega_agentrl.reshard.digest import DigestingCopy
 from mega_agentrl.reshard.weigh import kernel
 
 if TYPE_CHECKING:
@@ -43,9 +44,12 @@ class Tally:
         self._of_param: dict[str, list[int]] = {}
         for number, span in enumerate(spans):
             self._of_param.setdefault(span.param, []).append(number)
-        self._ways: dict[Place, tuple[list[int], Rect | None]] = {}
-        """By place: the spans it touches and, where it is all inside one, its place there."""
+        self._ways: dict[Place, tuple[list[int], DigestingCopy | None]] = {}
+        """By place: the spans it touches and, where it is all inside one, how to count it."""
         self._sums = np.zeros((len(spans), 2), dtype=np.uint32)
+        self._sums_at = self._sums.ctypes.data
+        self._covering: list[list[Rect] | None] = [None] * len(spans)
+        """Pieces that were found to cover the span the last time; mostly they are the same."""
         self.clear()
         if not torch.cuda.is_available():
             kernel()  # compiled now, as a rank joins, and not within its first update
@@ -64,40 +68,40 @@ class Tally:
         way = self._ways.get(place)
         if way is None:
             way = self._ways[place] = self._find(place)
-        numbers, hf_rect = way
-        digest = None
-        if hf_rect is not None and self._is_new(numbers[0], place.rect):
-            digest = copy_and_digest(to, values, hf_rect)
-        if digest is None:
-            to.copy_(values.view(to.shape))
-            for number in numbers:
-                self._pieces[number] = None
-        else:
-            self._sums[numbers[0]] += digest
+        numbers, digesting = way
+        if digesting is not None:
+            pieces = self._pieces[numbers[0]]
+            sums_at = self._sums_at + 8 * numbers[0]
+            if pieces is not None and digesting.copy(to, values, sums_at):
+                pieces.append(place.rect)
+                return
+        to.copy_(values.view(to.shape))
+        for number in numbers:
+            self._pieces[number] = None
 
     def digest_of(self, number: int) -> np.ndarray | None:
         """[2] uint32; None where it must be taken from memory."""
         pieces = self._pieces[number]
-        if pieces is None:
+        if pieces is None or not (pieces == self._covering[number] or self._covers(number, pieces)):
             return None
-        covered = sum(piece.numel for piece in pieces)
-        return self._sums[number] if covered == self._spans[number].local_rect.numel else None
+        self._covering[number] = pieces
+        found: np.ndarray = self._sums[number]
+        return found
 
-    def _find(self, place: Place) -> tuple[list[int], Rect | None]:
+    def _covers(self, number: int, pieces: list[Rect]) -> bool:
+        """Whether the pieces, which lie inside the span, are all of it, none upon another."""
+        covered = sum(piece.numel for piece in pieces)
+        return covered == self._spans[number].local_rect.numel and all(
+            one.intersect(other) is None for one, other in combinations(pieces, 2)
+        )
+
+    def _find(self, place: Place) -> tuple[list[int], DigestingCopy | None]:
         common = {n: self._spans[n].local_rect.intersect(place.rect) for n in self._of(place.param)}
         numbers = [number for number, rect in common.items() if rect is not None]
         if len(numbers) != 1 or common[numbers[0]] != place.rect:
             return numbers, None
         span = self._spans[numbers[0]]
-        return numbers, inside(place.rect, span.local_rect, span.hf_rect)
+        return numbers, DigestingCopy(inside(place.rect, span.local_rect, span.hf_rect))
 
     def _of(self, param: str) -> list[int]:
         return self._of_param.get(param, [])
-
-    def _is_new(self, number: int, rect: Rect) -> bool:
-        """Note a piece of a span; False where it lies upon another."""
-        pieces = self._pieces[number]
-        if pieces is None or any(piece.intersect(rect) is not None for piece in pieces):
-            return False
-        pieces.append(rect)
-        return True

@@ -1,10 +1,13 @@
 """The inner loop of copying with a digest, compiled: every word is read once.
 
-Machine code by numba, for a CPU; made when it is first asked for, in about half a second.
+Machine code by numba, for a CPU; made when it is first asked for, in about half a second. It is
+called by addresses: a model has thousands of small pieces, for which making arrays of them takes
+longer than to copy them.
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,67 +16,74 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
 
+class Weigher:
+    """Of one set of factors. Copies rows of words and adds to two sums, modulo 2^32:
 
-def copy_and_weigh(
-    to_RW: torch.Tensor, word_RW: torch.Tensor, factor_W: np.ndarray, factor_2R: np.ndarray
-) -> np.ndarray:
-    """Copy rows of words and return [2] int32, modulo 2^32:
+    D_k += sum_r factor_kr * sum_w factor_w * word_rw
 
-        D_k = sum_r factor_kr * sum_w factor_w * word_rw
-
-    to_RW, word_RW: [R, W] int32 on a CPU, rows of any stride, words side by side.
-    factor_W, factor_2R: int32, rows contiguous.
+    factor_W: [W] int32 of the words of a row. factor_2R: [2, R] int32 of the rows.
     """
-    digest = np.empty(2, dtype=np.int32)
-    kernel()(
-        _flat(to_RW), to_RW.stride(0), _flat(word_RW), word_RW.stride(0),
-        factor_W, factor_2R[0], factor_2R[1], digest,
-    )  # fmt: skip
-    return digest
 
+    def __init__(self, factor_W: np.ndarray, factor_2R: np.ndarray) -> None:
+        self._factors = [np.ascontiguousarray(one) for one in (factor_W, *factor_2R)]
+        assert all(one.dtype == np.int32 for one in self._factors), "factors are int32"
+        self._sizes = len(factor_W), factor_2R.shape[1]
+        self._addresses = [one.ctypes.data for one in self._factors]
+        self._call = kernel()
 
-def _flat(matrix_RW: torch.Tensor) -> np.ndarray:
-    """The memory from the first word to the last: only one dim lets the compiler vectorise."""
-    num_rows, num_words = matrix_RW.shape
-    length = (num_rows - 1) * matrix_RW.stride(0) + num_words
-    flat: np.ndarray = matrix_RW.as_strided((length,), (1,)).numpy()
-    return flat
+    def copy(self, to: int, to_stride: int, words: int, stride: int, sums: int) -> None:
+        """to, words, sums: addresses on a CPU, of [R, W] and [2] words of 32 bits.
+
+        to_stride, stride: words from one row to the next. The memory must be there and hold
+        that much: nothing is checked.
+        """
+        self._call(to, to_stride, words, stride, *self._sizes, *self._addresses, sums)
 
 
 @cache
 def kernel() -> Callable[..., None]:
-    """Compiles it."""
-    import numba
+    """Compiles it; its arguments are those of `Weigher.copy`, sizes and factors in between."""
+    from numba import carray, cfunc, int32, int64, types, void
 
-    line, number = numba.int32[::1], numba.int64
-    signature = numba.void(line, number, line, number, line, line, line, line)
-    compiled: Any = numba.njit([signature], nogil=True)(_copy_and_weigh)
-    return compiled  # type: ignore[no-any-return]
+    line = types.CPointer(int32)
 
+    @cfunc(void(line, int64, line, int64, int64, int64, line, line, line, line))  # type: ignore[untyped-decorator]
+    def copy_and_weigh(
+        to_at: Any,
+        to_stride: int,
+        words_at: Any,
+        stride: int,
+        num_words: int,
+        num_rows: int,
+        factors_at: Any,
+        rows_0_at: Any,
+        rows_1_at: Any,
+        sums_at: Any,
+    ) -> None:
+        # One dim only: the compiler makes vector instructions of no other.
+        to = carray(to_at, ((num_rows - 1) * to_stride + num_words,))
+        words = carray(words_at, ((num_rows - 1) * stride + num_words,))
+        factors = carray(factors_at, (num_words,))
+        row_factors_0 = carray(rows_0_at, (num_rows,))
+        row_factors_1 = carray(rows_1_at, (num_rows,))
+        first = second = np.int32(0)
+        for row in range(num_rows):
+            target = to[row * to_stride : row * to_stride + num_words]
+            source = words[row * stride : row * stride + num_words]
+            total = np.int32(0)
+            for column in range(num_words):
+                word = source[column]
+                target[column] = word
+                total += word * factors[column]
+            first += row_factors_0[row] * total
+            second += row_factors_1[row] * total
+        sums = carray(sums_at, (2,))
+        sums[0] += first
+        sums[1] += second
 
-def _copy_and_weigh(
-    to: np.ndarray,
-    to_stride: int,
-    words: np.ndarray,
-    stride: int,
-    factors: np.ndarray,
-    row_factors_0: np.ndarray,
-    row_factors_1: np.ndarray,
-    digest: np.ndarray,
-) -> None:
-    num_words = len(factors)
-    first = second = np.int32(0)
-    for row in range(len(row_factors_0)):
-        target = to[row * to_stride : row * to_stride + num_words]
-        source = words[row * stride : row * stride + num_words]
-        total = np.int32(0)
-        for column in range(num_words):
-            word = source[column]
-            target[column] = word
-            total += word * factors[column]
-        first += row_factors_0[row] * total
-        second += row_factors_1[row] * total
-    digest[0] = first
-    digest[1] = second
+    at, number = ctypes.c_void_p, ctypes.c_int64
+    call = ctypes.CFUNCTYPE(None, at, number, at, number, number, number, at, at, at, at)
+    function = call(copy_and_weigh.address)
+    function.code = copy_and_weigh  # type: ignore[attr-defined]  # goes when its owner goes
+    return function

@@ -86,6 +86,7 @@ class Bench:
         self._versions = itertools.count(1)
         self._keys = itertools.count()
         self._answers: set[tuple[float, ...]] = set()
+        self._court_s = 0.0
         self._prompt = probe_prompt(self._shape.vocab, PROBE_TOKENS)
         self._parcels = {
             peer: schedule(peer, self._sources, hf_shapes(self._shape), bucket_bytes)
@@ -170,9 +171,20 @@ class Bench:
             self._results.add("update", wire, path, seconds)
             self._results.add("packing", wire, path, packing_s)
             self._results.add("cpu", wire, path, trainer_s + workers_s)
+            proof_s = 0.0
+            if path in (OURS, BARE):
+                label = "proof" if path == OURS else "without proof"
+                parts_s = [
+                    sum(worker["cpu_s"].get(label, 0.0) for worker in spent),
+                    sum(self._trainer.call("proof_s")),
+                    self._court_s if path == OURS else 0.0,
+                ]
+                proof_s = sum(parts_s)
+                self._results.add("copies", wire, path, proof_s)
             note(
-                f"update/{wire}/{path}: {seconds:.3f} s; CPU seconds: trainer {trainer_s:.2f}, "
-                f"workers {workers_s:.2f}, of them packing {packing_s:.2f}"
+                f"update/{wire}/{path}: {seconds:.3f} s; CPU seconds: trainer {trainer_s:.3f}, "
+                f"workers {workers_s:.3f}, of them packing {packing_s:.3f}; "
+                f"copying and weighing {proof_s:.4f}"
             )
         distinct = set(map(tuple, answers.values()))
         if len(distinct) != 1 or distinct & self._answers:
@@ -247,7 +259,9 @@ class Bench:
         testimonies = await asyncio.to_thread(self._trainer.collect)
         expected: list[Any] = [None] * len(self._sinks)
         if proof:
+            start_s = time.thread_time()
             digests = self._court.expected(testimonies)
+            self._court_s = time.thread_time() - start_s
             expected = [digests[numbers] for numbers in self._numbers]
         await self._engine.confirm_weights(version, expected)
 

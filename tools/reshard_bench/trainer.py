@@ -22,9 +22,10 @@ from tools.reshard_bench.model import make_shards, trainer_layouts
 from tools.reshard_bench.usual import Parcel, UsualSender
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mega_agentrl.reshard.courier import Courier
+    from mega_agentrl.reshard.delivery import Place
     from mega_agentrl.reshard.proof import Region
 
 ADDRESS = "127.0.0.1"
@@ -44,6 +45,7 @@ class TrainerRank:
         self._witness: Witness | None = None
         self._usual: dict[str, UsualSender] = {}
         self._peak: Peak | None = None
+        self._proof_s = 0.0
 
     def open(self) -> int | None:
         """Rank 0 opens the meeting point; returns its port."""
@@ -74,8 +76,25 @@ class TrainerRank:
     def send(self, version: int, proof: bool) -> Any:
         """Our path; returns what the rank testifies."""
         assert self._courier is not None and self._witness is not None, "join comes first"
-        self._courier.send(self._shards, version, self._witness.watch() if proof else None)
-        return self._witness.testify(self._shards.__getitem__) if proof else None
+        copy = self._witness.watch() if proof else _plain_copy
+        self._proof_s = 0.0
+        self._courier.send(self._shards, version, self._timed(copy))
+        testify = self._timed(self._witness.testify)
+        return testify(self._shards.__getitem__) if proof else None
+
+    def proof_s(self) -> float:
+        """CPU seconds of copying and testifying in the last `send`."""
+        return self._proof_s
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start_s = time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                self._proof_s += time.thread_time() - start_s
+
+        return call
 
     def join_usual(self, peer: str, parcels: Sequence[Parcel], key: str, num_sinks: int) -> None:
         """Make the groups of the usual path."""
@@ -152,6 +171,10 @@ class Trainer:
         for process in self._processes:
             process.kill()
             process.join(10)
+
+
+def _plain_copy(place: Place, to: torch.Tensor, values: torch.Tensor) -> None:
+    to.copy_(values)
 
 
 def _serve(pipe: Any, rank: int, folder: str) -> None:
