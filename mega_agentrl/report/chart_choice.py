@@ -101,8 +101,8 @@ _UPDATE = (
 )
 _SPEED = (
     _Recipe(title="Time of a step by phase", names=("time/*",), unit="s", stacked=True),
-    _Recipe(title="Throughput", names=("throughput/tokens_per_s",), unit="tokens/s"),
-    _Recipe(title="MFU", names=("throughput/mfu*",), unit="share"),
+    _Recipe(title="Throughput", names=("perf/tokens_per_s",), unit="tokens/s"),
+    _Recipe(title="MFU", names=("perf/mfu*",), unit="share"),
     _Recipe(title="Weight transfer", names=("send/seconds", "send/*_s"), unit="s"),
 )
 _ARES_BY_BUCKET = ("share", "accuracy", "hwe", "target", "alpha", "beta", "lambda", "kl")

@@ -1,7 +1,7 @@
 """Builds the parts of a run from its configuration, and ends them all.
 
-Order: everything that can be wrong in the input is read first (`inputs`, then corpus and sandbox),
-then Ray starts, then policy and engines start side by side. Only where
+Order: everything that can be wrong in the input is read first (`inputs`, trackers, then corpus and
+sandbox), then Ray starts, then policy and engines start side by side. Only where
 sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, before the rest.
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.report.trackers.open import open_trackers
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
@@ -25,6 +26,7 @@ from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
 from mega_agentrl.types.parts import Parts
+from mega_agentrl.types.watch import Watch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -42,6 +44,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
     given = read_inputs(config)
     tools, hosted = given.tools, config.tool.python.hosts > 0
     with ExitStack() as stack:
+        trackers = stack.enter_context(open_trackers(run_dir, config.report))
         rubric = stack.enter_context(open_rubric(config.reward))
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())
@@ -73,6 +76,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             interactions=given.interactions,
             cot_markers=given.cot_markers,
             trigger_ids=given.trigger_ids,
+            watch=Watch(trackers=trackers, gpu_name=policy.gpu_name()),
         )
 
 

@@ -37,6 +37,9 @@ def config(assets, tmp_path):
 class Group:
     """Stands for the policy and the engines."""
 
+    def gpu_name(self):
+        return ""
+
 
 def test_parts_hold_what_the_files_hold(config, monkeypatch):
     groups = Group(), Group()
