@@ -215,6 +215,8 @@ class ReportConfig:
         require(self.trees_every >= 0, "report.trees_every", self.trees_every, "at least 0")
         named = [str(name) for name in self.trackers]
         require(len(set(named)) == len(named), "report.trackers", named, "each tracker once")
+        near = self.spans.startswith(("http://", "https://")) or "://" not in self.spans
+        require(near, "report.spans", self.spans, "http://..., https://..., a file, or nothing")
         port, steps = self.prometheus_port, self.profile_steps
         require(0 <= port < 65536, "report.prometheus_port", port, "a port, 0 for no endpoint")
         require(min(steps, default=1) >= 1, "report.profile_steps", steps, "steps, 1 is the first")

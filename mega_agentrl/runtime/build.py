@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING
 import ray
 
 from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.report.span_export import open_tracer
 from mega_agentrl.report.trackers.open import open_trackers
+from mega_agentrl.rollout.spans import RolloutSpans
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
+from mega_agentrl.runtime.gpu_watch import ClusterGpus
 from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
@@ -45,6 +48,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
     tools, hosted = given.tools, config.tool.python.hosts > 0
     with ExitStack() as stack:
         trackers = stack.enter_context(open_trackers(run_dir, config.report))
+        spans = stack.enter_context(_open_spans(config))
         rubric = stack.enter_context(open_rubric(config.reward))
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())
@@ -59,6 +63,9 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             config, stack, run_dir / "logs", start_tools if hosted else None
         )
         reward_model = _start_reward_model(config, stack, run_dir / "logs")
+        gpus = ClusterGpus.launch()
+        if gpus is not None:
+            stack.callback(gpus.close)
         yield Parts(
             run_dir=run_dir,
             policy=policy,
@@ -76,8 +83,19 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             interactions=given.interactions,
             cot_markers=given.cot_markers,
             trigger_ids=given.trigger_ids,
-            watch=Watch(trackers=trackers, gpu_name=policy.gpu_name()),
+            watch=Watch(trackers=trackers, gpus=gpus, spans=spans, gpu_name=policy.gpu_name()),
         )
+
+
+@contextmanager
+def _open_spans(config: TrainConfig) -> Iterator[RolloutSpans | None]:
+    with open_tracer(config.report.spans, Path(config.run_dir).name) as tracer:
+        spans = None if tracer is None else RolloutSpans(tracer)
+        try:
+            yield spans
+        finally:
+            if spans is not None:
+                spans.close()
 
 
 def _start_groups(
