@@ -2,7 +2,7 @@
 
     trajectory              a root's is the beginning of a trace; a fork's is inside of its parent's
       turn                  from the first request of a turn to the answers of its tools
-        generate            one engine request
+        generate            one engine request, with its rest where `rollout.carry_over` held it
         wait                for a free tool (`wait.for=slot`), for copies of the tools (`fork`),
                             for the simulated user (`user`)
         tool                one call
@@ -94,22 +94,25 @@ class PathSpans:
         self._spans = spans
         self._name = trajectory_id
         self._parent_id = parent_id
-        self._about: Attributes = {
-            "trajectory.id": trajectory_id,
-            "prompt.id": prompt.prompt_id,
-            "data_source": prompt.data_source,
-            "step": str(step),
-        }
-        if parent_id is not None:
-            self._about["trajectory.parent"] = parent_id
+        self._prompt = prompt
+        self._step = step
         self._span: Span | None = None
         self._turn: Span | None = None
         self._num_turns = 0
 
     def begin(self) -> None:
         """The trajectory begins."""
-        if self._spans is not None:
-            self._span = self._spans.begin(self._name, self._about, self._parent_id)
+        if self._spans is None:
+            return
+        about: Attributes = {
+            "trajectory.id": self._name,
+            "prompt.id": self._prompt.prompt_id,
+            "data_source": self._prompt.data_source,
+            "step": str(self._step),
+        }
+        if self._parent_id is not None:
+            about["trajectory.parent"] = self._parent_id
+        self._span = self._spans.begin(self._name, about, self._parent_id)
 
     def begin_turn(self) -> None:
         """A turn begins, and the one before it is over."""

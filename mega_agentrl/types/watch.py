@@ -35,8 +35,8 @@ class GpuWatch(Protocol):
     """Looks at all GPUs of the run from the side."""
 
     def take(self) -> Mapping[str, float | str]:
-        """Metrics of the time since the last call; empty without GPUs. Never raises, never waits
-        for a node that is busy.
+        """Metrics of the time since the last call; empty without GPUs. Never raises, and waits a
+        second at most: what comes later counts for the next call.
         """
 
 

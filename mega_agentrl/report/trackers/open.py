@@ -12,6 +12,7 @@ import json
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.check_report import OPTIONAL, check_report
 from mega_agentrl.config.choices import TrackerName
 from mega_agentrl.report.config_diff import read_config
 from mega_agentrl.report.trackers.mlflow import MlflowTracker
@@ -36,6 +37,7 @@ def open_trackers(run_dir: Path, config: ReportConfig) -> Iterator[Sequence[Trac
     The settings are those of `config.yaml` in the run folder, where it is there. Raises
     `ValueError` for a package that is not installed and a port that cannot be had.
     """
+    check_report(config)
     packages = {name: _package(name) for name in config.trackers}
     run_ids = _read_ids(run_dir)
     path = run_dir / CONFIG
@@ -58,18 +60,7 @@ def open_trackers(run_dir: Path, config: ReportConfig) -> Iterator[Sequence[Trac
 
 
 def _package(name: TrackerName) -> Any:
-    if name is TrackerName.tensorboard:
-        return None
-    try:
-        return importlib.import_module(name.value)
-    except ModuleNotFoundError as error:
-        if error.name != name.value:
-            raise
-        raise ValueError(
-            f"report.trackers={name}: the package {name} is not installed, expected it beside "
-            f"this one; install it with `pip install {name}`, or leave {name} out of "
-            "report.trackers"
-        ) from error
+    return importlib.import_module(name.value) if name in OPTIONAL else None
 
 
 def _open(name: TrackerName, package: Any, run_dir: Path, run_id: str) -> Tracker:
