@@ -188,7 +188,7 @@ class TrackerName(StrEnum):
     """A place for metrics beside `metrics.jsonl`.
 
     tensorboard: event files in the run folder. wandb, mlflow: optional packages, set by their
-    own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI=file:...).
+    own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI=sqlite:///...).
     """
 
     tensorboard = "tensorboard"

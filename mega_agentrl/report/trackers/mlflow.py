@@ -1,5 +1,6 @@
-"""MLflow. Server and experiment are its own variables' business (MLFLOW_TRACKING_URI=file:...,
-MLFLOW_EXPERIMENT_NAME).
+"""MLflow. Server and experiment are its own variables' business: MLFLOW_TRACKING_URI (without a
+server sqlite:///mlflow.db, or file:... with MLFLOW_ALLOW_FILE_STORE=true) and
+MLFLOW_EXPERIMENT_NAME.
 
 Its parameters never change once they are written, so a run that goes on keeps those it began
 with; `config.yaml` among its artifacts is always the newest.
@@ -42,7 +43,7 @@ class MlflowTracker:
         except mlflow.exceptions.MlflowException as error:
             raise ValueError(
                 f"report.trackers=mlflow: {error}; expected a server that takes a run; probable "
-                "cause: MLFLOW_TRACKING_URI names none (file:... needs none)"
+                "cause: MLFLOW_TRACKING_URI names none (sqlite:///mlflow.db needs none)"
             ) from error
         self.run_id: str = run.info.run_id
         self._is_open = True

@@ -115,10 +115,18 @@ def test_without_a_server_it_is_an_error_and_later_a_warning(tmp_path, caplog):
 def test_the_real_package_writes_to_a_folder(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow, an optional package, is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/store")
-    tracker = MlflowTracker(mlflow, tmp_path, "")
-    tracker.configure({"seed": 1}, "seed: 1\n")
-    tracker.log("rl", 1, {"update/loss": 0.5})
-    tracker.close()
-    run = mlflow.get_run(tracker.run_id)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run_id = ""
+    for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.25)):
+        tracker = MlflowTracker(mlflow, tmp_path, run_id)
+        tracker.configure({"seed": step}, f"seed: {step}\n")
+        tracker.log("rl", step, {"update/loss": loss, "success/a?b": 1.0})
+        tracker.close()
+        assert run_id in ("", tracker.run_id)
+        run_id = tracker.run_id
+    run = mlflow.get_run(run_id)
     assert run.data.params == {"seed": "1"}
-    assert run.data.metrics == {"rl/update/loss": 0.5}
+    assert run.data.metrics == {"rl/update/loss": 0.25, "rl/success/a_b": 1.0}
+    history = mlflow.MlflowClient().get_metric_history(run_id, "rl/update/loss")
+    assert [point.step for point in history] == [1, 2, 3]
+    assert mlflow.artifacts.load_text(f"{run.info.artifact_uri}/config.yaml") == "seed: 3\n"

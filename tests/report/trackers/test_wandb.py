@@ -128,8 +128,12 @@ def test_without_a_login_it_is_an_error_that_names_the_key(tmp_path):
 def test_the_real_package_works_offline(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb, an optional package, is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = WandbTracker(wandb, tmp_path, "")
-    tracker.configure({"seed": 1}, "seed: 1\n")
-    tracker.log("rl", 1, {"update/loss": 0.5})
-    tracker.close()
-    assert list(tmp_path.glob(f"wandb/offline-run-*-{tracker.run_id}/*.wandb"))
+    run_id = ""
+    for step in (1, 2):
+        tracker = WandbTracker(wandb, tmp_path, run_id)
+        tracker.configure({"seed": step}, f"seed: {step}\n")
+        tracker.log("rl", step, {"update/loss": 0.5})
+        tracker.close()
+        assert run_id in ("", tracker.run_id)
+        run_id = tracker.run_id
+    assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
