@@ -1,4 +1,4 @@
-"""The GPUs of all nodes of the run, watched by a sampler on each.
+"""The GPUs of all nodes of the cluster, watched by a sampler on each.
 
 A node with GPUs gets an actor that takes no core and no GPU and only samples; without GPUs in the
 cluster there is none. The driver asks them all once a step and takes what has arrived: an answer
