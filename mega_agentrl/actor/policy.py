@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from mega_agentrl.actor.loss import (
 from mega_agentrl.actor.model import vocab_shard
 from mega_agentrl.actor.network import Network, Seat, summary
 from mega_agentrl.actor.offload import require_on_device
+from mega_agentrl.actor.profile import StepProfile
 from mega_agentrl.actor.reference import Reference
 from mega_agentrl.batch.minibatch import step_masks
 from mega_agentrl.batch.probe import probe_batch
@@ -45,6 +47,7 @@ class PolicyRank:
         self.network = Network(config, ModelShape.from_folder(config.model.path), seat)
         self._shard = vocab_shard(self.network.shape, self.network.groups)
         self._reference: Reference | None = None
+        self._profile = StepProfile()
 
     def load(self, folder: str) -> None:
         """Read this rank's slices of a checkpoint of the same shape; moments start anew.
@@ -188,6 +191,18 @@ class PolicyRank:
     ) -> None:
         """Bring parts back; the gradients come back empty."""
         self.network.offload.to_device(weights=weights, gradients=gradients, optimizer=optimizer)
+
+    def begin_profile(self) -> None:
+        """Begin a trace of what this rank does."""
+        self._profile.begin()
+
+    def end_profile(self, file: str) -> None:
+        """End it and write it as a chrome trace; raises `ValueError` without a beginning."""
+        self._profile.end(Path(file))
+
+    def gpu_name(self) -> str:
+        """This rank's GPU as CUDA calls it; empty on a CPU."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""

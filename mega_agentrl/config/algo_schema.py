@@ -83,7 +83,7 @@ class AlgoConfig:
 
     kl_coef: 0 needs no reference pass, but for ares. kl_kind: estimator. kl_place: in the loss,
     or taken off the reward. kl_target: nats a token that the coefficient is steered to, by up to
-    20 % in kl_horizon optimizer steps; null leaves it fixed.
+    20 % in ten thousand optimizer steps; null leaves it fixed.
     """
 
     advantage: Advantage = Advantage.grpo
@@ -101,7 +101,6 @@ class AlgoConfig:
     kl_kind: KlKind = KlKind.k3
     kl_place: KlPlace = KlPlace.loss
     kl_target: float | None = None
-    kl_horizon: int = 10_000
     egpo: EgpoConfig = field(default_factory=EgpoConfig)
     ares: AresConfig = field(default_factory=AresConfig)
 
@@ -123,7 +122,6 @@ class AlgoConfig:
                 self.kl_coef,
                 f"above 0 with algo.kl_target={self.kl_target}, it is where the coefficient starts",
             )
-        require(self.kl_horizon >= 1, "algo.kl_horizon", self.kl_horizon, "at least 1")
 
     @property
     def needs_reference(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.check_algo import check_algo
+from mega_agentrl.config.check_report import check_report
 from mega_agentrl.config.check_reward import check_reward
 from mega_agentrl.config.choices import (
     Advantage,
@@ -52,6 +53,7 @@ def check(config: TrainConfig) -> None:
     _check_restarts(config)
     check_algo(config)
     check_reward(config)
+    check_report(config.report)
     # Where the sandboxes are on other nodes, those say at their start whether they have it.
     if config.tool.python.isolation is Isolation.bubblewrap and not config.tool.python.hosts:
         _check_bubblewrap()

@@ -182,3 +182,15 @@ class Isolation(StrEnum):
 
     bubblewrap = "bubblewrap"
     none = "none"
+
+
+class TrackerName(StrEnum):
+    """A place for metrics beside `metrics.jsonl`.
+
+    tensorboard: event files in the run folder. wandb, mlflow: optional packages, set by their
+    own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI=sqlite:///...).
+    """
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+    mlflow = "mlflow"

@@ -116,8 +116,7 @@ class SftConfig:
 
     data: parquet of chat messages (column `messages`). dev: parquet in the RL format whose
     sampled success stops it: when success on the first evaluate.num_questions of them is at
-    least target_success twice in a row and no data source is still near zero; checked every
-    check_every steps.
+    least target_success twice in a row and no data source is still near zero.
     """
 
     max_steps: int = 0
@@ -125,11 +124,9 @@ class SftConfig:
     dev: str = ""
     batch_size: int = 32
     lr: float = 1e-3
-    check_every: int = 50
     target_success: float = 0.3
 
     def __post_init__(self) -> None:
         require(self.max_steps >= 0, "sft.max_steps", self.max_steps, "at least 0")
-        for key in ("batch_size", "check_every"):
-            require(getattr(self, key) >= 1, f"sft.{key}", getattr(self, key), "at least 1")
+        require(self.batch_size >= 1, "sft.batch_size", self.batch_size, "at least 1")
         require(0 < self.target_success <= 1, "sft.target_success", self.target_success, "(0, 1]")

@@ -19,6 +19,7 @@ from mega_agentrl.config.choices import (
     OnBadCall,
     Overlong,
     TemplateCheck,
+    TrackerName,
 )
 from mega_agentrl.config.group_schema import GroupConfig
 from mega_agentrl.config.policy_schema import (
@@ -38,7 +39,6 @@ class EngineConfig:
 
     tensor: its tensor-parallel size. max_model_len: prompt plus response, tokens.
     kv_cache_gib: KV cache on a CPU. memory_fraction: share of GPU memory on a GPU.
-    block_size: tokens per KV block; short prompts need small blocks to share prefixes.
     max_concurrent: requests that run at once. call_deadline_s: limit of one request. eager: no
     graph capture (always so on a CPU).
     """
@@ -47,7 +47,6 @@ class EngineConfig:
     max_model_len: int = 4096
     kv_cache_gib: int = 4
     memory_fraction: float = 0.6
-    block_size: int = 32
     max_concurrent: int = 256
     eager: bool = True
     call_deadline_s: float = 600.0
@@ -61,12 +60,6 @@ class EngineConfig:
             "engine.memory_fraction",
             self.memory_fraction,
             "between 0 and 1",
-        )
-        require(
-            self.block_size >= 32 and self.block_size % 32 == 0,
-            "engine.block_size",
-            self.block_size,
-            "a multiple of 32 (vLLM's CPU attention takes no other)",
         )
         require(self.max_concurrent >= 1, "engine.max_concurrent", self.max_concurrent, ">= 1")
 
@@ -205,13 +198,28 @@ class ReportConfig:
     trees_every: every that many RL steps all rollout trees are written to `rollouts/`, and those
     of the last step and of the held-out evaluations with them (about 40 bytes a token); 0 for
     none.
+    trackers: where the metrics go beside `metrics.jsonl`, see `TrackerName`.
+    prometheus_port: of an endpoint on the driver with the newest metrics; 0 for none.
+    spans: where the OpenTelemetry spans of the trajectories go, an OTLP endpoint (`http://...`)
+    or a file; empty for none.
+    profile_steps: RL steps whose log-prob pass and update are traced on the policy's rank 0.
     """
 
     trees_every: int = 0
-    tensorboard: bool = True
+    trackers: list[TrackerName] = field(default_factory=lambda: [TrackerName.tensorboard])
+    prometheus_port: int = 0
+    spans: str = ""
+    profile_steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(self.trees_every >= 0, "report.trees_every", self.trees_every, "at least 0")
+        named = [str(name) for name in self.trackers]
+        require(len(set(named)) == len(named), "report.trackers", named, "each tracker once")
+        near = self.spans.startswith(("http://", "https://")) or "://" not in self.spans
+        require(near, "report.spans", self.spans, "http://..., https://..., a file, or nothing")
+        port, steps = self.prometheus_port, self.profile_steps
+        require(0 <= port < 65536, "report.prometheus_port", port, "a port, 0 for no endpoint")
+        require(min(steps, default=1) >= 1, "report.profile_steps", steps, "steps, 1 is the first")
 
 
 @dataclass

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 DEATH_CHECK_S = 0.5
 CLOSE_GRACE_S = 2.0
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a KV block on a CPU, whose attention takes multiples of 32 only: the smallest one, as
+forks share whole blocks. On a GPU vLLM chooses for its attention."""
 """Time vLLM's processes get to end by themselves before they are killed."""
 
 
@@ -342,14 +345,9 @@ def engine_args(
 ) -> AsyncEngineArgs:
     """vLLM's arguments."""
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and config.block_size % 32:
-        raise ValueError(
-            f"engine.block_size={config.block_size}: expected a multiple of 32, the only sizes "
-            "vLLM's CPU attention has"
-        )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS}
     if on_gpu:
-        options["gpu_memory_utilization"] = config.memory_fraction
+        options = {"gpu_memory_utilization": config.memory_fraction}
     tap = "tap_v2:EntropyTapV2" if on_gpu else "tap_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,
@@ -359,7 +357,6 @@ def engine_args(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_concurrent,
         max_num_batched_tokens=max(8192, config.max_model_len),
-        block_size=config.block_size,
         enforce_eager=config.eager or not on_gpu,
         enable_prefix_caching=True,
         disable_log_stats=True,

@@ -101,8 +101,13 @@ _UPDATE = (
 )
 _SPEED = (
     _Recipe(title="Time of a step by phase", names=("time/*",), unit="s", stacked=True),
-    _Recipe(title="Throughput", names=("throughput/tokens_per_s",), unit="tokens/s"),
-    _Recipe(title="MFU", names=("throughput/mfu*",), unit="share"),
+    _Recipe(title="Throughput", names=("perf/tokens_per_s",), unit="tokens/s"),
+    _Recipe(title="MFU", names=("perf/mfu*",), unit="share"),
+    _Recipe(title="GPU use", names=("gpu/util/*",), unit="share", note="over all GPUs"),
+    _Recipe(title="GPU memory", names=("gpu/memory_gib/*",), unit="GiB"),
+    _Recipe(title="GPU power", names=("gpu/power_w/*",), unit="W"),
+    _Recipe(title="GPU temperature", names=("gpu/temperature_c/*",), unit="°C"),
+    _Recipe(title="GPU errors", names=("gpu/nvlink_errors/sum", "gpu/ecc_errors/sum")),
     _Recipe(title="Weight transfer", names=("send/seconds", "send/*_s"), unit="s"),
 )
 _ARES_BY_BUCKET = ("share", "accuracy", "hwe", "target", "alpha", "beta", "lambda", "kl")

@@ -94,11 +94,11 @@ def _length(log: MetricLog) -> Tile | None:
 
 
 def _speed(log: MetricLog) -> Tile | None:
-    speeds = _values(log, "throughput/tokens_per_s")
+    speeds = _values(log, "perf/tokens_per_s")
     if not speeds:
         return None
     tokens = sum(
-        line.values.get("throughput/tokens_per_s", 0.0) * step_seconds(line) for line in log.of(RL)
+        line.values.get("perf/tokens_per_s", 0.0) * step_seconds(line) for line in log.of(RL)
     )
     more = f"median; {number(_three(tokens))} in all" if math.isfinite(tokens) else "median"
     return Tile(name="tokens/s", value=number(_three(median(speeds))), more=more)

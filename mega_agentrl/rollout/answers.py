@@ -16,6 +16,7 @@ from mega_agentrl.types.records import BadCall, ToolOutcome, ToolStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from mega_agentrl.rollout.spans import PathSpans
     from mega_agentrl.types.ports import ToolSession
     from mega_agentrl.types.records import ToolCall
 
@@ -25,13 +26,18 @@ MAX_CHARS_PER_TOKEN = 64
 """No text has more on average: what is longer is cut before anybody tokenizes all of it."""
 
 
-async def run_calls(session: ToolSession, calls: Sequence[ToolCall | BadCall]) -> list[ToolOutcome]:
-    """The outcomes in the order of the calls; raises the first bug itself."""
+async def run_calls(
+    session: ToolSession, calls: Sequence[ToolCall | BadCall], spans: PathSpans | None = None
+) -> list[ToolOutcome]:
+    """The outcomes in the order of the calls; raises the first bug itself.
+
+    spans: of the trajectory, None for none.
+    """
     if len(calls) == 1:
-        return [await _run(session, calls[0])]
+        return [await _run(session, calls[0], spans)]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_run(session, call)) for call in calls]
+            tasks = [group.create_task(_run(session, call, spans)) for call in calls]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -78,10 +84,13 @@ def _cut(outcomes: Sequence[ToolOutcome], num_chars: int) -> list[ToolOutcome]:
     ]
 
 
-async def _run(session: ToolSession, call: ToolCall | BadCall) -> ToolOutcome:
+async def _run(
+    session: ToolSession, call: ToolCall | BadCall, spans: PathSpans | None
+) -> ToolOutcome:
     if isinstance(call, BadCall):
         return _unreadable(call)
-    return await session.execute(call.tool, call.arguments)
+    work = session.execute(call.tool, call.arguments)
+    return await (work if spans is None else spans.tool(call.tool, work))
 
 
 def _unreadable(call: BadCall) -> ToolOutcome:

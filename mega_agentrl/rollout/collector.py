@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.schema import RolloutConfig
     from mega_agentrl.rollout.branching import BranchPolicy
+    from mega_agentrl.rollout.spans import RolloutSpans
     from mega_agentrl.types.ports import Generator, Interactions, Rubric, TextCodec, ToolProvider
     from mega_agentrl.types.records import Prompt, RolloutTree
 
@@ -44,12 +45,14 @@ async def collect(
     branching: BranchPolicy | None = None,
     temperature: float | None = None,
     interactions: Interactions | None = None,
+    spans: RolloutSpans | None = None,
 ) -> list[RolloutTree]:
     """Scored trees of the prompts, `config.num_trajectories` trajectories each.
 
     max_model_len: prompt plus response, tokens. step: names the pass; passes with one seed
     and step draw alike. branching, temperature (0: greedy): None takes what `config` says.
-    interactions: the simulated users of the prompts; None for none.
+    interactions: the simulated users of the prompts; None for none. spans: gets those of the
+    trajectories.
     """
     check_prompts(prompts, max_model_len)
     context = make_context(
@@ -63,12 +66,13 @@ async def collect(
         branching=branching,
         temperature=temperature,
         interactions=interactions,
+        spans=spans,
     )
     keys = prompt_keys(prompts)
     try:
         if goes_in_rounds(context) and branching is None:
             trees = await ReleasedBatch(context, prompts, keys).run()
-            await wait_for([one for tree in trees for one in start_scores(tree, rubric)])
+            await wait_for([one for tree in trees for one in start_scores(tree, rubric, spans)])
             return trees
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -92,6 +96,7 @@ def make_context(
     branching: BranchPolicy | None = None,
     temperature: float | None = None,
     interactions: Interactions | None = None,
+    spans: RolloutSpans | None = None,
 ) -> RolloutContext:
     """What the trajectories of one pass share; arguments as of `collect`."""
     temperature = config.temperature if temperature is None else temperature
@@ -108,6 +113,7 @@ def make_context(
         seed=seed,
         step=step,
         interactions=interactions,
+        spans=spans,
     )
 
 
@@ -120,7 +126,7 @@ async def _collect_one(
     context: RolloutContext, prompt: Prompt, prompt_key: str, rubric: Rubric
 ) -> RolloutTree:
     tree = await grow_tree(context, prompt, prompt_key)
-    await wait_for(start_scores(tree, rubric))
+    await wait_for(start_scores(tree, rubric, context.spans))
     return tree
 
 

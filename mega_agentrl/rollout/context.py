@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import RolloutConfig
     from mega_agentrl.rollout.branching import BranchPolicy
+    from mega_agentrl.rollout.spans import RolloutSpans
     from mega_agentrl.rollout.tape import Tape
     from mega_agentrl.types.ports import (
         Generator,
@@ -42,7 +43,8 @@ class RolloutContext:
     step: names the pass over the prompts (training step, evaluation); keys the seeds.
     temperature: of sampling, 0 is greedy. max_model_len: prompt plus response, tokens.
     codec: a `ports.ChatCodec` where anything but tags is used. interactions: users and
-    environments to talk to, None for none. warned: what was said once already.
+    environments to talk to, None for none. spans: of the trajectories, None for none. warned: what
+    was said once already.
     """
 
     generator: Generator
@@ -55,6 +57,7 @@ class RolloutContext:
     seed: int
     step: int | str
     interactions: Interactions | None = None
+    spans: RolloutSpans | None = None
     warned: set[str] = field(default_factory=set)
 
 

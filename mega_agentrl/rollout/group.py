@@ -133,7 +133,7 @@ async def _scored(
     tree: RolloutTree, rubric: Rubric, context: RolloutContext, pending: list[PendingScore]
 ) -> RolloutTree:
     """Start the tree's scores; those that nobody waits for go to `pending`."""
-    missing = start_scores(tree, rubric)
+    missing = start_scores(tree, rubric, context.spans)
     if context.config.filter_key is FilterKey.none:
         pending += missing
     else:

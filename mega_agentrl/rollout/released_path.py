@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.context import FAULTS
 from mega_agentrl.rollout.seeds import request_seed
+from mega_agentrl.rollout.spans import PathSpans
 from mega_agentrl.rollout.speech import ask, make_request
 from mega_agentrl.rollout.tape import Tape
 from mega_agentrl.types.faults import ToolFault
@@ -86,6 +87,8 @@ class ReleasedPath:
         self._session: ToolSession | None = None
         self._num_parts = 0
         self._tool_rewards: dict[str, float] = {}
+        parent_id = parent.trajectory_id if parent else None
+        self._spans = PathSpans(context.spans, prompt, self.trajectory_id, context.step, parent_id)
 
     @property
     def trajectory_id(self) -> str:
@@ -99,13 +102,15 @@ class ReleasedPath:
 
     async def open(self) -> None:
         """Make its tools, or fork those of its parent; to be awaited before anything else."""
+        self._spans.begin()
         try:
             if self.parent is None:
                 self._session = self._context.tools.open()
-                await self._session.create(self._prompt.tools_kwargs)
+                created = self._session.create(self._prompt.tools_kwargs)
+                await self._spans.wait("tools", created)
             else:
                 assert self.parent._session is not None
-                self._session = await self.parent._session.fork()
+                self._session = await self._spans.wait("fork", self.parent._session.fork())
         except FAULTS as error:
             self._fail(StopReason.tool_failure, error)
 
@@ -114,6 +119,7 @@ class ReleasedPath:
         self.segment, self.call = None, None
         if not self.active:
             return
+        self._spans.begin_turn()
         room = self._context.max_model_len - len(self._prompt.token_ids) - len(self.tape)
         if room < 1:
             self._end(StopReason.length)
@@ -138,7 +144,8 @@ class ReleasedPath:
     async def use_tool(self) -> ToolOutcome:
         """Run `call` and append its answer; the outcome as the policy sees it."""
         assert self.call is not None and self._session is not None
-        outcome = await self._session.execute(self.call.tool, self.call.arguments)
+        work = self._session.execute(self.call.tool, self.call.arguments)
+        outcome = await self._spans.tool(self.call.tool, work)
         if outcome.status is ToolStatus.infra_error or not outcome.answer:
             outcome = replace(outcome, answer=f"Tool({outcome.tool}) returned empty output.")
         text = self._context.tools.render(outcome)
@@ -153,15 +160,20 @@ class ReleasedPath:
 
     async def finish(self) -> None:
         """Take its tools' rewards and free them; it has ended."""
+        self._spans.end_turn()
         if self._session is not None and self.stop_reason not in FAILURES:
             try:
-                self._tool_rewards = await self._session.calc_reward()
+                rewards = self._session.calc_reward()
+                self._tool_rewards = await self._spans.wait("reward", rewards)
             except FAULTS as error:
                 self._fail(StopReason.tool_failure, error)
         await self.release()
+        self._spans.over()
 
     async def release(self) -> None:
         """Free its tools; safe to call twice."""
+        if self.active:
+            self._spans.cut()
         if self._session is None:
             return
         try:
@@ -174,7 +186,7 @@ class ReleasedPath:
         """The ended trajectory, cut to its length; baseline: as `released` reads it."""
         assert self.stop_reason is not None
         tape = cut(self.tape, self.limit, self._context.codec)
-        return Trajectory(
+        record = Trajectory(
             trajectory_id=self.trajectory_id,
             prompt=self._prompt,
             path=self.path,
@@ -194,6 +206,8 @@ class ReleasedPath:
             tool_rewards=self._tool_rewards,
             decisions=self.decisions,
         )
+        self._spans.end(record)
+        return record
 
     def _hear(self, stop_string: str) -> None:
         """Read the call that the segment ends in; the last one of the whole text, as published."""
@@ -240,7 +254,7 @@ class ReleasedPath:
             seed=seed,
             num_top_logps=NUM_TOP_LOGPS,
         )
-        return await ask(context.generator, request)
+        return await self._spans.generate(request, ask(context.generator, request))
 
     def _fail(self, reason: StopReason, error: BaseException) -> None:
         _log.warning("%s: %s: %s", self.trajectory_id, reason, error)

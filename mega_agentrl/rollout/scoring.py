@@ -19,16 +19,18 @@ from mega_agentrl.types.records import Score
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from mega_agentrl.rollout.spans import RolloutSpans
     from mega_agentrl.types.ports import Rubric
     from mega_agentrl.types.records import RolloutTree, Trajectory
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PendingScore:
-    """A trajectory whose score is being worked on."""
+    """A trajectory whose score is being worked on. spans: where it is noted, too."""
 
     trajectory: Trajectory
     future: Future[Score]
+    spans: RolloutSpans | None = None
 
     def settle(self) -> None:
         """Wait for the score, and note it or why there is none; the second time does nothing."""
@@ -38,19 +40,26 @@ class PendingScore:
             self.trajectory.no_reward = str(error)
         except CancelledError:
             self.trajectory.no_reward = "those that worked on the reward were ended"
+        if self.spans is not None:
+            self.spans.scored(self.trajectory)
 
 
-def start_scores(tree: RolloutTree, rubric: Rubric) -> list[PendingScore]:
-    """Score all trajectories that did not fail; what has to be waited for."""
+def start_scores(
+    tree: RolloutTree, rubric: Rubric, spans: RolloutSpans | None = None
+) -> list[PendingScore]:
+    """Score all trajectories that did not fail; what has to be waited for.
+
+    spans: those of the trajectories, which get their scores.
+    """
     pending: list[PendingScore] = []
     for trajectory in tree.trajectories:
-        if trajectory.failed:
+        score = None if trajectory.failed else rubric.score(trajectory)
+        if score is not None and not isinstance(score, Score):
+            pending.append(PendingScore(trajectory=trajectory, future=score, spans=spans))
             continue
-        score = rubric.score(trajectory)
-        if isinstance(score, Score):
-            trajectory.score = score
-        else:
-            pending.append(PendingScore(trajectory=trajectory, future=score))
+        trajectory.score = score
+        if spans is not None:
+            spans.scored(trajectory)
     return pending
 
 
@@ -71,3 +80,5 @@ def forget(pending: Iterable[PendingScore]) -> None:
     """Nobody needs these any more."""
     for one in pending:
         one.future.cancel()
+        if one.spans is not None:
+            one.spans.scored(one.trajectory)

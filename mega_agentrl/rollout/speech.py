@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.rollout.context import FAULTS
 from mega_agentrl.rollout.estimate import EntropyGap
 from mega_agentrl.rollout.seeds import request_seed
+from mega_agentrl.rollout.spans import PathSpans
 from mega_agentrl.types.records import Finish, GenerateRequest, Restart
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ ABORT_DEADLINE_S = 2.0
 class Speech:
     """The engine requests of one trajectory, which `trajectory_id` and `path` name.
 
-    restarts: see `records.Trajectory`; those of the path so far.
+    restarts: see `records.Trajectory`; those of the path so far. parent_id: of a fork. spans: of
+    the trajectory.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Speech:
         path: tuple[int, ...],
         tape: Tape,
         restarts: tuple[Restart, ...] = (),
+        parent_id: str | None = None,
     ) -> None:
         self.restarts = restarts
         self._context = context
@@ -53,6 +56,7 @@ class Speech:
         self._path = path
         self._tape = tape
         self._num_parts = 0
+        self.spans = PathSpans(context.spans, prompt, self.trajectory_id, context.step, parent_id)
         self._gap = EntropyGap(context.config.branch.estimate_top_k)
         self._max_tokens = min(
             context.config.max_response_tokens, context.max_model_len - len(prompt.token_ids)
@@ -83,6 +87,7 @@ class Speech:
     def begin_turn(self) -> None:
         """The next request is the first one of a turn."""
         self._num_parts = 0
+        self.spans.begin_turn()
 
     async def sample(self, max_tokens: int) -> Finish:
         """One engine request, appended to the open turn."""
@@ -98,7 +103,7 @@ class Speech:
             seed=seed,
             num_top_logps=self._gap.top_k,
         )
-        generation = await ask(context.generator, request)
+        generation = await self.spans.generate(request, ask(context.generator, request))
         num_new = len(generation.token_ids)
         assert num_new <= max_tokens, f"{request.request_id}: {num_new} of {max_tokens} tokens"
         assert num_new or generation.finish is Finish.aborted, f"{request.request_id}: no token"

@@ -95,7 +95,9 @@ class TrajectoryRun:
         self._tape = origin.tape if origin else Tape()
         self._fork_len = len(self._tape)
         restarts = origin.restarts if origin else ()
-        self._speech = Speech(context, prompt, prompt_key, path, self._tape, restarts)
+        parent_id = origin.parent_id if origin else None
+        self._speech = Speech(context, prompt, prompt_key, path, self._tape, restarts, parent_id)
+        self._spans = self._speech.spans
         self._dialogue = Dialogue(context, prompt, self._tape, self._speech)
         self._session: ToolSession | None = None
         if origin and not isinstance(origin.session, FAULTS):
@@ -118,11 +120,18 @@ class TrajectoryRun:
 
     async def run(self) -> Trajectory:
         """Live to the end; releases tools and user however that end comes."""
+        self._spans.begin()
         try:
             stop_reason = await self._live()
+        except BaseException:
+            self._spans.cut()
+            raise
         finally:
             await self.release()
-        return self._record(stop_reason)
+        self._spans.over()
+        record = self._record(stop_reason)
+        self._spans.end(record)
+        return record
 
     async def release(self) -> None:
         """Release tools and user; safe to call twice."""
@@ -163,9 +172,10 @@ class TrajectoryRun:
         stop_reason: StopReason | None = None
         while stop_reason is None:
             stop_reason = await self._take_turn(session)
+        self._spans.end_turn()
         if not stop_reason.is_failure:
             self.state = State.tool_calling
-            self._tool_rewards = await session.calc_reward()
+            self._tool_rewards = await self._spans.wait("reward", session.calc_reward())
             if self._user is not None:
                 self.state = State.interacting
                 self._tool_rewards |= await self._user.calc_reward()
@@ -181,7 +191,7 @@ class TrajectoryRun:
             assert self._session is not None
             return self._session
         self._session = context.tools.open()
-        await self._session.create(self._prompt.tools_kwargs)
+        await self._spans.wait("tools", self._session.create(self._prompt.tools_kwargs))
         user = context.interactions.open(self._prompt) if context.interactions else None
         if user is not None:
             await user.create()
@@ -233,7 +243,8 @@ class TrajectoryRun:
         """Ask the policy, and fork at token `start`, right behind the tool's answer."""
         assert self._session is not None
         for slots in self._forks.ask(start, baseline, self._tape.entropies[start:]):
-            session, user = await copy_of(self._session, self._user, self.trajectory_id)
+            copies = copy_of(self._session, self._user, self.trajectory_id)
+            session, user = await self._spans.wait("fork", copies)
             origin = Origin(
                 parent_id=self.trajectory_id,
                 tape=self._tape.prefix(start),
@@ -272,7 +283,7 @@ class TrajectoryRun:
             calls = bad[:1]
         fitting = calls[: config.max_calls - self._num_calls]
         self._num_calls += len(fitting)
-        outcomes = await run_calls(session, fitting)
+        outcomes = await run_calls(session, fitting, self._spans)
         outcomes += [refused(call, config.max_calls) for call in calls[len(fitting) :]]
         failed = any(outcome.status is ToolStatus.infra_error for outcome in outcomes)
         if failed or (stops and any(outcome.bad_call for outcome in outcomes)):
@@ -286,7 +297,7 @@ class TrajectoryRun:
     async def _hear(self, user: UserSession) -> StopReason | None:
         """Let the user judge and answer the message."""
         self.state = State.interacting
-        outcome, is_last = await user.respond(self._dialogue.messages)
+        outcome, is_last = await self._spans.wait("user", user.respond(self._dialogue.messages))
         stop_reason = None
         if is_last:
             stop_reason = StopReason.interaction_end

@@ -1,7 +1,7 @@
 """Builds the parts of a run from its configuration, and ends them all.
 
-Order: everything that can be wrong in the input is read first (`inputs`, then corpus and sandbox),
-then Ray starts, then policy and engines start side by side. Only where
+Order: everything that can be wrong in the input is read first (`inputs`, trackers, then corpus and
+sandbox), then Ray starts, then policy and engines start side by side. Only where
 sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, before the rest.
 """
 
@@ -17,14 +17,19 @@ from typing import TYPE_CHECKING
 import ray
 
 from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.report.span_export import open_tracer
+from mega_agentrl.report.trackers.open import open_trackers
+from mega_agentrl.rollout.spans import RolloutSpans
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.generator_group import GeneratorGroup
+from mega_agentrl.runtime.gpu_watch import ClusterGpus
 from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
 from mega_agentrl.types.parts import Parts
+from mega_agentrl.types.watch import Watch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -42,6 +47,8 @@ def build(config: TrainConfig) -> Iterator[Parts]:
     given = read_inputs(config)
     tools, hosted = given.tools, config.tool.python.hosts > 0
     with ExitStack() as stack:
+        trackers = stack.enter_context(open_trackers(run_dir, config.report))
+        spans = stack.enter_context(_open_spans(config))
         rubric = stack.enter_context(open_rubric(config.reward))
         # One loop for the whole run, in the thread whose end ends the sandboxes.
         runner = stack.enter_context(asyncio.Runner())
@@ -56,6 +63,9 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             config, stack, run_dir / "logs", start_tools if hosted else None
         )
         reward_model = _start_reward_model(config, stack, run_dir / "logs")
+        gpus = ClusterGpus.launch()
+        if gpus is not None:
+            stack.callback(gpus.close)
         yield Parts(
             run_dir=run_dir,
             policy=policy,
@@ -73,7 +83,19 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             interactions=given.interactions,
             cot_markers=given.cot_markers,
             trigger_ids=given.trigger_ids,
+            watch=Watch(trackers=trackers, gpus=gpus, spans=spans, gpu_name=policy.gpu_name()),
         )
+
+
+@contextmanager
+def _open_spans(config: TrainConfig) -> Iterator[RolloutSpans | None]:
+    with open_tracer(config.report.spans, Path(config.run_dir).name) as tracer:
+        spans = None if tracer is None else RolloutSpans(tracer)
+        try:
+            yield spans
+        finally:
+            if spans is not None:
+                spans.close()
 
 
 def _start_groups(

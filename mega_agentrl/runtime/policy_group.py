@@ -125,6 +125,12 @@ class PolicyGroup(RankGroup):
         """Run a method of all ranks' policies and wait; results in rank order."""
         return list(self.gather(f"policy {method}", self.start_call(method, *args)).values())
 
+    def _call_first(self, method: str, *args: Any) -> Any:
+        """Run a method of rank 0's policy alone and wait."""
+        name = self.name(0)
+        call = self._actors[0].call.remote(method, *args)
+        return self.gather(f"policy {method}", {name: call})[name]
+
     def start_call(self, method: str, *args: Any) -> dict[str, Any]:
         """Start a method of all ranks' policies; object refs by rank name."""
         return self.start_on_ranks("call", method, *args)
@@ -193,6 +199,18 @@ class PolicyGroup(RankGroup):
         """See `Policy.resume`."""
         extra: dict[str, Any] = self.call_all("resume", str(folder.resolve()))[0]
         return extra
+
+    def begin_profile(self) -> None:
+        """See `Policy.begin_profile`."""
+        self._call_first("begin_profile")
+
+    def end_profile(self, file: Path) -> None:
+        """See `Policy.end_profile`."""
+        self._call_first("end_profile", str(file.resolve()))
+
+    def gpu_name(self) -> str:
+        """Of the policy's GPUs as CUDA calls them; empty on CPUs."""
+        return str(self._call_first("gpu_name"))
 
     def export(self, folder: Path) -> None:
         """See `Policy.export`."""

@@ -120,6 +120,7 @@ def _roll_out(parts: Parts, config: TrainConfig, prompts: Sequence[Prompt]) -> l
             max_model_len=config.engine.max_model_len,
             seed=config.seed,
             step=STEP,
+            spans=parts.watch.spans,
         )
     )
     add_model_scores(parts, trees)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from mega_agentrl.config.algo_schema import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
+KL_HORIZON = 10_000
+"""Optimizer steps in which the KL coefficient moves by 20 % at most, as in Ziegler et al. 2019 and
+in verl; a run that wants another speed wants another `algo.kl_target`."""
+
 _FIELDS = ("ares", "kl", "mastery")
 
 
@@ -67,7 +71,7 @@ def start(algo: AlgoConfig) -> Controllers:
     """Those of a run's beginning."""
     if algo.kl_target is None:
         return Controllers()
-    adaptive = AdaptiveKL(coef=algo.kl_coef, target=algo.kl_target, horizon=algo.kl_horizon)
+    adaptive = AdaptiveKL(coef=algo.kl_coef, target=algo.kl_target, horizon=KL_HORIZON)
     return Controllers(kl=adaptive)
 
 

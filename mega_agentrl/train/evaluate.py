@@ -158,6 +158,7 @@ def evaluate(
             seed=config.seed,
             step=name,
             temperature=temperature,
+            spans=parts.watch.spans,
         )
     )
     add_model_scores(parts, trees)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.batch.pack import pack
 from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out
 from mega_agentrl.train.phases import collect_groups, open_groups
+from mega_agentrl.train.profiling import begin_profile, end_profile
 from mega_agentrl.train.resume import take_up
 from mega_agentrl.train.rewards import settle_rewards
 from mega_agentrl.train.safekeeping import Safekeeping
@@ -47,7 +48,7 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
     parts = replace(parts, wait=stopper.waiting(parts.wait))
     state = take_up(parts, config)
     with (
-        Session(Path(config.run_dir), config) as session,
+        Session(Path(config.run_dir), config, watch=parts.watch) as session,
         Safekeeping(parts, config, session, stopper, state) as kept,
     ):
         session.started(parts.start_s)
@@ -127,6 +128,7 @@ def prepare_step(
     with phase("rollout"):
         collected = collect_groups(parts, groups, step)
         batch = pack(collected.trees)
+    begin_profile(parts, config, step)
     with phase("logprob"):
         batch = parts.policy.add_logprobs(batch)
     with phase("reward"):
@@ -148,6 +150,7 @@ def take_step(
     phase, lesson, collected = session.clock.phase, task.lesson, task.collected
     with phase("update"):
         stats = parts.policy.update(lesson.batch, lesson.kl_weight_BT)
+    end_profile(parts, config, step)
     with phase("advantage"):
         controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
     with phase("send"):

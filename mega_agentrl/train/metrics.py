@@ -1,17 +1,20 @@
-"""Metrics of a run: one JSON line a step, TensorBoard beside it, and the clock of the phases.
+"""Metrics of a run: one JSON line a step, trackers beside it, and the clock of the phases.
 
 `metrics.jsonl` holds ``{"step": int, "stage": str, "<name>": float, ...}``. Names are
-``area/what``; seconds are under ``time/``.
+``area/what``; seconds are under ``time/``. A few values are words, which trackers do not get.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mega_agentrl.types.watch import Tracker
 
 
 class PhaseClock:
@@ -36,27 +39,21 @@ class PhaseClock:
 
 
 class MetricWriter:
-    """Appends to `metrics.jsonl` and, if asked, to TensorBoard event files."""
+    """Appends to `metrics.jsonl` and tells trackers, which somebody else closes."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._trackers = trackers
 
     def close(self) -> None:
-        """Flush and close the files."""
+        """Flush and close the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
-    def write(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, stage: str, step: int, metrics: Mapping[str, float | str]) -> None:
         """One line; a value that is no finite number is written as it is, never dropped."""
         self._file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(f"{stage}/{name}", value, step)
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+        for tracker in self._trackers:
+            tracker.log(stage, step, numbers)

@@ -31,6 +31,7 @@ def open_groups(parts: Parts, config: TrainConfig) -> Iterator[GroupCollector]:
         max_model_len=config.engine.max_model_len,
         seed=config.seed,
         step="train",
+        spans=parts.watch.spans,
     )
     groups = GroupCollector(
         parts.prompts, context, parts.rubric, num_groups=config.data.prompts_per_step

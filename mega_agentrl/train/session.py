@@ -1,8 +1,8 @@
 """What a run leaves behind and shows: metrics, progress, tables, curve, summary.
 
 Takes records from the loop and hands them to `report/` and `metrics`; computes nothing the
-loop depends on. Files in the run folder: `metrics.jsonl`, `tensorboard/`, `summary.json`,
-`reward.png`, `rollouts.txt`, `rollouts/`, `report.html`.
+loop depends on. Files in the run folder: `metrics.jsonl`, `summary.json`, `reward.png`,
+`rollouts.txt`, `rollouts/`, `report.html`. The trackers are `Watch`'s, and closed by others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from mega_agentrl.train.metrics import MetricWriter, PhaseClock
 from mega_agentrl.train.rollout_files import RolloutFiles
 from mega_agentrl.train.run_folder import SUMMARY, write_whole
 from mega_agentrl.train.run_report import write_report
+from mega_agentrl.train.throughput import Throughput
+from mega_agentrl.types.watch import Watch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -48,12 +50,20 @@ TRAINING_STAGES = ("warm start", "RL")
 class Session:
     """The recorder of one run; a context manager."""
 
-    def __init__(self, run_dir: Path, config: TrainConfig, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: TrainConfig,
+        console: Console | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.clock = PhaseClock()
         self._config = config
         self._console = console or Console()
-        self._writer = MetricWriter(run_dir, tensorboard=config.report.tensorboard)
+        self._watch = watch or Watch()
+        self._writer = MetricWriter(run_dir, self._watch.trackers)
+        self._throughput = Throughput(config, self._watch.gpu_name)
         self._progress: StageProgress | None = None
         self._curve: list[CurvePoint] = []
         self._mismatch: list[float] = []
@@ -155,7 +165,7 @@ class Session:
         phase_s = self.clock.take()
         groups = collected.metrics()
         mismatch = mismatch_metrics(batch)
-        metrics = {
+        metrics: dict[str, float | str] = {
             **rollout_metrics(trees),
             **groups,
             **mismatch,
@@ -169,7 +179,9 @@ class Session:
             **{f"send/{name}": value for name, value in sent.items()},
         }
         num_tokens = int(batch.length_B.sum())
-        metrics["throughput/tokens_per_s"] = num_tokens / sum(phase_s.values())
+        metrics |= self._throughput.of(batch, phase_s)
+        if self._watch.gpus is not None:
+            metrics |= self._watch.gpus.take()
         self._write("rl", step, metrics, phase_s)
         reward, success = groups["rollout/reward_seen"], groups["rollout/success_seen"]
         self._curve.append(CurvePoint(step=step, reward=reward, success=success))
@@ -235,7 +247,11 @@ class Session:
             self._console.print(text, markup=False, highlight=False)
 
     def _write(
-        self, stage: str, step: int, metrics: Mapping[str, float], phase_s: Mapping[str, float]
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, float | str],
+        phase_s: Mapping[str, float],
     ) -> None:
         times = {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
         self._writer.write(stage, step, {**metrics, **times})

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mega_agentrl.types.parts import Parts
 
 MIN_SOURCE_SUCCESS = 0.05
+CHECK_EVERY = 50
+"""Steps between two checks, which cost as much as a few steps each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def _imitate(parts: Parts, config: TrainConfig, session: Session, keeping: Keepi
                 )
                 keeping.note(done)
         metrics = {"loss": done.loss, "grad_norm": done.grad_norm}
-        if step == sft.max_steps or step % sft.check_every == 0:
+        if step == sft.max_steps or step % CHECK_EVERY == 0:
             evaluation = _check(parts, config, session, step)
             num_ready = num_ready + 1 if is_ready(evaluation, sft) else 0
             metrics |= evaluation.as_metrics("dev")

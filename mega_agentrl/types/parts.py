@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from mega_agentrl.types.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +40,7 @@ class Parts:
     reward_model: judge of whole batches, for the rubric's part `model`; None without one.
     cot_markers: token ids that open and close the chain of thought; None where nobody asks.
     trigger_ids: tokens behind which ARES counts windows; None for every token.
+    watch: what looks at the run.
     """
 
     run_dir: Path
@@ -56,3 +59,4 @@ class Parts:
     reward_model: RewardModel | None = None
     cot_markers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     trigger_ids: frozenset[int] | None = None
+    watch: Watch = field(default_factory=Watch)

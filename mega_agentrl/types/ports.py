@@ -253,6 +253,12 @@ class Policy(Protocol):
         another model.
         """
 
+    def begin_profile(self) -> None:
+        """Begin a trace of what rank 0 does; drops one that was never ended."""
+
+    def end_profile(self, file: Path) -> None:
+        """End the trace and write it as a chrome trace."""
+
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder that transformers and vLLM load."""
 

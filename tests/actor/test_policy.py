@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -82,6 +84,21 @@ def test_scores_are_zero_after_a_rows_end_and_at_the_rollouts_temperature(run, b
     assert torch.equal(entropy_BT != 0, inside_BT)
     assert (sharper_BT[inside_BT] < entropy_BT[inside_BT]).all()
     assert not torch.allclose(cooler_BT, logp_BT)
+
+
+def test_a_trace_holds_the_pass_and_the_update(run, batch, tmp_path):
+    file = tmp_path / "step-1-rank0.json"
+    run(
+        [
+            ("begin_profile",),
+            ("logprobs", batch),
+            ("update", batch, None, 0.0),
+            ("end_profile", str(file)),
+        ]
+    )
+    names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+    assert "aten::mm" in names or "aten::linear" in names
+    assert any("Backward" in name for name in names), "the update is not in the trace"
 
 
 def test_a_reference_that_was_never_kept_is_an_error(batch, checkpoints, train_config):

@@ -46,7 +46,6 @@ def preset(name):
         ({"correction_cap": 0.5}, "algo.correction_cap=0.5"),
         ({"kl_target": 0.0}, "algo.kl_target=0.0"),
         ({"kl_target": 0.1}, r"algo.kl_coef=0.0: expected above 0 with algo.kl_target=0.1"),
-        ({"kl_horizon": 0}, "algo.kl_horizon=0"),
     ],
 )
 def test_a_wrong_value_is_named(changes, said):

@@ -16,7 +16,6 @@ from tests.e2e.overrides import asset_overrides
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "sft.max_steps=20",
-    "sft.check_every=20",
     "data.prompts_per_step=4",
     "evaluate.num_questions=8",
     "evaluate.num_samples=1",

@@ -28,7 +28,6 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
         "engine.tensor=2",
         "total_steps=2",
         "sft.max_steps=4",
-        "sft.check_every=4",
         "data.prompts_per_step=4",
         "rollout.temperature=0.7",  # log-probs count before top-p and at this temperature
         "rollout.top_p=0.9",

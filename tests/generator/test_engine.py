@@ -12,9 +12,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from mega_agentrl.config.schema import EngineConfig, RolloutConfig
+from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.generator import engine as engine_module
-from mega_agentrl.generator.engine import Engine
+from mega_agentrl.generator.engine import CPU_BLOCK_TOKENS, Engine
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.estimate import EntropyGap
 from mega_agentrl.rollout.hold import HeldGenerator
@@ -172,7 +172,7 @@ def test_prompts_prefilled_in_chunks_are_measured_at_the_end_only(engine, model_
 
 
 def test_the_prefix_of_a_fork_is_not_computed_again(engine, model_folder):
-    rng, block = random.Random("fork"), EngineConfig().block_size
+    rng, block = random.Random("fork"), CPU_BLOCK_TOKENS
     prompt = tuple(rng.randrange(5, 300) for _ in range(10 * block + 5))
     parent = GenerateRequest(request_id="parent", token_ids=prompt, max_tokens=2 * block, seed=1)
     (grown,) = engine.call("generate_many", [parent])

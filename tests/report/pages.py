@@ -69,7 +69,7 @@ def metrics():
                 "mismatch/logp_max_abs": float("inf") if step == 3 else 1e-6 * step,
                 "time/rollout_s": 2.0,
                 "time/update_s": float("nan") if step == 2 else 1.0,
-                "throughput/tokens_per_s": 1000.0,
+                "perf/tokens_per_s": 1000.0,
                 "rollout/tool/search/num_calls": 4.0,
                 "rollout/tool/search/num_ok": 3.0,
                 "rollout/tool/search/num_timeout": 1.0,

@@ -45,7 +45,7 @@ def test_only_an_evaluation():
 
 def test_speed_entropy_forks_and_mismatch():
     values = {
-        "throughput/tokens_per_s": 100.0,
+        "perf/tokens_per_s": 100.0,
         "time/rollout_s": 3.0,
         "rollout/entropy": 0.5,
         "rollout/forks": 1.5,

@@ -34,8 +34,17 @@ def config(assets, tmp_path):
     )
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """What is built here has no Ray to ask for GPUs."""
+    monkeypatch.setattr(module.ClusterGpus, "launch", lambda: None)
+
+
 class Group:
     """Stands for the policy and the engines."""
+
+    def gpu_name(self):
+        return ""
 
 
 def test_parts_hold_what_the_files_hold(config, monkeypatch):

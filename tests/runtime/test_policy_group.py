@@ -41,7 +41,7 @@ class Rank:
             )
         if method == "export":
             raise OSError("disk full")
-        if method in ("save", "set_objective"):
+        if method in ("save", "set_objective", "end_profile"):
             self.given = args
         if method == "resume":
             if args[0].endswith("damaged"):
@@ -107,6 +107,16 @@ def test_start_joins_all_ranks_at_the_address_of_the_first(ray_local):
 def test_stats_are_those_of_rank_zero(ray_local):
     policy, _ = group()
     assert policy.update(batch()).loss == 0.0
+
+
+def test_a_trace_is_taken_on_the_first_rank_alone(ray_local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy, actors = group()
+    policy.begin_profile()
+    policy.end_profile(Path("profile/a.json"))
+    seen = [ray.get(actor.seen.remote()) for actor in actors]
+    assert seen == [["begin_profile", "end_profile"], []]
+    assert ray.get(actors[0].last.remote()) == (str(tmp_path / "profile" / "a.json"),)
 
 
 def test_a_failing_rank_is_named(ray_local, tmp_path):

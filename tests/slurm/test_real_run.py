@@ -31,7 +31,6 @@ def test_smoke_ci_by_sbatch(jobs, assets):
         "experiment=smoke_ci",
         "total_steps=1",
         "sft.max_steps=4",
-        "sft.check_every=4",
         "data.prompts_per_step=4",
         "evaluate.num_questions=8",
         *asset_overrides(assets, jobs.run_dir),

@@ -66,6 +66,12 @@ class FakePolicy(FilePolicy):
         generator.version = version
         return {"seconds": 0.1}
 
+    def begin_profile(self):
+        self.verbs.append("begin profile")
+
+    def end_profile(self, file):
+        self.verbs.append(f"end profile {file.name}")
+
     def export(self, folder):
         self.verbs.append("export")
 
@@ -99,9 +105,9 @@ def config(tmp_path):
         engine=EngineConfig(max_model_len=128),
         rollout=RolloutConfig(num_trajectories=4, max_response_tokens=60, max_turns=4),
         data=DataConfig(prompts_per_step=3),
-        sft=SftConfig(check_every=2, batch_size=2),
+        sft=SftConfig(batch_size=2),
         evaluate=EvaluateConfig(num_samples=2),
-        report=ReportConfig(tensorboard=False),
+        report=ReportConfig(trackers=[]),
     )
 
 

@@ -151,14 +151,14 @@ def make_config(base, folder, *, warm, ares, save_every=2):
     steered = AlgoConfig(
         kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)
     )
-    plain = AlgoConfig(kl_coef=0.01, kl_target=0.05, kl_horizon=10)
+    plain = AlgoConfig(kl_coef=0.01, kl_target=0.05)
     return replace(
         base,
         run_dir=str(folder),
         total_steps=STEPS,
         save_every=save_every,
         algo=steered if ares else plain,
-        sft=SftConfig(max_steps=2 if warm else 0, check_every=2, batch_size=2, target_success=1.0),
+        sft=SftConfig(max_steps=2 if warm else 0, batch_size=2, target_success=1.0),
     )
 
 

@@ -15,7 +15,13 @@ from mega_agentrl.config.algo_schema import AlgoConfig
 from mega_agentrl.config.choices import KlPlace
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.train.ares import ares_update, begin_step
-from mega_agentrl.train.controllers import Controllers, kl_after, loss_kl_weights, start
+from mega_agentrl.train.controllers import (
+    KL_HORIZON,
+    Controllers,
+    kl_after,
+    loss_kl_weights,
+    start,
+)
 from mega_agentrl.train.seen import observe
 from tests.fakes import make_prompt
 from tests.train.hesitant_trees import path, steady, tree
@@ -56,13 +62,13 @@ def test_other_fields_are_refused():
 
 def test_the_kl_weight_follows_the_measured_kl():
     fixed = AlgoConfig(kl_coef=0.2)
-    adaptive = AlgoConfig(kl_coef=0.2, kl_target=0.05, kl_horizon=10)
+    adaptive = AlgoConfig(kl_coef=0.2, kl_target=0.05)
     assert start(fixed) == Controllers() and start(fixed).kl_coef(fixed) == 0.2
     assert kl_after(start(fixed), 9.0, 4) == start(fixed)
     above = kl_after(start(adaptive), 0.5, 4)
-    assert above.kl_coef(adaptive) == pytest.approx(0.2 * (1 + 0.2 * 4 / 10))
+    assert above.kl_coef(adaptive) == pytest.approx(0.2 * (1 + 0.2 * 4 / KL_HORIZON), rel=1e-9)
     below = kl_after(start(adaptive), 0.045, 4)
-    assert below.kl_coef(adaptive) == pytest.approx(0.2 * (1 - 0.1 * 4 / 10))
+    assert below.kl_coef(adaptive) == pytest.approx(0.2 * (1 - 0.1 * 4 / KL_HORIZON), rel=1e-9)
     for lost in (float("nan"), float("inf")):
         assert kl_after(above, lost, 1) == above
 

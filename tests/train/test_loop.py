@@ -28,7 +28,7 @@ def test_verbs_come_in_the_order_of_the_algorithm(parts, config):
 
 
 def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(parts, config):
-    config.sft = SftConfig(max_steps=4, check_every=4, target_success=1.0)
+    config.sft = SftConfig(max_steps=4, target_success=1.0)
     train(parts, config)
     expected = ["supervise"] * 4 + ["send 2", "reset", "save step-000000", "logprobs"]
     assert parts.policy.verbs[:8] == expected

@@ -9,7 +9,7 @@ from mega_agentrl.train.metrics import MetricWriter, PhaseClock
 
 
 def test_lines_keep_stage_step_and_values(tmp_path):
-    writer = MetricWriter(tmp_path / "new", tensorboard=False)
+    writer = MetricWriter(tmp_path / "new")
     writer.write("rl", 1, {"a": 0.5})
     writer.write("rl", 2, {"a": float("nan")})
     writer.close()
@@ -20,17 +20,23 @@ def test_lines_keep_stage_step_and_values(tmp_path):
 
 def test_a_second_writer_appends(tmp_path):
     for step in (1, 2):
-        writer = MetricWriter(tmp_path, tensorboard=False)
+        writer = MetricWriter(tmp_path)
         writer.write("rl", step, {})
         writer.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_tensorboard_files_appear_beside_it(tmp_path):
-    writer = MetricWriter(tmp_path, tensorboard=True)
-    writer.write("rl", 1, {"a": 0.5})
+def test_trackers_get_the_numbers_and_the_file_the_words_too(tmp_path):
+    class Tracker:
+        def log(self, stage, step, numbers):
+            self.said = (stage, step, numbers)
+
+    trackers = [Tracker(), Tracker()]
+    writer = MetricWriter(tmp_path, trackers)
+    writer.write("rl", 1, {"a": 0.5, "gpu/worst": "node-3"})
     writer.close()
-    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert [one.said for one in trackers] == [("rl", 1, {"a": 0.5})] * 2
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["gpu/worst"] == "node-3"
 
 
 def test_clock_adds_up_by_phase_and_starts_over():

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from mega_agentrl.train.controllers import start
 from mega_agentrl.train.evaluate import evaluate_held_out
-from mega_agentrl.train.loop import train_step
+from mega_agentrl.train.loop import train, train_step
 from mega_agentrl.train.phases import open_groups
 from mega_agentrl.train.session import Session
+from mega_agentrl.types.watch import Watch
 
 
 def screen():
@@ -43,6 +44,43 @@ def test_the_end_shows_before_and_after_side_by_side(parts, config):
     assert f"held-out reward after RL: {after.sampled.reward:.3f}" in shown
     for piece in ("before", "after", "change", "response tokens", "question p", "run folder"):
         assert piece in shown
+
+
+class Eyes:
+    """A tracker, a watch over two GPUs and spans that note what they are told."""
+
+    run_id = ""
+
+    def __init__(self):
+        self.lines, self.begun, self.scored_ids, self.tracer = [], [], set(), self
+
+    def log(self, stage, step, numbers):
+        self.lines.append((stage, step, numbers))
+
+    def take(self):
+        return {"gpu/util/min": 0.5, "gpu/util/worst": "node-7 GPU 3"}
+
+    def begin(self, name, attributes, parent):
+        self.begun.append((name, attributes["step"]))
+
+    def scored(self, trajectory):
+        self.scored_ids.add(trajectory.trajectory_id)
+
+
+def test_a_run_is_seen_by_whoever_watches_it(parts, config):
+    eyes = Eyes()
+    parts.demonstrations = None
+    parts.watch = Watch(trackers=[eyes], gpus=eyes, spans=eyes)
+    train(parts, config)
+    seen = [(stage, step) for stage, step, _ in eyes.lines]
+    assert seen == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
+    _, _, numbers = eyes.lines[1]
+    assert numbers["gpu/util/min"] == 0.5 and numbers["perf/tokens_per_s"] > 0
+    assert "gpu/util/worst" not in numbers and "perf/mfu" not in numbers
+    lines = (parts.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[1])["gpu/util/worst"] == "node-7 GPU 3"
+    assert {"train-1", "train-2"} < {step for _, step in eyes.begun}
+    assert {name for name, _ in eyes.begun} == eyes.scored_ids
 
 
 def test_a_session_goes_on_where_another_one_was(parts, config):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mega_agentrl.config.schema import SftConfig
+from mega_agentrl.train import supervised
 from mega_agentrl.train.evaluate import Evaluation
 from mega_agentrl.train.session import Session
 from mega_agentrl.train.supervised import Imitated, Keeping, is_ready, warm_start
@@ -33,7 +34,8 @@ def test_ready_needs_overall_success_and_every_source(success, weakest, ready):
 
 
 def run(parts, config, monkeypatch, successes, **sft):
-    config.sft = SftConfig(check_every=2, batch_size=2, target_success=0.3, **sft)
+    config.sft = SftConfig(batch_size=2, target_success=0.3, **sft)
+    monkeypatch.setattr(supervised, "CHECK_EVERY", 2)
     answers = iter(successes)
     monkeypatch.setattr(
         "mega_agentrl.train.supervised.evaluate",
@@ -59,7 +61,8 @@ def test_it_ends_at_the_limit_with_the_last_weights_in_the_engine(parts, config,
 
 
 def test_it_goes_on_behind_its_last_step(parts, config, monkeypatch):
-    config.sft = SftConfig(check_every=2, batch_size=2, target_success=0.3, max_steps=100)
+    config.sft = SftConfig(batch_size=2, target_success=0.3, max_steps=100)
+    monkeypatch.setattr(supervised, "CHECK_EVERY", 2)
     asked = []
     monkeypatch.setattr(
         "mega_agentrl.train.supervised.evaluate",
@@ -78,7 +81,8 @@ def test_it_goes_on_behind_its_last_step(parts, config, monkeypatch):
 
 
 def test_each_step_is_noted_with_the_checks_before_it(parts, config, monkeypatch):
-    config.sft = SftConfig(check_every=1, batch_size=2, target_success=0.3, max_steps=3)
+    config.sft = SftConfig(batch_size=2, target_success=0.3, max_steps=3)
+    monkeypatch.setattr(supervised, "CHECK_EVERY", 1)
     answers = iter([0.5, 0.1, 0.5])
     monkeypatch.setattr(
         "mega_agentrl.train.supervised.evaluate",

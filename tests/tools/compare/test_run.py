@@ -94,9 +94,9 @@ def base(tmp_path):
         engine=EngineConfig(max_model_len=128),
         rollout=RolloutConfig(num_trajectories=4, max_response_tokens=60, max_turns=4),
         data=DataConfig(prompts_per_step=3),
-        sft=SftConfig(max_steps=4, check_every=4, batch_size=2),
+        sft=SftConfig(max_steps=4, batch_size=2),
         evaluate=EvaluateConfig(num_questions=3),
-        report=ReportConfig(tensorboard=False),
+        report=ReportConfig(trackers=[]),
     )
 
 

@@ -1,0 +1,72 @@
+"""The endpoint, scraped over HTTP."""
+
+import socket
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mega_agentrl.report.trackers.prometheus import PrometheusTracker
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def tracker(port):
+    tracker = PrometheusTracker(port)
+    yield tracker
+    tracker.close()
+
+
+def scrape(port):
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return {
+        (one.name, *one.labels.values()): one.value
+        for one in samples
+        if not one.name.endswith("_created")
+    }
+
+
+def test_the_newest_values_and_the_sums_are_served(tracker, port):
+    tracker.configure({"seed": 1}, "seed: 1\n")
+    tracker.log("sft", 1, {"num_tokens": 10})
+    tracker.log("rl", 1, {"update/num_tokens": 5, "rollout/tool/search/num_calls": 2})
+    tracker.log("rl", 2, {"update/num_tokens": 7, "rollout/tool/search/num_calls": 3, "a-b": -1})
+    assert tracker.port == port
+    assert scrape(port) == {
+        ("mega_agentrl_steps_total", "sft"): 1,
+        ("mega_agentrl_steps_total", "rl"): 2,
+        ("mega_agentrl_tokens_total",): 22,
+        ("mega_agentrl_tool_calls_total", "search"): 5,
+        ("mega_agentrl_num_tokens", "sft"): 10,
+        ("mega_agentrl_update_num_tokens", "rl"): 7,
+        ("mega_agentrl_rollout_tool_search_num_calls", "rl"): 3,
+        ("mega_agentrl_a_b", "rl"): -1,
+        ("mega_agentrl_step", "sft"): 1,
+        ("mega_agentrl_step", "rl"): 2,
+    }
+
+
+@pytest.mark.parametrize("name", ["steps", "steps_total", "tokens", "tool/calls"])
+def test_a_metric_named_like_a_counter_has_a_gauge_of_its_own(tracker, port, name):
+    tracker.log("rl", 1, {name: 3.5})
+    shown = f"mega_agentrl_{name.replace('/', '_')}_now"
+    assert scrape(port)[shown, "rl"] == 3.5
+
+
+def test_a_port_in_use_is_an_error_that_names_it(tracker, port):
+    with pytest.raises(ValueError, match=f"report.prometheus_port={port}: cannot listen .* in use"):
+        PrometheusTracker(port)
+
+
+def test_a_closed_endpoint_frees_its_port(port):
+    for _ in range(2):
+        tracker = PrometheusTracker(port)
+        tracker.close()

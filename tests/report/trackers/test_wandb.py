@@ -1,0 +1,139 @@
+"""What W&B is told. The double has the signatures of the public documentation of wandb 0.2x."""
+
+import pytest
+
+from mega_agentrl.report.trackers.wandb import WandbTracker
+
+
+class Config(dict):
+    def update(self, d, allow_val_change=None):
+        assert allow_val_change or not set(self) & set(d), "wandb refuses changed values"
+        super().update(d)
+
+
+class Run:
+    def __init__(self, run_id):
+        self.id = run_id
+        self.config = Config()
+        self.defined, self.logged, self.finished = [], [], 0
+
+    def define_metric(
+        self,
+        name,
+        step_metric=None,
+        step_sync=None,
+        hidden=None,
+        summary=None,
+        goal=None,
+        overwrite=None,
+    ):
+        self.defined.append((name, step_metric))
+
+    def log(self, data, step=None, commit=None):
+        assert step is None, "wandb wants steps that grow over the whole run"
+        self.logged.append(data)
+
+    def finish(self, exit_code=None, quiet=None):
+        self.finished += 1
+
+
+class Wandb:
+    """The package; `runs` by id, as its server would keep them."""
+
+    class errors:
+        class Error(Exception):
+            pass
+
+    def __init__(self):
+        self.runs, self.opened, self.is_reachable = {}, [], True
+
+    def init(
+        self,
+        entity=None,
+        project=None,
+        dir=None,
+        id=None,
+        name=None,
+        notes=None,
+        tags=None,
+        config=None,
+        config_exclude_keys=None,
+        config_include_keys=None,
+        allow_val_change=None,
+        group=None,
+        job_type=None,
+        mode=None,
+        force=None,
+        reinit=None,
+        resume=None,
+        resume_from=None,
+        fork_from=None,
+        save_code=None,
+        tensorboard=None,
+        sync_tensorboard=None,
+        monitor_gym=None,
+        settings=None,
+    ):
+        assert resume == "allow"
+        if not self.is_reachable:
+            raise self.errors.Error("no API key")
+        self.opened.append((name, dir, id))
+        run_id = id or f"run{len(self.runs)}"
+        return self.runs.setdefault(run_id, Run(run_id))
+
+
+def test_each_stage_has_steps_of_its_own(tmp_path):
+    wandb = Wandb()
+    tracker = WandbTracker(wandb, tmp_path / "smoke", "")
+    tracker.configure({"seed": 1}, "seed: 1\n")
+    tracker.log("sft", 7, {"loss": 2.0})
+    tracker.log("rl", 1, {"update/loss": 0.5})
+    tracker.log("rl", 2, {"update/loss": 0.25})
+    tracker.close()
+    tracker.close()
+    run = wandb.runs[tracker.run_id]
+    assert wandb.opened == [("smoke", str(tmp_path / "smoke"), None)]
+    assert run.config == {"seed": 1}
+    assert run.defined == [
+        ("sft/step", None),
+        ("sft/*", "sft/step"),
+        ("rl/step", None),
+        ("rl/*", "rl/step"),
+    ]
+    assert run.logged == [
+        {"sft/loss": 2.0, "sft/step": 7},
+        {"rl/update/loss": 0.5, "rl/step": 1},
+        {"rl/update/loss": 0.25, "rl/step": 2},
+    ]
+    assert run.finished == 1
+
+
+def test_a_run_goes_on_with_other_settings(tmp_path):
+    wandb = Wandb()
+    first = WandbTracker(wandb, tmp_path, "")
+    first.configure({"seed": 1, "total_steps": 2}, "")
+    second = WandbTracker(wandb, tmp_path, first.run_id)
+    second.configure({"seed": 1, "total_steps": 9}, "")
+    assert list(wandb.runs) == [first.run_id] == [second.run_id]
+    assert wandb.runs[first.run_id].config["total_steps"] == 9
+
+
+def test_without_a_login_it_is_an_error_that_names_the_key(tmp_path):
+    wandb = Wandb()
+    wandb.is_reachable = False
+    with pytest.raises(ValueError, match=r"report.trackers=wandb: no API key; .*WANDB_MODE"):
+        WandbTracker(wandb, tmp_path, "")
+
+
+def test_the_real_package_works_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb, an optional package, is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_id = ""
+    for step in (1, 2):
+        tracker = WandbTracker(wandb, tmp_path, run_id)
+        tracker.configure({"seed": step}, f"seed: {step}\n")
+        tracker.log("rl", step, {"update/loss": 0.5})
+        tracker.close()
+        assert run_id in ("", tracker.run_id)
+        run_id = tracker.run_id
+    assert list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
