@@ -26,6 +26,7 @@ from mega_agentrl.train.steering import (
     leave_out_mastered,
     make_lesson,
     next_controllers,
+    record_accuracies,
 )
 from mega_agentrl.train.stopping import Stopper
 from mega_agentrl.train.supervised import warm_start
@@ -150,6 +151,7 @@ def take_step(
         stats = parts.policy.update(lesson.batch, lesson.kl_weight_BT)
     with phase("advantage"):
         controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
+        record_accuracies(parts, collected)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
     session.report_step(step, collected, lesson.batch, stats, {**lesson.metrics, **shown}, sent)

@@ -1,0 +1,87 @@
+"""Rows from a class of one's own (`data.dataset_class=package.module:Class`).
+
+    class Rows(torch.utils.data.Dataset):
+        def __init__(self, paths: list[str], key: str) -> None: ...
+        def __len__(self) -> int: ...
+        def __getitem__(self, index: int) -> dict: ...      # a row, as `data.dataset` reads them
+
+It is made once for each of `data.train`, `data.validation` and `sft.dev` (`key`) with what that
+names; remote files are given as their local copies. Any class with a length and items will do.
+One that only iterates will not: a run that goes on, and every epoch, need rows by number.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+_EXPECTED = (
+    "expected a class of torch.utils.data.Dataset, or of anything else with __len__ and "
+    "__getitem__ that gives rows as mappings"
+)
+
+
+class DatasetTypeError(TypeError, ValueError):
+    """Not a dataset: a `TypeError` for who calls, bad input for the command line."""
+
+
+def dataset_class(name: str) -> type[Any]:
+    """The class that `package.module:Class` names; imports the module.
+
+    Raises ValueError where there is none, `DatasetTypeError` where it is no dataset.
+    """
+    module_name, _, class_name = name.partition(":")
+    where = f"data.dataset_class={name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{where}: {error}; expected a module that this Python can import; probable cause: it "
+            "is not installed, a mistyped name, or a run that was started in another folder"
+        ) from error
+    if not hasattr(module, class_name):
+        there = sorted(key for key, value in vars(module).items() if isinstance(value, type))
+        raise ValueError(f"{where}: the module has no {class_name}; its classes are {there}")
+    found = getattr(module, class_name)
+    if not isinstance(found, type):
+        raise DatasetTypeError(f"{where}: got a {type(found).__name__}, {_EXPECTED}")
+    if issubclass(found, IterableDataset):
+        raise DatasetTypeError(
+            f"{where}: got an IterableDataset, whose rows have no number; {_EXPECTED}"
+        )
+    missing = [need for need in ("__len__", "__getitem__") if not _has(found, need)]
+    if missing:
+        raise DatasetTypeError(
+            f"{where}: got a class ({_bases(found)}) without {' and '.join(missing)}, {_EXPECTED}"
+        )
+    return found
+
+
+def own_rows(found: type[Any], paths: Sequence[str], *, key: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of a dataset over these paths, in order.
+
+    Raises `DatasetTypeError` for a row that is no mapping, and ValueError for no rows.
+    """
+    dataset = found(paths=list(paths), key=key)
+    where = f"{key}, data.dataset_class={found.__module__}:{found.__qualname__}"
+    if len(dataset) == 0:
+        raise ValueError(f"{where}: the dataset is empty, expected at least one row")
+    for index in range(len(dataset)):
+        row = dataset[index]
+        if not isinstance(row, Mapping):
+            raise DatasetTypeError(
+                f"{where} row {index}: got a {type(row).__name__}, expected a mapping by column"
+            )
+        yield row
+
+
+def _has(found: type[Any], name: str) -> bool:
+    """Whether the class has the method itself: torch's own only say that it is not there."""
+    return getattr(found, name, None) not in (None, getattr(Dataset, name, None))
+
+
+def _bases(found: type[Any]) -> str:
+    return " -> ".join(one.__name__ for one in found.__mro__[:-1])
