@@ -13,10 +13,9 @@ One that only iterates will not: a run that goes on, and every epoch, need rows 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from torch.utils.data import Dataset, IterableDataset
 
 _EXPECTED = (
     "expected a class of torch.utils.data.Dataset, or of anything else with __len__ and "
@@ -48,11 +47,18 @@ def dataset_class(name: str) -> type[Any]:
     found = getattr(module, class_name)
     if not isinstance(found, type):
         raise DatasetTypeError(f"{where}: got a {type(found).__name__}, {_EXPECTED}")
-    if issubclass(found, IterableDataset):
+    # Who derives from it has imported it; the preflight runs where there is no torch.
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is not None and issubclass(found, torch_data.IterableDataset):
         raise DatasetTypeError(
             f"{where}: got an IterableDataset, whose rows have no number; {_EXPECTED}"
         )
-    missing = [need for need in ("__len__", "__getitem__") if not _has(found, need)]
+    placeholder = getattr(getattr(torch_data, "Dataset", None), "__getitem__", None)
+    missing = [
+        need
+        for need in ("__len__", "__getitem__")
+        if getattr(found, need, None) in (None, placeholder)
+    ]
     if missing:
         raise DatasetTypeError(
             f"{where}: got a class ({_bases(found)}) without {' and '.join(missing)}, {_EXPECTED}"
@@ -76,11 +82,6 @@ def own_rows(found: type[Any], paths: Sequence[str], *, key: str) -> Iterator[Ma
                 f"{where} row {index}: got a {type(row).__name__}, expected a mapping by column"
             )
         yield row
-
-
-def _has(found: type[Any], name: str) -> bool:
-    """Whether the class has the method itself: torch's own only say that it is not there."""
-    return getattr(found, name, None) not in (None, getattr(Dataset, name, None))
 
 
 def _bases(found: type[Any]) -> str:

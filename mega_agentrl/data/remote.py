@@ -4,7 +4,9 @@ URLs are fsspec's (`s3://`, `gs://`, `hf://`, `https://`, ...); credentials are 
 package behind a scheme finds them. A copy is named by URL and version: size, entity tag, time
 stamp, whichever of them the store tells. A changed file is fetched anew; older copies stay until
 somebody removes the folder. Several processes may ask for one file at once: each writes a file
-of its own and renames it, so nobody ever reads half of one. fsspec's own `filecache` has one
+of its own and renames it, so nobody ever reads half of one. A run reads each file once, in the
+driver, so that a second copy in shared memory would be read once too; where the disk is slow,
+`XDG_CACHE_HOME=/dev/shm/...` stages the copies there. fsspec's own `filecache` has one
 index of all files, which processes write over each other.
 """
 
