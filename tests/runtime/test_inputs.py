@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mega_agentrl.config.choices import AresMode, CotBlocks
+from mega_agentrl.config.choices import AresMode, CotBlocks, Truncation
 from mega_agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
 from mega_agentrl.config.search_schema import SearchToolConfig
 from mega_agentrl.config.tool_schema import ToolConfig
@@ -49,6 +49,22 @@ def test_a_class_that_is_no_dataset_is_found_before_a_tokenizer_is_read(config):
     config.data.dataset_class = "pathlib:Path"
     with pytest.raises(TypeError, match=r"data\.dataset_class=pathlib:Path: got a class"):
         read_inputs(config)
+
+
+@pytest.mark.parametrize("truncation", [Truncation.left, Truncation.right, Truncation.middle])
+def test_cut_prompts_end_as_whole_ones_do(config, assets, truncation, capsys):
+    """Behind the messages stands what makes the policy answer, whatever was cut."""
+    whole = read_inputs(config)
+    codec, (first, *_) = whole.codec, whole.prompts
+    behind = codec.apply_chat(first.messages)[
+        len(codec.apply_chat(first.messages, generate=False)) :
+    ]
+    assert behind
+    config.data.truncation, config.data.max_prompt_tokens = truncation, 12
+    prompts = read_inputs(config).prompts
+    assert {len(prompt.token_ids) for prompt in prompts} == {12}
+    assert all(prompt.token_ids[-len(behind) :] == tuple(behind) for prompt in prompts)
+    assert "data.train: 200 of 200 prompts were overlong and are cut" in capsys.readouterr().out
 
 
 def test_where_copies_of_remote_files_are_kept(monkeypatch, tmp_path):
