@@ -41,7 +41,9 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching, Overlong
+from mega_agentrl.config.choices import Branching, Truncation
+from mega_agentrl.config.data_files import DataFile
+from mega_agentrl.config.data_schema import DataConfig
 from mega_agentrl.config.sandbox_schema import PythonToolConfig
 from mega_agentrl.config.schema import EngineConfig, RewardConfig, RolloutConfig
 from mega_agentrl.config.search_schema import SearchToolConfig
@@ -275,11 +277,10 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[dict[str, Any
     """The lines of all cases."""
     async with opened(given, folder) as bench:
         loaded = load_prompts(
-            given.data / "train.parquet",
+            [DataFile(str(given.data / "train.parquet"))],
             bench.codec,
+            DataConfig(max_prompt_tokens=32, truncation=Truncation.drop),
             key="--data",
-            max_prompt_tokens=32,
-            overlong=Overlong.drop,
         )
         prompts = loaded.prompts[: given.prompts]
         batch = prompts[: given.flight // CONFIG.num_trajectories]

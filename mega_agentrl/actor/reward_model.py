@@ -9,14 +9,13 @@ Values in and out are plain or CPU tensors, so that a remote call can carry them
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from mega_agentrl.actor.heads import ScalarHead
 from mega_agentrl.actor.network import Network, Seat
+from mega_agentrl.batch.operations import pad_width
 from mega_agentrl.reshard.model_shape import SCALAR_ARCHITECTURES, HeadKind, ModelShape
 
 if TYPE_CHECKING:
@@ -72,9 +71,5 @@ def _with_successor(batch: TrainBatch) -> TrainBatch:
     matters. The token put behind it is never read, and where it would be predicted the model
     has seen exactly the row.
     """
-    wider = {
-        spec.name: functional.pad(value, (0, 1))
-        for spec in fields(batch)
-        if spec.name.endswith("_BT") and (value := getattr(batch, spec.name)) is not None
-    }
-    return batch.with_fields(**wider, length_B=batch.length_B + 1)
+    wider = pad_width(batch, batch.response_BT.size(1) + 1)
+    return wider.with_fields(length_B=batch.length_B + 1)

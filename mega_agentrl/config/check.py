@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.check_algo import check_algo
+from mega_agentrl.config.check_data import check_data, check_file
 from mega_agentrl.config.check_report import check_report
 from mega_agentrl.config.check_reward import check_reward
 from mega_agentrl.config.choices import (
@@ -85,7 +86,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(config: TrainConfig) -> None:
-    needed = {"data.train": config.data.train, "data.validation": config.data.validation}
+    check_data(config)
+    needed: dict[str, str] = {}
     if config.sft.max_steps:
         needed |= {"sft.data": config.sft.data, "sft.dev": config.sft.dev}
     if config.tool.search.backend is SearchSource.local and config.tool.search.corpus:
@@ -97,12 +99,7 @@ def _check_files(config: TrainConfig) -> None:
     for key, value in needed.items():
         if not value:
             raise ValueError(f"{key} is empty: expected a file; probable cause: it was never set")
-        if not Path(value).is_file():
-            raise ValueError(
-                f"{key}={value!r}: there is no such file; expected one below "
-                f"{Path.cwd()} or an absolute path; probable cause: it has not been made yet "
-                "(`make smoke` makes those under runs/toolqa), or the run was started elsewhere"
-            )
+        check_file(key, value)
     if Path(config.run_dir).exists() and not Path(config.run_dir).is_dir():
         raise ValueError(
             f"run_dir={config.run_dir!r}: it is a file; expected a folder, new or old; probable "

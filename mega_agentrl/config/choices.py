@@ -139,11 +139,24 @@ class KlKind(StrEnum):
     k3 = "k3"
 
 
-class Overlong(StrEnum):
-    """What happens to a prompt longer than `data.max_prompt_tokens`."""
+class Truncation(StrEnum):
+    """What happens to a prompt longer than `data.max_prompt_tokens`: an error, left out, or cut at
+    its left, its right or in its middle, with the generation prompt kept."""
 
     error = "error"
     drop = "drop"
+    left = "left"
+    right = "right"
+    middle = "middle"
+
+
+class PromptOrder(StrEnum):
+    """In what order training prompts come: shuffled anew each epoch, as in the files, or shuffled
+    with those that the policy answers about half of the time more often (`data.difficulty`)."""
+
+    shuffled = "shuffled"
+    file = "file"
+    difficulty = "difficulty"
 
 
 class Dtype(StrEnum):

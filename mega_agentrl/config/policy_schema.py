@@ -114,7 +114,7 @@ class OptimConfig:
 class SftConfig:
     """Supervised warm start before RL; max_steps 0 skips it.
 
-    data: parquet of chat messages (column `messages`). dev: parquet in the RL format whose
+    data: parquet or JSONL of chat messages (column `messages`). dev: one in the RL format whose
     sampled success stops it: when success on the first evaluate.num_questions of them is at
     least target_success twice in a row and no data source is still near zero.
     """

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from mega_agentrl.config.choices import Isolation, PythonMode
 from mega_agentrl.config.ranges import require
 
-_BUILT_IN = ("CPU", "GPU", "memory", "object_store_memory")
 _AT_LEAST = {
     "hosts": 0,
     "workers": 1,
     "memory_mib": 64,
     "total_memory_mib": 128,
-    "output_chars": 16,
 }
 
 
@@ -25,16 +23,15 @@ class PythonToolConfig:
     forked where the trajectory is. workers: sandboxes kept warm, and calls that run at once.
 
     hosts: 0, the sandboxes are the driver's; n, they are those of n Ray actors, spread over the
-    cluster's nodes, each with `workers` of its own. host_resource: a custom resource that the
-    nodes for them offer (`ray start --resources='{"cpu_node": 1}'`) and of which each host
-    takes 1; empty, any node.
+    cluster's nodes, each with `workers` of its own. Where nodes are set apart for them
+    (`ray start --resources='{"sandbox_host": 1}'`), they go to these only.
 
-    Limits of a call. timeout_s: wall time. cpu_s: CPU time of its main process, threads
-    together, and of each other process. memory_mib: address space of each process beyond the
-    warm interpreter's. total_memory_mib: of all its processes with their files, in a
-    trajectory's branches together; where a control group can be written. output_chars: an
-    answer beyond it is cut with a note. Fixed are 64 processes, 256 open files for each, and 64
-    MiB of /tmp and of /dev/shm (`sandbox.inner.settings`).
+    Limits of a call. timeout_s: wall time; CPU time of its main process, threads together, and
+    of each other process is limited to as much. memory_mib: address space of each process beyond
+    the warm interpreter's. total_memory_mib: of all its processes with their files, in a
+    trajectory's branches together; where a control group can be written. Fixed are 4000
+    characters of an answer, 64 processes, 256 open files for each, and 64 MiB of /tmp and of
+    /dev/shm (`sandbox.pool`, `sandbox.inner.settings`).
 
     preload: modules imported once into every warm interpreter; the more it holds, the more
     each call's fork costs.
@@ -43,31 +40,14 @@ class PythonToolConfig:
     mode: PythonMode = PythonMode.stateless
     isolation: Isolation = Isolation.bubblewrap
     hosts: int = 0
-    host_resource: str = ""
     workers: int = 2
     timeout_s: float = 10.0
-    cpu_s: float = 20.0
     memory_mib: int = 512
     total_memory_mib: int = 2048
-    output_chars: int = 4000
     preload: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
-        require(self.cpu_s >= 1, "tool.python.cpu_s", self.cpu_s, ">= 1")
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             require(value >= least, f"tool.python.{name}", value, f"at least {least}")
-        resource = self.host_resource
-        require(
-            resource not in _BUILT_IN and resource == resource.strip(),
-            "tool.python.host_resource",
-            repr(resource),
-            f"a name of the cluster's own, without spaces around it and none of {_BUILT_IN}",
-        )
-        require(
-            self.hosts > 0 or not resource,
-            "tool.python.host_resource",
-            repr(resource),
-            "tool.python.hosts above 0 with it, or none",
-        )

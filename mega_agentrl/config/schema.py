@@ -17,10 +17,10 @@ from mega_agentrl.config.choices import (
     Branching,
     CallProtocol,
     OnBadCall,
-    Overlong,
     TemplateCheck,
     TrackerName,
 )
+from mega_agentrl.config.data_schema import DataConfig
 from mega_agentrl.config.group_schema import GroupConfig
 from mega_agentrl.config.policy_schema import (
     ModelConfig,
@@ -121,24 +121,6 @@ class RolloutConfig(GroupConfig):
             limit_s,
             "0 with rollout.carry_over, whose groups rest while the policy is updated",
         )
-
-
-@dataclass
-class DataConfig:
-    """train, validation: parquet files in the RL format.
-
-    max_prompt_tokens and overlong: longer prompts are an error, or counted and dropped.
-    """
-
-    train: str = ""
-    validation: str = ""
-    prompts_per_step: int = 32
-    max_prompt_tokens: int = 1024
-    overlong: Overlong = Overlong.error
-
-    def __post_init__(self) -> None:
-        for key in ("prompts_per_step", "max_prompt_tokens"):
-            require(getattr(self, key) >= 1, f"data.{key}", getattr(self, key), "at least 1")
 
 
 @dataclass

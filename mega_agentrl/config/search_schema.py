@@ -18,7 +18,7 @@ class SearchToolConfig:
     backend: see `SearchSource`. corpus: JSONL file of documents with `id`, `title` and `text`
     for `local`; empty leaves the tool out. url: of the server or API. key_env: environment
     variable that holds the API's key, empty for none; it is sent as `X-API-KEY` and as a bearer
-    token. top_k: documents per answer. snippet_tokens: of each document.
+    token. top_k: documents per answer.
     """
 
     backend: SearchSource = SearchSource.local
@@ -26,7 +26,6 @@ class SearchToolConfig:
     url: str = ""
     key_env: str = ""
     top_k: int = 1
-    snippet_tokens: int = 256
 
     def __post_init__(self) -> None:
         if self.backend is not SearchSource.local:
@@ -37,8 +36,6 @@ class SearchToolConfig:
                 f"http://... or https://..., tool.search.backend={self.backend} needs it",
             )
         require(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
-        tokens = self.snippet_tokens
-        require(tokens >= 4, "tool.search.snippet_tokens", tokens, "at least 4")
 
     @property
     def enabled(self) -> bool:
@@ -51,13 +48,12 @@ class BrowseToolConfig:
     """Read one page of the public web; never a private address.
 
     allow: domains that may be read with those below them, empty for all; deny: those that may
-    not, which wins. answer_tokens: of an answer.
+    not, which wins.
     """
 
     enabled: bool = False
     allow: list[str] = field(default_factory=list)
     deny: list[str] = field(default_factory=list)
-    answer_tokens: int = 1024
 
     def __post_init__(self) -> None:
         for key in ("allow", "deny"):
@@ -68,26 +64,21 @@ class BrowseToolConfig:
                     name,
                     "a domain such as example.org in ASCII, without scheme, port, path, wildcard",
                 )
-        tokens = self.answer_tokens
-        require(tokens >= 16, "tool.browse.answer_tokens", tokens, "at least 16")
 
 
 @dataclass
 class WebConfig:
     """Calls of search and browse; the two count apart.
 
-    timeout_s: per call, retries included. num_retries: further tries after a failure that may
-    pass. calls_per_second: limit over all trajectories of the process, 0 for none; searches of
-    a local corpus are not limited.
+    timeout_s: per call, retries included. calls_per_second: limit over all trajectories of the
+    process, 0 for none; searches of a local corpus are not limited.
     """
 
     timeout_s: float = 20.0
-    num_retries: int = 2
     calls_per_second: float = 10.0
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "tool.web.timeout_s", self.timeout_s, "above 0")
-        require(self.num_retries >= 0, "tool.web.num_retries", self.num_retries, "at least 0")
         rate = self.calls_per_second
         require(rate >= 0, "tool.web.calls_per_second", rate, "at least 0")
 

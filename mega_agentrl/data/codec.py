@@ -20,7 +20,7 @@ from mega_agentrl.types.records import Message
 
 
 class HFCodec:
-    """`ports.ChatCodec` over a tokenizer folder."""
+    """`ports.ChatCodec` over a tokenizer folder, by its absolute path in `folder`."""
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
@@ -36,6 +36,7 @@ class HFCodec:
                 "an assistant turn; set eos_token in tokenizer_config.json"
             )
         self._chat = ChatTemplate(self._tokenizer)
+        self.folder = str(path.resolve())
 
     @property
     def eos_id(self) -> int:

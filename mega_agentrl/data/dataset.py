@@ -1,114 +1,207 @@
-"""RL datasets: parquet files in the usual RL format, read into `Prompt` records.
+"""RL datasets: rows of files, or of a class of one's own, read into `Prompt` records.
 
-Columns: `prompt` (chat messages), `data_source`, `reward_model` (struct with
-`ground_truth`: a string or a list of strings), and optionally `extra_info` (struct with
-`index`, `tools_kwargs`, `need_tools_kwargs` and `interaction_kwargs`). The keys of
-`tools_kwargs` choose the prompt's tools; without any it gets all of them, with a warning where
-`need_tools_kwargs` is set. The prompt id is `data_source/index`, with the row number where there
-is no index.
+Columns: `data.prompt_key` (`prompt`: chat messages, or a text, which is one user message),
+`data.reward_fn_key` (`data_source`), `reward_model` (struct with `ground_truth`: a string or a
+list of strings), and optionally `extra_info` (struct with `index`, `tools_kwargs`,
+`need_tools_kwargs` and `interaction_kwargs`). The keys of `tools_kwargs` choose the prompt's
+tools; without any it gets all of them, with a warning where `need_tools_kwargs` is set. The
+prompt id is `data_source/index`, with the row's number, over all files, where there is no index.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Overlong
-from mega_agentrl.data.table import read_rows, without_nulls
+from mega_agentrl.config.choices import Truncation
+from mega_agentrl.config.data_files import DataFile
+from mega_agentrl.data.encode import ChatEncoder, encode_all
+from mega_agentrl.data.own_dataset import dataset_class, own_rows
+from mega_agentrl.data.prompt_template import PromptTemplate
+from mega_agentrl.data.remote import local_copy
+from mega_agentrl.data.table import check_columns, read_rows, without_nulls
+from mega_agentrl.data.truncate import cut, num_behind
 from mega_agentrl.types.records import Message, Prompt
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.data_schema import DataConfig
 
 _log = logging.getLogger(__name__)
 
 
-class ChatEncoder(Protocol):
-    """Turns chat messages into prompt ids."""
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """What the files gave. weights: of each prompt's file. num_dropped, num_cut: prompts that were
+    too long and are left out, or cut."""
 
-    def apply_chat(
-        self, messages: tuple[Message, ...], tools: list[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Ids of the conversation followed by the generation prompt."""
+    prompts: tuple[Prompt, ...]
+    weights: tuple[float, ...]
+    num_dropped: int = 0
+    num_cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSet:
-    """What a file gave. num_dropped: prompts left out because they were too long."""
+class _Row:
+    """A row, where it is from, and the weight of its file. number: over all files."""
 
-    prompts: tuple[Prompt, ...]
-    num_dropped: int
+    values: Mapping[str, Any]
+    where: str
+    number: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A prompt without its token ids, its tools as the chat template gets them, and its row."""
+
+    prompt: Prompt
+    tools: tuple[str, ...]
+    row: _Row
 
 
 def load_prompts(
-    path: str | Path,
+    files: Sequence[DataFile],
     codec: ChatEncoder,
+    config: DataConfig,
     *,
     key: str,
-    max_prompt_tokens: int,
-    overlong: Overlong,
     tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    cache_folder: Path | None = None,
 ) -> PromptSet:
-    """Read, tokenize and check a dataset; `key` is the setting that named it.
+    """Read, tokenize and check the prompts of some files; `key` is the setting that named them.
 
     tool_schemas: by tool name; those of a prompt's tools are rendered by the chat template.
-    Raises ValueError, see `read_rows`, and for a malformed row, two rows with one id, a prompt
-    that is too long under `Overlong.error`, and when nothing is left.
+    cache_folder: for copies of remote files; None refuses these. Raises ValueError, see
+    `read_rows`, `local_copy`, `PromptTemplate` and `own_dataset`, and for a malformed row, two
+    rows with one id, a prompt that is too long under `Truncation.error`, and when nothing is left.
     """
-    rows = read_rows(path, key=key, columns=("prompt", "data_source", "reward_model"))
-    prompts: dict[str, Prompt] = {}
-    num_long, longest = 0, 0
-    for number, row in enumerate(rows):
-        prompt = _prompt(row, number, codec, tool_schemas or {}, f"{key}={path} row {number}")
-        if prompt.extra_info.get("need_tools_kwargs") and not prompt.tools_kwargs:
-            _log.warning(
-                "%s row %d: no tools_kwargs, expected some; index %s, data source %s",
-                *(key, number, prompt.extra_info.get("index", number), prompt.data_source),
-            )
-        if prompt.prompt_id in prompts:
+    template = PromptTemplate(config.template) if config.template else None
+    schemas = tool_schemas or {}
+    drafts: dict[str, _Draft] = {}
+    for row in _rows(files, config, key, cache_folder):
+        draft = _draft(row, config, template, schemas)
+        if (first := drafts.setdefault(draft.prompt.prompt_id, draft)) is not draft:
             raise ValueError(
-                f"{key}={path} row {number}: id {prompt.prompt_id} occurs twice, expected "
-                "extra_info.index to be unique within a data_source"
+                f"{row.where}: id {draft.prompt.prompt_id} occurs twice, first in "
+                f"{first.row.where}; expected extra_info.index to be unique within a "
+                f"{config.reward_fn_key}, over all files"
             )
-        longest = max(longest, len(prompt.token_ids))
-        if len(prompt.token_ids) > max_prompt_tokens:
-            num_long += 1
-        else:
-            prompts[prompt.prompt_id] = prompt
-    if num_long and (overlong is Overlong.error or not prompts):
-        raise ValueError(
-            f"{key}={path}: {num_long} of {len(rows)} prompts are longer than "
-            f"data.max_prompt_tokens={max_prompt_tokens} (the longest has {longest} tokens); "
-            + ("raise it" if not prompts else "raise it, or set data.overlong=drop")
-        )
-    return PromptSet(prompts=tuple(prompts.values()), num_dropped=num_long)
+    given = tuple(drafts.values())
+    encoded = encode_all(
+        codec, [(draft.prompt.messages, draft.tools) for draft in given], schemas, key=key
+    )
+    full = [
+        replace(draft.prompt, token_ids=tuple(ids))
+        for draft, ids in zip(given, encoded, strict=True)
+    ]
+    return _fit(full, [draft.row.weight for draft in given], codec, config, key)
 
 
-def _prompt(
-    row: Mapping[str, Any],
-    number: int,
-    codec: ChatEncoder,
+def _rows(
+    files: Sequence[DataFile], config: DataConfig, key: str, cache_folder: Path | None
+) -> Iterator[_Row]:
+    local = {file: _local(file, key, cache_folder) for file in files}
+    columns = (config.prompt_key, config.reward_fn_key, "reward_model")
+    number = 0
+    if config.dataset_class:
+        found = dataset_class(config.dataset_class)
+        for number, values in enumerate(own_rows(found, list(local.values()), key=key)):
+            where = f"{key}, data.dataset_class={config.dataset_class} row {number}"
+            check_columns(values, columns, where)
+            yield _Row(values, where, number, 1.0)
+        return
+    for file, path in local.items():
+        for index, values in enumerate(read_rows(path, key=key, columns=columns)):
+            yield _Row(values, f"{key}={file.path} row {index}", number, file.weight)
+            number += 1
+
+
+def _local(file: DataFile, key: str, cache_folder: Path | None) -> str:
+    if not file.is_remote:
+        return file.path
+    if cache_folder is None:
+        raise ValueError(f"{key}={file.path}: expected a file of this machine here")
+    return str(local_copy(file.path, cache_folder, key=key))
+
+
+def _draft(
+    row: _Row,
+    config: DataConfig,
+    template: PromptTemplate | None,
     tool_schemas: Mapping[str, Mapping[str, Any]],
-    where: str,
-) -> Prompt:
-    messages = check_messages(row["prompt"], f"{where}, column prompt")
-    source = row["data_source"]
+) -> _Draft:
+    cell, where = row.values[config.prompt_key], row.where
+    if isinstance(cell, str) and cell:
+        cell = [{"role": "user", "content": cell}]
+    messages = check_messages(cell, f"{where}, column {config.prompt_key}")
+    if template is not None:
+        messages = template.apply(messages, row.values, where)
+    source = row.values[config.reward_fn_key]
     if not isinstance(source, str):
-        raise ValueError(f"{where}, column data_source: got {source!r}, expected a string")  # noqa: TRY004
-    extra = without_nulls(row.get("extra_info") or {})
+        raise ValueError(  # noqa: TRY004
+            f"{where}, column {config.reward_fn_key}: got {source!r}, expected a string"
+        )
+    extra = without_nulls(row.values.get("extra_info") or {})
     tools_kwargs = extra.pop("tools_kwargs", {})
     chosen = [name for name, kwargs in tools_kwargs.items() if kwargs is not None]
-    tools = [tool_schemas[name] for name in chosen or tool_schemas if name in tool_schemas]
-    return Prompt(
-        prompt_id=f"{source}/{extra.get('index', number)}",
+    if extra.get("need_tools_kwargs") and not tools_kwargs:
+        _log.warning(
+            "%s: no tools_kwargs, expected some; index %s, data source %s",
+            *(where, extra.get("index", row.number), source),
+        )
+    tools = tuple(name for name in chosen or tool_schemas if name in tool_schemas)
+    prompt = Prompt(
+        prompt_id=f"{source}/{extra.get('index', row.number)}",
         data_source=source,
         messages=messages,
-        ground_truth=_ground_truth(row["reward_model"], where),
-        token_ids=tuple(codec.apply_chat(messages, tools or None)),
+        ground_truth=_ground_truth(row.values["reward_model"], where),
+        token_ids=(),
         tools_kwargs=tools_kwargs,
-        tool_schemas=tuple(tools),
+        tool_schemas=tuple(tool_schemas[name] for name in tools),
         extra_info=extra,
     )
+    return _Draft(prompt, tools, row)
+
+
+def _fit(
+    full: Sequence[Prompt],
+    weights: Sequence[float],
+    codec: ChatEncoder,
+    config: DataConfig,
+    key: str,
+) -> PromptSet:
+    """What is left of the prompts under `data.max_prompt_tokens`."""
+    limit, truncation = config.max_prompt_tokens, config.truncation
+    long = [prompt for prompt in full if len(prompt.token_ids) > limit]
+    drops = truncation in (Truncation.error, Truncation.drop)
+    if long and (truncation is Truncation.error or (drops and len(long) == len(full))):
+        longest = max(len(prompt.token_ids) for prompt in long)
+        raise ValueError(
+            f"{key}: {len(long)} of {len(full)} prompts are longer than "
+            f"data.max_prompt_tokens={limit} (the longest has {longest} tokens); raise it"
+            + (", or set data.truncation=drop" if len(long) < len(full) else "")
+        )
+    if drops:
+        kept = [row for row, prompt in enumerate(full) if len(prompt.token_ids) <= limit]
+        return PromptSet(
+            prompts=tuple(full[row] for row in kept),
+            weights=tuple(weights[row] for row in kept),
+            num_dropped=len(long),
+        )
+    fitted = tuple(
+        _cut(prompt, codec, limit, truncation) if len(prompt.token_ids) > limit else prompt
+        for prompt in full
+    )
+    return PromptSet(fitted, tuple(weights), num_cut=len(long))
+
+
+def _cut(prompt: Prompt, codec: ChatEncoder, limit: int, truncation: Truncation) -> Prompt:
+    without = codec.apply_chat(prompt.messages, list(prompt.tool_schemas) or None, generate=False)
+    num_last = num_behind(prompt.token_ids, without)
+    return replace(prompt, token_ids=cut(prompt.token_ids, num_last, limit, truncation))
 
 
 def check_messages(value: Any, where: str) -> tuple[Message, ...]:

@@ -1,11 +1,12 @@
-"""Which prompts a step trains on: an endless reshuffled stream over the dataset.
+"""Which prompts a step trains on: an endless stream over the dataset, epoch after epoch.
 
-Every prompt comes once an epoch, unless a rule leaves it out of that epoch (`leave_out`): it is
-passed over then, and nothing else changes. A prompt is out from `next` until it is settled or
-put back. The state is small and plain: the place in the stream, the prompts that were put back,
-and those that are out, which come first where the state is loaded. It remembers a digest of the
-prompt ids, so that it is refused for another dataset. The rule is no part of it: whoever sets one
-sets it again.
+Every prompt comes once an epoch, or as often as its weight says (`shuffle`): that of its file, and
+under `PromptOrder.difficulty` what was learned about it (`difficulty`). A rule may leave it out of
+an epoch (`leave_out`): it is passed over then, and nothing else changes. A prompt is out from
+`next` until it is settled or put back. The state is plain: the place in the stream, the prompts
+that were put back, those that are out, which come first where the state is loaded, and the
+accuracies that were recorded. It remembers a digest of the prompt ids, weights and order, so that
+it is refused for another dataset. The rule is no part of it: whoever sets one sets it again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from mega_agentrl.config.choices import PromptOrder
+from mega_agentrl.data.difficulty import difficulty_weights
 from mega_agentrl.data.shuffle import ShuffledStream
 from mega_agentrl.types.records import Prompt
 
-_KEYS = ("digest", "num_left_out", "out", "returned", "stream")
+_KEYS = ("accuracies", "digest", "num_left_out", "out", "returned", "stream")
 
 LeaveOut = Callable[[int], Collection[str]]
 """From an epoch, counted from 0, to the ids of the prompts it goes without."""
@@ -29,17 +32,42 @@ class PromptSampler:
     num_left_out: how often a prompt was passed over so far.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        *,
+        weights: Sequence[float] | None = None,
+        order: PromptOrder = PromptOrder.shuffled,
+    ) -> None:
+        """weights: one for each prompt, how often it comes in an epoch; None for once."""
         if not prompts:
             raise ValueError("PromptSampler: got 0 prompts, expected at least 1; empty dataset?")
         self._prompts = tuple(prompts)
-        self._stream = ShuffledStream(len(self._prompts), seed)
+        self._weights = [1.0] * len(prompts) if weights is None else [float(w) for w in weights]
+        if len(self._weights) != len(self._prompts):
+            raise ValueError(
+                f"PromptSampler: got {len(self._weights)} weights for {len(self._prompts)} "
+                "prompts, expected one each"
+            )
+        self._learns = order is PromptOrder.difficulty
+        self._accuracies: dict[int, float] = {}
+        is_plain = not self._learns and set(self._weights) == {1.0}
+        self._stream = ShuffledStream(
+            len(self._prompts),
+            seed,
+            shuffle=order is not PromptOrder.file,
+            weigh=None if is_plain else self._weigh,
+        )
+        self._index = {prompt.prompt_id: index for index, prompt in enumerate(self._prompts)}
         self._returned: list[int] = []
         self._out: list[int] = []
         self._rule: LeaveOut | None = None
         self._left_out: tuple[int, frozenset[str]] | None = None
         self.num_left_out = 0
         ids = "\n".join(prompt.prompt_id for prompt in self._prompts)
+        if not is_plain or order is not PromptOrder.shuffled:
+            ids += f"\n{order} {self._weights}"
         self._digest = hashlib.sha256(ids.encode()).hexdigest()
 
     @property
@@ -61,8 +89,23 @@ class PromptSampler:
         """
         self._rule, self._left_out = rule, None
 
+    def record(self, accuracies: Mapping[str, float]) -> None:
+        """Note how the policy did: shares of correct trajectories, in [0, 1], by prompt id.
+
+        Counts from the next epoch on, and only where the order goes by it. Raises `ValueError`
+        for a prompt of another dataset and for what is no share.
+        """
+        for prompt_id, accuracy in accuracies.items():
+            if prompt_id not in self._index or not 0 <= accuracy <= 1:
+                raise ValueError(
+                    f"prompt {prompt_id}: got an accuracy of {accuracy}, expected one in [0, 1] "
+                    "and a prompt of this sampler"
+                )
+            if self._learns:
+                self._accuracies[self._index[prompt_id]] = float(accuracy)
+
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts of the endless shuffled stream, those that were put back first."""
+        """The next prompts of the endless stream, those that were put back first."""
         taken, self._returned = self._returned[:num_prompts], self._returned[num_prompts:]
         while len(taken) < num_prompts:
             taken.append(self._take_one())
@@ -84,6 +127,7 @@ class PromptSampler:
             "returned": list(self._returned),
             "out": list(self._out),
             "num_left_out": self.num_left_out,
+            "accuracies": {str(index): share for index, share in self._accuracies.items()},
             "digest": self._digest,
         }
 
@@ -97,17 +141,24 @@ class PromptSampler:
         if state["digest"] != self._digest:
             raise ValueError(
                 f"sampler state: prompt digest {state['digest'][:12]}, expected "
-                f"{self._digest[:12]}; data.train is not the dataset the run was saved with"
+                f"{self._digest[:12]}; data.train is not the dataset the run was saved with, "
+                "or its weights or data.order are others"
             )
         waiting = [int(index) for index in (*state["out"], *state["returned"])]
-        if not all(0 <= index < len(self._prompts) for index in waiting):
+        accuracies = {int(index): float(share) for index, share in state["accuracies"].items()}
+        if not all(0 <= index < len(self._prompts) for index in (*waiting, *accuracies)):
             raise ValueError(
-                f"sampler state: prompts {waiting} are out or put back, expected numbers in "
+                f"sampler state: prompts {waiting} are out or put back, and {len(accuracies)} have "
+                f"an accuracy; expected numbers in "
                 f"0..{len(self._prompts) - 1}; the state is damaged"
             )
         self._stream.load_state_dict(state["stream"])
-        self._returned, self._out = waiting, []
+        self._returned, self._out, self._accuracies = waiting, [], accuracies
         self._left_out, self.num_left_out = None, int(state["num_left_out"])
+
+    def _weigh(self) -> list[float]:
+        """The weights of the epoch that begins."""
+        return difficulty_weights(self._weights, self._accuracies)
 
     def _take_one(self) -> int:
         """The next index of the stream that its epoch does not leave out."""

@@ -1,4 +1,4 @@
-"""Demonstrations for supervised training: a parquet of chat messages, as exact token spans.
+"""Demonstrations for supervised training: a table of chat messages, as exact token spans.
 
 Column `messages`. Messages before the first assistant message form the prompt, through the
 chat template. After that each message is encoded by itself, piece by piece as a rollout
@@ -61,7 +61,7 @@ def load_demonstrations(
     key: str = "sft.data",
     max_tokens: int | None = None,
 ) -> list[Demonstration]:
-    """Read and tokenize a parquet of chat messages; `key` is the setting that named it.
+    """Read and tokenize a table of chat messages, parquet or JSONL; `key` is its setting.
 
     Raises ValueError, see `read_rows`, and for a conversation that does not end with the
     assistant or has more than `max_tokens` tokens in all.

@@ -74,7 +74,9 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             codec=given.codec,
             rubric=rubric,
             reward_model=reward_model,
-            prompts=PromptSampler(given.prompts, config.seed),
+            prompts=PromptSampler(
+                given.prompts, config.seed, weights=given.weights, order=config.data.order
+            ),
             validation=given.validation,
             dev=given.dev,
             demonstrations=given.demonstrations,

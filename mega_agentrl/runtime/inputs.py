@@ -7,16 +7,18 @@ parts become is `build`'s business.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching, CotBlocks, Overlong
+from mega_agentrl.config.choices import Branching, CotBlocks
+from mega_agentrl.config.data_files import DataFile, data_files
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.cot_markers import cot_markers
-from mega_agentrl.data.dataset import load_prompts
+from mega_agentrl.data.dataset import PromptSet, load_prompts
+from mega_agentrl.data.own_dataset import dataset_class
 from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
 from mega_agentrl.data.trigger_words import load_words, trigger_ids
 from mega_agentrl.reward.check import check_parts, check_prompts
@@ -35,12 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """As `types.parts.Parts` has them; tools are not started yet."""
+    """As `types.parts.Parts` has them; tools are not started yet. weights: of the prompts."""
 
     codec: HFCodec
     tools: ToolKit
     interactions: Interactions
     prompts: tuple[Prompt, ...]
+    weights: tuple[float, ...]
     validation: tuple[Prompt, ...]
     dev: tuple[Prompt, ...]
     demonstrations: Callable[[int], TrainBatch] | None
@@ -50,6 +53,8 @@ class Inputs:
 
 def read_inputs(config: TrainConfig) -> Inputs:
     """Read and check it all; sets `config.total_steps` where `config.epochs` decides on it."""
+    if config.data.dataset_class:
+        dataset_class(config.data.dataset_class)  # before a tokenizer takes its seconds
     codec = HFCodec(config.model.path)
     tools = _toolkit(config, codec)
     _check_marks(codec, tools.marks)
@@ -57,14 +62,17 @@ def read_inputs(config: TrainConfig) -> Inputs:
     check_parts(config.reward, (*tools.names, *interactions.names))
     # With tags the prompts say what there is; function calls need the template to say it.
     schemas = tools.schemas() if tools.answers_in_chat else {}
-    prompts = _prompts(config, "data.train", config.data.train, codec, schemas)
-    validation = _prompts(config, "data.validation", config.data.validation, codec, schemas)
+    files = data_files(config.data.train, "data.train")
+    train = _prompts(config, "data.train", files, codec, schemas)
+    prompts = train.prompts
+    files = data_files(config.data.validation, "data.validation")
+    validation = _prompts(config, "data.validation", files, codec, schemas).prompts
     if config.epochs:
-        config.total_steps = ceil(config.epochs * len(prompts) / config.data.prompts_per_step)
+        config.total_steps = ceil(config.epochs * sum(train.weights) / config.data.prompts_per_step)
     dev: tuple[Prompt, ...] = ()
     demonstrations = None
     if config.sft.max_steps:
-        dev = _prompts(config, "sft.dev", config.sft.dev, codec, schemas)
+        dev = _prompts(config, "sft.dev", [DataFile(config.sft.dev)], codec, schemas).prompts
         loaded = load_demonstrations(config.sft.data, codec, max_tokens=config.engine.max_model_len)
         demonstrations = DemonstrationSampler(loaded, config.seed).next
     for kit in (tools, interactions):
@@ -78,6 +86,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         tools=tools,
         interactions=interactions,
         prompts=prompts,
+        weights=train.weights,
         validation=validation,
         dev=dev,
         demonstrations=demonstrations,
@@ -127,19 +136,26 @@ def _triggers(config: TrainConfig, codec: HFCodec) -> frozenset[int] | None:
 def _prompts(
     config: TrainConfig,
     key: str,
-    path: str,
+    files: Sequence[DataFile],
     codec: HFCodec,
     schemas: Mapping[str, Mapping[str, Any]],
-) -> tuple[Prompt, ...]:
+) -> PromptSet:
     loaded = load_prompts(
-        path,
+        files,
         codec,
+        config.data,
         key=key,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        overlong=config.data.overlong,
         tool_schemas=schemas,
+        cache_folder=data_cache(),
     )
     if loaded.num_dropped:
-        assert config.data.overlong is Overlong.drop
         print(f"{key}: {loaded.num_dropped} overlong prompts dropped, {len(loaded.prompts)} kept")
-    return loaded.prompts
+    if loaded.num_cut:
+        print(f"{key}: {loaded.num_cut} of {len(loaded.prompts)} prompts were overlong and are cut")
+    return loaded
+
+
+def data_cache() -> Path:
+    """Folder of the copies of remote data files: below `$XDG_CACHE_HOME`, or `~/.cache`."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(folder) if folder else Path.home() / ".cache") / "mega_agentrl" / "data"

@@ -7,8 +7,9 @@ is up; it waits only while a lost one is being replaced, and is unblocked by its
 failure, a deadline or `close`.
 
 A host takes no CPU of Ray's, as engines and policy ranks of one machine take turns on them;
-with `tool.python.host_resource` it takes 1 of that. The node is chosen here, not by Ray: only
-so are they spread evenly, and a place that does not exist is an error at once.
+where nodes are set apart for hosts (`HOST_RESOURCE`) it takes 1 of that. The node is chosen
+here, not by Ray: only so are they spread evenly, and a place that does not exist is an error at
+once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mega_agentrl.config.sandbox_schema import PythonToolConfig
+
+HOST_RESOURCE = "sandbox_host"
+"""Custom resource of nodes that are set apart for hosts: where one has it, hosts go to such nodes
+only and each takes 1 of it. A fixed name: it says what the nodes are for, and nothing else does."""
 
 _PLACE_DEADLINE_S = 60.0
 _START_DEADLINE_S = 150.0
@@ -82,6 +87,7 @@ class HostKeeper:
         self._config = config
         self._log_folder = log_folder
         self._silence_s = silence_s
+        self._resource = ""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -101,6 +107,9 @@ class HostKeeper:
 
     def start(self) -> None:
         """Bring up all hosts; raises `HostFailedError` for the first that fails. Blocks."""
+        # Once, so that a host whose node is gone waits for another instead of going anywhere.
+        offered = (one["Resources"] for one in ray.nodes() if one["Alive"])
+        self._resource = HOST_RESOURCE if any(HOST_RESOURCE in one for one in offered) else ""
         numbers = range(self._config.hosts)
         firsts: list[Future[None]] = [Future() for _ in numbers]
         self._threads = [
@@ -201,7 +210,7 @@ class HostKeeper:
 
     def _reserve(self, number: int) -> str:
         """The node for a host; raises `HostFailedError` where none has room."""
-        nodes, resource = ray.nodes(), self._config.host_resource
+        nodes, resource = ray.nodes(), self._resource
         with self._lock:
             self._nodes.pop(number, None)
             node = choose_node(nodes, resource, Counter(self._nodes.values()))
@@ -213,14 +222,14 @@ class HostKeeper:
             offered.update(one["Resources"] if one["Alive"] else {})
         others = sorted(key for key in offered if not key.startswith("node:"))
         raise HostFailedError(
-            f"tool.python.host_resource={resource!r}: no node has room for sandbox host {number}; "
-            f"expected {self._config.hosts} of it in the cluster, which offers "
+            f"tool.python.hosts={self._config.hosts}: no node has room for sandbox host {number}; "
+            f"expected {self._config.hosts} of {resource!r} in the cluster, which offers "
             f"{offered[resource]:g} of it and has {', '.join(others)}. Probable cause: nodes that "
             f"were started without --resources='{{\"{resource}\": ...}}', or that are gone"
         )
 
     def _spawn(self, number: int, node: str) -> Any:
-        resource = self._config.host_resource
+        resource = self._resource
         actor = (
             ray.remote(num_cpus=0, max_concurrency=_MAX_CALLS)(SandboxHost)
             .options(

@@ -47,6 +47,12 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.sandbox_schema import PythonToolConfig
 
+OUTPUT_CHARS = 4000
+"""An answer beyond it is cut with a note: about 1,000 tokens, more than a policy reads."""
+
+_LEAST_CPU_S = 1.0
+"""Of the kernel's limit, which counts whole seconds."""
+
 _ATTEMPTS = 2
 _logger = logging.getLogger(__name__)
 
@@ -166,8 +172,9 @@ class SandboxPool:
             stateful=stateful,
             walled=walled,
             memory_mib=config.memory_mib,
-            cpu_s=config.cpu_s,
-            output_bytes=4 * config.output_chars,  # the longest UTF-8 sequence is 4 bytes
+            # More CPU than wall time is several threads, of which a call is worth one.
+            cpu_s=max(_LEAST_CPU_S, config.timeout_s),
+            output_bytes=4 * OUTPUT_CHARS,  # the longest UTF-8 sequence is 4 bytes
         )
 
     async def _work(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -278,7 +285,7 @@ class SandboxPool:
             self._num_replaced += 1
 
     def _cut(self, result: SandboxResult) -> SandboxResult:
-        limit = self._config.output_chars
+        limit = OUTPUT_CHARS
         extra = len(result.output) - limit
         if extra <= 0:
             return result

@@ -51,8 +51,9 @@ _OURS = frozenset(
 class BrowseTool(Tool):
     """Reads a page.
 
-    codec: counts the tokens of an answer. cache: None keeps nothing. admit: for tests, one
-    private address and port that may be read. resolve: how names become addresses.
+    codec: counts the tokens of an answer, at most `answer_tokens`. cache: None keeps nothing.
+    admit: for tests, one private address and port that may be read. resolve: how names become
+    addresses.
     """
 
     name = "browse"
@@ -74,23 +75,21 @@ class BrowseTool(Tool):
         web: WebConfig,
         codec: TextCodec,
         *,
+        answer_tokens: int,
         cache: DiskCache | None = None,
         admit: tuple[str, int] | None = None,
         resolve: Resolve = resolve_with_system,
     ) -> None:
         self._config = config
         self._codec = codec
+        self._answer_tokens = answer_tokens
         self._cache = cache
         self._asked = CachedAsk(cache)
         self._rules = DomainRules(allow=tuple(config.allow), deny=tuple(config.deny), admit=admit)
         self._fetcher = PageFetcher(
             self._rules, max_bytes=MAX_PAGE_BYTES, timeout_s=web.timeout_s, resolve=resolve
         )
-        self._call = WebCall(
-            timeout_s=web.timeout_s,
-            num_retries=web.num_retries,
-            calls_per_second=web.calls_per_second,
-        )
+        self._call = WebCall(timeout_s=web.timeout_s, calls_per_second=web.calls_per_second)
         # Their own threads: a page that takes long to read holds up other pages only.
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="browse")
         # The call keeps its own deadline, after its turn in the pace has come.
@@ -127,7 +126,7 @@ class BrowseTool(Tool):
             return ToolAnswer(
                 text=f"The page could not be read: {error}.", status=ToolStatus.user_error
             )
-        budget = self._config.answer_tokens
+        budget = self._answer_tokens
         num_words = words_that_fit(text, self._codec, budget)
         part = await asyncio.to_thread(from_window, text, query, num_words)
         shown = trim(part, self._codec, budget) or NO_TEXT

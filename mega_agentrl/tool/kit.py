@@ -176,13 +176,18 @@ def build_toolkit(
                 config.search,
                 config.web,
                 codec,
+                answer_tokens=config.answer_tokens,
                 cache=cache,
                 fallback_dir=fallback_dir,
                 api_key=api_key,
             )
         )
     if config.browse.enabled:
-        tools.append(BrowseTool(config.browse, config.web, codec, cache=cache))
+        tools.append(
+            BrowseTool(
+                config.browse, config.web, codec, answer_tokens=config.answer_tokens, cache=cache
+            )
+        )
     if config.file:
         tools += load_tools(config.file)
     return ToolKit(tools, control_tokens=control_tokens, protocol=protocol, escapes=escapes)

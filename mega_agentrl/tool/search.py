@@ -1,10 +1,10 @@
 """The search tool over a local index, a retrieval server or a web-search API.
 
 With `top_k` 1 the answer is the best document's text; with more, or where documents have
-addresses, one line each: `Page i: title. text`, `Page i: title (url). text`. Texts are cut to
-`snippet_tokens`. The local index is built at `start`; what servers answer goes through the
-cache. A query that cannot be asked is the policy's fault, a deadline is a timeout, a server
-that fails is ours.
+addresses, one line each: `Page i: title. text`, `Page i: title (url). text`. Texts, and titles,
+are cut to an equal share of `tool.answer_tokens` each. The local index is built at `start`; what
+servers answer goes through the cache. A query that cannot be asked is the policy's fault, a
+deadline is a timeout, a server that fails is ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _CACHE_WAIT_S = 15.0
 class SearchTool(Tool):
     """Looks a query up.
 
-    codec: counts the tokens of a snippet. cache: of what servers answer, None keeps nothing.
+    codec: counts the tokens of a snippet. answer_tokens: of all snippets of an answer together.
+    cache: of what servers answer, None keeps nothing.
     fallback_dir: for the index where the corpus's folder cannot be written.
     api_key: what `config.key_env` holds.
     """
@@ -51,12 +52,14 @@ class SearchTool(Tool):
         web: WebConfig,
         codec: TextCodec,
         *,
+        answer_tokens: int,
         cache: DiskCache | None = None,
         fallback_dir: Path | None = None,
         api_key: str = "",
     ) -> None:
         self._config = config
         self._codec = codec
+        self._snippet_tokens = answer_tokens // config.top_k
         self._cache = cache
         self._fallback_dir = fallback_dir
         self._index: SearchIndex | None = None
@@ -112,7 +115,7 @@ class SearchTool(Tool):
         return self._fallback_dir
 
     def _render(self, found: Sequence[Document]) -> str:
-        budget = self._config.snippet_tokens
+        budget = self._snippet_tokens
         snippets = [trim(" ".join(d.text.split()), self._codec, budget) for d in found]
         if self._config.top_k == 1 and not any(document.url for document in found):
             return snippets[0] if snippets else ""

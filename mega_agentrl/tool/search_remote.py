@@ -46,11 +46,7 @@ class RemoteSearch:
         self._timeout_s = web.timeout_s
         self._api_key = api_key
         self._asked = CachedAsk(cache)
-        self._call = WebCall(
-            timeout_s=web.timeout_s,
-            num_retries=web.num_retries,
-            calls_per_second=web.calls_per_second,
-        )
+        self._call = WebCall(timeout_s=web.timeout_s, calls_per_second=web.calls_per_second)
         # Connections belong to the loop they were made on.
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             WeakKeyDictionary()

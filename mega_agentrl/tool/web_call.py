@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 PASSING_STATUS = frozenset({429, 500, 502, 503, 504})
 
+NUM_RETRIES = 2
+"""Further tries after a failure that may pass: a restarting server needs one, a limit on rates
+another; what is still down then is not coming back within a call."""
+
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _JITTER = wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S)
@@ -60,9 +64,8 @@ class WebCall:
     calls_per_second: over the process, 0 for no limit.
     """
 
-    def __init__(self, *, timeout_s: float, num_retries: int, calls_per_second: float) -> None:
+    def __init__(self, *, timeout_s: float, calls_per_second: float) -> None:
         self._timeout_s = timeout_s
-        self._num_retries = num_retries
         self._pace = Pace(calls_per_second)
 
     async def run(self, send: Callable[[], Awaitable[str]]) -> str:
@@ -75,7 +78,7 @@ class WebCall:
         end_s = time.monotonic() + self._timeout_s
         tries = AsyncRetrying(
             retry=retry_if_exception_type(PassingError),
-            stop=stop_after_attempt(self._num_retries + 1),
+            stop=stop_after_attempt(NUM_RETRIES + 1),
             wait=_pause_s,
             before_sleep=lambda state: self._hold_back(state, end_s),
             reraise=True,

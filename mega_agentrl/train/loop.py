@@ -27,6 +27,7 @@ from mega_agentrl.train.steering import (
     leave_out_mastered,
     make_lesson,
     next_controllers,
+    record_accuracies,
 )
 from mega_agentrl.train.stopping import Stopper
 from mega_agentrl.train.supervised import warm_start
@@ -153,6 +154,7 @@ def take_step(
     end_profile(parts, config, step)
     with phase("advantage"):
         controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
+        record_accuracies(parts, collected)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
     session.report_step(step, collected, lesson.batch, stats, {**lesson.metrics, **shown}, sent)

@@ -41,7 +41,6 @@ MAY_DIFFER = (
     "report.",
     "tool.cache.",
     "tool.python.hosts",
-    "tool.python.host_resource",
     "tool.python.workers",
     "weights.",
 )

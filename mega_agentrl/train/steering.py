@@ -26,7 +26,7 @@ from mega_agentrl.train.ares import (
 )
 from mega_agentrl.train.bootstrap import bootstrap, described
 from mega_agentrl.train.controllers import kl_after, loss_kl_weights, start
-from mega_agentrl.train.seen import observe
+from mega_agentrl.train.seen import counts, observe
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,16 @@ def leave_out_mastered(parts: Parts, config: TrainConfig, controllers: Controlle
     if config.algo.ares.skip_mastered:
         mastery = controllers.mastery
         parts.prompts.leave_out(lambda epoch: mastery.skipped(seed=config.seed, epoch=epoch))
+
+
+def record_accuracies(parts: Parts, collected: Collected) -> None:
+    """Tell the sampler how the prompts of a step went; those without a finished trajectory did
+    not go."""
+    right: dict[str, list[bool]] = {}
+    for tree in collected.seen:
+        shown = [one.score.correct for one in tree.trajectories if counts(one) and one.score]
+        right.setdefault(tree.prompt.prompt_id, []).extend(shown)
+    parts.prompts.record({name: sum(shown) / len(shown) for name, shown in right.items() if shown})
 
 
 def make_lesson(

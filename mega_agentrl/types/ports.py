@@ -343,7 +343,10 @@ class PromptSource(Stateful, Protocol):
     """
 
     def next(self, num_prompts: int) -> Sequence[Prompt]:
-        """The next prompts of the endless shuffled stream, those that were put back first."""
+        """The next prompts of the endless stream, those that were put back first."""
+
+    def record(self, accuracies: Mapping[str, float]) -> None:
+        """Note how the policy did: shares of correct trajectories, in [0, 1], by prompt id."""
 
     def settle(self, prompts: Sequence[Prompt]) -> None:
         """These are done with: trained on, or dropped for good."""

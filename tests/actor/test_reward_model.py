@@ -29,8 +29,9 @@ def judged(request, tmp_path_factory, batch):
 
     folder = make_tiny_model(request.param, tmp_path_factory.mktemp("reward"))
     length_B = batch.length_B.clone()
-    length_B[4] = 0
-    batch = batch.with_fields(length_B=length_B)
+    mask_BT = batch.mask_BT.clone()
+    length_B[4], mask_BT[4] = 0, False
+    batch = batch.with_fields(length_B=length_B, mask_BT=mask_BT)
     auto = transformers.AutoModelForSequenceClassification
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     rows = zip(batch.prompt_ids, batch.response_BT, length_B.tolist(), strict=True)

@@ -1,19 +1,27 @@
 """Rows become prompts; a bad row is an error that names setting, file, row and column."""
 
+import json
+
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mega_agentrl.config.schema import Overlong
+from mega_agentrl.config.choices import Truncation
+from mega_agentrl.config.data_files import DataFile
+from mega_agentrl.config.data_schema import DataConfig
 from mega_agentrl.data.dataset import check_messages, load_prompts
 
 
 class WordCodec:
-    """One id per word; rendered tools cost 100 each."""
+    """One id per word; rendered tools cost 100 each; generation prompts, where wanted, two."""
 
-    def apply_chat(self, messages, tools=None):
+    last = ()
+
+    def apply_chat(self, messages, tools=None, *, generate=True):
         words = " ".join(message["content"] for message in messages).split()
-        return [len(word) for word in words] + [100] * len(tools or [])
+        ids = [len(word) for word in words] + [100] * len(tools or [])
+        return ids + list(self.last) * generate
 
 
 def row(text="one two", **changes):
@@ -29,8 +37,12 @@ def row(text="one two", **changes):
 def load(tmp_path, rows, **options):
     path = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
-    defaults = {"key": "data.train", "max_prompt_tokens": 3, "overlong": Overlong.error}
-    return load_prompts(path, WordCodec(), **{**defaults, **options})
+    return load_files([DataFile(str(path))], **options)
+
+
+def load_files(files, schemas=None, codec=None, **options):
+    config = DataConfig(**({"max_prompt_tokens": 3} | options))
+    return load_prompts(files, codec or WordCodec(), config, key="data.train", tool_schemas=schemas)
 
 
 def test_a_row_becomes_a_prompt(tmp_path):
@@ -67,7 +79,7 @@ def test_ground_truth_may_be_a_list(tmp_path):
 
 def test_schemas_of_the_prompts_tools_reach_the_template(tmp_path):
     schemas = {"python": {"name": "python"}, "search": {"name": "search"}}
-    (prompt,) = load(tmp_path, [row()], tool_schemas=schemas).prompts
+    (prompt,) = load(tmp_path, [row()], schemas=schemas).prompts
     assert prompt.token_ids == (3, 3, 100)
 
 
@@ -75,7 +87,7 @@ def test_without_a_choice_the_template_gets_all_schemas(tmp_path):
     schemas = {"python": {"name": "python"}, "search": {"name": "search"}}
     everything, one = numbered("a", "b")
     one["extra_info"]["tools_kwargs"] = {"search": {"create_kwargs": {"k": 1}}}
-    first, second = load(tmp_path, [everything, one], tool_schemas=schemas).prompts
+    first, second = load(tmp_path, [everything, one], schemas=schemas).prompts
     assert first.token_ids == (1, 100, 100) and len(first.tool_schemas) == 2
     assert second.token_ids == (1, 100) and second.tool_schemas == ({"name": "search"},)
     assert load(tmp_path, [row()]).prompts[0].tool_schemas == ()
@@ -88,7 +100,8 @@ def test_missing_tools_kwargs_are_named_where_they_are_needed(tmp_path, caplog):
     rows[3]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
     load(tmp_path, rows)
     assert [record.getMessage() for record in caplog.records] == [
-        "data.train row 2: no tools_kwargs, expected some; index 2, data source s"
+        f"data.train={tmp_path}/train.parquet row 2: no tools_kwargs, expected some; index 2, "
+        "data source s"
     ]
 
 
@@ -103,15 +116,15 @@ def test_overlong_prompts_are_an_error_that_counts_them(tmp_path):
 
 
 def test_overlong_prompts_can_be_dropped_and_are_counted(tmp_path):
-    found = load(tmp_path, numbered("a b c", "a b c d"), overlong=Overlong.drop)
+    found = load(tmp_path, numbered("a b c", "a b c d"), truncation=Truncation.drop)
     assert found.num_dropped == 1
     assert [prompt.prompt_id for prompt in found.prompts] == ["s/0"]
     with pytest.raises(ValueError, match="1 of 1 prompts are longer"):
-        load(tmp_path, numbered("a b c d"), overlong=Overlong.drop)
+        load(tmp_path, numbered("a b c d"), truncation=Truncation.drop)
 
 
 def test_two_rows_with_one_id(tmp_path):
-    with pytest.raises(ValueError, match="row 1: id s/5 occurs twice"):
+    with pytest.raises(ValueError, match=r"row 1: id s/5 occurs twice, first in .*parquet row 0;"):
         load(tmp_path, [row(), row()])
 
 
@@ -120,7 +133,8 @@ def test_two_rows_with_one_id(tmp_path):
     [
         ({"reward_model": {"style": "rule"}}, "row 0, column reward_model"),
         ({"reward_model": {"ground_truth": 4}}, "row 0, column reward_model"),
-        ({"prompt": "What is 1+1?"}, "row 0, column prompt: got 'What is 1"),
+        ({"prompt": ""}, "row 0, column prompt: got ''"),
+        ({"prompt": 3}, "row 0, column prompt: got 3"),
         ({"prompt": [{"role": "user"}]}, "row 0, column prompt: got message"),
         ({"data_source": 3}, "row 0, column data_source"),
     ],
@@ -146,3 +160,114 @@ def test_messages_lose_members_of_other_rows():
 def test_a_message_that_is_none_is_named(message):
     with pytest.raises(ValueError, match=r"row 4: got message .*expected string members role"):
         check_messages([message], "train.parquet row 4")
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def plain(text, **changes):
+    made = row(text, **changes)
+    del made["extra_info"]
+    return made
+
+
+def test_several_files_are_one_dataset_with_the_weights_of_the_files(tmp_path):
+    pq.write_table(pa.Table.from_pylist([plain("a"), plain("b")]), tmp_path / "a.parquet")
+    write_lines(tmp_path / "b.jsonl", [plain("c d")])
+    found = load_files(
+        [DataFile(str(tmp_path / "a.parquet")), DataFile(str(tmp_path / "b.jsonl"), 0.5)]
+    )
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1", "s/2"]
+    assert found.prompts[2].token_ids == (1, 1)
+    assert found.weights == (1.0, 1.0, 0.5)
+
+
+def test_one_id_in_two_files_names_both(tmp_path):
+    files = [write_lines(tmp_path / name, [row()]) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(ValueError, match=r"b\.jsonl row 0: id s/5 .*first in .*a\.jsonl row 0;"):
+        load_files([DataFile(str(file)) for file in files])
+
+
+def test_weights_follow_their_prompts_when_some_are_dropped(tmp_path):
+    long, short = plain("a b c d"), plain("a")
+    files = [
+        write_lines(tmp_path / "a.jsonl", [long, short]),
+        write_lines(tmp_path / "b.jsonl", [short]),
+    ]
+    found = load_files(
+        [DataFile(str(files[0])), DataFile(str(files[1]), 2.0)], truncation=Truncation.drop
+    )
+    assert ([one.prompt_id for one in found.prompts], found.weights) == (["s/1", "s/2"], (1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        (Truncation.left, (4, 5, 9, 9)),
+        (Truncation.right, (1, 2, 9, 9)),
+        (Truncation.middle, (1, 5, 9, 9)),
+    ],
+)
+def test_a_cut_prompt_keeps_its_generation_prompt(tmp_path, truncation, kept):
+    codec = WordCodec()
+    codec.last = (9, 9)
+    file = write_lines(tmp_path / "a.jsonl", [plain("1 22 333 4444 55555"), plain("1")])
+    found = load_files(
+        [DataFile(str(file))], codec=codec, max_prompt_tokens=4, truncation=truncation
+    )
+    assert [prompt.token_ids for prompt in found.prompts] == [kept, (1, 9, 9)]
+    assert (found.num_cut, found.num_dropped) == (1, 0)
+    assert found.prompts[0].messages[0]["content"] == "1 22 333 4444 55555"
+
+
+def test_columns_by_other_names_and_a_prompt_that_is_a_text(tmp_path):
+    rows = [{"question": "a b", "domain": "d", "reward_model": {"ground_truth": "1"}}]
+    files = [DataFile(str(write_lines(tmp_path / "a.jsonl", rows)))]
+    (prompt,) = load_files(files, prompt_key="question", reward_fn_key="domain").prompts
+    assert (prompt.prompt_id, prompt.data_source) == ("d/0", "d")
+    assert prompt.messages == ({"role": "user", "content": "a b"},)
+    with pytest.raises(ValueError, match=r"row 0: missing column prompt; got \['domain'"):
+        load_files(files, reward_fn_key="domain")
+
+
+def test_the_template_is_put_around_every_prompt(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ content }} {{ row.extra_info.index }}")
+    (prompt,) = load(tmp_path, [row("one two")], template=str(path)).prompts
+    assert prompt.messages[0]["content"] == "one two 5"
+    assert prompt.token_ids == (3, 3, 1)
+
+
+class Rows:
+    """A dataset of one's own over files of words."""
+
+    def __init__(self, paths, key):
+        self.words = [(path, word) for path in paths for word in open(path).read().split()]
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, index):
+        return plain(self.words[index][1])
+
+
+def test_a_class_of_ones_own_gives_the_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("mega_agentrl.data.dataset.dataset_class", lambda name: Rows)
+    (tmp_path / "words").write_text("aa bbb")
+    found = load_files([DataFile(str(tmp_path / "words"))], dataset_class="my:Rows")
+    assert [prompt.token_ids for prompt in found.prompts] == [(2,), (3,)]
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1"]
+
+
+def test_remote_files_are_fetched_where_there_is_a_place_for_them(tmp_path):
+    text = json.dumps(row("far away"))
+    fsspec.filesystem("memory").pipe("/dataset/far.jsonl", text.encode())
+    files = [DataFile("memory://dataset/far.jsonl")]
+    with pytest.raises(ValueError, match=r"far\.jsonl: expected a file of this machine"):
+        load_files(files)
+    found = load_prompts(
+        files, WordCodec(), DataConfig(), key="data.train", cache_folder=tmp_path / "c"
+    )
+    assert found.prompts[0].token_ids == (3, 4)

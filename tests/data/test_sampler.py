@@ -1,11 +1,13 @@
 """Prompts come once an epoch; the state belongs to one dataset."""
 
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega_agentrl.config.choices import PromptOrder
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.types.ports import Stateful
 from mega_agentrl.types.records import Prompt
@@ -169,3 +171,100 @@ def test_the_count_of_those_left_out_is_part_of_the_state():
     sampler.settle(sampler.next(1))
     assert sampler.num_left_out >= 1
     assert resumed(sampler).num_left_out == sampler.num_left_out
+
+
+def drawn(sampler, epochs):
+    """How often each prompt came in so many epochs."""
+    counts = Counter()
+    while True:
+        (prompt,) = sampler.next(1)
+        sampler.settle([prompt])
+        if sampler.epoch >= epochs:
+            return counts
+        counts[prompt.prompt_id] += 1
+
+
+def test_files_come_as_often_as_they_weigh():
+    weights = [1.0] * 5 + [0.5] * 4 + [2.0]
+    counts = drawn(PromptSampler(prompts(10), seed=3, weights=weights), 400)
+    assert all(counts[f"q/{index}"] == 400 for index in range(5))
+    assert all(150 < counts[f"q/{index}"] < 250 for index in range(5, 9))
+    assert counts["q/9"] == 800
+
+
+def test_in_the_order_of_the_files():
+    sampler = PromptSampler(prompts(4), seed=3, order=PromptOrder.file)
+    assert names(sampler.next(6)) == ["q/0", "q/1", "q/2", "q/3", "q/0", "q/1"]
+
+
+def test_prompts_that_are_answered_half_of_the_time_come_more_often_from_the_next_epoch_on():
+    sampler = PromptSampler(prompts(10), seed=3, order=PromptOrder.difficulty)
+    sampler.settle(sampler.next(5))
+    sampler.record({f"q/{index}": 0.0 for index in range(4)} | {"q/4": 1.0})
+    sampler.record({f"q/{index}": 0.5 for index in range(5, 10)})
+    sampler.settle(sampler.next(5))
+    assert sampler.epoch == 0 and len(sampler._stream._order) == 10
+    counts = drawn(sampler, 401)
+    assert counts.total() == 4000
+    # Weights .1 and 1, of which five each are 5.5; scaled to 10 in all.
+    assert [counts[f"q/{index}"] / 400 for index in range(5)] == pytest.approx([0.18] * 5, abs=0.06)
+    assert [counts[f"q/{i}"] / 400 for i in range(5, 10)] == pytest.approx([1.82] * 5, abs=0.06)
+
+
+def test_without_that_order_what_is_recorded_is_forgotten():
+    sampler = PromptSampler(prompts(10), seed=3)
+    sampler.record({"q/1": 0.0})
+    assert sampler.state_dict()["accuracies"] == {}
+    for bad in ({"q/1": 1.5}, {"another": 0.5}):
+        with pytest.raises(ValueError, match="expected one in"):
+            sampler.record(bad)
+
+
+accuracies = st.dictionaries(st.integers(0, 9), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=4)
+orders = st.sampled_from(list(PromptOrder))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    orders,
+    st.lists(st.sampled_from([0.3, 1.0, 2.5]), min_size=10, max_size=10),
+    st.lists(
+        st.tuples(st.integers(0, 7), st.integers(0, 5), accuracies, st.booleans()), max_size=12
+    ),
+)
+def test_interruptions_anywhere_change_nothing(order, weights, steps):
+    """Whatever is recorded, put back, settled or left out, and wherever the run is broken off."""
+
+    def made():
+        return PromptSampler(prompts(10), seed=3, weights=weights, order=order)
+
+    def rule(epoch):
+        return {f"q/{epoch % 10}"}
+
+    unbroken, broken = made(), made()
+    for num_prompts, num_back, seen, breaks in steps:
+        for sampler in (unbroken, broken):
+            sampler.leave_out(rule)
+        expected, taken = unbroken.next(num_prompts), broken.next(num_prompts)
+        assert names(taken) == names(expected)
+        size = max(0, num_prompts - num_back)
+        for sampler, given_out in ((unbroken, expected), (broken, taken)):
+            sampler.put_back(given_out[size:])
+            sampler.settle(given_out[:size])
+            sampler.record({f"q/{index}": share for index, share in seen.items()})
+        if breaks:
+            state = json.loads(json.dumps(broken.state_dict()))
+            broken = made()
+            broken.load_state_dict(state)
+    for sampler in (unbroken, broken):
+        sampler.leave_out(None)
+    assert names(broken.next(40)) == names(unbroken.next(40))
+
+
+def test_a_state_of_another_order_or_other_weights_is_refused():
+    state = PromptSampler(prompts(10), seed=3).state_dict()
+    for options in ({"order": PromptOrder.file}, {"weights": [2.0] * 10}):
+        with pytest.raises(ValueError, match=r"or its weights or data\.order are others"):
+            PromptSampler(prompts(10), seed=3, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="got 3 weights for 10 prompts"):
+        PromptSampler(prompts(10), seed=3, weights=[1.0] * 3)

@@ -59,7 +59,7 @@ CASES = {
     "heads": (lambda a, t: edited_config(a, t, num_attention_heads=3), "parallel.tensor=2"),
     "missing column": (lambda a, t: parquet_without(a, t, "reward_model"), "reward_model"),
     "empty dataset": (empty_parquet, "data.train"),
-    "overlong prompt": (lambda a, t: "data.max_prompt_tokens=17", "data.overlong=drop"),
+    "overlong prompt": (lambda a, t: "data.max_prompt_tokens=17", "data.truncation=drop"),
     "too many ranks": (lambda a, t: "parallel.data=64", "more ranks than"),
 }
 
@@ -93,7 +93,7 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(assets, tmp_path):
         "experiment=smoke_ci",
         *asset_overrides(assets, tmp_path / "run"),
         f"data.train={tmp_path}/train.parquet",
-        "data.overlong=drop",
+        "data.truncation=drop",
         # ends the run right after the training prompts were read
         parquet_without(assets, tmp_path, "data_source", key="data.validation"),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mega_agentrl.config.choices import Branching, FilterKey
+from mega_agentrl.config.choices import Branching, FilterKey, PromptOrder
 from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.rollout.collector import make_context
@@ -56,10 +56,7 @@ class Books(PromptSampler):
     """Gives the prompts in order, and notes what became of them."""
 
     def __init__(self, prompts):
-        super().__init__(prompts, seed=0)
-        order = list(range(len(prompts)))
-        self._stream._order = order
-        self._stream._permutation = lambda epoch: order
+        super().__init__(prompts, seed=0, order=PromptOrder.file)
         self.settled, self.back = [], []
 
     def settle(self, prompts):

@@ -1,12 +1,15 @@
 """What is read before anything starts: steps by epochs, markers, trigger words."""
 
+from pathlib import Path
+
+import pandas as pd
 import pytest
 
-from mega_agentrl.config.choices import AresMode, CotBlocks
+from mega_agentrl.config.choices import AresMode, CotBlocks, Truncation
 from mega_agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
 from mega_agentrl.config.search_schema import SearchToolConfig
 from mega_agentrl.config.tool_schema import ToolConfig
-from mega_agentrl.runtime.inputs import read_inputs
+from mega_agentrl.runtime.inputs import data_cache, read_inputs
 
 
 @pytest.fixture
@@ -26,6 +29,49 @@ def test_epochs_become_steps(config):
     config.epochs, config.total_steps = 0, 5
     read_inputs(config)
     assert config.total_steps == 5
+
+
+def test_weights_count_in_epochs(config, assets, tmp_path):
+    """200 prompts once and 30 twice an epoch are 260."""
+    again = tmp_path / "more.parquet"
+    table = pd.read_parquet(assets / "dev.parquet")
+    table["data_source"] = "again"
+    table.to_parquet(again)
+    config.data.train = [f"{assets}/train.parquet", f"{again}@2"]
+    config.data.prompts_per_step, config.epochs = 10, 3
+    given = read_inputs(config)
+    assert config.total_steps == 78
+    assert (len(given.prompts), sum(given.weights)) == (230, 260.0)
+
+
+def test_a_class_that_is_no_dataset_is_found_before_a_tokenizer_is_read(config):
+    config.model.path = "nowhere"
+    config.data.dataset_class = "pathlib:Path"
+    with pytest.raises(TypeError, match=r"data\.dataset_class=pathlib:Path: got a class"):
+        read_inputs(config)
+
+
+@pytest.mark.parametrize("truncation", [Truncation.left, Truncation.right, Truncation.middle])
+def test_cut_prompts_end_as_whole_ones_do(config, assets, truncation, capsys):
+    """Behind the messages stands what makes the policy answer, whatever was cut."""
+    whole = read_inputs(config)
+    codec, (first, *_) = whole.codec, whole.prompts
+    behind = codec.apply_chat(first.messages)[
+        len(codec.apply_chat(first.messages, generate=False)) :
+    ]
+    assert behind
+    config.data.truncation, config.data.max_prompt_tokens = truncation, 12
+    prompts = read_inputs(config).prompts
+    assert {len(prompt.token_ids) for prompt in prompts} == {12}
+    assert all(prompt.token_ids[-len(behind) :] == tuple(behind) for prompt in prompts)
+    assert "data.train: 200 of 200 prompts were overlong and are cut" in capsys.readouterr().out
+
+
+def test_where_copies_of_remote_files_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert data_cache() == tmp_path / "mega_agentrl" / "data"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert data_cache() == Path.home() / ".cache" / "mega_agentrl" / "data"
 
 
 def test_markers_are_read_where_egpo_looks_for_them(config):

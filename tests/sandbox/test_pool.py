@@ -100,10 +100,10 @@ async def test_cancelling_ends_the_call_at_once(pool):
 
 
 async def test_cpu_time_is_limited():
-    pool = await started_pool(workers=1, cpu_s=1.0, timeout_s=30.0)
+    pool = await started_pool(workers=1, timeout_s=1.0)
     begin = time.monotonic()
     try:
-        result = await pool.run("while True: pass")
+        result = await pool.run("while True: pass", 30.0)
     finally:
         await pool.close()
     assert (result.status, time.monotonic() - begin < 20) == (ToolStatus.timeout, True)
@@ -234,8 +234,9 @@ async def test_limits(pool):
     assert await is_healthy(pool)
 
 
-async def test_long_output_is_cut_with_a_note():
-    pool = await started_pool(workers=1, output_chars=100)
+async def test_long_output_is_cut_with_a_note(monkeypatch):
+    monkeypatch.setattr(pool_module, "OUTPUT_CHARS", 100)
+    pool = await started_pool(workers=1)
     try:
         long = await pool.run("print('a' * 150)")
         assert long.output == "a" * 100 + "\n[50 more characters cut]"

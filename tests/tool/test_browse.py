@@ -7,6 +7,7 @@ import time
 import pytest
 
 from mega_agentrl.config.search_schema import BrowseToolConfig, WebConfig
+from mega_agentrl.tool import web_call
 from mega_agentrl.tool.browse import NO_TEXT, BrowseTool
 from mega_agentrl.tool.browse_address import RefusedError
 from mega_agentrl.tool.cache import DiskCache
@@ -22,15 +23,17 @@ def saying(text, **reply):
 
 
 def browser(server, cache=None, resolve=None, **config):
-    web = {"timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0}
+    web = {"timeout_s": 5.0, "calls_per_second": 0.0}
     web = {key: config.pop(key, value) for key, value in web.items()}
     config = {"enabled": True} | config
+    answer_tokens = config.pop("answer_tokens", 1024)
     options = {} if resolve is None else {"resolve": resolve}
     admit = ("127.0.0.1", server.port) if server else None
     return BrowseTool(
         BrowseToolConfig(**config),
         WebConfig(**web),
         WordCodec(),
+        answer_tokens=answer_tokens,
         cache=cache,
         admit=admit,
         **options,
@@ -94,7 +97,7 @@ async def test_what_the_policy_chose_wrongly_it_is_told():
         answer = await read(browser(server), server.url)
     assert answer.status is ToolStatus.user_error
     assert "HTTP 500" in answer.text
-    assert len(server.asked) == 2
+    assert len(server.asked) == 1 + web_call.NUM_RETRIES
     gone = await read(browser(server), server.url)
     assert gone.status is ToolStatus.user_error
     assert gone.text.startswith("The page could not be read: ")
@@ -108,7 +111,7 @@ async def test_what_is_ours_is_raised():
         raise socket.gaierror(socket.EAI_AGAIN, "try again")
 
     with pytest.raises(RuntimeError, match="try again"):
-        await read(browser(None, resolve=busy, num_retries=0), "http://example.org/")
+        await read(browser(None, resolve=busy), "http://example.org/")
 
 
 async def test_a_slow_page_is_a_timeout():

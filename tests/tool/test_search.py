@@ -8,6 +8,7 @@ import pytest
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
 from mega_agentrl.tool import search as search_module
+from mega_agentrl.tool import web_call
 from mega_agentrl.tool.search import NOTHING_FOUND, SearchTool
 from mega_agentrl.types.records import ToolStatus
 from tests.fakes import CharCodec
@@ -24,11 +25,13 @@ def corpus(tmp_path):
 
 
 async def answer(query, codec=None, fallback_dir=None, key="", **config):
-    web = {name: config.pop(name) for name in ("timeout_s", "num_retries") if name in config}
+    web = {name: config.pop(name) for name in ("timeout_s",) if name in config}
+    answer_tokens = config.pop("answer_tokens", 1024)
     tool = SearchTool(
         SearchToolConfig(**config),
         WebConfig(**web),
         codec or WordCodec(),
+        answer_tokens=answer_tokens,
         fallback_dir=fallback_dir,
         api_key=key,
     )
@@ -48,9 +51,9 @@ async def test_one_document_is_its_text(corpus):
 
 
 async def test_several_are_pages(corpus):
-    shown = await ask("paris", corpus=corpus, top_k=5, snippet_tokens=4)
+    shown = await ask("paris", corpus=corpus, top_k=5, answer_tokens=20)
     assert shown == "Page 1: Paris. Paris is the capital.\nPage 2: Lyon. Lyon is near ..."
-    shown = await ask("paris", CharCodec(), corpus=corpus, top_k=5, snippet_tokens=12)
+    shown = await ask("paris", CharCodec(), corpus=corpus, top_k=5, answer_tokens=64)
     assert shown == "Page 1: Paris. Paris is ...\nPage 2: Lyon. Lyon is ..."
 
 
@@ -83,8 +86,9 @@ async def test_pages_of_the_web_show_their_address():
     assert shown == "Page 1: Paris (https://p.example/). It is big."
 
 
-async def test_whose_fault_it_is():
-    remote = {"backend": SearchSource.retrieve, "num_retries": 0, "timeout_s": 0.3}
+async def test_whose_fault_it_is(monkeypatch):
+    monkeypatch.setattr(web_call, "NUM_RETRIES", 0)
+    remote = {"backend": SearchSource.retrieve, "timeout_s": 0.3}
     with serving(lambda _: Answer(status=500)) as server:
         with pytest.raises(RuntimeError, match="HTTP 500"):
             await ask("q", url=server.url, **remote)

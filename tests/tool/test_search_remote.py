@@ -7,6 +7,7 @@ import pytest
 
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
+from mega_agentrl.tool import web_call
 from mega_agentrl.tool.cache import DiskCache
 from mega_agentrl.tool.search_index import Document
 from mega_agentrl.tool.search_remote import RemoteSearch
@@ -36,7 +37,7 @@ def answering(value, **reply):
 
 
 def remote(server, backend=SearchSource.retrieve, path="/retrieve", cache=None, key="", **config):
-    web = {"timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0}
+    web = {"timeout_s": 5.0, "calls_per_second": 0.0}
     web = {name: config.pop(name, value) for name, value in web.items()}
     made = SearchToolConfig(backend=backend, url=f"{server.url}{path}", **config)
     return RemoteSearch(made, WebConfig(**web), cache, key)
@@ -98,7 +99,8 @@ async def test_bad_queries_are_not_asked():
     assert server.asked == []
 
 
-async def test_failures_are_not_kept_and_answers_are(tmp_path):
+async def test_failures_are_not_kept_and_answers_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(web_call, "NUM_RETRIES", 0)
     replies = [
         Answer(status=500),
         Answer(status=404),
@@ -107,7 +109,7 @@ async def test_failures_are_not_kept_and_answers_are(tmp_path):
     ]
     cache = DiskCache(tmp_path / "c.sqlite", ttl_s=0, size_bytes=1 << 26)
     with serving(lambda _: replies.pop(0)) as server:
-        search = remote(server, cache=cache, num_retries=0)
+        search = remote(server, cache=cache)
         for error in (PassingError, StatusError, RuntimeError):
             with pytest.raises(error, match=r"tool.search.url="):
                 await search.find("q", 2)

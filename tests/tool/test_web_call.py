@@ -8,6 +8,7 @@ from email.utils import formatdate
 import httpx
 import pytest
 
+from mega_agentrl.tool import web_call
 from mega_agentrl.tool.pace import PaceError
 from mega_agentrl.tool.web_call import (
     PassingError,
@@ -36,8 +37,8 @@ class Script:
         return end
 
 
-def call(timeout_s=5.0, num_retries=2, calls_per_second=0.0):
-    return WebCall(timeout_s=timeout_s, num_retries=num_retries, calls_per_second=calls_per_second)
+def call(timeout_s=5.0, calls_per_second=0.0):
+    return WebCall(timeout_s=timeout_s, calls_per_second=calls_per_second)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,8 @@ async def test_what_may_pass_is_tried_again(error):
     assert len(script.times) == 3
     script = Script(error)
     with pytest.raises(PassingError):
-        await call(num_retries=1).run(script)
-    assert len(script.times) == 2
+        await call().run(script)
+    assert len(script.times) == 1 + web_call.NUM_RETRIES
 
 
 @pytest.mark.parametrize(
@@ -70,12 +71,13 @@ async def test_anything_else_is_final(error):
     assert len(script.times) == 1
 
 
-async def test_a_deadline_over_everything():
+async def test_a_deadline_over_everything(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"Timed out after 0.2 s\."):
         await call(timeout_s=0.2).run(Script(30.0))
+    monkeypatch.setattr(web_call, "NUM_RETRIES", 1000)
     with pytest.raises(TimeoutError):
-        await call(timeout_s=0.2, num_retries=1000).run(Script(PassingError("503")))
+        await call(timeout_s=0.2).run(Script(PassingError("503")))
     with pytest.raises(TimeoutError):
         await call().run(Script(httpx.ReadTimeout("slow")))
     assert time.monotonic() - begin < 5

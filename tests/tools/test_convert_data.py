@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mega_agentrl.config.choices import Overlong
+from mega_agentrl.config.data_files import DataFile
+from mega_agentrl.config.data_schema import DataConfig
 from mega_agentrl.data.dataset import load_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def write(path, rows):
 
 def load(path):
     return load_prompts(
-        path, WordCodec(), key="data.train", max_prompt_tokens=1000, overlong=Overlong.error
+        [DataFile(str(path))], WordCodec(), DataConfig(max_prompt_tokens=1000), key="data.train"
     ).prompts
 
 

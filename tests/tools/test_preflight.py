@@ -106,8 +106,10 @@ def smoke(assets, *arguments):
 
 
 def test_the_smoke_run_passes_with_its_prompts_read(assets):
-    done = smoke(assets)
+    files = (f"data.train=[{assets}/train.parquet@2]", "data.validation=s3://bucket/a.parquet")
+    done = smoke(assets, *files)
     assert done.returncode == 0, done.stderr
+    assert "data.validation: files that are not on this machine are not read here" in done.stdout
     assert "data.train: 200 prompts, the longest has" in done.stdout
     assert "can run on 3 devices" in done.stdout
 

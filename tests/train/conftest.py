@@ -90,6 +90,9 @@ class Stream:
     def settle(self, prompts):
         pass
 
+    def record(self, accuracies):
+        self.accuracies = accuracies
+
     def put_back(self, prompts):
         assert not prompts, "this stream only goes forward"
 

@@ -1,6 +1,7 @@
 """A step's lesson and what it moves: ARES, adaptive KL, mastered prompts, over fakes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mega_agentrl.train.steering import (
     leave_out_mastered,
     make_lesson,
     next_controllers,
+    record_accuracies,
 )
 from mega_agentrl.types.batch import UpdateStats
 
@@ -128,3 +130,16 @@ def test_the_bootstrap_comes_first_where_it_is_asked_for(parts, config):
         prompt.prompt_id for prompt in parts.prompts.prompts
     }
     assert controllers.ares.threshold is not None
+
+
+def test_the_sampler_learns_the_accuracy_of_what_finished(parts):
+    def tree(name, *outcomes):
+        made = SimpleNamespace(prompt=SimpleNamespace(prompt_id=name), trajectories=[])
+        for correct in outcomes:
+            score = None if correct is None else SimpleNamespace(correct=correct)
+            made.trajectories.append(SimpleNamespace(failed=correct is None, score=score))
+        return made
+
+    seen = [tree("a", True, False, None), tree("b", None), tree("c", True), tree("a", True, True)]
+    record_accuracies(parts, SimpleNamespace(seen=seen))
+    assert parts.prompts.accuracies == {"a": 0.75, "c": 1.0}

@@ -17,7 +17,7 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.estimate.change import changed
 
 _FILES = ("data.train", "data.validation", "sft.data", "sft.dev")
-_OPTIONAL_FILES = ("tool.search.corpus", "tool.file", "rollout.interaction_file")
+_OPTIONAL_FILES = ("data.template", "tool.search.corpus", "tool.file", "rollout.interaction_file")
 
 
 def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -> TrainConfig:

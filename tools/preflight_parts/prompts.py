@@ -6,11 +6,12 @@ The tokenizer alone is loaded; `transformers` does that without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import CallProtocol, Overlong, TemplateCheck
+from mega_agentrl.config.choices import CallProtocol, TemplateCheck, Truncation
+from mega_agentrl.config.data_files import DataFile, data_files
 from mega_agentrl.data.dataset import load_prompts
 from mega_agentrl.estimate.change import changed
 from mega_agentrl.estimate.verdict import Problem
@@ -47,16 +48,18 @@ def look_at_prompts(config: TrainConfig) -> tuple[list[PromptFile], list[Problem
 
     codec = HFCodec(config.model.path)
     schemas = _schemas(config, codec)
-    found, problems, sample = [], [], None
+    found, problems, away, sample = [], [], [], None
+    unlimited = replace(config.data, max_prompt_tokens=_NO_LIMIT, truncation=Truncation.error)
     for key in ("data.train", "data.validation", "sft.dev"):
-        path = _path(config, key)
-        if not path or not Path(path).is_file():
+        files = _files(config, key)
+        if any(file.is_remote for file in files):
+            away.append(f"{key}: files that are not on this machine are not read here")
+            continue
+        there = config.data.dataset_class or all(Path(file.path).is_file() for file in files)
+        if not files or not there:
             continue
         try:
-            loaded = load_prompts(
-                path, codec, key=key, max_prompt_tokens=_NO_LIMIT,
-                overlong=Overlong.error, tool_schemas=schemas,
-            )  # fmt: skip
+            loaded = load_prompts(files, codec, unlimited, key=key, tool_schemas=schemas)
         except ValueError as error:
             problems.append(Problem(key, str(error)))
             continue
@@ -66,12 +69,12 @@ def look_at_prompts(config: TrainConfig) -> tuple[list[PromptFile], list[Problem
         found.append(PromptFile(key, len(lengths), max(lengths), sum(n > limit for n in lengths)))
     problems += _too_long(config, found)
     notes = _template_notes(config, codec, sample) if sample else []
-    return found, problems, notes
+    return found, problems, away + notes
 
 
-def _path(config: TrainConfig, key: str) -> str:
+def _files(config: TrainConfig, key: str) -> tuple[DataFile, ...]:
     section, name = key.split(".")
-    return str(getattr(getattr(config, section), name))
+    return data_files(getattr(getattr(config, section), name), key)
 
 
 def _schemas(config: TrainConfig, codec: HFCodec) -> Mapping[str, Mapping[str, Any]]:
@@ -94,15 +97,17 @@ def _too_long(config: TrainConfig, files: list[PromptFile]) -> list[Problem]:
             key,
             f"{file.key}: {file.num_long} of {file.num_prompts} prompts are longer than "
             f"{key}={limit}, the longest has {file.longest} tokens",
-            (f"{key}={file.longest} (from {limit})", "data.overlong=drop (from error)"),
+            (f"{key}={file.longest} (from {limit})", "data.truncation=drop (from error)"),
         )
         for file in files
-        if file.num_long and (config.data.overlong is Overlong.error or not _keeps(file))
+        if file.num_long and _is_refused(config.data.truncation, file)
     ]
 
 
-def _keeps(file: PromptFile) -> bool:
-    return file.num_long < file.num_prompts
+def _is_refused(truncation: Truncation, file: PromptFile) -> bool:
+    if truncation is Truncation.drop:
+        return file.num_long == file.num_prompts
+    return truncation is Truncation.error
 
 
 def _template_notes(config: TrainConfig, codec: HFCodec, prompt: Prompt) -> list[str]:

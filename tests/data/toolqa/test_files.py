@@ -4,7 +4,8 @@ import hashlib
 
 import pytest
 
-from mega_agentrl.config.choices import Overlong
+from mega_agentrl.config.data_files import DataFile
+from mega_agentrl.config.data_schema import DataConfig
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.dataset import load_prompts
 from mega_agentrl.data.sft import load_demonstrations
@@ -24,11 +25,10 @@ def folder(tmp_path_factory):
 def prompts(folder, split):
     codec = HFCodec(folder / "model")
     return load_prompts(
-        folder / f"{split}.parquet",
+        [DataFile(str(folder / f"{split}.parquet"))],
         codec,
+        DataConfig(max_prompt_tokens=32),
         key=f"data.{split}",
-        max_prompt_tokens=32,
-        overlong=Overlong.error,
     ).prompts
 
 

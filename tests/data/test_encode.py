@@ -1,0 +1,67 @@
+"""Token ids from several processes are those of one, in order."""
+
+import pytest
+
+from mega_agentrl.data import encode as module
+from mega_agentrl.data.codec import HFCodec
+from mega_agentrl.data.encode import encode_all
+
+SCHEMAS = {
+    name: {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("python", "search")
+}
+
+
+def asked(number):
+    """Conversations that differ, with no tool, one or both."""
+    return [
+        (
+            ({"role": "user", "content": f"Is {index} a prime? <|im_end|> é"},),
+            tuple(SCHEMAS)[: index % 3],
+        )
+        for index in range(number)
+    ]
+
+
+def test_processes_give_what_one_gives(assets, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 5)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
+    codec = HFCodec(assets / "model")
+    expected = encode_all(codec, asked(23), SCHEMAS, key="data.train")
+    assert len({tuple(ids) for ids in expected}) == 23
+    assert len(expected[1]) > len(expected[0])
+    found = encode_all(codec, asked(23), SCHEMAS, key="data.train", min_rows=23)
+    assert found == expected
+
+
+def test_a_process_that_fails_is_an_error_of_the_data(assets, monkeypatch):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
+    codec = HFCodec(assets / "model")
+    codec.folder = str(assets / "nowhere")
+    with pytest.raises(ValueError, match=r"data\.train: a process that tokenizes .*nowhere"):
+        encode_all(codec, asked(2), SCHEMAS, key="data.train", min_rows=2)
+
+
+@pytest.mark.parametrize(("cpus", "min_rows", "folder"), [(1, 1, "x"), (2, 3, "x"), (2, 1, None)])
+def test_few_rows_one_core_or_a_codec_without_files_start_nothing(
+    monkeypatch, cpus, min_rows, folder
+):
+    class Codec:
+        def apply_chat(self, messages, tools=None, *, generate=True):
+            return [len(messages[0]["content"]), len(tools or [])]
+
+    monkeypatch.setattr(module, "WorkerPool", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cpus)))
+    codec = Codec()
+    codec.folder = folder
+    found = encode_all(codec, asked(2), SCHEMAS, key="k", min_rows=min_rows)
+    assert found == [[26, 0], [26, 1]]
+
+
+def test_chunks_have_limits_and_lose_nothing(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 3)
+    monkeypatch.setattr(module, "_CHUNK_CHARS", 10)
+    given = [(({"role": "user", "content": "x" * size},), ()) for size in (4, 4, 4, 30, 1, 1, 1, 1)]
+    chunks = [[len(one[0][0]["content"]) for one in chunk] for chunk in module._chunks(given)]
+    assert chunks == [[4, 4], [4], [30], [1, 1, 1], [1]]
+    assert list(module._chunks([])) == []
