@@ -1,0 +1,17 @@
+"""A reward in one function: right answers, a little less for long ones. See docs/own_reward.md."""
+
+import re
+from typing import Any
+
+FREE_CHARACTERS = 400
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str | list[str], extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """1 for a boxed answer that is right, less 0.1 for each 400 characters beyond the first."""
+    found = re.findall(r"\\boxed\{([^{}]*)\}", solution_str)
+    accepted = [ground_truth] if isinstance(ground_truth, str) else list(ground_truth)
+    right = bool(found) and found[-1].strip() in accepted
+    extra = max(0, len(solution_str) - FREE_CHARACTERS) / FREE_CHARACTERS
+    return {"score": max(0.0, right - 0.1 * extra), "right": right, "length": len(solution_str)}
