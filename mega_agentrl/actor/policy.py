@@ -168,7 +168,7 @@ class PolicyRank:
         The reference is not in it: it is made by `load`, `freeze_reference` or `set_objective`,
         as at the start.
         """
-        timeout_s = self._config.cluster.actor_deadline_s
+        timeout_s = self._config.cluster.call_deadline_s
         return str(
             checkpoint.save(self.network, folder, extra=extra, keep=keep, timeout_s=timeout_s)
         )

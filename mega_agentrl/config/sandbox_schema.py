@@ -12,7 +12,6 @@ _AT_LEAST = {
     "hosts": 0,
     "workers": 1,
     "memory_mib": 64,
-    "total_memory_mib": 128,
     "output_chars": 16,
 }
 
@@ -31,8 +30,8 @@ class PythonToolConfig:
 
     Limits of a call. timeout_s: wall time. cpu_s: CPU time of its main process, threads
     together, and of each other process. memory_mib: address space of each process beyond the
-    warm interpreter's. total_memory_mib: of all its processes with their files, in a
-    trajectory's branches together; where a control group can be written. output_chars: an
+    warm interpreter's; four times that is what all its processes with their files may hold, in a
+    trajectory's branches together, where a control group can be written. output_chars: an
     answer beyond it is cut with a note. Fixed are 64 processes, 256 open files for each, and 64
     MiB of /tmp and of /dev/shm (`sandbox.inner.settings`).
 
@@ -48,7 +47,6 @@ class PythonToolConfig:
     timeout_s: float = 10.0
     cpu_s: float = 20.0
     memory_mib: int = 512
-    total_memory_mib: int = 2048
     output_chars: int = 4000
     preload: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
 
@@ -71,3 +69,8 @@ class PythonToolConfig:
             repr(resource),
             "tool.python.hosts above 0 with it, or none",
         )
+
+    @property
+    def total_memory_mib(self) -> int:
+        """MiB of all processes of a sandbox together: a few at their limit, not all 64."""
+        return 4 * self.memory_mib

@@ -39,8 +39,7 @@ class EngineConfig:
     tensor: its tensor-parallel size. max_model_len: prompt plus response, tokens.
     kv_cache_gib: KV cache on a CPU. memory_fraction: share of GPU memory on a GPU.
     block_size: tokens per KV block; short prompts need small blocks to share prefixes.
-    max_concurrent: requests that run at once. call_deadline_s: limit of one request. eager: no
-    graph capture (always so on a CPU).
+    max_concurrent: requests that run at once. eager: no graph capture (always so on a CPU).
     """
 
     tensor: int = 1
@@ -50,7 +49,6 @@ class EngineConfig:
     block_size: int = 32
     max_concurrent: int = 256
     eager: bool = True
-    call_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
         require(self.tensor >= 1, "engine.tensor", self.tensor, "at least 1")
@@ -170,16 +168,19 @@ class EvaluateConfig:
 class ClusterConfig:
     """Where the run happens. address: Ray cluster to join; empty starts one here.
 
-    actor_deadline_s: limit of one remote call on a policy rank, and of an engine's start.
+    call_deadline_s: limit of one call of a policy rank or an engine, of one request to an engine
+    and of an engine's start.
     num_engines: vLLM engines beside the policy.
     """
 
     address: str = ""
     num_engines: int = 1
-    actor_deadline_s: float = 600.0
+    call_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
         require(self.num_engines >= 1, "cluster.num_engines", self.num_engines, "at least 1")
+        limit_s = self.call_deadline_s
+        require(limit_s > 0, "cluster.call_deadline_s", limit_s, "more than 0")
 
 
 @dataclass

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.ranges import require
 
+EVERY_DOMAIN = "*"
+
 
 @dataclass
 class SearchToolConfig:
@@ -50,11 +52,10 @@ class SearchToolConfig:
 class BrowseToolConfig:
     """Read one page of the public web; never a private address.
 
-    allow: domains that may be read with those below them, empty for all; deny: those that may
-    not, which wins. answer_tokens: of an answer.
+    allow: domains that may be read with those below them, [*] for all; empty leaves the tool out.
+    deny: those that may not be read, which wins. answer_tokens: of an answer.
     """
 
-    enabled: bool = False
     allow: list[str] = field(default_factory=list)
     deny: list[str] = field(default_factory=list)
     answer_tokens: int = 1024
@@ -62,32 +63,42 @@ class BrowseToolConfig:
     def __post_init__(self) -> None:
         for key in ("allow", "deny"):
             for name in getattr(self, key):
+                everything = key == "allow" and self.allow == [EVERY_DOMAIN]
                 require(
-                    bool(name.strip(".")) and name.isascii() and not set(name) & set("/:*@ "),
+                    everything
+                    or (bool(name.strip(".")) and name.isascii() and not set(name) & set("/:*@ ")),
                     f"tool.browse.{key}",
                     name,
-                    "a domain such as example.org in ASCII, without scheme, port, path, wildcard",
+                    "a domain such as example.org in ASCII, without scheme, port, path, wildcard "
+                    "(allow: or * alone)",
                 )
         tokens = self.answer_tokens
         require(tokens >= 16, "tool.browse.answer_tokens", tokens, "at least 16")
+
+    @property
+    def enabled(self) -> bool:
+        """True where the run has the tool."""
+        return bool(self.allow)
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """The domains of `allow`; none stands for all."""
+        return () if self.allow == [EVERY_DOMAIN] else tuple(self.allow)
 
 
 @dataclass
 class WebConfig:
     """Calls of search and browse; the two count apart.
 
-    timeout_s: per call, retries included. num_retries: further tries after a failure that may
-    pass. calls_per_second: limit over all trajectories of the process, 0 for none; searches of
-    a local corpus are not limited.
+    timeout_s: per call, retries included. calls_per_second: limit over all trajectories of the
+    process, 0 for none; searches of a local corpus are not limited.
     """
 
     timeout_s: float = 20.0
-    num_retries: int = 2
     calls_per_second: float = 10.0
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "tool.web.timeout_s", self.timeout_s, "above 0")
-        require(self.num_retries >= 0, "tool.web.num_retries", self.num_retries, "at least 0")
         rate = self.calls_per_second
         require(rate >= 0, "tool.web.calls_per_second", rate, "at least 0")
 

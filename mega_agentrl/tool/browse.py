@@ -24,7 +24,7 @@ from mega_agentrl.tool.browse_text import page_text
 from mega_agentrl.tool.cached_ask import CachedAsk, cache_key
 from mega_agentrl.tool.protocol import Tool, ToolAnswer
 from mega_agentrl.tool.snippet import from_window, trim, words_that_fit
-from mega_agentrl.tool.web_call import PassingError, WebCall
+from mega_agentrl.tool.web_call import NUM_RETRIES, PassingError, WebCall
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class BrowseTool(Tool):
         self._codec = codec
         self._cache = cache
         self._asked = CachedAsk(cache)
-        self._rules = DomainRules(allow=tuple(config.allow), deny=tuple(config.deny), admit=admit)
+        self._rules = DomainRules(allow=config.only, deny=tuple(config.deny), admit=admit)
         self._fetcher = PageFetcher(
             self._rules, max_bytes=MAX_PAGE_BYTES, timeout_s=web.timeout_s, resolve=resolve
         )
         self._call = WebCall(
             timeout_s=web.timeout_s,
-            num_retries=web.num_retries,
+            num_retries=NUM_RETRIES,
             calls_per_second=web.calls_per_second,
         )
         # Their own threads: a page that takes long to read holds up other pages only.

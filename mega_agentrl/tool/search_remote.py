@@ -20,7 +20,7 @@ import httpx
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.tool.cached_ask import CachedAsk, cache_key, normalise
 from mega_agentrl.tool.search_index import Document
-from mega_agentrl.tool.web_call import WebCall, check_status, read_at_most
+from mega_agentrl.tool.web_call import NUM_RETRIES, WebCall, check_status, read_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ class RemoteSearch:
         self._asked = CachedAsk(cache)
         self._call = WebCall(
             timeout_s=web.timeout_s,
-            num_retries=web.num_retries,
+            num_retries=NUM_RETRIES,
             calls_per_second=web.calls_per_second,
         )
         # Connections belong to the loop they were made on.

@@ -25,6 +25,9 @@ from mega_agentrl.tool.pace import Pace
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+NUM_RETRIES = 2
+"""Further tries of search and browse after a failure that may pass."""
+
 PASSING_STATUS = frozenset({429, 500, 502, 503, 504})
 
 _FIRST_PAUSE_S = 0.2

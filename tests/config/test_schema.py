@@ -86,7 +86,7 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
         ("rollout.max_calls", -1),
         ("rollout.max_wall_s", -1.0),
         ("rollout.max_wall_s", float("inf")),
-        ("rollout.branch.min_probe_tokens", 21),
+        ("rollout.branch.probe_tokens", 0),
         ("rollout.branch.forks_per_decision", -1),
         ("tool.python.timeout_s", 0.0),
         ("tool.search.top_k", 0),

@@ -31,7 +31,6 @@ def test_what_makes_a_search_tool():
         (SearchToolConfig, "search.snippet_tokens", 3),
         (BrowseToolConfig, "browse.answer_tokens", 15),
         (WebConfig, "web.timeout_s", 0.0),
-        (WebConfig, "web.num_retries", -1),
         (WebConfig, "web.calls_per_second", -0.1),
     ],
 )
@@ -59,8 +58,18 @@ def test_lists_hold_domains(key, domain):
         BrowseToolConfig(**{key: ["ok.org", domain]})
 
 
+def test_browsing_is_on_where_something_may_be_read():
+    assert BrowseToolConfig(allow=["a.org"]).only == ("a.org",)
+    every = BrowseToolConfig(allow=["*"], deny=["b.org"])
+    assert every.enabled and every.only == ()
+    with pytest.raises(ValueError, match=r"tool.browse.allow=\*: .*or \* alone"):
+        BrowseToolConfig(allow=["a.org", "*"])
+    with pytest.raises(ValueError, match=r"tool.browse.deny=\*"):
+        BrowseToolConfig(allow=["*"], deny=["*"])
+
+
 def test_boundaries_pass():
     SearchToolConfig(top_k=1, snippet_tokens=4)
     BrowseToolConfig(allow=["a.org", "10.0.0.1"], answer_tokens=16)
-    WebConfig(num_retries=0, calls_per_second=0)
+    WebConfig(calls_per_second=0)
     CacheConfig(path="")

@@ -43,7 +43,7 @@ def test_real_ranks_score_as_transformers_do(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=folder),
         optim=OptimConfig(micro_batch_tokens=64),
-        cluster=ClusterConfig(actor_deadline_s=120.0),
+        cluster=ClusterConfig(call_deadline_s=120.0),
         reward=RewardConfig(
             rubric={"default": {"model": 1.0}}, model=RewardModelConfig(source=folder)
         ),

@@ -3,10 +3,12 @@
 import asyncio
 import socket
 import time
+from unittest import mock
 
 import pytest
 
 from mega_agentrl.config.search_schema import BrowseToolConfig, WebConfig
+from mega_agentrl.tool import browse as browse_module
 from mega_agentrl.tool.browse import NO_TEXT, BrowseTool
 from mega_agentrl.tool.browse_address import RefusedError
 from mega_agentrl.tool.cache import DiskCache
@@ -22,19 +24,21 @@ def saying(text, **reply):
 
 
 def browser(server, cache=None, resolve=None, **config):
-    web = {"timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0}
+    num_retries = config.pop("num_retries", 1)
+    web = {"timeout_s": 5.0, "calls_per_second": 0.0}
     web = {key: config.pop(key, value) for key, value in web.items()}
-    config = {"enabled": True} | config
+    config = {"allow": ["*"]} | config
     options = {} if resolve is None else {"resolve": resolve}
     admit = ("127.0.0.1", server.port) if server else None
-    return BrowseTool(
-        BrowseToolConfig(**config),
-        WebConfig(**web),
-        WordCodec(),
-        cache=cache,
-        admit=admit,
-        **options,
-    )
+    with mock.patch.object(browse_module, "NUM_RETRIES", num_retries):
+        return BrowseTool(
+            BrowseToolConfig(**config),
+            WebConfig(**web),
+            WordCodec(),
+            cache=cache,
+            admit=admit,
+            **options,
+        )
 
 
 async def read(tool, url, **more):

@@ -8,6 +8,7 @@ import pytest
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
 from mega_agentrl.tool import search as search_module
+from mega_agentrl.tool import search_remote
 from mega_agentrl.tool.search import NOTHING_FOUND, SearchTool
 from mega_agentrl.types.records import ToolStatus
 from tests.fakes import CharCodec
@@ -24,7 +25,7 @@ def corpus(tmp_path):
 
 
 async def answer(query, codec=None, fallback_dir=None, key="", **config):
-    web = {name: config.pop(name) for name in ("timeout_s", "num_retries") if name in config}
+    web = {name: config.pop(name) for name in ("timeout_s",) if name in config}
     tool = SearchTool(
         SearchToolConfig(**config),
         WebConfig(**web),
@@ -83,8 +84,9 @@ async def test_pages_of_the_web_show_their_address():
     assert shown == "Page 1: Paris (https://p.example/). It is big."
 
 
-async def test_whose_fault_it_is():
-    remote = {"backend": SearchSource.retrieve, "num_retries": 0, "timeout_s": 0.3}
+async def test_whose_fault_it_is(monkeypatch):
+    monkeypatch.setattr(search_remote, "NUM_RETRIES", 0)
+    remote = {"backend": SearchSource.retrieve, "timeout_s": 0.3}
     with serving(lambda _: Answer(status=500)) as server:
         with pytest.raises(RuntimeError, match="HTTP 500"):
             await ask("q", url=server.url, **remote)

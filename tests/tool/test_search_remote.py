@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from unittest import mock
 
 import pytest
 
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.search_schema import SearchToolConfig, WebConfig
+from mega_agentrl.tool import search_remote
 from mega_agentrl.tool.cache import DiskCache
 from mega_agentrl.tool.search_index import Document
 from mega_agentrl.tool.search_remote import RemoteSearch
@@ -36,10 +38,12 @@ def answering(value, **reply):
 
 
 def remote(server, backend=SearchSource.retrieve, path="/retrieve", cache=None, key="", **config):
-    web = {"timeout_s": 5.0, "num_retries": 1, "calls_per_second": 0.0}
+    num_retries = config.pop("num_retries", 1)
+    web = {"timeout_s": 5.0, "calls_per_second": 0.0}
     web = {name: config.pop(name, value) for name, value in web.items()}
     made = SearchToolConfig(backend=backend, url=f"{server.url}{path}", **config)
-    return RemoteSearch(made, WebConfig(**web), cache, key)
+    with mock.patch.object(search_remote, "NUM_RETRIES", num_retries):
+        return RemoteSearch(made, WebConfig(**web), cache, key)
 
 
 async def test_a_retrieval_server():
