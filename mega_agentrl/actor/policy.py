@@ -42,17 +42,19 @@ class PolicyRank:
 
     def __init__(self, config: TrainConfig, seat: Seat) -> None:
         self._config = config
-        self.network = Network(config, ModelShape.from_folder(config.model.path), seat)
+        shape = ModelShape.from_folder(config.model.path)
+        self.network = Network(config, shape, seat, trains=not config.validates_only)
         self._shard = vocab_shard(self.network.shape, self.network.groups)
         self._reference: Reference | None = None
 
     def load(self, folder: str) -> None:
         """Read this rank's slices of a checkpoint of the same shape; moments start anew.
 
-        Where the objective needs a reference, the loaded weights become it as well.
+        Where the objective needs a reference, the loaded weights become it as well. Without
+        training there is neither that nor an optimizer.
         """
         self.network.load(folder)
-        if self._config.algo.needs_reference:
+        if self._config.algo.needs_reference and self.network.trains:
             self.freeze_reference()
 
     def freeze_reference(self) -> None:

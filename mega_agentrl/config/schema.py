@@ -148,18 +148,21 @@ class DataConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Held-out evaluation before and after RL.
+    """Held-out evaluation before and after RL, and within it.
 
-    num_questions: taken from validation in order, 0 for all. num_samples: per question at
-    `temperature`. greedy: one greedy answer per question beside it.
+    every: RL steps between two evaluations; 0 for those before and after alone. num_questions:
+    taken from validation in order, 0 for all. num_samples: per question at `temperature`; above
+    1 they also give pass@k and mean@k. greedy: one greedy answer per question beside it.
     """
 
+    every: int = 0
     num_questions: int = 0
     num_samples: int = 1
     temperature: float = 1.0
     greedy: bool = False
 
     def __post_init__(self) -> None:
+        require(self.every >= 0, "evaluate.every", self.every, "at least 0")
         require(self.num_questions >= 0, "evaluate.num_questions", self.num_questions, ">= 0")
         require(self.num_samples >= 1, "evaluate.num_samples", self.num_samples, "at least 1")
 
@@ -220,7 +223,8 @@ class TrainConfig:
     """The whole run.
 
     run_dir: folder of the run's files. seed: of every random stream. total_steps: RL steps;
-    epochs: above 0, passes over the training data instead of these.
+    epochs: above 0, passes over the training data instead of these. Without any of them, and
+    without sft.max_steps, the run is one evaluation of the start weights.
     save_every: RL steps between checkpoints; 0: only at the end and at a signal. resume: go on
     with an unfinished run of the same settings in run_dir; false keeps it aside and begins anew.
     """
@@ -249,3 +253,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("total_steps", "epochs", "save_every"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")
+
+    @property
+    def validates_only(self) -> bool:
+        """Whether nothing is trained: the start weights are evaluated once, and that is all."""
+        return not (self.total_steps or self.epochs or self.sft.max_steps)

@@ -1,4 +1,4 @@
-"""The run as an algorithm: warm start, evaluation, RL steps, evaluation.
+"""The run as an algorithm: warm start, evaluation, RL steps with evaluations, evaluation.
 
 Synchronous: every trajectory of a step is sampled with the weights the step updates, but for
 the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`, `rewards`,
@@ -51,6 +51,8 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
         Safekeeping(parts, config, session, stopper, state) as kept,
     ):
         session.started(parts.start_s)
+        if config.validates_only:
+            session.note("validation only: no step is asked for, nothing is trained or exported")
         if not kept.is_begun:
             begin(parts, config, session, kept)
             kept.started()
@@ -58,7 +60,8 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
             with session.stage("held out before", 1):
                 before = kept.evaluated(_evaluate(parts, config, session, "before"))
         after = learn(parts, config, session, kept) if config.total_steps else before
-        parts.policy.export(session.run_dir / "model")
+        if not config.validates_only:
+            parts.policy.export(session.run_dir / "model")
         session.finish(before, after)
     return after.sampled.reward
 
@@ -79,6 +82,9 @@ def learn(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping
         open_groups(parts, config) as groups,
     ):
         for step in range(kept.step + 1, config.total_steps + 1):
+            if kept.owes_evaluation:
+                _evaluate(parts, config, session, "during")
+                kept.evaluated_within()
             task = prepare_step(parts, config, session, groups, controllers, step)
             with kept.stopper.shielded():
                 controllers = take_step(parts, config, session, controllers, step, task)
@@ -88,7 +94,8 @@ def learn(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping
 
 
 def _evaluate(parts: Parts, config: TrainConfig, session: Session, when: str) -> HeldOut:
-    held_out = evaluate_held_out(parts, config, partial(session.keep_held_out, when))
+    with session.clock.phase("evaluate"):
+        held_out = evaluate_held_out(parts, config, partial(session.keep_held_out, when))
     return session.show_held_out(when, held_out)
 
 

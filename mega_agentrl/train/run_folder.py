@@ -36,6 +36,7 @@ MAY_DIFFER = (
     "resume",
     "cluster.",
     "engine.",
+    "evaluate.every",
     "optim.micro_batch_tokens",
     "parallel.",
     "report.",

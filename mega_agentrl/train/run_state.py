@@ -19,7 +19,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,8 +80,8 @@ class RunState:
     step: RL steps made. controllers, sampler: as they give themselves as plain values. marks:
     the held-out evaluations of a comparison so far. version: of the weights that are served.
     session: as `Session.state` gives it. before: the held-out evaluation before RL, None where
-    it is still to come. warm_start: its last step (`supervised.Imitated`) in a run that is still
-    at it, else None.
+    it is still to come. evaluated_step: the last RL step that one within RL followed, 0 for none.
+    warm_start: its last step (`supervised.Imitated`) in a run that is still at it, else None.
     """
 
     step: int
@@ -93,6 +93,7 @@ class RunState:
     session: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, Any] | None = None
     warm_start: Mapping[str, Any] | None = None
+    evaluated_step: int = 0
 
     @property
     def name(self) -> str:
@@ -132,20 +133,33 @@ class RunState:
             session=dict(plain["session"]),
             before=None if plain["before"] is None else dict(plain["before"]),
             warm_start=None if plain["warm_start"] is None else dict(plain["warm_start"]),
+            evaluated_step=int(plain["evaluated_step"]),
         )
 
 
 def save(
-    policy: Policy, run_dir: Path, state: RunState, *, keep: int = KEEP, name: str = FOLDER
+    policy: Policy,
+    run_dir: Path,
+    state: RunState,
+    *,
+    keep: int = KEEP,
+    name: str = FOLDER,
+    same_policy: bool = False,
 ) -> Path:
     """Write a checkpoint of the run and wait for it; older ones than the newest `keep` go.
 
-    name: the folder of checkpoints, `START` for the one that stays.
+    name: the folder of checkpoints, `START` for the one that stays. same_policy: a checkpoint of
+    this step that is there holds the policy as it is now, and only the rest is written anew.
     A damaged one of the same step, which `latest` passed over, is replaced. Raises what
     `Policy.save` raises; the checkpoints before are as they were then.
     """
     folder = run_dir / name / state.name
     whole = {path for path, _ in checkpoint_folder.finished(folder.parent)}
+    if same_policy and folder in whole:
+        manifest = checkpoint_folder.Manifest.read(folder)
+        extra = checkpoint_folder.as_json(state.to_plain(), "extra")
+        replace(manifest, extra=extra).write(folder)
+        return folder
     if folder not in whole:
         (folder / checkpoint_folder.MANIFEST).unlink(missing_ok=True)
     policy.save(folder, state.to_plain(), keep)
@@ -209,13 +223,18 @@ def restore(policy: Policy, folder: Path) -> RunState:
 
 
 def forget_after(
-    run_dir: Path, step: int, *, evaluated: bool = True, sft_steps: float = inf
+    run_dir: Path,
+    step: int,
+    *,
+    evaluated: bool = True,
+    evaluated_step: int = 0,
+    sft_steps: float = inf,
 ) -> int:
     """Take what is behind the pause after `step` out of `metrics.jsonl`; it will be made again.
 
-    That is later RL steps, the evaluation after them, unless the pause is `evaluated` the one
-    before, and supervised steps behind the first `sft_steps`. A last line that was cut short goes
-    too. Returns how many lines went.
+    That is later RL steps, the evaluation after them and those within RL behind `evaluated_step`,
+    unless the pause is `evaluated` the one before, and supervised steps behind the first
+    `sft_steps`. A last line that was cut short goes too. Returns how many lines went.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -224,7 +243,8 @@ def forget_after(
     kept = [
         line
         for line in lines
-        if line.endswith("\n") and not _is_after(line, step, evaluated, sft_steps)
+        if line.endswith("\n")
+        and not _is_after(json.loads(line), step, evaluated, evaluated_step, sft_steps)
     ]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".partial")
@@ -233,13 +253,16 @@ def forget_after(
     return len(lines) - len(kept)
 
 
-def _is_after(line: str, step: int, evaluated: bool, sft_steps: float) -> bool:
-    record = json.loads(line)
+def _is_after(
+    record: Mapping[str, Any], step: int, evaluated: bool, evaluated_step: int, sft_steps: float
+) -> bool:
     match record["stage"]:
         case "rl":
             return bool(record["step"] > step)
         case "sft":
             return bool(record["step"] > sft_steps)
+        case "held_out_during":
+            return bool(record["step"] > evaluated_step)
         case "held_out_before":
             return not evaluated
         case stage:

@@ -146,7 +146,7 @@ class LearningPolicy(FilePolicy):
         self._moments.pass_by("export")
 
 
-def make_config(base, folder, *, warm, ares, save_every=2):
+def make_config(base, folder, *, warm, ares, save_every=2, every=2):
     """warm: a warm start comes first. ares: it steers, after a bootstrap; else the adaptive KL."""
     steered = AlgoConfig(
         kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)
@@ -157,6 +157,7 @@ def make_config(base, folder, *, warm, ares, save_every=2):
         run_dir=str(folder),
         total_steps=STEPS,
         save_every=save_every,
+        evaluate=replace(base.evaluate, every=every),
         algo=steered if ares else plain,
         sft=SftConfig(max_steps=2 if warm else 0, check_every=2, batch_size=2, target_success=1.0),
     )

@@ -34,6 +34,21 @@ def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(parts, config):
     assert parts.policy.verbs[:8] == expected
 
 
+def test_without_any_step_it_is_one_evaluation(parts, config, tmp_path, capsys):
+    parts.demonstrations = None
+    config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
+    assert config.validates_only
+    reward = train(parts, config)
+    assert parts.policy.verbs == ["send 1"]
+    assert [line["stage"] for line in lines(tmp_path)] == ["held_out_before"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_after"] == reward
+    assert len(summary["held_out"]) == 1
+    shown = capsys.readouterr().out
+    assert "validation only" in shown and "change" not in shown
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_a_run_leaves_metrics_summary_curve_and_rollouts(parts, config, tmp_path):
     parts.demonstrations = None
     reward = train(parts, config)
@@ -96,8 +111,7 @@ def test_the_summary_holds_the_entropy_curve_of_all_steps(parts, config, tmp_pat
     assert 0 < curve["root"][0] < 3
 
 
-def test_without_steps_the_policy_is_evaluated_and_exported(parts, config, tmp_path):
-    parts.demonstrations = None
+def test_a_warm_start_alone_is_evaluated_and_exported(parts, config):
+    config.sft = SftConfig(max_steps=2, check_every=2, target_success=1.0)
     train(parts, replace(config, total_steps=0))
-    assert parts.policy.verbs == ["send 1", "export"]
-    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 0
+    assert parts.policy.verbs[-2:] == ["save step-000000", "export"]
