@@ -58,8 +58,18 @@ class PolicyRank:
             self.freeze_reference()
 
     def freeze_reference(self) -> None:
-        """Keep a copy of the current weights, in host memory, as the reference of the KL term."""
-        if self._reference is None:
+        """Keep a copy of the current weights, in host memory, as the reference of the KL term.
+
+        Where `model.reference` names a model, that is the reference whatever the weights are.
+        """
+        given = self._config.model.reference
+        if given and self._reference is not None:
+            return
+        if given:
+            self._reference = Reference(self.network.parameters.values())
+            with self._reference.in_place():
+                self.network.read(given)
+        elif self._reference is None:
             self._reference = Reference(self.network.parameters.values())
         else:
             self._reference.freeze()
@@ -67,7 +77,8 @@ class PolicyRank:
     def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
         """Go on with another objective; temperature: of sampling.
 
-        Where it needs a reference, the weights as they are now become it.
+        Where it needs a reference, the weights as they are now become it, unless
+        `model.reference` names another.
         """
         rollout = replace(self._config.rollout, temperature=temperature)
         self._config = replace(self._config, algo=algo, rollout=rollout)

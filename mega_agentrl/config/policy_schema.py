@@ -12,10 +12,13 @@ from mega_agentrl.config.ranges import require
 class ModelConfig:
     """path: Hugging Face checkpoint folder the run starts from. dtype: see `Dtype`.
 
+    reference: folder of a model of the same shape and vocabulary that the KL term compares with;
+    empty: the weights as they are when RL begins.
     bfloat16 weights are stepped through float32 masters; gradients are float32 always.
     """
 
     path: str = ""
+    reference: str = ""
     dtype: Dtype = Dtype.auto
 
 

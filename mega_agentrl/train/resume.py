@@ -1,8 +1,8 @@
 """A run that was cut short goes on: policy, prompts, engines and metrics as at its last pause.
 
 The newest checkpoint whose contents are whole decides; where all are damaged, the warm start's.
-The reference of the KL term is what it was: the warm start's weights, or `model.path`, which the
-policy has loaded already.
+The reference of the KL term is what it was: the warm start's weights, or `model.path` or
+`model.reference`, which the policy has loaded already.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
             "(tools/export_hf.py) and give the folder as model.path"
         )
     past = any(not run_state.is_of_warm_start(folder) for folder in folders)
-    if past and parts.demonstrations and config.algo.needs_reference:
+    lost = config.algo.needs_reference and not config.model.reference
+    if past and parts.demonstrations and lost:
         _make_reference(parts, config, folders)
     found = run_state.restore_newest(parts.policy, folders)
     if found is None:

@@ -1,5 +1,8 @@
 """What is read before anything starts: steps by epochs, markers, trigger words."""
 
+import json
+import shutil
+
 import pytest
 
 from mega_agentrl.config.choices import AresMode, CotBlocks
@@ -26,6 +29,19 @@ def test_epochs_become_steps(config):
     config.epochs, config.total_steps = 0, 5
     read_inputs(config)
     assert config.total_steps == 5
+
+
+def test_a_reference_must_have_the_policys_shape(config, assets, tmp_path):
+    config.algo.kl_coef, config.model.reference = 0.1, f"{assets}/model"
+    read_inputs(config)
+    folder = tmp_path / "other"
+    shutil.copytree(assets / "model", folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"intermediate_size": values["intermediate_size"] * 2}))
+    config.model.reference = str(folder)
+    with pytest.raises(ValueError, match=r"model\.reference=.*other: got ffn=\d+; expected ffn="):
+        read_inputs(config)
 
 
 def test_markers_are_read_where_egpo_looks_for_them(config):

@@ -72,5 +72,5 @@ def test_a_judge_reads_the_ids_that_the_policy_writes():
 
     check_tokenizers(CharCodec(), CharCodec(), "judge")
     for codec in (Other(), Larger()):
-        with pytest.raises(ValueError, match=r"reward\.model\.source=judge: its tokenizer has 13"):
-            check_tokenizers(CharCodec(), codec, "judge")
+        with pytest.raises(ValueError, match="key=judge: its tokenizer has 13"):
+            check_tokenizers(CharCodec(), codec, "key=judge")
