@@ -37,6 +37,10 @@ SUPPORTED_ARCHITECTURES = (
 )
 
 
+ALONE = (Advantage.reinforce_plus_plus, Advantage.remax)
+"""Estimators that learn from one trajectory of a prompt."""
+
+
 def check(config: TrainConfig) -> None:
     """Raise `ValueError` for the first condition that `config` breaks.
 
@@ -259,7 +263,7 @@ def _check_groups(config: TrainConfig) -> None:
             f"rollout.branch.initial_rollouts={roots}: expected 1 to "
             f"rollout.num_trajectories={size}; probable cause: one of them was changed alone"
         )
-    compares = config.algo.advantage is not Advantage.reinforce_plus_plus
+    compares = config.algo.advantage not in ALONE
     if config.total_steps and size < 2 and compares:
         raise ValueError(
             f"rollout.num_trajectories={size}: expected at least 2; probable cause: "

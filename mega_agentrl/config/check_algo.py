@@ -14,7 +14,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.choices import Advantage, AresMode, Correction, KlPlace, PolicyLoss
+from mega_agentrl.config.choices import (
+    Advantage,
+    AresMode,
+    Branching,
+    Correction,
+    KlPlace,
+    PolicyLoss,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.config.algo_schema import AlgoConfig
@@ -28,6 +35,7 @@ def check_algo(config: TrainConfig) -> None:
     if config.algo.loss is PolicyLoss.gspo:
         _check_sequence_ratio(config)
     _check_correction(config)
+    _check_remax(config)
     _check_egpo(config.algo)
     _check_ares(config.algo)
 
@@ -82,6 +90,26 @@ def _check_correction(config: TrainConfig) -> None:
             f"one by token, or none, with {RESTARTS}=True, where a trajectory is several rows "
             "and each would have a weight of its own",
             "one of them was changed alone",
+        )
+
+
+def _check_remax(config: TrainConfig) -> None:
+    if config.algo.advantage is not Advantage.remax:
+        return
+    if config.rollout.branching is Branching.released:
+        _refuse(
+            "rollout.branching",
+            Branching.released,
+            "another one with algo.advantage=remax, whose greedy answers go beside the groups",
+            "ARPO's released rounds, which have no room for them",
+        )
+    if config.algo.ares.mode is not AresMode.off:
+        _refuse(
+            "algo.advantage",
+            Advantage.remax,
+            f"one that compares trajectories with algo.ares.mode={config.algo.ares.mode}, whose "
+            "shaped rewards a greedy answer does not get",
+            "two algorithms were put together",
         )
 
 

@@ -92,8 +92,12 @@ def make_context(
     branching: BranchPolicy | None = None,
     temperature: float | None = None,
     interactions: Interactions | None = None,
+    with_greedy: bool = False,
 ) -> RolloutContext:
-    """What the trajectories of one pass share; arguments as of `collect`."""
+    """What the trajectories of one pass share; arguments as of `collect`.
+
+    with_greedy: groups get a greedy answer beside them.
+    """
     temperature = config.temperature if temperature is None else temperature
     if temperature == 0:
         branching = NoBranching()
@@ -108,6 +112,7 @@ def make_context(
         seed=seed,
         step=step,
         interactions=interactions,
+        with_greedy=with_greedy,
     )
 
 

@@ -41,9 +41,9 @@ class PendingScore:
 
 
 def start_scores(tree: RolloutTree, rubric: Rubric) -> list[PendingScore]:
-    """Score all trajectories that did not fail; what has to be waited for."""
+    """Score all that did not fail, the greedy answer too; what has to be waited for."""
     pending: list[PendingScore] = []
-    for trajectory in tree.trajectories:
+    for trajectory in tree.with_greedy:
         if trajectory.failed:
             continue
         score = rubric.score(trajectory)

@@ -179,6 +179,8 @@ def _estimate(
             return estimators.grpo(reward_A, group_A, norm_by_std=algo.norm_by_std)
         case Advantage.rloo:
             return estimators.rloo(reward_A, group_A)
+        case Advantage.remax:
+            return _over_greedy(batch, owners, reward_A)
         case Advantage.reinforce_plus_plus_baseline:
             # The mean of a group is over its trajectories, the whitening over tokens of all rows.
             centred_A = estimators.grpo(reward_A, group_A, norm_by_std=False)
@@ -190,6 +192,21 @@ def _estimate(
             raise AssertionError("reinforce_plus_plus has no advantage of whole trajectories")
         case _:
             assert_never(algo.advantage)
+
+
+def _over_greedy(batch: TrainBatch, owners: _Owners, reward_A: torch.Tensor) -> torch.Tensor:
+    """[A] the reward over the greedy answer's, or where that failed over the others' mean.
+
+    Either baseline is independent of what the trajectory itself did.
+    """
+    if batch.baseline_B is None:
+        raise ValueError(
+            "baseline_B: got None, expected the rewards of greedy answers with "
+            "algo.advantage=remax; probable cause: groups that were collected without them"
+        )
+    greedy_A = batch.baseline_B[owners.first_A]
+    others_A = reward_A - estimators.rloo(reward_A, batch.group_B[owners.first_A])
+    return estimators.remax(reward_A, torch.where(greedy_A.isnan(), others_A, greedy_A))
 
 
 def _on_tokens(batch: TrainBatch, advantage_B: torch.Tensor, algo: AlgoConfig) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.choices import Advantage
 from mega_agentrl.rollout.collector import make_context
 from mega_agentrl.rollout.groups import GroupCollector
 
@@ -31,6 +32,7 @@ def open_groups(parts: Parts, config: TrainConfig) -> Iterator[GroupCollector]:
         max_model_len=config.engine.max_model_len,
         seed=config.seed,
         step="train",
+        with_greedy=config.algo.advantage is Advantage.remax,
     )
     groups = GroupCollector(
         parts.prompts, context, parts.rubric, num_groups=config.data.prompts_per_step

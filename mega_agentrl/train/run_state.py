@@ -53,10 +53,10 @@ class Spent:
 
     @classmethod
     def on(cls, trees: Iterable[RolloutTree]) -> Spent:
-        """Of finished trees, failed trajectories included."""
+        """Of finished trees, failed trajectories and greedy answers included."""
         num_tokens = num_calls = 0
         for tree in trees:
-            for one in tree.trajectories:
+            for one in tree.with_greedy:
                 num_tokens += sum(one.loss_mask[one.fork_len :])
                 num_calls += sum(
                     turn.outcome is not None

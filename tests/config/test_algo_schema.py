@@ -119,6 +119,7 @@ def test_every_preset_is_valid(name):
             },
             Branching.none,
         ),
+        ("remax", {"advantage": Advantage.remax}, Branching.none),
         (
             "reinforce_plus_plus",
             {

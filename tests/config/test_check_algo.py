@@ -9,6 +9,7 @@ from mega_agentrl.config.check_algo import check_algo
 from mega_agentrl.config.choices import (
     Advantage,
     AresMode,
+    Branching,
     Correction,
     KlPlace,
     PolicyLoss,
@@ -108,3 +109,11 @@ def test_the_words_of_ares_are_a_file_with_words(tmp_path):
     words.write_text("wait\n")
     passes(**with_words())
     assert "algo.ares.mode=off, which reads no words" in message(with_words(AresMode.off))
+
+
+def test_a_greedy_answer_goes_with_neither_released_rounds_nor_shaped_rewards():
+    remax = {"advantage": Advantage.remax}
+    passes(**remax)
+    text = message(remax, rollout__branching=Branching.released)
+    assert "rollout.branching=released: expected another one with algo.advantage=remax" in text
+    assert "algo.advantage=remax: expected one that compares" in message(remax | PAPER)

@@ -32,6 +32,7 @@ def batch(**changes):
         "rollout_logp_BT": zeros_BT,
         "rollout_entropy_BT": zeros_BT,
         "version_BT": torch.zeros(4, 2, dtype=torch.int64),
+        "baseline_B": torch.tensor([0.25, 0.25, 4.0, 4.0]),
     }
     return TrainBatch(**(values | changes))
 
@@ -274,7 +275,7 @@ def test_aepo_scales_by_the_entropy_of_the_token_last():
         "aepo/flipped"
     ] == pytest.approx(4 / 7)
     with pytest.raises(ValueError, match=r"entropy_BT: got None.*algo\.entropy_scale=0\.2"):
-        advantages(batch(), algo)
+        advantages(batch(baseline_B=None), algo)
 
 
 def test_corrections_by_hand():
@@ -320,3 +321,19 @@ def test_mismatch_reads_trained_tokens_only():
     assert metrics["mismatch/ess"] < 1
     assert metrics["mismatch/entropy_mean_abs"] == pytest.approx(0.1)
     assert metrics["mismatch/entropy_max_abs"] == pytest.approx(0.7)
+
+
+def test_remax_is_the_reward_over_the_greedy_answers():
+    algo = AlgoConfig(advantage=Advantage.remax)
+    found_BT, _ = advantages(batch(), algo)
+    assert_close(found_BT, torch.tensor([[0.75, 0.75], [-0.25, -0.25], [-1.0, -1.0], [-3.0, 0.0]]))
+
+
+def test_remax_takes_the_others_mean_where_the_greedy_answer_failed():
+    algo = AlgoConfig(advantage=Advantage.remax)
+    given = batch(baseline_B=torch.tensor([math.nan, math.nan, 4.0, 4.0]))
+    found_BT, _ = advantages(given, algo)
+    # Of rewards 1 and 0 each is the other's baseline.
+    assert_close(found_BT, torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [-3.0, 0.0]]))
+    with pytest.raises(ValueError, match=r"baseline_B: got None.*algo.advantage=remax"):
+        advantages(batch(baseline_B=None), algo)

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+from mega_agentrl.config.algo_schema import AlgoConfig
+from mega_agentrl.config.choices import Advantage
 from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.rollout.tree_file import read_trees
 from mega_agentrl.train.loop import train
@@ -47,6 +49,17 @@ def test_without_any_step_it_is_one_evaluation(parts, config, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "validation only" in shown and "change" not in shown
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_remax_samples_greedy_answers_beside_the_groups(parts, config, tmp_path):
+    parts.demonstrations = None
+    config = replace(config, algo=AlgoConfig(advantage=Advantage.remax))
+    train(parts, config)
+    steps = [line for line in lines(tmp_path) if line["stage"] == "rl"]
+    assert [line["rollout/greedy_failed"] for line in steps] == [0.0, 0.0]
+    assert all(line["rollout/greedy_tokens"] > 0 for line in steps)
+    assert [line["rollout/num_trajectories"] for line in steps] == [12.0, 12.0]
+    assert not any(name.startswith("rollout/greedy") for name in lines(tmp_path)[0])
 
 
 def test_a_run_leaves_metrics_summary_curve_and_rollouts(parts, config, tmp_path):
