@@ -37,7 +37,7 @@ SUPPORTED_ARCHITECTURES = (
 )
 
 
-ALONE = (Advantage.reinforce_plus_plus, Advantage.remax)
+ALONE = (Advantage.reinforce_plus_plus, Advantage.remax, Advantage.gae)
 """Estimators that learn from one trajectory of a prompt."""
 
 
@@ -55,6 +55,11 @@ def check(config: TrainConfig) -> None:
     _check_groups(config)
     _check_released(config)
     _check_restarts(config)
+    if config.algo.needs_critic and _has_experts(model):
+        raise ValueError(
+            "algo.advantage=gae: model.path has experts, expected a dense model, a critic is one "
+            "of its kind; probable cause: a preset of another model (grpo, rloo need no critic)"
+        )
     check_algo(config)
     check_reward(config)
     # Where the sandboxes are on other nodes, those say at their start whether they have it.

@@ -58,7 +58,8 @@ class FilterKey(StrEnum):
 
 
 class Advantage(StrEnum):
-    """Estimator of the advantage; remax has a greedy answer to each prompt as the baseline."""
+    """Estimator of the advantage; remax has a greedy answer to each prompt as the baseline, gae a
+    critic."""
 
     grpo = "grpo"
     rloo = "rloo"
@@ -66,6 +67,7 @@ class Advantage(StrEnum):
     reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
     arpo_hard = "arpo_hard"
     remax = "remax"
+    gae = "gae"
 
 
 class PolicyLoss(StrEnum):

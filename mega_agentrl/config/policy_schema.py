@@ -76,6 +76,9 @@ class OptimConfig:
     schedule: from lr down to min_lr over decay_steps optimizer steps (null: those of the whole
     run), after a linear rise over warmup_steps. micro_batch_tokens: token budget of one forward
     pass on one rank. num_minibatches: optimizer steps per batch of rollouts.
+
+    critic_lr: of the critic of algo.advantage=gae, constant; all else is as for the policy.
+    critic_warmup_steps: RL steps at the beginning in which the critic alone is updated.
     """
 
     lr: float = 1e-6
@@ -88,6 +91,8 @@ class OptimConfig:
     grad_clip: float = 1.0
     micro_batch_tokens: int = 16384
     num_minibatches: int = 1
+    critic_lr: float = 1e-5
+    critic_warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, "optim.lr", self.lr, "at least 0")
@@ -108,6 +113,9 @@ class OptimConfig:
             self.betas,
             "two numbers in [0, 1)",
         )
+        require(self.critic_lr >= 0, "optim.critic_lr", self.critic_lr, "at least 0")
+        num_warm = self.critic_warmup_steps
+        require(num_warm >= 0, "optim.critic_warmup_steps", num_warm, "at least 0")
         require(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
         for key in ("micro_batch_tokens", "num_minibatches"):
             require(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")

@@ -19,6 +19,7 @@ import ray
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
+from mega_agentrl.runtime.critic_group import CriticGroup
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.policy_group import PolicyGroup
@@ -56,6 +57,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             config, stack, run_dir / "logs", start_tools if hosted else None
         )
         reward_model = _start_reward_model(config, stack, run_dir / "logs")
+        critic = _start_critic(config, stack, run_dir / "logs")
         yield Parts(
             run_dir=run_dir,
             policy=policy,
@@ -64,6 +66,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             codec=given.codec,
             rubric=rubric,
             reward_model=reward_model,
+            critic=critic,
             prompts=PromptSampler(given.prompts, config.seed),
             validation=given.validation,
             dev=given.dev,
@@ -106,6 +109,16 @@ def _start_reward_model(
         return None
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     group = RewardGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(group.close)
+    group.start()
+    return group
+
+
+def _start_critic(config: TrainConfig, stack: ExitStack, log_folder: Path) -> CriticGroup | None:
+    if not config.algo.needs_critic or config.validates_only:
+        return None
+    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    group = CriticGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(group.close)
     group.start()
     return group

@@ -2,8 +2,8 @@
 
 Synchronous: every trajectory of a step is sampled with the weights the step updates, but for
 the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`, `rewards`,
-`steering`, `evaluate` and `supervised`; what is shown and kept is in `session`; how a run ends
-early and goes on is in `stopping`, `safekeeping` and `resume`.
+`steering`, `values`, `evaluate` and `supervised`; what is shown and kept is in `session`; how a run
+ends early and goes on is in `stopping`, `safekeeping` and `resume`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mega_agentrl.train.steering import (
 )
 from mega_agentrl.train.stopping import Stopper
 from mega_agentrl.train.supervised import warm_start
+from mega_agentrl.train.values import add_values, update_models
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -135,7 +136,7 @@ def prepare_step(
         collected = collect_groups(parts, groups, step)
         batch = pack(collected.trees)
     with phase("logprob"):
-        batch = parts.policy.add_logprobs(batch)
+        batch = add_values(parts, parts.policy.add_logprobs(batch))
     with phase("reward"):
         collected, batch = settle_rewards(parts, collected, batch)
     with phase("advantage"):
@@ -154,10 +155,11 @@ def take_step(
     """The update and all that follows from it; in the middle of it nothing can be saved."""
     phase, lesson, collected = session.clock.phase, task.lesson, task.collected
     with phase("update"):
-        stats = parts.policy.update(lesson.batch, lesson.kl_weight_BT)
+        stats, valued = update_models(parts, config, lesson, step)
     with phase("advantage"):
         controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
-    session.report_step(step, collected, lesson.batch, stats, {**lesson.metrics, **shown}, sent)
+    figures = {**lesson.metrics, **shown, **valued}
+    session.report_step(step, collected, lesson.batch, stats, figures, sent)
     return controllers

@@ -39,7 +39,7 @@ def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
     lost = config.algo.needs_reference and not config.model.reference
     if past and parts.demonstrations and lost:
         _make_reference(parts, config, folders)
-    found = run_state.restore_newest(parts.policy, folders)
+    found = run_state.restore_newest(parts.policy, folders, parts.critic)
     if found is None:
         # Of a run that was killed before its first checkpoint.
         (run_dir / METRICS).unlink(missing_ok=True)

@@ -4,9 +4,11 @@
     run/checkpoints/step-000020/manifest.json    last of all; its `extra` is the `RunState`
     run/checkpoints/warm-000100/                 of a warm start that was stopped
     run/start/step-000000/                       the same right behind the warm start; stays
+    run/critic/step-000020/                      the critic's half, written before the policy's
 
 One folder holds both halves, so that they are of the same step whatever moment a run is killed.
-A folder counts from its manifest on (`actor.checkpoint_folder`), and the newest `keep` stay.
+A folder counts from its manifest on (`actor.checkpoint_folder`), and the newest `keep` stay. With a
+critic it counts where the critic's half is whole too; before the first RL step that is not needed.
 
 The state is of the pause between two steps. Not in it: the weights in the engine (sent anew),
 the reference (the warm start's weights, in `start/`, or those of `model.path`), and groups carried
@@ -26,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.actor import checkpoint_folder
 from mega_agentrl.report.comparison import Mark
-from mega_agentrl.train.run_folder import CHECKPOINTS, METRICS, START
+from mega_agentrl.train.run_folder import CHECKPOINTS, CRITIC, METRICS, START
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from mega_agentrl.types.ports import Policy
+    from mega_agentrl.types.ports import Critic, Policy
     from mega_agentrl.types.records import RolloutTree
 
 FOLDER = CHECKPOINTS
@@ -145,11 +147,13 @@ def save(
     keep: int = KEEP,
     name: str = FOLDER,
     same_policy: bool = False,
+    critic: Critic | None = None,
 ) -> Path:
     """Write a checkpoint of the run and wait for it; older ones than the newest `keep` go.
 
     name: the folder of checkpoints, `START` for the one that stays. same_policy: a checkpoint of
     this step that is there holds the policy as it is now, and only the rest is written anew.
+    critic: whose half goes with it.
     A damaged one of the same step, which `latest` passed over, is replaced. Raises what
     `Policy.save` raises; the checkpoints before are as they were then.
     """
@@ -162,6 +166,12 @@ def save(
         return folder
     if folder not in whole:
         (folder / checkpoint_folder.MANIFEST).unlink(missing_ok=True)
+    if critic is not None and state.step:
+        beside = _critic_half(folder)
+        # Of a save that was cut short between the halves.
+        (beside / checkpoint_folder.MANIFEST).unlink(missing_ok=True)
+        # One more than of the policy's, which are one behind until theirs is written.
+        critic.save(beside, {}, keep + 1)
     policy.save(folder, state.to_plain(), keep)
     return folder
 
@@ -192,7 +202,9 @@ def is_of_warm_start(folder: Path) -> bool:
     return folder.name.startswith(_WARM)
 
 
-def restore_newest(policy: Policy, folders: Iterable[Path]) -> tuple[Path, RunState] | None:
+def restore_newest(
+    policy: Policy, folders: Iterable[Path], critic: Critic | None = None
+) -> tuple[Path, RunState] | None:
     """Take up the first checkpoint whose contents are whole; None where none is.
 
     What turns out to be damaged is no checkpoint from then on, with a warning. Raises what
@@ -200,10 +212,11 @@ def restore_newest(policy: Policy, folders: Iterable[Path]) -> tuple[Path, RunSt
     """
     for folder in folders:
         try:
-            return folder, restore(policy, folder)
+            return folder, restore(policy, folder, critic)
         except (RuntimeError, ValueError) as error:
-            manifest = checkpoint_folder.Manifest.read(folder)
-            damage = checkpoint_folder.find_damage(folder, manifest, manifest.files, contents=True)
+            damage = _damage(folder)
+            if damage is None and critic is not None and _step_of(folder):
+                damage = _damage(_critic_half(folder))
             if damage is None:
                 raise
             _logger.warning("checkpoint %s is passed over: %s (%s)", folder, damage, error)
@@ -212,14 +225,33 @@ def restore_newest(policy: Policy, folders: Iterable[Path]) -> tuple[Path, RunSt
     return None
 
 
-def restore(policy: Policy, folder: Path) -> RunState:
-    """Take up a checkpoint that `save` wrote: the policy's half, and the rest as returned.
+def restore(policy: Policy, folder: Path, critic: Critic | None = None) -> RunState:
+    """Take up a checkpoint that `save` wrote: policy and critic, and the rest as returned.
 
     Raises `ValueError` where it holds no state of a run, and what `Policy.resume` raises.
     """
     state = RunState.from_plain(checkpoint_folder.Manifest.read(folder).extra)
+    if critic is not None and state.step:
+        critic.resume(_critic_half(folder))
     policy.resume(folder)
     return state
+
+
+def _critic_half(folder: Path) -> Path:
+    return folder.parent.parent / CRITIC / folder.name
+
+
+def _step_of(folder: Path) -> int:
+    return RunState.from_plain(checkpoint_folder.Manifest.read(folder).extra).step
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's contents; None where nothing is."""
+    try:
+        manifest = checkpoint_folder.Manifest.read(folder)
+    except ValueError as error:
+        return str(error)
+    return checkpoint_folder.find_damage(folder, manifest, manifest.files, contents=True)
 
 
 def forget_after(

@@ -156,8 +156,13 @@ class Safekeeping:
         self._is_policy_saved = False
 
     def _save(self) -> None:
-        same = self._is_policy_saved
-        run_state.save(self._parts.policy, self._session.run_dir, self._state(), same_policy=same)
+        run_state.save(
+            self._parts.policy,
+            self._session.run_dir,
+            self._state(),
+            same_policy=self._is_policy_saved,
+            critic=self._parts.critic,
+        )
         self._is_saved = self._is_policy_saved = True
 
     def _state(self) -> RunState:

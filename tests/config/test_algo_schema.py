@@ -47,6 +47,8 @@ def preset(name):
         ({"kl_target": 0.0}, "algo.kl_target=0.0"),
         ({"kl_target": 0.1}, r"algo.kl_coef=0.0: expected above 0 with algo.kl_target=0.1"),
         ({"kl_horizon": 0}, "algo.kl_horizon=0"),
+        ({"gamma": 1.1, "advantage": Advantage.gae}, "algo.gamma=1.1: expected 0 to 1"),
+        ({"lam": 0.9}, "algo.lam=0.9: expected 1 with algo.advantage=grpo"),
     ],
 )
 def test_a_wrong_value_is_named(changes, said):
@@ -120,6 +122,7 @@ def test_every_preset_is_valid(name):
             Branching.none,
         ),
         ("remax", {"advantage": Advantage.remax}, Branching.none),
+        ("ppo", {"advantage": Advantage.gae, "lam": 0.95}, Branching.none),
         (
             "reinforce_plus_plus",
             {

@@ -1,5 +1,6 @@
 """A run that is ended at any moment and started again ends as one that nobody disturbed."""
 
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from tests.train.mortal_run import STEPS, Killed, Moments, die, make_config, out
 KINDS = {
     "warm start, ARES with its bootstrap": {"warm": True, "ares": True},
     "no warm start, adaptive KL": {"warm": False, "ares": False},
+    "a critic with its warm-up": {"warm": False, "ares": False, "critic": True},
 }
 
 
@@ -96,6 +98,14 @@ def test_an_evaluation_of_the_start_alone_takes_no_checkpoint(config, tmp_path):
     alone = replace(made, total_steps=0)
     with pytest.raises(ValueError, match=r"total_steps=0: .* holds the checkpoint step-000002"):
         start(alone, Moments())
+
+
+def test_a_checkpoint_without_its_critics_half_is_passed_over(config, tmp_path, caplog):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False, critic=True)
+    half = Path(made.run_dir) / "critic" / "step-000002"
+    shutil.rmtree(half)
+    assert outcome(made, start(made, Moments())) == expected
+    assert "step-000002 is passed over" in caplog.text
 
 
 def test_a_signal_loses_no_finished_step(config, tmp_path):
