@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mega_agentrl.batch.balance import token_imbalance
+from mega_agentrl.batch.minibatch import step_lengths
 from mega_agentrl.report.curve import CurvePoint, HeldOutPoint, write_curve
 from mega_agentrl.report.progress import StageProgress, StepView, duration
 from mega_agentrl.report.table import EvalView, print_comparison, print_evaluation
@@ -168,6 +170,10 @@ class Session:
             "update/learning_rate": stats.learning_rate,
             "update/num_tokens": stats.num_tokens,
             "update/num_skipped": stats.num_skipped,
+            "batch/token_imbalance": token_imbalance(
+                step_lengths(batch, self._config.optim.num_minibatches),
+                self._config.parallel.data,
+            ),
             **{f"update/{name}": value for name, value in stats.metrics.items()},
             **{f"send/{name}": value for name, value in sent.items()},
         }

@@ -100,6 +100,8 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
         ("sft.target_success", 1.5),
         ("data.prompts_per_step", 0),
         ("evaluate.num_samples", 0),
+        ("evaluate.every", -1),
+        ("cluster.call_deadline_s", 0.0),
         ("report.trees_every", -1),
         ("cluster.num_engines", 0),
         ("total_steps", -1),

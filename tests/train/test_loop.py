@@ -51,6 +51,14 @@ def test_without_any_step_it_is_one_evaluation(parts, config, tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_steps_say_how_evenly_tokens_are_shared(parts, config, tmp_path):
+    parts.demonstrations = None
+    config = replace(config, parallel=replace(config.parallel, data=2))
+    train(parts, config)
+    shown = [x["batch/token_imbalance"] for x in lines(tmp_path) if x["stage"] == "rl"]
+    assert all(1 <= value < 1.5 for value in shown)
+
+
 def test_remax_samples_greedy_answers_beside_the_groups(parts, config, tmp_path):
     parts.demonstrations = None
     config = replace(config, algo=AlgoConfig(advantage=Advantage.remax))
