@@ -1,7 +1,7 @@
 """The verbs of the loop that collect. Each reads its inputs and returns.
 
-Order within a step: collect -> pack -> log-probs -> the rewards that were missing (`rewards`) ->
-corrections and advantages (`advantages`) -> update -> send weights.
+Order within a step: collect -> pack -> log-probs and values -> the rewards that were missing
+(`rewards`) -> corrections and advantages (`advantages`) -> update -> send weights.
 """
 
 from __future__ import annotations

@@ -102,6 +102,12 @@ def check_run(config: TrainConfig, built: TrainConfig) -> None:
             "algo.ares.bootstrap=True: expected false in a comparison, whose budget is of what "
             "training generates; the rollouts of a bootstrap would come on top"
         )
+    if config.algo.needs_critic:
+        raise ValueError(
+            f"algo.advantage={config.algo.advantage}: expected one without a critic in a "
+            "comparison, whose runs share one policy that is set back to the warm start and have "
+            "no such start for a critic; probable cause: algo=ppo among the algorithms"
+        )
     optim = config.optim
     if optim.schedule is not LrSchedule.constant and optim.decay_steps is None:
         raise ValueError(

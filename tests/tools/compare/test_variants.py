@@ -76,6 +76,13 @@ def test_a_bootstrap_is_refused(configs):
         check_run(replace(ares, algo=algo), configs["base"][0])
 
 
+def test_a_critic_is_refused(configs):
+    config, _ = configs["grpo"]
+    algo = replace(config.algo, advantage=Advantage.gae)
+    with pytest.raises(ValueError, match=r"algo\.advantage=gae: expected one without a critic"):
+        check_run(replace(config, algo=algo), configs["base"][0])
+
+
 def test_a_misspelt_override_names_the_nearest_key():
     with pytest.raises(ValueError, match=r"nearest known is 'optim\.lr'"):
         make_config(["optm.lr=1"], run_dir=Path("x"))
