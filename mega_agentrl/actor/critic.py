@@ -10,10 +10,11 @@ Values in and out are plain or CPU tensors, so that a remote call can carry them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mega_agentrl.actor import checkpoint
 from mega_agentrl.actor.heads import ScalarHead
 from mega_agentrl.actor.network import Network, Seat, summary
 from mega_agentrl.algo.policy_loss import aggregate, count
@@ -23,10 +24,15 @@ from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import SCORE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mega_agentrl.actor.packing import MicroBatch
     from mega_agentrl.actor.schedule import Share
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
+
+VALUE_CLIP = 0.5
+"""How far an update may move a value before its gradient stops, in units of the reward."""
 
 VALUE_METRICS = ("value_loss", "value_clipfrac", "value", "return")
 
@@ -78,16 +84,9 @@ class ValueObjective:
 class CriticRank:
     """One process's part of the critic; weights are undefined until `load`."""
 
-    def __init__(
-        self, config: TrainConfig, seat: Seat, *, model_path: str, value_clip: float = 0.5
-    ) -> None:
-        """model_path: checkpoint of a policy, or of a sequence classifier with one label.
-
-        value_clip: how far an update may move a value before its gradient stops, in units of
-        the reward.
-        """
+    def __init__(self, config: TrainConfig, seat: Seat, *, model_path: str) -> None:
+        """model_path: checkpoint of a policy, or of a sequence classifier with one label."""
         self._config = config
-        self._value_clip = value_clip
         shape = ModelShape.from_folder(model_path).with_scalar_head()
         self.network = Network(config, shape, seat)
 
@@ -116,18 +115,32 @@ class CriticRank:
     def update(self, batch: TrainBatch, lr: float | None = None) -> UpdateStats:
         """optim.num_minibatches steps of the clipped value loss over the batch, in row order.
 
-        lr: in place of the schedule's. The metric `explained_variance` is that of the values
+        lr: in place of optim.critic_lr. The metric `explained_variance` is that of the values
         in the batch, from before the update.
         """
         head = ScalarHead(num_positions=batch.response_BT.size(1))
         mode = str(self._config.algo.aggregation)
+        lr = self._config.optim.critic_lr if lr is None else lr
         results = []
         for mask_BT in step_masks(batch.mask_BT, self._config.optim.num_minibatches):
-            objective = ValueObjective(batch, mask_BT, self._value_clip, mode)
+            objective = ValueObjective(batch, mask_BT, VALUE_CLIP, mode)
             results.append(self.network.step(batch, mask_BT, head, objective, VALUE_METRICS, lr=lr))
         stats = summary(results, VALUE_METRICS)
         explained = explained_variance(batch.value_BT, batch.return_BT, batch.mask_BT).item()
         return replace(stats, metrics={**stats.metrics, "explained_variance": explained})
+
+    def save(
+        self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> str:
+        """Write a checkpoint of the training state; see `actor.checkpoint.save`."""
+        timeout_s = self._config.cluster.call_deadline_s
+        return str(
+            checkpoint.save(self.network, folder, extra=extra, keep=keep, timeout_s=timeout_s)
+        )
+
+    def resume(self, folder: str) -> dict[str, Any]:
+        """Take up a checkpoint, of any layout; returns what `save` was given as extra."""
+        return checkpoint.load(self.network, folder)
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""

@@ -1,6 +1,6 @@
 """The learning rate of an optimizer step, as a pure function of its number.
 
-With W warm-up steps and the decay ending at step D:
+With W warm-up steps and a run of D steps:
 
     step < W    lr * (step + 1) / W             a straight rise from 0
     else        x = (step - W) / (D - W), held at 1 after D
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def learning_rate(step: int, settings: OptimConfig, total_steps: int) -> float:
     """Learning rate of step number `step`, which counts from 0.
 
-    total_steps: optimizer steps of the whole run, where settings.decay_steps is null. Raises
-    `ValueError` for a negative step or a run without steps.
+    total_steps: optimizer steps of the whole run. Raises `ValueError` for a negative step or a
+    run without steps.
     """
     if step < 0 or total_steps < 1:
         raise ValueError(
@@ -37,10 +37,9 @@ def learning_rate(step: int, settings: OptimConfig, total_steps: int) -> float:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.schedule == LrSchedule.constant:
         return settings.lr
-    end = total_steps if settings.decay_steps is None else settings.decay_steps
     done = 1.0
-    if step < end:
-        done = (step - settings.warmup_steps) / (end - settings.warmup_steps)
+    if step < total_steps:
+        done = (step - settings.warmup_steps) / (total_steps - settings.warmup_steps)
     if settings.schedule == LrSchedule.linear:
         left = 1.0 - done
     else:

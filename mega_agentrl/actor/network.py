@@ -117,6 +117,17 @@ class Network:
         head takes the body of a policy.
         Raises `ValueError` where the folder holds a model of another shape.
         """
+        self.read(folder, fresh=fresh)
+        self.source = Path(folder)
+        if self._optimizer is not None:
+            self._optimizer.reload()
+            self.reset_optimizer()
+
+    def read(self, folder: str, *, fresh: Collection[str] = ()) -> None:
+        """Put this rank's slices of a checkpoint into the parameters, and touch nothing else.
+
+        Raises `ValueError` where the folder holds a model of another shape.
+        """
         shape = ModelShape.from_folder(folder)
         if self.shape.head is HeadKind.scalar:
             shape = shape.with_scalar_head()
@@ -129,10 +140,6 @@ class Network:
             if any(block.hf_name in fresh for block in shard.blocks):
                 self.parameters[shard.name].detach().zero_()
         read_shards(folder, self.layout, hf_shapes(shape), self.parameters, fresh=fresh)
-        self.source = Path(folder)
-        if self._optimizer is not None:
-            self._optimizer.reload()
-            self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """Forget moments and step count; the learning rate's course starts again."""

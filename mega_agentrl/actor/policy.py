@@ -44,7 +44,8 @@ class PolicyRank:
 
     def __init__(self, config: TrainConfig, seat: Seat) -> None:
         self._config = config
-        self.network = Network(config, ModelShape.from_folder(config.model.path), seat)
+        shape = ModelShape.from_folder(config.model.path)
+        self.network = Network(config, shape, seat, trains=not config.validates_only)
         self._shard = vocab_shard(self.network.shape, self.network.groups)
         self._reference: Reference | None = None
         self._profile = StepProfile()
@@ -52,15 +53,26 @@ class PolicyRank:
     def load(self, folder: str) -> None:
         """Read this rank's slices of a checkpoint of the same shape; moments start anew.
 
-        Where the objective needs a reference, the loaded weights become it as well.
+        Where the objective needs a reference, the loaded weights become it as well. Without
+        training there is neither that nor an optimizer.
         """
         self.network.load(folder)
-        if self._config.algo.needs_reference:
+        if self._config.algo.needs_reference and self.network.trains:
             self.freeze_reference()
 
     def freeze_reference(self) -> None:
-        """Keep a copy of the current weights, in host memory, as the reference of the KL term."""
-        if self._reference is None:
+        """Keep a copy of the current weights, in host memory, as the reference of the KL term.
+
+        Where `model.reference` names a model, that is the reference whatever the weights are.
+        """
+        given = self._config.model.reference
+        if given and self._reference is not None:
+            return
+        if given:
+            self._reference = Reference(self.network.parameters.values())
+            with self._reference.in_place():
+                self.network.read(given)
+        elif self._reference is None:
             self._reference = Reference(self.network.parameters.values())
         else:
             self._reference.freeze()
@@ -68,7 +80,8 @@ class PolicyRank:
     def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
         """Go on with another objective; temperature: of sampling.
 
-        Where it needs a reference, the weights as they are now become it.
+        Where it needs a reference, the weights as they are now become it, unless
+        `model.reference` names another.
         """
         rollout = replace(self._config.rollout, temperature=temperature)
         self._config = replace(self._config, algo=algo, rollout=rollout)
@@ -171,7 +184,7 @@ class PolicyRank:
         The reference is not in it: it is made by `load`, `freeze_reference` or `set_objective`,
         as at the start.
         """
-        timeout_s = self._config.cluster.actor_deadline_s
+        timeout_s = self._config.cluster.call_deadline_s
         return str(
             checkpoint.save(self.network, folder, extra=extra, keep=keep, timeout_s=timeout_s)
         )

@@ -48,6 +48,20 @@ def plan_micro_batches(
         num_micro += num_multiple
 
 
+def token_imbalance(steps: Sequence[Sequence[int]], num_data: int) -> float:
+    """Tokens of the fullest data rank over the mean of the ranks, as the plan deals them; >= 1.
+
+    steps: tokens of each row, by optimizer step. In each step the ranks wait for the fullest, so
+    these are what adds up. 1 where there is no row.
+    """
+    fullest = total = 0
+    for lengths in steps:
+        ranks = _deal(range(len(lengths)), lengths, num_data)
+        fullest += max(sum(lengths[row] for row in rows) for rows in ranks)
+        total += sum(lengths)
+    return fullest * num_data / total if total else 1.0
+
+
 def _deal(rows: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Rows into bins of about equal tokens: longest first, to the emptiest bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]

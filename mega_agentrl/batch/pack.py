@@ -74,7 +74,19 @@ def with_rewards(batch: TrainBatch, trees: Sequence[RolloutTree]) -> TrainBatch:
         mask_BT=_trained(batch.mask_BT, trees, owners),
         group_B=torch.tensor(_groups(trees), dtype=torch.int64)[owners],
         reward_B=torch.tensor([_reward(one) for one in everyone], dtype=torch.float32)[owners],
+        baseline_B=_baselines(trees, owners),
     )
+
+
+def _baselines(trees: Sequence[RolloutTree], owners: torch.Tensor) -> torch.Tensor | None:
+    """[B] reward of the greedy answer beside each row's tree; NaN where it failed."""
+    if all(tree.greedy is None for tree in trees):
+        return None
+    values = []
+    for tree in trees:
+        score = None if tree.greedy is None or tree.greedy.failed else tree.greedy.score
+        values += [math.nan if score is None else score.value] * len(tree.trajectories)
+    return torch.tensor(values, dtype=torch.float32)[owners]
 
 
 def _trained(

@@ -73,7 +73,9 @@ class AresConfig:
 class AlgoConfig:
     """The objective.
 
-    advantage: see `Advantage`. norm_by_std: of the group, for grpo and arpo_hard.
+    advantage: see `Advantage`. norm_by_std: of the group, for grpo and arpo_hard; for gae the
+    advantages of all trained tokens are whitened. gamma, lam: discount, and GAE's weight of later
+    errors of the critic; 1, 1 is the return less the value.
     entropy_scale: AEPO's weight of a token's entropy in its advantage, 0 for none.
 
     loss: see `PolicyLoss`. clip_low, clip_high: clip range below and above 1. clip_dual: lower
@@ -88,6 +90,8 @@ class AlgoConfig:
 
     advantage: Advantage = Advantage.grpo
     norm_by_std: bool = True
+    gamma: float = 1.0
+    lam: float = 1.0
     entropy_scale: float = 0.0
     loss: PolicyLoss = PolicyLoss.clipped
     clip_low: float = 0.2
@@ -105,6 +109,15 @@ class AlgoConfig:
     ares: AresConfig = field(default_factory=AresConfig)
 
     def __post_init__(self) -> None:
+        for key in ("gamma", "lam"):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"algo.{key}", value, "0 to 1")
+            require(
+                value == 1 or self.needs_critic,
+                f"algo.{key}",
+                value,
+                f"1 with algo.advantage={self.advantage}, which reads it only for gae",
+            )
         require(0 < self.clip_low <= 1, "algo.clip_low", self.clip_low, "above 0, at most 1")
         require(self.clip_high > 0, "algo.clip_high", self.clip_high, "above 0")
         if self.clip_dual is not None:
@@ -122,6 +135,11 @@ class AlgoConfig:
                 self.kl_coef,
                 f"above 0 with algo.kl_target={self.kl_target}, it is where the coefficient starts",
             )
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.advantage is Advantage.gae
 
     @property
     def needs_reference(self) -> bool:

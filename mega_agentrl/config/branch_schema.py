@@ -17,7 +17,6 @@ class BranchConfig:
     `rollout.branching=aepo` lowers the left side by the share `penalty` for every fork in a row,
     and `released` compares it with a random number instead of tau.
     probe_tokens: tokens after a tool's answer whose mean entropy (nats) is H.
-    min_probe_tokens: with fewer tokens in the turn there is no fork.
     initial_rollouts: N roots per prompt; null means half of rollout.num_trajectories, and with
     aepo what a first, monitored root suggests.
     forks_per_decision: Z extra paths per decision (the released code's beam_size - 1).
@@ -31,7 +30,6 @@ class BranchConfig:
     tau: float = 0.5
     penalty: float = 0.05
     probe_tokens: int = 20
-    min_probe_tokens: int = 5
     initial_rollouts: int | None = None
     forks_per_decision: int = 1
     budget: Budget = Budget.partitioned
@@ -49,12 +47,8 @@ class BranchConfig:
             self.estimate_top_k,
             "between 0 (off) and 20",
         )
-        require(
-            1 <= self.min_probe_tokens <= self.probe_tokens,
-            "rollout.branch.min_probe_tokens",
-            self.min_probe_tokens,
-            f"between 1 and rollout.branch.probe_tokens={self.probe_tokens}",
-        )
+        num_probed = self.probe_tokens
+        require(num_probed >= 1, "rollout.branch.probe_tokens", num_probed, "at least 1")
         roots = self.initial_rollouts
         require(
             roots is None or roots >= 1,

@@ -39,6 +39,10 @@ SUPPORTED_ARCHITECTURES = (
 )
 
 
+ALONE = (Advantage.reinforce_plus_plus, Advantage.remax, Advantage.gae)
+"""Estimators that learn from one trajectory of a prompt."""
+
+
 def check(config: TrainConfig) -> None:
     """Raise `ValueError` for the first condition that `config` breaks.
 
@@ -47,11 +51,17 @@ def check(config: TrainConfig) -> None:
     """
     _check_files(config)
     model = read_model_config(Path(config.model.path))
+    _check_reference(config, model)
     _check_cuts(config, model)
     _check_lengths(config, model)
     _check_groups(config)
     _check_released(config)
     _check_restarts(config)
+    if config.algo.needs_critic and _has_experts(model):
+        raise ValueError(
+            "algo.advantage=gae: model.path has experts, expected a dense model, a critic is one "
+            "of its kind; probable cause: a preset of another model (grpo, rloo need no critic)"
+        )
     check_algo(config)
     check_reward(config)
     check_report(config.report)
@@ -60,12 +70,12 @@ def check(config: TrainConfig) -> None:
         _check_bubblewrap()
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
     """`config.json` of a supported Hugging Face checkpoint folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"model.path={str(folder)!r}: there is no config.json in it; expected a local "
+            f"{key}={str(folder)!r}: there is no config.json in it; expected a local "
             "Hugging Face checkpoint folder; probable cause: it has not been downloaded or made "
             "yet (`make smoke` makes runs/toolqa/model), or the run was started elsewhere"
         )
@@ -73,16 +83,36 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         model = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"model.path={str(folder)!r}: config.json is no JSON ({error}); expected the file "
+            f"{key}={str(folder)!r}: config.json is no JSON ({error}); expected the file "
             "that transformers writes; probable cause: an interrupted copy"
         ) from error
     got = model.get("architectures") if isinstance(model, dict) else None
     if not isinstance(got, list) or not set(got) & set(SUPPORTED_ARCHITECTURES):
         raise ValueError(
-            f"model.path={str(folder)!r}: architectures={got}; expected one of "
+            f"{key}={str(folder)!r}: architectures={got}; expected one of "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}; probable cause: another model family"
         )
     return dict(model)
+
+
+def _check_reference(config: TrainConfig, model: dict[str, Any]) -> None:
+    """Kind and vocabulary; all other sizes are compared before anything starts, in `inputs`."""
+    folder = config.model.reference
+    if not folder:
+        return
+    if not config.algo.needs_reference:
+        raise ValueError(
+            f"model.reference={folder!r}: expected none with algo.kl_coef=0, which reads no "
+            "reference; probable cause: the KL term was switched off alone"
+        )
+    other = read_model_config(Path(folder), "model.reference")
+    for name in ("architectures", "vocab_size"):
+        if other.get(name) != model.get(name):
+            raise ValueError(
+                f"model.reference={folder!r}: its config.json has {name}={other.get(name)}; "
+                f"expected {model.get(name)} as in model.path, token by token the two are "
+                "compared; probable cause: another model family"
+            )
 
 
 def _check_files(config: TrainConfig) -> None:
@@ -237,7 +267,7 @@ def _check_groups(config: TrainConfig) -> None:
             f"rollout.branch.initial_rollouts={roots}: expected 1 to "
             f"rollout.num_trajectories={size}; probable cause: one of them was changed alone"
         )
-    compares = config.algo.advantage is not Advantage.reinforce_plus_plus
+    compares = config.algo.advantage not in ALONE
     if config.total_steps and size < 2 and compares:
         raise ValueError(
             f"rollout.num_trajectories={size}: expected at least 2; probable cause: "

@@ -14,7 +14,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.choices import Advantage, AresMode, Correction, KlPlace, PolicyLoss
+from mega_agentrl.config.choices import (
+    Advantage,
+    AresMode,
+    Branching,
+    Correction,
+    KlPlace,
+    PolicyLoss,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.config.algo_schema import AlgoConfig
@@ -28,6 +35,8 @@ def check_algo(config: TrainConfig) -> None:
     if config.algo.loss is PolicyLoss.gspo:
         _check_sequence_ratio(config)
     _check_correction(config)
+    _check_remax(config)
+    _check_critic(config)
     _check_egpo(config.algo)
     _check_ares(config.algo)
 
@@ -50,12 +59,12 @@ def _check_sequence_ratio(config: TrainConfig) -> None:
             "is several rows then",
             "a setting of another loss",
         )
-    if algo.advantage is Advantage.arpo_hard:
+    if algo.advantage in (Advantage.arpo_hard, Advantage.gae):
         _refuse(
             "algo.advantage",
             algo.advantage,
             "one of whole trajectories with algo.loss=gspo",
-            "arpo_hard differs between the tokens of a row",
+            f"{algo.advantage} differs between the tokens of a row",
         )
     if algo.entropy_scale:
         _refuse(
@@ -85,11 +94,51 @@ def _check_correction(config: TrainConfig) -> None:
         )
 
 
+def _check_remax(config: TrainConfig) -> None:
+    if config.algo.advantage is not Advantage.remax:
+        return
+    if config.rollout.branching is Branching.released:
+        _refuse(
+            "rollout.branching",
+            Branching.released,
+            "another one with algo.advantage=remax, whose greedy answers go beside the groups",
+            "ARPO's released rounds, which have no room for them",
+        )
+    if config.algo.ares.mode is not AresMode.off:
+        _refuse(
+            "algo.advantage",
+            Advantage.remax,
+            f"one that compares trajectories with algo.ares.mode={config.algo.ares.mode}, whose "
+            "shaped rewards a greedy answer does not get",
+            "two algorithms were put together",
+        )
+
+
+def _check_critic(config: TrainConfig) -> None:
+    optim, algo = config.optim, config.algo
+    if not algo.needs_critic:
+        if optim.critic_warmup_steps:
+            _refuse(
+                "optim.critic_warmup_steps",
+                optim.critic_warmup_steps,
+                f"0 with algo.advantage={algo.advantage}, which has no critic",
+                "the estimator was changed alone",
+            )
+        return
+    if config.total_steps and not config.epochs and optim.critic_warmup_steps >= config.total_steps:
+        _refuse(
+            "optim.critic_warmup_steps",
+            optim.critic_warmup_steps,
+            f"below total_steps={config.total_steps}, or the policy is never updated",
+            "a short run with the warm-up of a long one",
+        )
+
+
 def _check_egpo(algo: AlgoConfig) -> None:
     egpo = algo.egpo
     if not egpo.lam:
         return
-    if algo.advantage is Advantage.reinforce_plus_plus:
+    if algo.advantage in (Advantage.reinforce_plus_plus, Advantage.gae):
         _refuse(
             "algo.advantage",
             algo.advantage,

@@ -58,13 +58,16 @@ class FilterKey(StrEnum):
 
 
 class Advantage(StrEnum):
-    """Estimator of the advantage."""
+    """Estimator of the advantage; remax has a greedy answer to each prompt as the baseline, gae a
+    critic."""
 
     grpo = "grpo"
     rloo = "rloo"
     reinforce_plus_plus = "reinforce_plus_plus"
     reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
     arpo_hard = "arpo_hard"
+    remax = "remax"
+    gae = "gae"
 
 
 class PolicyLoss(StrEnum):

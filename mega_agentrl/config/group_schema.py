@@ -14,8 +14,7 @@ class GroupConfig:
     """Which groups (all trajectories of one prompt) a step takes; see `rollout.groups`.
 
     filter_key: a group is kept where the mean of this number is inside of filter_range, its ends
-    left out, else another prompt takes its place. filter_max_rounds: at most that many times
-    data.prompts_per_step prompts are taken as such replacements in one step, then it is an error.
+    left out, else another prompt takes its place.
     oversample: prompts started in a step beyond data.prompts_per_step.
     quorum, straggler_s: once that share of data.prompts_per_step is kept, the unfinished groups
     have that many seconds; 0 is no limit. carry_over: what is unfinished then, or is more than
@@ -24,7 +23,6 @@ class GroupConfig:
 
     filter_key: FilterKey = FilterKey.none
     filter_range: list[float] = field(default_factory=lambda: [0.01, 0.99])
-    filter_max_rounds: int = 20
     oversample: int = 0
     quorum: float = 1.0
     straggler_s: float = 0.0
@@ -39,7 +37,7 @@ class GroupConfig:
             ends,
             "two finite numbers, the lower one first",
         )
-        for key in ("filter_max_rounds", "oversample", "straggler_s"):
+        for key in ("oversample", "straggler_s"):
             require(getattr(self, key) >= 0, f"rollout.{key}", getattr(self, key), "at least 0")
         require(0 < self.quorum <= 1, "rollout.quorum", self.quorum, "in (0, 1]")
         require(

@@ -12,10 +12,13 @@ from mega_agentrl.config.ranges import require
 class ModelConfig:
     """path: Hugging Face checkpoint folder the run starts from. dtype: see `Dtype`.
 
+    reference: folder of a model of the same shape and vocabulary that the KL term compares with;
+    empty: the weights as they are when RL begins.
     bfloat16 weights are stepped through float32 masters; gradients are float32 always.
     """
 
     path: str = ""
+    reference: str = ""
     dtype: Dtype = Dtype.auto
 
 
@@ -70,21 +73,25 @@ class ParallelConfig:
 class OptimConfig:
     """Adam, betas the decay rates of its moments.
 
-    schedule: from lr down to min_lr over decay_steps optimizer steps (null: those of the whole
-    run), after a linear rise over warmup_steps. micro_batch_tokens: token budget of one forward
-    pass on one rank. num_minibatches: optimizer steps per batch of rollouts.
+    schedule: from lr down to min_lr at the end of the run, after a linear rise over warmup_steps
+    optimizer steps. micro_batch_tokens: token budget of one forward pass on one rank.
+    num_minibatches: optimizer steps per batch of rollouts.
+
+    critic_lr: of the critic of algo.advantage=gae, constant; all else is as for the policy.
+    critic_warmup_steps: RL steps at the beginning in which the critic alone is updated.
     """
 
     lr: float = 1e-6
     schedule: LrSchedule = LrSchedule.constant
     warmup_steps: int = 0
-    decay_steps: int | None = None
     min_lr: float = 0.0
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     grad_clip: float = 1.0
     micro_batch_tokens: int = 16384
     num_minibatches: int = 1
+    critic_lr: float = 1e-5
+    critic_warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         require(self.lr >= 0, "optim.lr", self.lr, "at least 0")
@@ -92,19 +99,15 @@ class OptimConfig:
             0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"0 to optim.lr={self.lr}"
         )
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "at least 0")
-        if self.decay_steps is not None:
-            require(
-                self.decay_steps > self.warmup_steps,
-                "optim.decay_steps",
-                self.decay_steps,
-                f"above optim.warmup_steps={self.warmup_steps}, or null",
-            )
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             "optim.betas",
             self.betas,
             "two numbers in [0, 1)",
         )
+        require(self.critic_lr >= 0, "optim.critic_lr", self.critic_lr, "at least 0")
+        num_warm = self.critic_warmup_steps
+        require(num_warm >= 0, "optim.critic_warmup_steps", num_warm, "at least 0")
         require(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
         for key in ("micro_batch_tokens", "num_minibatches"):
             require(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")

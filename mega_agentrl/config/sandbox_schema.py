@@ -11,7 +11,6 @@ _AT_LEAST = {
     "hosts": 0,
     "workers": 1,
     "memory_mib": 64,
-    "total_memory_mib": 128,
 }
 
 
@@ -28,8 +27,8 @@ class PythonToolConfig:
 
     Limits of a call. timeout_s: wall time; CPU time of its main process, threads together, and
     of each other process is limited to as much. memory_mib: address space of each process beyond
-    the warm interpreter's. total_memory_mib: of all its processes with their files, in a
-    trajectory's branches together; where a control group can be written. Fixed are 4000
+    the warm interpreter's; four times that is what all its processes with their files may hold,
+    in a trajectory's branches together, where a control group can be written. Fixed are 4000
     characters of an answer, 64 processes, 256 open files for each, and 64 MiB of /tmp and of
     /dev/shm (`sandbox.pool`, `sandbox.inner.settings`).
 
@@ -43,7 +42,6 @@ class PythonToolConfig:
     workers: int = 2
     timeout_s: float = 10.0
     memory_mib: int = 512
-    total_memory_mib: int = 2048
     preload: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
 
     def __post_init__(self) -> None:
@@ -51,3 +49,8 @@ class PythonToolConfig:
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             require(value >= least, f"tool.python.{name}", value, f"at least {least}")
+
+    @property
+    def total_memory_mib(self) -> int:
+        """MiB of all processes of a sandbox together: a few at their limit, not all 64."""
+        return 4 * self.memory_mib

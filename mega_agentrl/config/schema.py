@@ -39,8 +39,7 @@ class EngineConfig:
 
     tensor: its tensor-parallel size. max_model_len: prompt plus response, tokens.
     kv_cache_gib: KV cache on a CPU. memory_fraction: share of GPU memory on a GPU.
-    max_concurrent: requests that run at once. call_deadline_s: limit of one request. eager: no
-    graph capture (always so on a CPU).
+    max_concurrent: requests that run at once. eager: no graph capture (always so on a CPU).
     """
 
     tensor: int = 1
@@ -49,7 +48,6 @@ class EngineConfig:
     memory_fraction: float = 0.6
     max_concurrent: int = 256
     eager: bool = True
-    call_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
         require(self.tensor >= 1, "engine.tensor", self.tensor, "at least 1")
@@ -125,18 +123,21 @@ class RolloutConfig(GroupConfig):
 
 @dataclass
 class EvaluateConfig:
-    """Held-out evaluation before and after RL.
+    """Held-out evaluation before and after RL, and within it.
 
-    num_questions: taken from validation in order, 0 for all. num_samples: per question at
-    `temperature`. greedy: one greedy answer per question beside it.
+    every: RL steps between two evaluations; 0 for those before and after alone. num_questions:
+    taken from validation in order, 0 for all. num_samples: per question at `temperature`; above
+    1 they also give pass@k and mean@k. greedy: one greedy answer per question beside it.
     """
 
+    every: int = 0
     num_questions: int = 0
     num_samples: int = 1
     temperature: float = 1.0
     greedy: bool = False
 
     def __post_init__(self) -> None:
+        require(self.every >= 0, "evaluate.every", self.every, "at least 0")
         require(self.num_questions >= 0, "evaluate.num_questions", self.num_questions, ">= 0")
         require(self.num_samples >= 1, "evaluate.num_samples", self.num_samples, "at least 1")
 
@@ -145,16 +146,19 @@ class EvaluateConfig:
 class ClusterConfig:
     """Where the run happens. address: Ray cluster to join; empty starts one here.
 
-    actor_deadline_s: limit of one remote call on a policy rank, and of an engine's start.
+    call_deadline_s: limit of one call of a policy rank or an engine, of one request to an engine
+    and of an engine's start.
     num_engines: vLLM engines beside the policy.
     """
 
     address: str = ""
     num_engines: int = 1
-    actor_deadline_s: float = 600.0
+    call_deadline_s: float = 600.0
 
     def __post_init__(self) -> None:
         require(self.num_engines >= 1, "cluster.num_engines", self.num_engines, "at least 1")
+        limit_s = self.call_deadline_s
+        require(limit_s > 0, "cluster.call_deadline_s", limit_s, "more than 0")
 
 
 @dataclass
@@ -209,7 +213,8 @@ class TrainConfig:
     """The whole run.
 
     run_dir: folder of the run's files. seed: of every random stream. total_steps: RL steps;
-    epochs: above 0, passes over the training data instead of these.
+    epochs: above 0, passes over the training data instead of these. Without any of them, and
+    without sft.max_steps, the run is one evaluation of the start weights.
     save_every: RL steps between checkpoints; 0: only at the end and at a signal. resume: go on
     with an unfinished run of the same settings in run_dir; false keeps it aside and begins anew.
     """
@@ -238,3 +243,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("total_steps", "epochs", "save_every"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")
+
+    @property
+    def validates_only(self) -> bool:
+        """Whether nothing is trained: the start weights are evaluated once, and that is all."""
+        return not (self.total_steps or self.epochs or self.sft.max_steps)

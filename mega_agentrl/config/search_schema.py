@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.ranges import require
 
+EVERY_DOMAIN = "*"
+
 
 @dataclass
 class SearchToolConfig:
@@ -47,23 +49,35 @@ class SearchToolConfig:
 class BrowseToolConfig:
     """Read one page of the public web; never a private address.
 
-    allow: domains that may be read with those below them, empty for all; deny: those that may
-    not, which wins.
+    allow: domains that may be read with those below them, [*] for all; empty leaves the tool out.
+    deny: those that may not be read, which wins.
     """
 
-    enabled: bool = False
     allow: list[str] = field(default_factory=list)
     deny: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for key in ("allow", "deny"):
             for name in getattr(self, key):
+                everything = key == "allow" and self.allow == [EVERY_DOMAIN]
                 require(
-                    bool(name.strip(".")) and name.isascii() and not set(name) & set("/:*@ "),
+                    everything
+                    or (bool(name.strip(".")) and name.isascii() and not set(name) & set("/:*@ ")),
                     f"tool.browse.{key}",
                     name,
-                    "a domain such as example.org in ASCII, without scheme, port, path, wildcard",
+                    "a domain such as example.org in ASCII, without scheme, port, path, wildcard "
+                    "(allow: or * alone)",
                 )
+
+    @property
+    def enabled(self) -> bool:
+        """True where the run has the tool."""
+        return bool(self.allow)
+
+    @property
+    def only(self) -> tuple[str, ...]:
+        """The domains of `allow`; none stands for all."""
+        return () if self.allow == [EVERY_DOMAIN] else tuple(self.allow)
 
 
 @dataclass

@@ -89,8 +89,10 @@ def make(config: TrainConfig, settings: Settings, gib: float) -> Change:
 
 
 def num_ranks(config: TrainConfig) -> int:
-    """GPUs of a run: policy and engines have their own."""
-    return config.parallel.num_ranks + config.cluster.num_engines * config.engine.tensor
+    """GPUs of a run: policy, critic and engines have their own."""
+    critic = config.algo.needs_critic and not config.validates_only
+    trained = config.parallel.num_ranks * (2 if critic else 1)
+    return trained + config.cluster.num_engines * config.engine.tensor
 
 
 def _shown(value: Value) -> str:

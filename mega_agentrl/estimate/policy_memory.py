@@ -58,11 +58,13 @@ def policy_memory(
 ) -> list[PolicyMemory]:
     """By pipeline stage. imbalance: tokens of the busiest expert rank over the mean.
 
+    A run that only evaluates has no gradients and no optimizer; its policy makes no pass at all.
     Raises `ValueError` where the cut does not divide the model.
     """
     layout = config.parallel
     kernels = Kernels(item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu)
     tokens, num_micro_batches = micro_batches(config)
+    trains = not config.validates_only
     found = []
     for stage in range(layout.pipeline):
         state = model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
@@ -72,17 +74,17 @@ def policy_memory(
             num_micro_batches=num_micro_batches, imbalance=imbalance,
         )  # fmt: skip
         layer = layer_workspace(shape, layout, tokens, kernels, imbalance=imbalance)
-        reference = config.algo.needs_reference
+        reference = config.algo.needs_reference and trains
         found.append(
             PolicyMemory(
                 stage=stage,
                 num_parameters=state.num_parameters,
                 weights=state.weights,
-                gradients=state.gradients,
-                optimizer=state.optimizer,
-                activations=round(activations),
+                gradients=state.gradients if trains else 0,
+                optimizer=state.optimizer if trains else 0,
+                activations=round(activations) if trains else 0,
                 logits=head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0,
-                layer=round(layer) + state.largest,
+                layer=round(layer) + state.largest if trains else 0,
                 transfer=2 * config.weights.bucket_mib * _MIB,
                 reference=min(_REFERENCE_PIECE_BYTES, state.weights) if reference else 0,
                 runtime=device.policy_runtime_bytes if device.is_gpu else 0,

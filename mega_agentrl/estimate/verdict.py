@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.change import num_ranks
+from mega_agentrl.estimate.critic_memory import critic_memory
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.engine_advice import engine_changes
 from mega_agentrl.estimate.engine_memory import engine_memory
@@ -32,10 +33,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """policy: by pipeline stage. problems: empty where the run can start. notes: worth knowing."""
+    """policy, critic: by pipeline stage; the critic's [] without one. problems: empty where the
+    run can start. notes: worth knowing."""
 
     num_gpus: int
     policy: list[PolicyMemory]
+    critic: list[PolicyMemory]
     engine: EngineMemory
     problems: list[Problem]
     notes: list[str]
@@ -67,6 +70,7 @@ def judge(
     return Verdict(
         num_gpus=num_ranks(config),
         policy=policy,
+        critic=critic_memory(config, shape, device, imbalance=imbalance),
         engine=engine,
         problems=problems,
         notes=_notes(config, engine),
@@ -108,10 +112,12 @@ def _with_places(check: Check, device: Device, num_gpus: int | None) -> Check:
 
 
 def _too_many(config: TrainConfig, needed: int, num_gpus: int) -> Problem:
-    policy, tensor = config.parallel.num_ranks, config.engine.tensor
+    tensor = config.engine.tensor
+    policy = needed - config.cluster.num_engines * tensor
     engines = (num_gpus - policy) // tensor
+    who = "policy and critic" if policy > config.parallel.num_ranks else "the policy"
     message = (
-        f"{needed} GPUs needed ({policy} for the policy, cluster.num_engines="
+        f"{needed} GPUs needed ({policy} for {who}, cluster.num_engines="
         f"{config.cluster.num_engines} x engine.tensor={tensor} for engines), {num_gpus} there"
     )
     if engines < 1:

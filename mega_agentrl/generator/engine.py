@@ -78,15 +78,23 @@ class Engine:
         self._key_of: dict[str, str] = {}
 
     async def start(
-        self, config: EngineConfig, model_path: str, *, seed: int, dtype: str | None = None
+        self,
+        config: EngineConfig,
+        model_path: str,
+        *,
+        seed: int,
+        dtype: str | None = None,
+        deadline_s: float = 600.0,
     ) -> Self:
         """Start vLLM with the weights of a model folder and serve version 0.
 
         dtype: of weights and activations; None is float32 on a CPU and bfloat16 on a GPU.
-        Blocks the event loop meanwhile, so the deadline `cluster.actor_deadline_s` is the
-        caller's to keep. Raises `RuntimeError` where vLLM cannot start.
+        deadline_s: of one request, `cluster.call_deadline_s`.
+        Blocks the event loop meanwhile, so the deadline of a start is the caller's to keep.
+        Raises `RuntimeError` where vLLM cannot start.
         """
         self._config = config
+        self._deadline_s = deadline_s
         args = engine_args(config, model_path, seed=seed, dtype=dtype)
         try:
             self._llm = AsyncLLM.from_engine_args(args)
@@ -119,7 +127,7 @@ class Engine:
         key = f"{next(self._keys)}"
         self._key_of[request.request_id] = key
         try:
-            async with asyncio.timeout(self._config.call_deadline_s):
+            async with asyncio.timeout(self._deadline_s):
                 while not self._serving.is_set():
                     await self._serving.wait()
                 if self._failure is not None:
@@ -129,7 +137,7 @@ class Engine:
         except TimeoutError as error:
             raise RuntimeError(
                 f"{self.name}: {request.request_id} ran past its deadline of "
-                f"{self._config.call_deadline_s:g} s (engine.call_deadline_s)"
+                f"{self._deadline_s:g} s (cluster.call_deadline_s)"
             ) from error
         finally:
             del self._key_of[request.request_id]

@@ -94,8 +94,10 @@ _UPDATE = (
     ),
     _Recipe(title="KL", names=("update/approx_kl", "update/ref_kl", "update/kl*")),
     _Recipe(title="Clipped tokens", names=("update/clipfrac*",), unit="share"),
-    _Recipe(title="Loss", names=("update/loss", "update/policy_loss", "update/value_loss")),
-    _Recipe(title="Gradient norm", names=("update/grad_norm", "update/critic/grad_norm")),
+    _Recipe(title="Loss", names=("update/loss", "update/policy_loss", "value/loss")),
+    _Recipe(title="Gradient norm", names=("update/grad_norm", "value/grad_norm")),
+    _Recipe(title="Values", names=("value/mean", "value/return"), unit="reward"),
+    _Recipe(title="Critic", names=("value/explained_variance", "value/clipped"), unit="share"),
     _Recipe(title="Learning rate", names=("update/learning_rate",)),
     _Recipe(title="Groups", names=("rollout/groups_*",), unit="prompts"),
 )

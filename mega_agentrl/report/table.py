@@ -1,4 +1,5 @@
-"""The table at the end of a run: the held-out numbers before and after, side by side."""
+"""The table at the end of a run: the held-out numbers before and after, side by side, or those
+of the one evaluation that there is."""
 
 from __future__ import annotations
 
@@ -110,6 +111,19 @@ def comparison_table(before: EvalView, after: EvalView) -> Table:
 def print_comparison(before: EvalView, after: EvalView, console: Console | None = None) -> None:
     """Print it; plain text where there is no terminal."""
     (console or Console()).print(comparison_table(before, after))
+
+
+def print_evaluation(view: EvalView, console: Console | None = None) -> None:
+    """Print a single evaluation."""
+    table = Table(
+        title=f"held out: {view.num_questions} questions, {view.num_answers} answers",
+        title_justify="left",
+    )
+    table.add_column("")
+    table.add_column("held out", justify="right")
+    for row in comparison_rows(view, view):
+        table.add_row(Text(row.label), _cell(row.before, row.digits, row.before_se))
+    (console or Console()).print(table)
 
 
 def _cell(value: float | None, digits: int, error: float | None) -> str:

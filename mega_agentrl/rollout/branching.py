@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from mega_agentrl.config.branch_schema import BranchConfig
     from mega_agentrl.types.records import Trajectory
 
+MIN_PROBE_TOKENS = 5
+"""A turn that ends before these decides nothing: the mean of fewer entropies is noise."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ForkPoint:
@@ -201,8 +204,8 @@ class AfterResult:
 
 
 def probe_mean(config: BranchConfig, entropies: Sequence[float]) -> float | None:
-    """Mean over the first k tokens; None with fewer than `min_probe_tokens`."""
-    if len(entropies) < config.min_probe_tokens:
+    """Mean over the first k tokens; None with fewer than `MIN_PROBE_TOKENS`, or than k."""
+    if len(entropies) < min(MIN_PROBE_TOKENS, config.probe_tokens):
         return None
     return fmean(entropies[: config.probe_tokens])
 

@@ -97,8 +97,12 @@ def make_context(
     temperature: float | None = None,
     interactions: Interactions | None = None,
     spans: RolloutSpans | None = None,
+    with_greedy: bool = False,
 ) -> RolloutContext:
-    """What the trajectories of one pass share; arguments as of `collect`."""
+    """What the trajectories of one pass share; arguments as of `collect`.
+
+    with_greedy: groups get a greedy answer beside them.
+    """
     temperature = config.temperature if temperature is None else temperature
     if temperature == 0:
         branching = NoBranching()
@@ -114,6 +118,7 @@ def make_context(
         step=step,
         interactions=interactions,
         spans=spans,
+        with_greedy=with_greedy,
     )
 
 

@@ -43,8 +43,9 @@ class RolloutContext:
     step: names the pass over the prompts (training step, evaluation); keys the seeds.
     temperature: of sampling, 0 is greedy. max_model_len: prompt plus response, tokens.
     codec: a `ports.ChatCodec` where anything but tags is used. interactions: users and
-    environments to talk to, None for none. spans: of the trajectories, None for none. warned: what
-    was said once already.
+    environments to talk to, None for none. spans: of the trajectories, None for none.
+    with_greedy: every group gets a greedy answer beside it (`greedy`). warned: what was said once
+    already.
     """
 
     generator: Generator
@@ -58,6 +59,7 @@ class RolloutContext:
     step: int | str
     interactions: Interactions | None = None
     spans: RolloutSpans | None = None
+    with_greedy: bool = False
     warned: set[str] = field(default_factory=set)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.choices import FilterKey
 from mega_agentrl.rollout.collector import first_error
 from mega_agentrl.rollout.filter import Verdict, judge
+from mega_agentrl.rollout.greedy import greedy_answer
 from mega_agentrl.rollout.hold import HeldGenerator
 from mega_agentrl.rollout.released import ReleasedBatch
 from mega_agentrl.rollout.scoring import PendingScore, forget, start_scores, wait_for
@@ -39,8 +40,9 @@ class Group:
     """A group and where it stands. verdict: None before it has finished.
 
     rounds: the common task of groups that go in lock-step. generator: its way to the engine where
-    it can be held. trajectories: the tasks of those that have started. pending: the scores that
-    are missing once it has finished. num_carried: steps that it was carried over from.
+    it can be held. trajectories: the tasks of those that have started. greedy: of the greedy
+    answer. pending: the scores that are missing once it has finished. num_carried: steps that it
+    was carried over from.
     """
 
     prompt: Prompt
@@ -48,6 +50,7 @@ class Group:
     rounds: asyncio.Task[list[RolloutTree]] | None = None
     generator: HeldGenerator | None = None
     trajectories: list[asyncio.Task[Trajectory]] = field(default_factory=list)
+    greedy: list[asyncio.Task[Trajectory]] = field(default_factory=list)
     pending: list[PendingScore] = field(default_factory=list)
     verdict: Verdict | None = None
     num_carried: int = 0
@@ -68,7 +71,7 @@ class Group:
     @property
     def rests(self) -> bool:
         """Whether nothing of it is running, though it has not finished."""
-        num_open = sum(not task.done() for task in self.trajectories)
+        num_open = sum(not task.done() for task in (*self.trajectories, *self.greedy))
         return self.generator is not None and 0 < num_open == self.generator.num_waiting
 
     def finish(self, context: RolloutContext) -> None:
@@ -96,10 +99,16 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         generator = HeldGenerator(context.generator, context.codec)
         context = replace(context, generator=generator)
     trajectories: list[asyncio.Task[Trajectory]] = []
+    greedy: list[asyncio.Task[Trajectory]] = []
     pending: list[PendingScore] = []
 
     async def grow() -> RolloutTree:
-        tree = await grow_tree(context, prompt, key, trajectories)
+        async with asyncio.TaskGroup() as both:
+            answer = None
+            if context.with_greedy:
+                answer = both.create_task(greedy_answer(context, prompt, key, greedy))
+            tree = await grow_tree(context, prompt, key, trajectories)
+        tree.greedy = None if answer is None else answer.result()
         return await _scored(tree, rubric, context, pending)
 
     return Group(
@@ -107,6 +116,7 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         task=asyncio.create_task(grow(), name=f"group {key}"),
         generator=generator,
         trajectories=trajectories,
+        greedy=greedy,
         pending=pending,
     )
 

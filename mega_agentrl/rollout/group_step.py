@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.trajectory import RolloutContext
     from mega_agentrl.types.ports import PromptSource, Rubric
 
+MAX_ROUNDS = 20
+"""Replacements of a step at most, in batches: with fewer than one group in twenty to learn from,
+it is the data or the filter that must change (DAPO's and ARES's limit)."""
+
 ROUNDING = 1e-9
 
 
@@ -164,7 +168,7 @@ class GroupStep:
         """Start as many as it takes for B to be possible."""
         num_possible = sum(group.verdict is None or group.kept for group in self.groups)
         num_missing = max(0, self._num_groups - num_possible)
-        if self._num_replaced + num_missing > self._config.filter_max_rounds * self._num_groups:
+        if self._num_replaced + num_missing > MAX_ROUNDS * self._num_groups:
             raise ValueError(self._nothing_fits())
         self._num_replaced += num_missing
         self._start(num_missing)
@@ -198,7 +202,7 @@ class GroupStep:
         return (
             f"rollout.filter_key={config.filter_key}: got {num[Verdict.kept]} groups to train on, "
             f"expected data.prompts_per_step={self._num_groups} after "
-            f"rollout.filter_max_rounds={config.filter_max_rounds} rounds of replacements; of "
+            f"{MAX_ROUNDS} rounds of replacements; of "
             f"{len(done)} finished groups {num[Verdict.low]} have a mean at or "
             f"below rollout.filter_range[0]={low:g}, {num[Verdict.high]} at or above "
             f"rollout.filter_range[1]={high:g}, {num[Verdict.failed]} failed ({spread}); "

@@ -9,7 +9,7 @@ whose engine and tools have deadlines of their own; unblocked by each group that
 
 B groups make the batch (`data.prompts_per_step`), B + `rollout.oversample` are started. What
 `filter` does not keep is replaced at once as soon as fewer than B can be had, up to
-`rollout.filter_max_rounds` times B in all, and then it is an error that says what was seen. The
+`group_step.MAX_ROUNDS` times B in all, and then it is an error that says what was seen. The
 batch is the first B kept groups in the order of the prompts, and it is complete when everything
 before its last group has finished. So without a limit on time the batch depends on seeds alone,
 not on timing and not on `oversample`, which only saves waiting for replacements.
@@ -63,7 +63,7 @@ class GroupCollector:
         """The groups of a step; step: see `collector.collect`.
 
         Raises `ValueError` for a prompt that is too long, and where
-        `rollout.filter_max_rounds` replacements of the batch do not fill it.
+        `group_step.MAX_ROUNDS` replacements of the batch do not fill it.
         """
         context = replace(self._context, step=step)
         work = GroupStep(self._source, context, self._rubric, self._num_groups, self._carried)

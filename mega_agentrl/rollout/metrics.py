@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.branch_metrics import branch_metrics
 from mega_agentrl.rollout.entropy_metrics import entropy_metrics
+from mega_agentrl.rollout.greedy import greedy_metrics
 from mega_agentrl.rollout.reward_metrics import reward_metrics
 from mega_agentrl.rollout.tool_metrics import tool_metrics
 from mega_agentrl.types.records import Author, StopReason, ToolStatus
@@ -61,6 +62,7 @@ def rollout_metrics(
         **_tool_use(kept),
         **tool_metrics(everyone),
         **entropy_metrics(everyone, window=window),
+        **greedy_metrics(trees),
     }
     named = {f"rollout/{name}": value for name, value in values.items()}
     return named | reward_metrics(everyone)

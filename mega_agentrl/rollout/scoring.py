@@ -47,12 +47,12 @@ class PendingScore:
 def start_scores(
     tree: RolloutTree, rubric: Rubric, spans: RolloutSpans | None = None
 ) -> list[PendingScore]:
-    """Score all trajectories that did not fail; what has to be waited for.
+    """Score all that did not fail, the greedy answer too; what has to be waited for.
 
     spans: those of the trajectories, which get their scores.
     """
     pending: list[PendingScore] = []
-    for trajectory in tree.trajectories:
+    for trajectory in tree.with_greedy:
         score = None if trajectory.failed else rubric.score(trajectory)
         if score is not None and not isinstance(score, Score):
             pending.append(PendingScore(trajectory=trajectory, future=score, spans=spans))

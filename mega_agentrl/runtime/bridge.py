@@ -80,7 +80,7 @@ class WeightBridge:
         self._config = config
         self._dtype = dtype
         self._shape = ModelShape.from_folder(config.model.path)
-        self._deadline_s = config.cluster.actor_deadline_s
+        self._deadline_s = config.cluster.call_deadline_s
         self._keys = (f"link-{number}" for number in itertools.count())
         self._address: tuple[str, int] | None = None
         self._workers: dict[int, Workers] = {}

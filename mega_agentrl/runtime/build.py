@@ -22,6 +22,7 @@ from mega_agentrl.report.trackers.open import open_trackers
 from mega_agentrl.rollout.spans import RolloutSpans
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
+from mega_agentrl.runtime.critic_group import CriticGroup
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.gpu_watch import ClusterGpus
 from mega_agentrl.runtime.inputs import read_inputs
@@ -66,6 +67,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         gpus = ClusterGpus.launch()
         if gpus is not None:
             stack.callback(gpus.close)
+        critic = _start_critic(config, stack, run_dir / "logs")
         yield Parts(
             run_dir=run_dir,
             policy=policy,
@@ -77,6 +79,7 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             prompts=PromptSampler(
                 given.prompts, config.seed, weights=given.weights, order=config.data.order
             ),
+            critic=critic,
             validation=given.validation,
             dev=given.dev,
             demonstrations=given.demonstrations,
@@ -130,6 +133,16 @@ def _start_reward_model(
         return None
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     group = RewardGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(group.close)
+    group.start()
+    return group
+
+
+def _start_critic(config: TrainConfig, stack: ExitStack, log_folder: Path) -> CriticGroup | None:
+    if not config.algo.needs_critic or config.validates_only:
+        return None
+    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    group = CriticGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(group.close)
     group.start()
     return group

@@ -22,31 +22,33 @@ _logger = logging.getLogger(__name__)
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
-    On GPUs every rank, of policy, engines and reward model, has one of its own. On CPUs they take
-    turns, and a few may share a core: a warning where the largest group has more ranks than cores.
+    On GPUs every rank, of policy, engines, critic and reward model, has one of its own. On CPUs
+    they take turns, and a few may share a core: a warning where the largest group has more ranks
+    than cores.
     A cluster that was joined must have a core for each actor, or Ray would wait for one for ever.
     """
     layout = config.parallel
     policy_ranks = layout.num_ranks
     engine_ranks = config.cluster.num_engines * config.engine.tensor
-    reward_ranks = policy_ranks if config.reward.serves_model else 0
+    others = _others(config)
+    other_ranks = policy_ranks * len(others)
     shape = (
         f"parallel.tensor={layout.tensor} x parallel.pipeline={layout.pipeline} x "
         f"parallel.data={layout.data} = {policy_ranks} policy ranks, cluster.num_engines="
         f"{config.cluster.num_engines} x engine.tensor={config.engine.tensor} = "
         f"{engine_ranks} engine ranks"
     )
-    if reward_ranks:
-        shape += f", and {reward_ranks} ranks of the reward model, which is cut as the policy is"
+    for other in others:
+        shape += f", and {policy_ranks} ranks of the {other}, which is cut as the policy is"
     if num_gpus:
-        num_needed = policy_ranks + engine_ranks + reward_ranks
+        num_needed = policy_ranks + engine_ranks + other_ranks
         if num_needed > num_gpus:
             raise ValueError(
                 f"{shape}: {num_needed} GPUs needed, the cluster has {num_gpus}; "
                 "lower one of these or join a larger cluster (cluster.address)"
             )
         return
-    num_actors = policy_ranks + config.cluster.num_engines + reward_ranks
+    num_actors = policy_ranks + config.cluster.num_engines + other_ranks
     if config.cluster.address and num_actors > num_cores:
         raise ValueError(
             f"{shape}: {num_actors} actors, an engine is one, need a core each, and the cluster "
@@ -77,7 +79,7 @@ def connect(config: TrainConfig) -> bool:
     else:
         check_size(config, num_cores=num_cores, num_gpus=_local_gpus())
         ranks = config.parallel.num_ranks + config.cluster.num_engines
-        ranks += config.parallel.num_ranks if config.reward.serves_model else 0
+        ranks += config.parallel.num_ranks * len(_others(config))
         ray.init(
             num_cpus=max(num_cores, ranks),
             include_dashboard=False,
@@ -93,6 +95,15 @@ def connect(config: TrainConfig) -> bool:
     if config.cluster.address:
         check_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
     return num_gpus > 0
+
+
+def _others(config: TrainConfig) -> list[str]:
+    """Models that are cut as the policy is and have as many ranks."""
+    there = {
+        "reward model": config.reward.serves_model,
+        "critic": config.algo.needs_critic and not config.validates_only,
+    }
+    return [name for name, is_there in there.items() if is_there]
 
 
 def _local_gpus() -> int:

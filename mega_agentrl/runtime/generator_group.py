@@ -34,15 +34,15 @@ class EngineActor:
         self._on_gpu = on_gpu
         self._engine: Any = None
 
-    async def start(self, model_path: str, seed: int) -> None:
-        """Start the engine with the weights of a model folder."""
+    async def start(self, model_path: str, seed: int, deadline_s: float) -> None:
+        """Start the engine with the weights of a model folder; deadline_s: of one request."""
         from mega_agentrl.generator.environment import set_environment
 
         set_environment(self._config, on_gpu=self._on_gpu)
         from mega_agentrl.generator.engine import Engine
 
         self._engine = Engine()
-        await self._engine.start(self._config, model_path, seed=seed)
+        await self._engine.start(self._config, model_path, seed=seed, deadline_s=deadline_s)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of the engine."""
@@ -99,7 +99,7 @@ class GeneratorGroup:
 
     def finish_start(self, calls: dict[str, Any]) -> None:
         """Wait until every engine serves."""
-        gather(calls, "start of the engines", self._config.cluster.actor_deadline_s)
+        gather(calls, "start of the engines", self._config.cluster.call_deadline_s)
 
     def begin_replace(self, index: int | None = None) -> tuple[int, dict[str, Any]]:
         """Start a new process for an engine, dead or not, or one more engine.
@@ -132,7 +132,8 @@ class GeneratorGroup:
 
     def _begin_start(self, index: int) -> tuple[str, Any]:
         path, seed = self._config.model.path, self._config.seed + index
-        return f"engine {index}", self._actors[index].start.remote(path, seed)
+        deadline_s = self._config.cluster.call_deadline_s
+        return f"engine {index}", self._actors[index].start.remote(path, seed, deadline_s)
 
     @property
     def version(self) -> int:
@@ -196,7 +197,7 @@ class GeneratorGroup:
 
     async def _ask(self, index: int, method: str, *args: Any) -> Any:
         name = f"engine {index}"
-        deadline_s = self._config.engine.call_deadline_s
+        deadline_s = self._config.cluster.call_deadline_s
         try:
             return await asyncio.wait_for(
                 self._actors[index].call.remote(method, *args), deadline_s

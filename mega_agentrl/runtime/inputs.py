@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from mega_agentrl.data.dataset import PromptSet, load_prompts
 from mega_agentrl.data.own_dataset import dataset_class
 from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
 from mega_agentrl.data.trigger_words import load_words, trigger_ids
+from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reward.check import check_parts, check_prompts
 from mega_agentrl.rollout.interaction_session import build_interactions
 from mega_agentrl.runtime.reward_group import check_tokenizers
@@ -80,7 +81,9 @@ def read_inputs(config: TrainConfig) -> Inputs:
     check_prompts(config.reward, (*prompts, *validation, *dev))
     if config.reward.serves_model:
         source = config.reward.model.source
-        check_tokenizers(codec, HFCodec(source), source)
+        check_tokenizers(codec, HFCodec(source), f"reward.model.source={source}")
+    if config.model.reference:
+        _check_reference(config, codec)
     return Inputs(
         codec=codec,
         tools=tools,
@@ -93,6 +96,20 @@ def read_inputs(config: TrainConfig) -> Inputs:
         cot_markers=_markers(config, codec),
         trigger_ids=_triggers(config, codec),
     )
+
+
+def _check_reference(config: TrainConfig, codec: HFCodec) -> None:
+    """Its weights must fit into the policy's ranks, and its tokens be the policy's."""
+    folder = config.model.reference
+    policy = asdict(ModelShape.from_folder(config.model.path))
+    other = asdict(ModelShape.from_folder(folder))
+    if names := [name for name in policy if policy[name] != other[name]]:
+        raise ValueError(
+            f"model.reference={folder}: got {', '.join(f'{n}={other[n]}' for n in names)}; "
+            f"expected {', '.join(f'{n}={policy[n]}' for n in names)} as in model.path; probable "
+            "cause: a model of another size"
+        )
+    check_tokenizers(codec, HFCodec(folder), f"model.reference={folder}")
 
 
 def _toolkit(config: TrainConfig, codec: HFCodec) -> ToolKit:

@@ -47,14 +47,14 @@ class RankActor:
             world_size=self._world_size,
             master_address=master_address,
             master_port=master_port,
-            timeout_s=self._config.cluster.actor_deadline_s,
+            timeout_s=self._config.cluster.call_deadline_s,
         )
 
 
 class RankGroup:
     """All ranks of one model. kind: what errors call it; log_name: what its log files begin with.
 
-    Waits for its ranks only up to `cluster.actor_deadline_s`; raises `RemoteError` naming the
+    Waits for its ranks only up to `cluster.call_deadline_s`; raises `RemoteError` naming the
     operation and the rank that failed or is silent.
     """
 
@@ -103,7 +103,7 @@ class RankGroup:
 
     def gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
         """Results by rank name, within the deadline."""
-        return gather(calls, operation, self._config.cluster.actor_deadline_s)
+        return gather(calls, operation, self._config.cluster.call_deadline_s)
 
     def name(self, rank: int) -> str:
         """What errors call a rank."""

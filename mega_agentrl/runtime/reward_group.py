@@ -22,13 +22,13 @@ _PROBE = "<think> 12,345.6 \\boxed{x^2}\n</think> Größe 数学 </search> def f
 
 
 def check_tokenizers(policy: HFCodec, judge: HFCodec, source: str) -> None:
-    """Raise `ValueError` where the two do not give the same ids."""
+    """Raise `ValueError` where the two do not give the same ids. source: key and value."""
     if policy.vocab_size != judge.vocab_size or policy.encode(_PROBE) != judge.encode(_PROBE):
         raise ValueError(
-            f"reward.model.source={source}: its tokenizer has {judge.vocab_size} tokens and the "
+            f"{source}: its tokenizer has {judge.vocab_size} tokens and the "
             f"policy's {policy.vocab_size}, or they give different ids; expected the same, token "
-            "ids go to it as they are; probable cause: a model of another family, which an "
-            "OpenAI-compatible server can serve (give its address instead)"
+            "ids go to it as they are; probable cause: another family (a reward model can "
+            "be served by an OpenAI-compatible server: give its address instead)"
         )
 
 

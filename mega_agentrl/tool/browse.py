@@ -85,7 +85,7 @@ class BrowseTool(Tool):
         self._answer_tokens = answer_tokens
         self._cache = cache
         self._asked = CachedAsk(cache)
-        self._rules = DomainRules(allow=tuple(config.allow), deny=tuple(config.deny), admit=admit)
+        self._rules = DomainRules(allow=config.only, deny=tuple(config.deny), admit=admit)
         self._fetcher = PageFetcher(
             self._rules, max_bytes=MAX_PAGE_BYTES, timeout_s=web.timeout_s, resolve=resolve
         )

@@ -6,12 +6,15 @@
     A_t      that of its trajectory, or shared along the tree's tokens (arpo_hard)
     A_t      * (1 + weight * z of the token's entropy)                 algo.entropy_scale > 0
 
-in this order, by the formulas of `algo/`. reinforce_plus_plus works on tokens from the start and
-has each token's KL in that token's reward. Entropies and log-probs are those of the policy's own
-pass at the sampling temperature; where one is missing it is an error, never a substitute.
+in this order, by the formulas of `algo/`. reinforce_plus_plus and gae work on tokens from the start
+and have each token's KL in that token's reward; gae has a critic's values as well, gives the
+returns that the critic learns next, and is whitened under algo.norm_by_std. Entropies and
+log-probs are those of the policy's own pass at the sampling temperature; where one is missing it
+is an error, never a substitute.
 
 A trajectory counts once, however many rows it is (`TrainBatch.owner_B`): its rows have one
-advantage, one sum of KL and one chain of thought, read as if they stood in a line. A failed one
+advantage, one sum of KL, one chain of thought and one course of values, read as if they stood in a
+line: the value behind a row is that of the next one's first token. A failed one
 has no trained token and a group of its own, so it changes nothing.
 
 Suffixes: B rows, A trajectories, T response positions, L those of a whole trajectory.
@@ -83,7 +86,7 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
 def add_advantages(
     batch: TrainBatch, algo: AlgoConfig, *, kl_coef: float, markers: Markers | None
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """Fill `advantage_BT` [B, T] float32, 0 where nothing is trained on.
+    """Fill `advantage_BT` [B, T] float32, 0 where nothing is trained on, with gae `return_BT` too.
 
     kl_coef: of a KL in the reward, in place of algo.kl_coef, from which it may have moved.
     markers: token ids that open and close the chain of thought; not read without EGPO.
@@ -100,7 +103,11 @@ def add_advantages(
         logp_BT, ref_BT = _needed(batch, "old_logp_BT", why), _needed(batch, "ref_logp_BT", why)
         kl_BT = kl_penalty(logp_BT, ref_BT, algo.kl_kind).masked_fill(~mask_BT, 0.0)
         metrics["advantage/kl"] = float(masked_mean(kl_BT, mask_BT))
-    if algo.advantage is Advantage.reinforce_plus_plus:
+    if algo.advantage is Advantage.gae:
+        assert not algo.egpo.lam, "check_algo lets EGPO change trajectories' advantages only"
+        advantage_BT, return_BT = _over_values(batch, owners, kl_BT, kl_coef, algo)
+        batch = batch.with_fields(return_BT=return_BT)
+    elif algo.advantage is Advantage.reinforce_plus_plus:
         assert not algo.egpo.lam, "check_algo lets EGPO change trajectories' advantages only"
         reward_BT = _token_rewards(batch, owners, kl_BT, kl_coef)
         advantage_BT = estimators.reinforce_plus_plus(reward_BT, mask_BT)
@@ -168,6 +175,19 @@ class _Owners:
             pieces[place].append(pad(grid_BT[row, : int(length_B[row])], (0, 1)))
         return pad_sequence([torch.cat(rows) for rows in pieces], batch_first=True)
 
+    def apart(self, grid_AL: torch.Tensor, like: TrainBatch) -> torch.Tensor:
+        """[B, T] the rows of what `joined` put in a line; 0 behind their ends."""
+        if self.alone:
+            return grid_AL
+        grid_BT = grid_AL.new_zeros(like.response_BT.shape)
+        start = [0] * len(self.first_A)
+        lengths = like.length_B.tolist()
+        for row, place in enumerate(self.of_B.tolist()):
+            stop = start[place] + lengths[row]
+            grid_BT[row, : lengths[row]] = grid_AL[place, start[place] : stop]
+            start[place] = stop + 1
+        return grid_BT
+
 
 def _estimate(
     batch: TrainBatch, owners: _Owners, reward_A: torch.Tensor, algo: AlgoConfig
@@ -179,6 +199,8 @@ def _estimate(
             return estimators.grpo(reward_A, group_A, norm_by_std=algo.norm_by_std)
         case Advantage.rloo:
             return estimators.rloo(reward_A, group_A)
+        case Advantage.remax:
+            return _over_greedy(batch, owners, reward_A)
         case Advantage.reinforce_plus_plus_baseline:
             # The mean of a group is over its trajectories, the whitening over tokens of all rows.
             centred_A = estimators.grpo(reward_A, group_A, norm_by_std=False)
@@ -186,10 +208,55 @@ def _estimate(
             white_BT = masked_whiten(grid_BT, batch.mask_BT)
             num_A = owners.total(batch.mask_BT.sum(1)).clamp(min=1)
             return owners.total(masked_sum(white_BT, batch.mask_BT, 1)) / num_A
-        case Advantage.reinforce_plus_plus:
-            raise AssertionError("reinforce_plus_plus has no advantage of whole trajectories")
+        case Advantage.reinforce_plus_plus | Advantage.gae:
+            raise AssertionError(f"{algo.advantage} has no advantage of whole trajectories")
         case _:
             assert_never(algo.advantage)
+
+
+def _over_greedy(batch: TrainBatch, owners: _Owners, reward_A: torch.Tensor) -> torch.Tensor:
+    """[A] the reward over the greedy answer's, or where that failed over the others' mean.
+
+    Either baseline is independent of what the trajectory itself did.
+    """
+    if batch.baseline_B is None:
+        raise ValueError(
+            "baseline_B: got None, expected the rewards of greedy answers with "
+            "algo.advantage=remax; probable cause: groups that were collected without them"
+        )
+    greedy_A = batch.baseline_B[owners.first_A]
+    others_A = reward_A - estimators.rloo(reward_A, batch.group_B[owners.first_A])
+    return estimators.remax(reward_A, torch.where(greedy_A.isnan(), others_A, greedy_A))
+
+
+def _over_values(
+    batch: TrainBatch,
+    owners: _Owners,
+    kl_BT: torch.Tensor | None,
+    kl_coef: float,
+    algo: AlgoConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T] advantage and [B, T] return; the last trained token of a trajectory has its reward."""
+    if batch.value_BT is None:
+        raise ValueError(
+            "value_BT: got None, expected a critic's values with algo.advantage=gae; probable "
+            "cause: a batch that no critic has seen"
+        )
+    mask_AL = owners.joined(batch.mask_BT, batch.length_B)
+    value_AL = owners.joined(batch.value_BT, batch.length_B)
+    reward_A = batch.reward_B[owners.first_A]
+    last_A = mask_AL.size(1) - 1 - mask_AL.flip(1).int().argmax(1)
+    reward_AL = torch.zeros_like(value_AL).scatter(1, last_A.unsqueeze(1), reward_A.unsqueeze(1))
+    if kl_BT is not None:
+        kl_AL = owners.joined(kl_BT, batch.length_B)
+        reward_AL = in_reward(reward_AL, kl_AL, mask_AL, coef=kl_coef)
+    advantage_AL, return_AL = estimators.gae(
+        reward_AL, value_AL, mask_AL, gamma=algo.gamma, lam=algo.lam
+    )
+    advantage_BT = owners.apart(advantage_AL, batch)
+    if algo.norm_by_std:
+        advantage_BT = masked_whiten(advantage_BT, batch.mask_BT)
+    return advantage_BT, owners.apart(return_AL, batch).float()
 
 
 def _on_tokens(batch: TrainBatch, advantage_B: torch.Tensor, algo: AlgoConfig) -> torch.Tensor:

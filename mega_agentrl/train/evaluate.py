@@ -1,7 +1,8 @@
 """Evaluation on fixed questions: samples at a temperature, and greedy answers beside them.
 
-Never branches, never updates anything: the engine's weights are the only input. The reward is the
-one that is trained on, a reward model's part of it included.
+Never branches, never updates anything: the engine's weights are the only input, and random streams
+have names of their own, so that training goes on as if there had been none. The reward is the one
+that is trained on, a reward model's part of it included.
 
 Numbers are also told apart by data source, and where a source has questions of one turn and of
 several (`extra_info.turns`, as BFCL has) by these: `success/bfcl`, `success/bfcl/single_turn`.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import sqrt
 from statistics import stdev
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.choices import Branching
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.metrics import rollout_metrics
+from mega_agentrl.train.pass_at import pass_metrics
 from mega_agentrl.train.rewards import add_model_scores, report_missing
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 class Evaluation:
     """Means over all answers: `metrics` by name, reward and success also by data source.
 
-    reward_se: standard error of the reward, from the spread of the questions' means.
+    reward_se: standard error of the reward, from the spread of the questions' means. at: pass@k
+    and mean@k (`pass_at`), also by data source, `pass@4/bfcl`.
     """
 
     num_questions: int
@@ -45,12 +48,14 @@ class Evaluation:
     reward_by_source: Mapping[str, float]
     success_by_source: Mapping[str, float]
     metrics: Mapping[str, float]
+    at: Mapping[str, float] = field(default_factory=dict)
 
     def as_metrics(self, prefix: str) -> dict[str, float]:
         """Flat metrics under a prefix."""
         flat = {"reward": self.reward, "reward_se": self.reward_se, "success": self.success}
         flat |= {f"reward/{source}": value for source, value in self.reward_by_source.items()}
         flat |= {f"success/{source}": value for source, value in self.success_by_source.items()}
+        flat |= self.at
         # Parts of the reward may be called as data sources are.
         flat |= {_below_rollout(name): value for name, value in self.metrics.items()}
         return {f"{prefix}/{name}": value for name, value in flat.items()}
@@ -174,6 +179,7 @@ def summarize(trees: Sequence[RolloutTree], *, num_samples: int) -> Evaluation:
     question_means: list[float] = []
     success: defaultdict[str, list[float]] = defaultdict(list)
     everything: list[tuple[float, float]] = []
+    right_by_question: defaultdict[str, list[list[bool]]] = defaultdict(list)
     for tree in trees:
         scores = [t.score for t in tree.trajectories if t.score is not None]
         if not scores:
@@ -181,9 +187,11 @@ def summarize(trees: Sequence[RolloutTree], *, num_samples: int) -> Evaluation:
         values, right = [score.value for score in scores], [float(one.correct) for one in scores]
         question_means.append(_mean(values))
         everything += zip(values, right, strict=True)
+        right_by_question[""].append([score.correct for score in scores])
         for name in _sources(tree.prompt):
             reward[name] += values
             success[name] += right
+            right_by_question[name].append([score.correct for score in scores])
     return Evaluation(
         num_questions=len(trees),
         num_samples=num_samples,
@@ -193,6 +201,11 @@ def summarize(trees: Sequence[RolloutTree], *, num_samples: int) -> Evaluation:
         reward_by_source={source: _mean(values) for source, values in sorted(reward.items())},
         success_by_source={source: _mean(values) for source, values in sorted(success.items())},
         metrics=rollout_metrics(trees),
+        at={
+            f"{measure}/{source}" if source else measure: value
+            for source, questions in sorted(right_by_question.items())
+            for measure, value in pass_metrics(questions, num_samples).items()
+        },
     )
 
 

@@ -1,9 +1,9 @@
-"""The run as an algorithm: warm start, evaluation, RL steps, evaluation.
+"""The run as an algorithm: warm start, evaluation, RL steps with evaluations, evaluation.
 
 Synchronous: every trajectory of a step is sampled with the weights the step updates, but for
 the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`, `rewards`,
-`steering`, `evaluate` and `supervised`; what is shown and kept is in `session`; how a run ends
-early and goes on is in `stopping`, `safekeeping` and `resume`.
+`steering`, `values`, `evaluate` and `supervised`; what is shown and kept is in `session`; how a run
+ends early and goes on is in `stopping`, `safekeeping` and `resume`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from mega_agentrl.train.steering import (
 )
 from mega_agentrl.train.stopping import Stopper
 from mega_agentrl.train.supervised import warm_start
+from mega_agentrl.train.values import add_values, update_models
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -53,6 +54,8 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
         Safekeeping(parts, config, session, stopper, state) as kept,
     ):
         session.started(parts.start_s)
+        if config.validates_only:
+            session.note("validation only: no step is asked for, nothing is trained or exported")
         if not kept.is_begun:
             begin(parts, config, session, kept)
             kept.started()
@@ -60,7 +63,8 @@ def train(parts: Parts, config: TrainConfig, stopper: Stopper | None = None) -> 
             with session.stage("held out before", 1):
                 before = kept.evaluated(_evaluate(parts, config, session, "before"))
         after = learn(parts, config, session, kept) if config.total_steps else before
-        parts.policy.export(session.run_dir / "model")
+        if not config.validates_only:
+            parts.policy.export(session.run_dir / "model")
         session.finish(before, after)
     return after.sampled.reward
 
@@ -81,6 +85,9 @@ def learn(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping
         open_groups(parts, config) as groups,
     ):
         for step in range(kept.step + 1, config.total_steps + 1):
+            if kept.owes_evaluation:
+                _evaluate(parts, config, session, "during")
+                kept.evaluated_within()
             task = prepare_step(parts, config, session, groups, controllers, step)
             with kept.stopper.shielded():
                 controllers = take_step(parts, config, session, controllers, step, task)
@@ -90,7 +97,8 @@ def learn(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping
 
 
 def _evaluate(parts: Parts, config: TrainConfig, session: Session, when: str) -> HeldOut:
-    held_out = evaluate_held_out(parts, config, partial(session.keep_held_out, when))
+    with session.clock.phase("evaluate"):
+        held_out = evaluate_held_out(parts, config, partial(session.keep_held_out, when))
     return session.show_held_out(when, held_out)
 
 
@@ -131,7 +139,7 @@ def prepare_step(
         batch = pack(collected.trees)
     begin_profile(parts, config, step)
     with phase("logprob"):
-        batch = parts.policy.add_logprobs(batch)
+        batch = add_values(parts, parts.policy.add_logprobs(batch))
     with phase("reward"):
         collected, batch = settle_rewards(parts, collected, batch)
     with phase("advantage"):
@@ -150,12 +158,13 @@ def take_step(
     """The update and all that follows from it; in the middle of it nothing can be saved."""
     phase, lesson, collected = session.clock.phase, task.lesson, task.collected
     with phase("update"):
-        stats = parts.policy.update(lesson.batch, lesson.kl_weight_BT)
+        stats, valued = update_models(parts, config, lesson, step)
     end_profile(parts, config, step)
     with phase("advantage"):
         controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
         record_accuracies(parts, collected)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
-    session.report_step(step, collected, lesson.batch, stats, {**lesson.metrics, **shown}, sent)
+    figures = {**lesson.metrics, **shown, **valued}
+    session.report_step(step, collected, lesson.batch, stats, figures, sent)
     return controllers

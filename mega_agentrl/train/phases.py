@@ -1,7 +1,7 @@
 """The verbs of the loop that collect. Each reads its inputs and returns.
 
-Order within a step: collect -> pack -> log-probs -> the rewards that were missing (`rewards`) ->
-corrections and advantages (`advantages`) -> update -> send weights.
+Order within a step: collect -> pack -> log-probs and values -> the rewards that were missing
+(`rewards`) -> corrections and advantages (`advantages`) -> update -> send weights.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.choices import Advantage
 from mega_agentrl.rollout.collector import make_context
 from mega_agentrl.rollout.groups import GroupCollector
 
@@ -32,6 +33,7 @@ def open_groups(parts: Parts, config: TrainConfig) -> Iterator[GroupCollector]:
         seed=config.seed,
         step="train",
         spans=parts.watch.spans,
+        with_greedy=config.algo.advantage is Advantage.remax,
     )
     groups = GroupCollector(
         parts.prompts, context, parts.rubric, num_groups=config.data.prompts_per_step

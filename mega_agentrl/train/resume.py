@@ -1,8 +1,8 @@
 """A run that was cut short goes on: policy, prompts, engines and metrics as at its last pause.
 
 The newest checkpoint whose contents are whole decides; where all are damaged, the warm start's.
-The reference of the KL term is what it was: the warm start's weights, or `model.path`, which the
-policy has loaded already.
+The reference of the KL term is what it was: the warm start's weights, or `model.path` or
+`model.reference`, which the policy has loaded already.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ if TYPE_CHECKING:
 def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
     """The state that the run goes on from, with everything set to it; None: from the beginning.
 
-    Raises `ValueError` where the warm start's weights are needed and lost, and what
-    `Policy.resume` raises.
+    Raises `ValueError` where the warm start's weights are needed and lost, or nothing is to be
+    trained on from a checkpoint, and what `Policy.resume` raises.
     """
     run_dir = Path(config.run_dir)
     folders = run_state.whole_ones(run_dir)
+    if folders and config.validates_only:
+        raise ValueError(
+            f"total_steps=0: run_dir={run_dir} holds the checkpoint {folders[0].name} of an "
+            "unfinished run, expected a folder of its own for an evaluation of model.path; "
+            "probable cause: an evaluation of that checkpoint was meant. Export it "
+            "(tools/export_hf.py) and give the folder as model.path"
+        )
     past = any(not run_state.is_of_warm_start(folder) for folder in folders)
-    if past and parts.demonstrations and config.algo.needs_reference:
+    lost = config.algo.needs_reference and not config.model.reference
+    if past and parts.demonstrations and lost:
         _make_reference(parts, config, folders)
-    found = run_state.restore_newest(parts.policy, folders)
+    found = run_state.restore_newest(parts.policy, folders, parts.critic)
     if found is None:
         # Of a run that was killed before its first checkpoint.
         (run_dir / METRICS).unlink(missing_ok=True)
@@ -41,7 +49,11 @@ def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
     # The warm start's last step is there, but for its report.
     sft_steps = inf if state.warm_start is None else state.warm_start["step"] - 1
     run_state.forget_after(
-        run_dir, state.step, evaluated=state.before is not None, sft_steps=sft_steps
+        run_dir,
+        state.step,
+        evaluated=state.before is not None,
+        evaluated_step=state.evaluated_step,
+        sft_steps=sft_steps,
     )
     parts.policy.send_weights(parts.generator, state.version)
     return state

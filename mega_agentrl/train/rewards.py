@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.pack import pack, with_rewards
 from mega_agentrl.rollout.scoring import settle
+from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.collected import Collected
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.parts import Parts
-    from mega_agentrl.types.records import RolloutTree, Trajectory
+    from mega_agentrl.types.records import Trajectory
 
 _logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def settle_rewards(
     settle(collected.pending)
     same = len(collected.seen) == len(collected.trees)
     add_model_scores(parts, collected.seen, batch if same else None)
+    greedy = [_alone(tree.greedy) for tree in collected.seen if tree.greedy is not None]
+    add_model_scores(parts, greedy)
     report_missing(collected.seen)
     return collected, with_rewards(batch, collected.trees)
 
@@ -83,6 +86,10 @@ def report_missing(trees: Sequence[RolloutTree]) -> None:
             first.trajectory_id,
             first.no_reward,
         )
+
+
+def _alone(answer: Trajectory) -> RolloutTree:
+    return RolloutTree(prompt=answer.prompt, trajectories=[answer])
 
 
 def _scored(tree: RolloutTree) -> list[Trajectory]:

@@ -4,6 +4,7 @@ of all prompts (format: `rollout.tree_file`).
     step_000020.jsonl                 every `report.trees_every`-th RL step, and the last one
     step_000020.advantages.json       beside it, what the algorithm made of its trajectories
     held_out_before.jsonl, held_out_after.jsonl, held_out_before_greedy.jsonl, ...
+    held_out_step_000020.jsonl        of an evaluation within RL
 
 With `report.trees_every=0` nothing is kept.
 """
@@ -44,8 +45,9 @@ class RolloutFiles:
         write_trees(path, trees, stage="rl", step=step)
         write_advantages(path, mean_advantages(trees, batch))
 
-    def keep_held_out(self, name: str, step: int, trees: Sequence[RolloutTree]) -> None:
-        """Trees of a held-out evaluation; name: "before", "after_greedy", ..."""
+    def keep_held_out(self, when: str, end: str, step: int, trees: Sequence[RolloutTree]) -> None:
+        """Trees of a held-out evaluation; when: before, during or after; end: "" or "_greedy"."""
         if self._every:
-            stage = f"held_out_{name}"
-            write_trees(self._folder / f"{stage}.jsonl", trees, stage=stage, step=step)
+            name = f"step_{step:06d}" if when == "during" else when
+            path = self._folder / f"held_out_{name}{end}.jsonl"
+            write_trees(path, trees, stage=f"held_out_{when}{end}", step=step)

@@ -3,6 +3,7 @@
     run/config.yaml       the settings, written before anything starts
     run/metrics.jsonl     there since the run began
     run/checkpoints/, run/start/    what it goes on from (`run_state`)
+    run/critic/                     the critic's half of these, where there is one
     run/summary.json      it is finished
 
 A run goes on where it is unfinished and of the same settings, but for those that decide on how
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
-CHECKPOINTS, START = "checkpoints", "start"
+CHECKPOINTS, START, CRITIC = "checkpoints", "start", "critic"
 
 MAY_DIFFER = (
     "run_dir",
@@ -36,6 +37,7 @@ MAY_DIFFER = (
     "resume",
     "cluster.",
     "engine.",
+    "evaluate.every",
     "optim.micro_batch_tokens",
     "parallel.",
     "report.",

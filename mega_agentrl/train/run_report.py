@@ -155,7 +155,7 @@ class _Gathered:
 
 def _order(path: Path) -> tuple[int, str]:
     """Before training, the steps, after it."""
-    name = path.stem
+    name = path.stem.removeprefix("held_out_")
     return (0 if "before" in name else 1 if name.startswith("step_") else 2, name)
 
 

@@ -49,7 +49,8 @@ class Safekeeping:
 
     state: what the run goes on from, None at its beginning. is_begun: the warm start is over.
     step, controllers, before: of the last pause; controllers are None before the first step,
-    before is until it was evaluated.
+    before is until it was evaluated. The evaluations within RL belong to the pauses they are made
+    in: a run that goes on from a pause makes the one that it owes.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Safekeeping:
         self._session = session
         self._pause: _Pause | None = None
         self._is_saved = True
+        self._evaluated_step = 0
+        self._is_policy_saved = False
         if state is not None:
             self._take_up(state)
 
@@ -122,8 +125,19 @@ class Safekeeping:
 
     def evaluated(self, before: HeldOut) -> HeldOut:
         """Note the held-out evaluation before RL; returns it."""
-        self.before, self._is_saved = before, False
+        # Without training there is nothing in the weights that would be worth a checkpoint.
+        self.before, self._is_saved = before, self._config.validates_only
         return before
+
+    @property
+    def owes_evaluation(self) -> bool:
+        """Whether an evaluation is due in this pause and not made yet."""
+        every, step = self._config.evaluate.every, self.step
+        return every > 0 and step > self._evaluated_step and step % every == 0
+
+    def evaluated_within(self) -> None:
+        """Note that the pause's evaluation is made; the session has what it said."""
+        self._evaluated_step, self._is_saved = self.step, False
 
     def stepped(self, step: int, controllers: Controllers) -> None:
         """Note the pause after a step, and save it if it is time to; call it shielded."""
@@ -139,10 +153,17 @@ class Safekeeping:
     ) -> None:
         sampler, version = self._parts.prompts.state_dict(), self._parts.generator.version
         self._pause = _Pause(step, controllers, sampler, version, imitated)
+        self._is_policy_saved = False
 
     def _save(self) -> None:
-        run_state.save(self._parts.policy, self._session.run_dir, self._state())
-        self._is_saved = True
+        run_state.save(
+            self._parts.policy,
+            self._session.run_dir,
+            self._state(),
+            same_policy=self._is_policy_saved,
+            critic=self._parts.critic,
+        )
+        self._is_saved = self._is_policy_saved = True
 
     def _state(self) -> RunState:
         assert self._pause is not None, "there is a pause before there is something to save"
@@ -155,6 +176,7 @@ class Safekeeping:
             session=self._session.state(),
             before=None if self.before is None else self.before.to_plain(),
             warm_start=None if pause.warm_start is None else asdict(pause.warm_start),
+            evaluated_step=self._evaluated_step,
         )
 
     def _take_up(self, state: RunState) -> None:
@@ -163,5 +185,7 @@ class Safekeeping:
         self.is_begun = imitated is None
         self._pause = _Pause(state.step, controllers, state.sampler, state.version, imitated)
         self.before = None if state.before is None else HeldOut.from_plain(state.before)
+        self._evaluated_step = state.evaluated_step
+        self._is_policy_saved = True
         self._session.take_up(state.session)
         self._session.note(f"goes on after {self._pause}")

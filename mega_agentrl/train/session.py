@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mega_agentrl.batch.balance import token_imbalance
+from mega_agentrl.batch.minibatch import step_lengths
 from mega_agentrl.report.curve import CurvePoint, HeldOutPoint, write_curve
 from mega_agentrl.report.progress import StageProgress, StepView, duration
-from mega_agentrl.report.table import EvalView, print_comparison
+from mega_agentrl.report.table import EvalView, print_comparison, print_evaluation
 from mega_agentrl.rollout.entropy_metrics import EntropyCurve, entropy_curve
 from mega_agentrl.rollout.metrics import rollout_metrics
 from mega_agentrl.rollout.render import render
@@ -66,6 +68,7 @@ class Session:
         self._throughput = Throughput(config, self._watch.gpu_name)
         self._progress: StageProgress | None = None
         self._curve: list[CurvePoint] = []
+        self._held_out: list[HeldOutPoint] = []
         self._mismatch: list[float] = []
         self._files = RolloutFiles(run_dir, config)
         self._entropy = EntropyCurve()
@@ -92,6 +95,7 @@ class Session:
             stage_s[title] = stage_s.get(title, 0.0) + time.perf_counter() - start_s
         return {
             "curve": [asdict(point) for point in self._curve],
+            "held_out": [asdict(point) for point in self._held_out],
             "mismatch": list(self._mismatch),
             "entropy": self._entropy.to_plain(),
             "stage_seconds": stage_s,
@@ -101,6 +105,7 @@ class Session:
         """Go on from what `state` gave; raises `ValueError` for anything else."""
         try:
             self._curve = [CurvePoint(**point) for point in state["curve"]]
+            self._held_out = [HeldOutPoint(**point) for point in state["held_out"]]
             self._mismatch = [float(value) for value in state["mismatch"]]
             self._entropy = EntropyCurve.from_plain(state["entropy"])
             self._stage_s = dict(state["stage_seconds"])
@@ -175,6 +180,10 @@ class Session:
             "update/learning_rate": stats.learning_rate,
             "update/num_tokens": stats.num_tokens,
             "update/num_skipped": stats.num_skipped,
+            "batch/token_imbalance": token_imbalance(
+                step_lengths(batch, self._config.optim.num_minibatches),
+                self._config.parallel.data,
+            ),
             **{f"update/{name}": value for name, value in stats.metrics.items()},
             **{f"send/{name}": value for name, value in sent.items()},
         }
@@ -188,16 +197,22 @@ class Session:
         self._mismatch.append(mismatch["mismatch/logp_mean_abs"])
         self._entropy += entropy_curve([one for tree in trees for one in tree.trajectories])
         self._last_trees = trees
-        self._show(step, {"reward": reward, "success": success}, phase_s, num_tokens)
+        shown = {"reward": reward, "success": success}
+        if self._held_out:
+            shown["held out"] = self._held_out[-1].reward
+        self._show(step, shown, phase_s, num_tokens)
 
     def keep_held_out(self, when: str, end: str, trees: Sequence[RolloutTree]) -> None:
         """Keep the trees of a held-out evaluation; end: of the name of the pass."""
-        self._files.keep_held_out(f"{when}{end}", len(self._curve), trees)
+        self._files.keep_held_out(when, end, len(self._curve), trees)
 
     def show_held_out(self, when: str, held_out: HeldOut) -> HeldOut:
-        """Write and print a held-out evaluation; returns it."""
+        """Write and print a held-out evaluation before, during or after RL; returns it."""
         step = len(self._curve)
         self._write(f"held_out_{when}", step, held_out.as_metrics(), self.clock.take())
+        if when == "during":
+            self._held_out.append(_held_out_point(step, held_out))
+            when = f"at step {step} of"
         self._console.print(
             f"held-out reward {when} RL: {held_out.sampled.reward:.3f} "
             f"(success {held_out.sampled.success:.3f}, "
@@ -207,11 +222,17 @@ class Session:
         return held_out
 
     def finish(self, before: HeldOut, after: HeldOut) -> None:
-        """Print the closing table and rollouts, write the summary and the curve."""
+        """Print the closing table and rollouts, write the summary and the curve.
+
+        after: `before` itself where there was no RL between them.
+        """
         last = len(self._curve)
         self._print_rollouts()
-        print_comparison(_view(before), _view(after), self._console)
-        points = [_held_out_point(0, before)]
+        if after is before:
+            print_evaluation(_view(before), self._console)
+        else:
+            print_comparison(_view(before), _view(after), self._console)
+        points = [_held_out_point(0, before), *self._held_out]
         if last:
             points.append(_held_out_point(last, after))
         write_curve(self.run_dir / "reward.png", self._curve, points)
@@ -226,6 +247,7 @@ class Session:
             "mismatch_mean_abs": sum(self._mismatch) / last if last else 0.0,
             "stage_seconds": self._stage_s,
             "entropy_by_offset": self._entropy.as_record(),
+            "held_out": [asdict(point) for point in points],
             "before": before.as_metrics(),
             "after": after.as_metrics(),
         }

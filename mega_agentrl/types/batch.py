@@ -25,7 +25,8 @@ class TrainBatch:
     length_B: [B] int64 response length, tool tokens included.
     mask_BT: [B, T] bool, True where the policy sampled the token and it may be trained on.
     group_B: [B] int64, equal value = same prompt.
-    reward_B: [B] float32.
+    reward_B: [B] float32. baseline_B: [B] float32 reward of the greedy answer to the prompt, NaN
+        where it failed; None where nobody asked for any.
     node_BT: [B, T] int64 id of the tree token; equal id = physically the same token.
     rollout_logp_BT, rollout_entropy_BT: [B, T] float32 from the engine.
     version_BT: [B, T] int64 weight version of each token.
@@ -55,6 +56,7 @@ class TrainBatch:
     value_BT: torch.Tensor | None = None
     return_BT: torch.Tensor | None = None
     owner_B: torch.Tensor | None = None
+    baseline_B: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.response_BT.ndim != 2:

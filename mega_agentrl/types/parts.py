@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.ports import (
+        Critic,
         Generator,
         Interactions,
         Policy,
@@ -37,6 +38,7 @@ class Parts:
     demonstrations: next batch of the warm start, of a given size; None without one.
     dev: questions whose sampled success ends the warm start.
     interactions: simulated users of the prompts; None without any.
+    critic: of algo.advantage=gae; None without it.
     reward_model: judge of whole batches, for the rubric's part `model`; None without one.
     cot_markers: token ids that open and close the chain of thought; None where nobody asks.
     trigger_ids: tokens behind which ARES counts windows; None for every token.
@@ -57,6 +59,7 @@ class Parts:
     wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]
     interactions: Interactions | None = None
     reward_model: RewardModel | None = None
+    critic: Critic | None = None
     cot_markers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     trigger_ids: frozenset[int] | None = None
     watch: Watch = field(default_factory=Watch)

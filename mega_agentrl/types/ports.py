@@ -275,6 +275,14 @@ class Critic(Protocol):
     def update(self, batch: TrainBatch) -> UpdateStats:
         """One update towards `return_BT`; needs `value_BT` from before it."""
 
+    def save(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint; as `Policy.save`."""
+
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """Take up a checkpoint; as `Policy.resume`."""
+
     def close(self) -> None:
         """End every rank; safe to call twice."""
 

@@ -359,9 +359,16 @@ class RolloutTree:
 
     num_forks / num_top_ups: how many of them were forked and how many fresh roots filled
         the group up after the forks.
+    greedy: the greedy answer to the prompt where one was asked for; not of the group.
     """
 
     prompt: Prompt
     trajectories: Sequence[Trajectory]
     num_forks: int = 0
     num_top_ups: int = 0
+    greedy: Trajectory | None = None
+
+    @property
+    def with_greedy(self) -> list[Trajectory]:
+        """The trajectories, and the greedy answer behind them."""
+        return [*self.trajectories, *([] if self.greedy is None else [self.greedy])]

@@ -22,9 +22,7 @@ def test_a_constant_rate_after_a_straight_rise():
 
 
 def test_a_line_down_to_the_least_rate_and_no_further():
-    rates = course(
-        100, length=7, lr=1.0, min_lr=0.2, schedule=LrSchedule.linear, warmup_steps=1, decay_steps=5
-    )
+    rates = course(5, length=7, lr=1.0, min_lr=0.2, schedule=LrSchedule.linear, warmup_steps=1)
     assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
@@ -56,13 +54,12 @@ def test_what_is_no_step_of_a_run_is_refused(step, total_steps):
 def test_it_rises_then_falls_within_its_bounds_in_small_steps(schedule, lr, least, warmup, decay):
     end = warmup + decay
     rates = course(
-        1,
+        end,
         length=end + 5,
         lr=lr,
         min_lr=lr * least,
         schedule=schedule,
         warmup_steps=warmup,
-        decay_steps=end,
     )
     rise, fall = rates[:warmup], rates[warmup:]
     assert rise == sorted(rise)

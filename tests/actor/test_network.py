@@ -71,7 +71,7 @@ def test_a_batch_without_a_trained_token_takes_no_step(rank_pool, train_config, 
 def test_the_schedule_counts_the_steps_that_were_taken(rank_pool, train_config, checkpoints, batch):
     config = train_config(checkpoints[True], data=2)
     config.optim.lr, config.optim.schedule = 1e-3, LrSchedule.linear
-    config.optim.warmup_steps, config.optim.decay_steps = 2, 4
+    config.optim.warmup_steps, config.total_steps = 2, 4
     ranks = rank_pool.run(network_jobs.scheduled_steps, 2, config, batch, (1,))
     for stats, num_steps in ranks:
         assert [step.num_skipped for step in stats] == [0, 1, 0]

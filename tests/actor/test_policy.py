@@ -12,6 +12,8 @@ from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.config.algo_schema import AlgoConfig
 from tests.parallel.merge import scores_by_row
 from tests.parallel.policy_jobs import run_calls
+from tests.parallel.pool import free_port
+from tests.tiny_models import make_tiny_model
 
 LR = 1e-2
 
@@ -106,6 +108,48 @@ def test_a_reference_that_was_never_kept_is_an_error(batch, checkpoints, train_c
     policy._reference = None
     with pytest.raises(ValueError, match=r"expected algo\.kl_coef above 0.*freeze_reference"):
         policy.logprobs(batch, True)
+
+
+def test_a_given_reference_is_that_model_whatever_the_policy_does(run, batch, tmp_path):
+    other = str(make_tiny_model("qwen3", tmp_path, seed=9, tied=True, num_hidden_layers=2))
+    calls = [
+        ("logprobs", batch),
+        ("logprobs", batch, True),
+        ("supervise", batch, LR),
+        ("reset_optimizer",),
+        ("set_objective", AlgoConfig(kl_coef=0.3), 1.0),
+        ("logprobs", batch, True),
+    ]
+    layout = {"data": 2, "tensor": 2}
+    settings = {"algo__kl_coef": 0.1, "model__reference": other}
+    ranks = run(calls, layout, **settings)
+    own, given, later = (
+        scores_by_row([rank[call] for rank in ranks], batch)[0] for call in (0, 1, 5)
+    )
+    ((expected, *_),) = run([("logprobs", batch)], model__path=other)
+    assert torch.equal(given, later)
+    assert torch.allclose(given, scores_by_row([[expected]][0], batch)[0], atol=1e-4)
+    assert not torch.allclose(own, given, atol=1e-2)
+
+
+def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config):
+    config = train_config(checkpoints[True])
+    config.total_steps, config.algo.kl_coef = 0, 0.1
+    seat = Seat(
+        rank=0,
+        world_size=1,
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        timeout_s=30.0,
+    )
+    policy = PolicyRank(config, seat)
+    try:
+        policy.load(str(checkpoints[True]))
+        assert not policy.network.trains
+        assert not any(parameter.requires_grad for parameter in policy.network.parameters.values())
+        assert policy.probe([1, 2, 3]) is not None
+    finally:
+        policy.close()
 
 
 def test_another_objective_starts_from_the_weights_it_finds(run, batch):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.batch.balance import plan_micro_batches
+from mega_agentrl.batch.balance import plan_micro_batches, token_imbalance
 
 
 def test_longest_rows_are_dealt_first():
@@ -73,3 +73,25 @@ def test_no_rows_and_a_row_beyond_the_budget_are_errors():
         plan_micro_batches([], num_data=2, budget_tokens=8)
     with pytest.raises(ValueError, match=r"optim.micro_batch_tokens=8: row 1 alone has 9"):
         plan_micro_batches([3, 9], num_data=1, budget_tokens=8)
+
+
+def test_imbalance_by_hand():
+    assert token_imbalance([[9, 8, 7, 3]], 2) == 15 / 13.5  # 9 + 3 against 8 + 7
+    assert token_imbalance([[4]], 4) == 4.0  # three ranks have nothing to do
+    # The fullest ranks of two steps are different ones, and the others wait in both.
+    assert token_imbalance([[3, 1], [1, 3]], 2) == 1.5
+    assert token_imbalance([[], [2, 2]], 2) == 1.0
+    assert token_imbalance([], 3) == 1.0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    num_data=st.integers(1, 5),
+)
+def test_imbalance_is_that_of_the_plan(lengths, num_data):
+    plan = plan_micro_batches(lengths, num_data=num_data, budget_tokens=10_000)
+    loads = [sum(lengths[row] for micro in rank for row in micro) for rank in plan]
+    found = token_imbalance([lengths], num_data)
+    assert found == pytest.approx(max(loads) * num_data / sum(loads))
+    # Longest first is never off by more than one row.
+    assert 1 <= found <= 1 + max(lengths) * num_data / sum(lengths)

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.batch.minibatch import step_masks
+from mega_agentrl.batch.minibatch import step_lengths, step_masks
+from mega_agentrl.batch.probe import probe_batch
 
 
 def test_five_rows_in_two_steps_by_hand():
@@ -13,6 +14,18 @@ def test_five_rows_in_two_steps_by_hand():
     assert first.tolist() == [[1, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
     assert second.tolist() == [[0, 0], [0, 0], [0, 1], [0, 0], [1, 1]]
     assert first.dtype == torch.bool
+
+
+def test_lengths_are_those_of_rows_that_are_trained_on():
+    given = probe_batch([7, 1, 2, 3], 4)  # a prompt of one token and a response of three
+    mask_BT = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]]).bool()
+    given = given.with_fields(
+        mask_BT=mask_BT,
+        prompt_ids=((1,), (1,), (1, 2, 3), (1,)),
+        length_B=torch.tensor([3, 3, 3, 1]),
+    )
+    assert step_lengths(given, 2) == [[3], [5, 1]]
+    assert step_lengths(given, 1) == [[3, 5, 1]]
 
 
 @settings(deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -179,3 +180,20 @@ def test_rewards_that_come_later_are_those_of_a_batch_packed_later():
         row.score, row.no_reward = None, "judge down"
     with pytest.raises(ValueError, match=r"no token to train on.*'judge down': 3"):
         with_rewards(early, trees)
+
+
+def test_baselines_are_the_rewards_of_greedy_answers():
+    restart = Restart(start=2, token_ids=(8, 9))
+    parts = _row("a", [1, 2, 3], [1, 1, 1], 1.0, restarts=(restart,))
+    trees = [
+        _tree(parts, _row("b", [4], [1])),
+        _tree(_row("c", [5], [1])),
+        _tree(_row("d", [6], [1])),
+    ]
+    batch = pack(trees)
+    assert with_rewards(batch, trees).baseline_B is None
+    trees[0].greedy = _row("g", [7], [1], 0.25)
+    trees[1].greedy = _row("h", [7], [1], 0.5, score=None, stop_reason=StopReason.aborted)
+    found = with_rewards(batch, trees).baseline_B.tolist()
+    assert found[:3] == [0.25] * 3
+    assert all(math.isnan(value) for value in found[3:])

@@ -46,6 +46,8 @@ def preset(name):
         ({"correction_cap": 0.5}, "algo.correction_cap=0.5"),
         ({"kl_target": 0.0}, "algo.kl_target=0.0"),
         ({"kl_target": 0.1}, r"algo.kl_coef=0.0: expected above 0 with algo.kl_target=0.1"),
+        ({"gamma": 1.1, "advantage": Advantage.gae}, "algo.gamma=1.1: expected 0 to 1"),
+        ({"lam": 0.9}, "algo.lam=0.9: expected 1 with algo.advantage=grpo"),
     ],
 )
 def test_a_wrong_value_is_named(changes, said):
@@ -118,6 +120,8 @@ def test_every_preset_is_valid(name):
             },
             Branching.none,
         ),
+        ("remax", {"advantage": Advantage.remax}, Branching.none),
+        ("ppo", {"advantage": Advantage.gae, "lam": 0.95}, Branching.none),
         (
             "reinforce_plus_plus",
             {

@@ -18,8 +18,7 @@ from mega_agentrl.config.choices import Budget
         ("tau", -math.inf),
         ("penalty", -0.1),
         ("penalty", 1.1),
-        ("min_probe_tokens", 0),
-        ("min_probe_tokens", 21),
+        ("probe_tokens", 0),
         ("initial_rollouts", 0),
         ("forks_per_decision", -1),
         ("estimate_top_k", -1),
@@ -40,4 +39,4 @@ def test_the_papers_constants_are_the_defaults():
 
 def test_boundary_values_pass():
     BranchConfig(penalty=0, forks_per_decision=0, initial_rollouts=1)
-    BranchConfig(min_probe_tokens=3, probe_tokens=3, penalty=1)
+    BranchConfig(probe_tokens=1, penalty=1)

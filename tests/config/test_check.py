@@ -63,6 +63,21 @@ def test_a_good_configuration_passes(config):
     check(config)
 
 
+def test_a_reference_is_a_model_of_the_same_kind_that_something_reads(config, tmp_path):
+    config.model.reference = str(tmp_path / "other")
+    assert "expected none with algo.kl_coef=0" in message(config)
+    config.algo.kl_coef = 0.1
+    assert f"model.reference='{tmp_path}/other': there is no config.json" in message(config)
+    (tmp_path / "other").mkdir()
+    path = tmp_path / "other" / "config.json"
+    path.write_text(json.dumps(MODEL | {"vocab_size": 7}))
+    assert "has vocab_size=7; expected None as in model.path" in message(config)
+    path.write_text(json.dumps(MODEL | {"architectures": ["LlamaForCausalLM"]}))
+    assert "has architectures=['LlamaForCausalLM']" in message(config)
+    path.write_text(json.dumps(MODEL))
+    check(config)
+
+
 @pytest.mark.parametrize("key", ["train", "validation"])
 def test_data_files_must_exist(config, key):
     setattr(config.data, key, "nowhere.parquet")

@@ -9,6 +9,7 @@ from mega_agentrl.config.check_algo import check_algo
 from mega_agentrl.config.choices import (
     Advantage,
     AresMode,
+    Branching,
     Correction,
     KlPlace,
     PolicyLoss,
@@ -76,7 +77,7 @@ def test_egpo_adds_to_advantages_of_trajectories():
     assert "algo.advantage=reinforce_plus_plus" in message(
         egpo | {"advantage": Advantage.reinforce_plus_plus}
     )
-    for advantage in set(Advantage) - {Advantage.reinforce_plus_plus}:
+    for advantage in set(Advantage) - {Advantage.reinforce_plus_plus, Advantage.gae}:
         passes(**egpo, advantage=advantage)
 
 
@@ -108,3 +109,21 @@ def test_the_words_of_ares_are_a_file_with_words(tmp_path):
     words.write_text("wait\n")
     passes(**with_words())
     assert "algo.ares.mode=off, which reads no words" in message(with_words(AresMode.off))
+
+
+def test_a_greedy_answer_goes_with_neither_released_rounds_nor_shaped_rewards():
+    remax = {"advantage": Advantage.remax}
+    passes(**remax)
+    text = message(remax, rollout__branching=Branching.released)
+    assert "rollout.branching=released: expected another one with algo.advantage=remax" in text
+    assert "algo.advantage=remax: expected one that compares" in message(remax | PAPER)
+
+
+def test_a_critic_goes_with_single_tokens_and_lets_the_policy_learn_some_time():
+    gae = {"advantage": Advantage.gae}
+    passes(**gae)
+    assert "gae differs between the tokens" in message(gae | GSPO)
+    assert "EGPO adds to" in message(gae | {"egpo": EgpoConfig(lam=0.4)})
+    text = message({}, optim__critic_warmup_steps=3)
+    assert "optim.critic_warmup_steps=3: expected 0 with algo.advantage=grpo" in text
+    assert "expected below total_steps=100" in message(gae, optim__critic_warmup_steps=100)

@@ -19,7 +19,6 @@ from mega_agentrl.config.schema import RolloutConfig
         ("filter_range", [0.99, 0.99]),
         ("filter_range", [0.0, math.inf]),
         ("filter_range", [0.5]),
-        ("filter_max_rounds", -1),
         ("oversample", -1),
         ("quorum", 0.0),
         ("quorum", 1.5),
@@ -43,7 +42,7 @@ def test_a_quorum_needs_a_limit_and_carrying_over_allows_no_wall_clock():
 def test_nothing_is_filtered_by_default_and_the_bounds_are_the_papers():
     config = RolloutConfig()
     assert config.filter_key is FilterKey.none
-    assert (config.filter_range, config.filter_max_rounds) == ([0.01, 0.99], 20)
+    assert config.filter_range == [0.01, 0.99]
     assert (config.oversample, config.quorum, config.carry_over) == (0, 1, False)
 
 

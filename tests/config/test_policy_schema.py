@@ -26,12 +26,9 @@ def test_experts_are_no_further_factor_of_the_number_of_ranks():
         (ParallelConfig, {"virtual": 0}, r"parallel.virtual=0: expected at least 1"),
         (ParallelConfig, {"expert_tensor": 0}, r"parallel.expert_tensor=0: .*or null"),
         (OptimConfig, {"lr": 1e-3, "min_lr": 1e-2}, r"optim.min_lr=0.01: expected 0 to optim.lr"),
+        (OptimConfig, {"critic_lr": -1.0}, r"optim.critic_lr=-1.0: expected at least 0"),
+        (OptimConfig, {"critic_warmup_steps": -1}, r"optim.critic_warmup_steps=-1: expected"),
         (OptimConfig, {"warmup_steps": -1}, r"optim.warmup_steps=-1: expected at least 0"),
-        (
-            OptimConfig,
-            {"warmup_steps": 5, "decay_steps": 5},
-            r"optim.decay_steps=5: expected above optim.warmup_steps=5, or null",
-        ),
     ],
 )
 def test_values_out_of_range_name_their_key_and_value(section, values, message):

@@ -21,7 +21,6 @@ def test_defaults_are_isolated_and_stateless():
         ("workers", 0),
         ("timeout_s", 0.0),
         ("memory_mib", 63),
-        ("total_memory_mib", 127),
     ],
 )
 def test_out_of_range_names_key_and_value(name, value):
@@ -31,6 +30,11 @@ def test_out_of_range_names_key_and_value(name, value):
 
 def test_least_values_are_taken():
     PythonToolConfig(workers=1, memory_mib=64)
+
+
+def test_a_sandbox_may_hold_four_processes_at_their_limit():
+    assert PythonToolConfig().total_memory_mib == 2048
+    assert PythonToolConfig(memory_mib=64).total_memory_mib == 256
 
 
 def test_hosts_are_off_unless_asked_for():

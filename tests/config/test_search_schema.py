@@ -56,6 +56,16 @@ def test_lists_hold_domains(key, domain):
         BrowseToolConfig(**{key: ["ok.org", domain]})
 
 
+def test_browsing_is_on_where_something_may_be_read():
+    assert BrowseToolConfig(allow=["a.org"]).only == ("a.org",)
+    every = BrowseToolConfig(allow=["*"], deny=["b.org"])
+    assert every.enabled and every.only == ()
+    with pytest.raises(ValueError, match=r"tool.browse.allow=\*: .*or \* alone"):
+        BrowseToolConfig(allow=["a.org", "*"])
+    with pytest.raises(ValueError, match=r"tool.browse.deny=\*"):
+        BrowseToolConfig(allow=["*"], deny=["*"])
+
+
 def test_boundaries_pass():
     SearchToolConfig(top_k=1)
     BrowseToolConfig(allow=["a.org", "10.0.0.1"])

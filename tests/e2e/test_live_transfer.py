@@ -90,9 +90,7 @@ def start_engine(folders_of, tmp_path_factory):
     hosts = []
 
     def start(name, count, tensor):
-        config = EngineConfig(
-            tensor=tensor, max_model_len=128, kv_cache_gib=1, call_deadline_s=60.0
-        )
+        config = EngineConfig(tensor=tensor, max_model_len=128, kv_cache_gib=1)
         log = tmp_path_factory.mktemp("engine")
         new = [
             EngineHost(config, folders_of(name)[0], log / f"{number}.log", wait=False)

@@ -85,5 +85,5 @@ def test_ares():
     assert (algo.clip_low, algo.clip_high, algo.kl_coef) == (0.2, 0.3, 0.01)
     assert algo.ares.mode is AresMode.paper
     assert rollout.filter_key is FilterKey.accuracy
-    assert (rollout.filter_range, rollout.filter_max_rounds) == ([0.01, 0.99], 20)
+    assert rollout.filter_range == [0.01, 0.99]
     assert (config.epochs, config.evaluate.temperature) == (50, 0.5)

@@ -60,7 +60,6 @@ def started(mode):
         workers=2,
         timeout_s=LIMIT_S,
         memory_mib=128,
-        total_memory_mib=256,
         preload=[],
     )
     pool = SandboxPool(config)

@@ -41,6 +41,15 @@ def test_a_reference_lies_in_host_memory():
     assert memory.reference == 256 * 2**20
 
 
+def test_a_run_that_only_evaluates_holds_weights_alone():
+    config = configured(tensor=4)
+    config.algo.kl_coef = 0.1
+    config.total_steps = 0
+    (memory,) = policy_memory(config, released("qwen2.5-7b"), Device())
+    assert (memory.gradients, memory.optimizer, memory.activations, memory.host) == (0, 0, 0, 0)
+    assert memory.weights > 0
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

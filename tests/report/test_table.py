@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mega_agentrl.report.table import EvalView, comparison_rows, print_comparison
+from mega_agentrl.report.table import EvalView, comparison_rows, print_comparison, print_evaluation
 
 BEFORE = EvalView(
     reward=-0.25,
@@ -83,3 +83,11 @@ def test_printed_text():
     assert cells("toolqa_python") == ["0.100", "0.050", "-0.050"]
     assert cells("toolqa_both") == ["-", "0.400", "-"]
     assert cells("response tokens") == ["40.2", "52.0", "+11.8"]
+
+
+def test_a_single_evaluation_has_one_column():
+    console = Console(file=io.StringIO(), width=100)
+    print_evaluation(AFTER, console)
+    shown = console.file.getvalue()
+    assert "300 questions, 600 answers" in shown and "0.600" in shown
+    assert "change" not in shown and "before" not in shown

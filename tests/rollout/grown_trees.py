@@ -34,8 +34,7 @@ configs = st.builds(
     ),
     branch=st.builds(
         BranchConfig,
-        probe_tokens=st.integers(3, 12),
-        min_probe_tokens=st.integers(1, 3),
+        probe_tokens=st.integers(1, 12),
         forks_per_decision=st.integers(1, 3),
         initial_rollouts=st.sampled_from([1, None]),
     ),

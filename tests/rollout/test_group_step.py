@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.choices import Branching, FilterKey
+from mega_agentrl.rollout import group_step
 from tests.fakes import FakeGenerator, FakeTools
 from tests.rollout.graded_prompts import (
     Books,
@@ -91,15 +92,16 @@ def test_replacements_start_while_others_stillrun():
     assert names(run(scenario()).trees) == ["p0", "p2"]
 
 
-def test_too_many_replacements_are_an_error_that_says_what_was_seen():
+def test_too_many_replacements_are_an_error_that_says_what_was_seen(monkeypatch):
+    monkeypatch.setattr(group_step, "MAX_ROUNDS", 2)
     tools = FakeTools()
     kinds = ["M", "E", "E", "E", "E", "H", "E", "E", "E"]
     with pytest.raises(ValueError, match="too easy for the policy") as caught:
-        run(collect_steps(kinds, make_config(filter_max_rounds=2), 2, tools=tools))
+        run(collect_steps(kinds, make_config(), 2, tools=tools))
     text = str(caught.value)
     for piece in (
         "rollout.filter_key=accuracy: got 1 groups to train on, expected data.prompts_per_step=2",
-        "after rollout.filter_max_rounds=2 rounds of replacements; of 6 finished groups 1 have a "
+        "after 2 rounds of replacements; of 6 finished groups 1 have a "
         "mean at or below rollout.filter_range[0]=0.01",
         "4 at or above rollout.filter_range[1]=0.99, 0 failed (means from 0 to 1, median 1)",
     ):

@@ -38,8 +38,7 @@ PROMPTS = [make_prompt("p0", question="Q0"), make_prompt("p1", question="Q1")]
 
 branches = st.builds(
     BranchConfig,
-    probe_tokens=st.integers(3, 12),
-    min_probe_tokens=st.integers(1, 3),
+    probe_tokens=st.integers(1, 12),
     forks_per_decision=st.integers(0, 3),
     initial_rollouts=st.one_of(st.none(), st.just(1)),
     penalty=st.sampled_from([0.0, 0.05, 0.5]),
@@ -82,7 +81,7 @@ def _roomy(branching, num_trajectories, roots):
     return RolloutConfig(
         num_trajectories=num_trajectories,
         branching=branching,
-        branch=BranchConfig(initial_rollouts=roots, probe_tokens=8, min_probe_tokens=2),
+        branch=BranchConfig(initial_rollouts=roots, probe_tokens=4),
         max_response_tokens=5000,
         max_calls=500,
         max_turns=900,

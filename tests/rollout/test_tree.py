@@ -26,8 +26,7 @@ configs = st.builds(
     branching=st.sampled_from([Branching.none, Branching.after_result, Branching.aepo]),
     branch=st.builds(
         BranchConfig,
-        probe_tokens=st.integers(3, 12),
-        min_probe_tokens=st.integers(1, 3),
+        probe_tokens=st.integers(1, 12),
         forks_per_decision=st.integers(1, 3),
         initial_rollouts=st.one_of(st.none(), st.just(1)),
     ),

@@ -154,7 +154,7 @@ def sides(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=str(tmp_path)),
         engine=EngineConfig(tensor=1),
-        cluster=ClusterConfig(num_engines=2, actor_deadline_s=60),
+        cluster=ClusterConfig(num_engines=2, call_deadline_s=60),
     )
     config.weights.deadline_s = 10.0
     rank_class = ray.remote(num_cpus=0)(Rank)

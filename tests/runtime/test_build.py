@@ -107,7 +107,8 @@ def test_bad_tools_are_found_before_anything_starts(config, monkeypatch, tmp_pat
 def test_a_prompt_that_does_not_fit_its_tool_is_found(config, monkeypatch, tmp_path):
     def bad(*_, **__):
         kwargs = {"gsm8k": {"create_kwargs": {}}}
-        return PromptSet(prompts=(make_prompt("set/7", tools_kwargs=kwargs),), num_dropped=0)
+        prompt = make_prompt("set/7", tools_kwargs=kwargs)
+        return PromptSet(prompts=(prompt,), weights=(1.0,), num_dropped=0)
 
     monkeypatch.setattr(inputs, "load_prompts", bad)
     config.tool.file = str(tmp_path / "tools.yaml")

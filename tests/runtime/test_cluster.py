@@ -2,6 +2,8 @@
 
 import pytest
 
+from mega_agentrl.config.algo_schema import AlgoConfig
+from mega_agentrl.config.choices import Advantage
 from mega_agentrl.config.reward_schema import RewardConfig, RewardModelConfig
 from mega_agentrl.config.schema import (
     EngineConfig,
@@ -32,6 +34,15 @@ def test_more_ranks_than_cores_are_slow_and_said_so(caplog):
     with pytest.raises(ValueError, match=r"parallel.pipeline=2.*4 policy ranks.*5 actors.*has 4"):
         check_size(wide, num_cores=4, num_gpus=0)
     check_size(wide, num_cores=5, num_gpus=0)
+
+
+def test_a_critic_has_ranks_of_its_own():
+    made = config(parallel=ParallelConfig(tensor=2), algo=AlgoConfig(advantage=Advantage.gae))
+    check_size(made, num_cores=2, num_gpus=5)
+    with pytest.raises(ValueError, match=r"2 ranks of the critic, .*: 5 GPUs needed, the cluster"):
+        check_size(made, num_cores=2, num_gpus=4)
+    made.total_steps = 0
+    check_size(made, num_cores=2, num_gpus=3)
 
 
 def test_every_rank_needs_a_gpu_of_its_own():

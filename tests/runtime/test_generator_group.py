@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import ray
 
-from mega_agentrl.config.schema import ClusterConfig, EngineConfig, TrainConfig
+from mega_agentrl.config.schema import ClusterConfig, TrainConfig
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.remote import RemoteError
 from mega_agentrl.types.records import GenerateRequest
@@ -27,7 +27,7 @@ class Engine:
             raise RuntimeError("out of blocks")
         return self.index
 
-    async def start(self, model_path, seed):
+    async def start(self, model_path, seed, deadline_s):
         pass
 
     async def seen(self):
@@ -36,8 +36,7 @@ class Engine:
 
 def group(num_engines, call_deadline_s=30.0):
     config = TrainConfig(
-        engine=EngineConfig(call_deadline_s=call_deadline_s),
-        cluster=ClusterConfig(num_engines=num_engines),
+        cluster=ClusterConfig(num_engines=num_engines, call_deadline_s=call_deadline_s),
     )
     actors = [Engine.remote(index) for index in range(num_engines)]
     return GeneratorGroup(actors, config), actors

@@ -1,5 +1,7 @@
 """What is read before anything starts: steps by epochs, markers, trigger words."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -72,6 +74,19 @@ def test_where_copies_of_remote_files_are_kept(monkeypatch, tmp_path):
     assert data_cache() == tmp_path / "mega_agentrl" / "data"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert data_cache() == Path.home() / ".cache" / "mega_agentrl" / "data"
+
+
+def test_a_reference_must_have_the_policys_shape(config, assets, tmp_path):
+    config.algo.kl_coef, config.model.reference = 0.1, f"{assets}/model"
+    read_inputs(config)
+    folder = tmp_path / "other"
+    shutil.copytree(assets / "model", folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"intermediate_size": values["intermediate_size"] * 2}))
+    config.model.reference = str(folder)
+    with pytest.raises(ValueError, match=r"model\.reference=.*other: got ffn=\d+; expected ffn="):
+        read_inputs(config)
 
 
 def test_markers_are_read_where_egpo_looks_for_them(config):

@@ -35,7 +35,7 @@ class EchoGroup(RankGroup):
 
 def test_ranks_meet_answer_by_name_and_end(ray_local, tmp_path):
     config = TrainConfig(
-        parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(actor_deadline_s=60.0)
+        parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(call_deadline_s=60.0)
     )
     group = EchoGroup.launch(config, on_gpu=False, log_folder=tmp_path)
     try:
@@ -57,7 +57,7 @@ def test_ranks_meet_answer_by_name_and_end(ray_local, tmp_path):
 
 
 def test_a_silent_rank_is_named(ray_local, tmp_path):
-    config = TrainConfig(cluster=ClusterConfig(actor_deadline_s=1.0))
+    config = TrainConfig(cluster=ClusterConfig(call_deadline_s=1.0))
     actor = ray.remote(num_cpus=0)(EchoActor).remote(config, 0, 1, str(tmp_path / "log"))
     ray.get(actor.address.remote())
     group = EchoGroup([actor], config)

@@ -25,7 +25,7 @@ def saying(text, **reply):
 def browser(server, cache=None, resolve=None, **config):
     web = {"timeout_s": 5.0, "calls_per_second": 0.0}
     web = {key: config.pop(key, value) for key, value in web.items()}
-    config = {"enabled": True} | config
+    config = {"allow": ["*"]} | config
     answer_tokens = config.pop("answer_tokens", 1024)
     options = {} if resolve is None else {"resolve": resolve}
     admit = ("127.0.0.1", server.port) if server else None

@@ -98,7 +98,7 @@ def test_a_schema_that_does_not_belong_to_the_tool():
 def test_own_tools_limits_and_control_tokens_reach_the_kit(tmp_path):
     path = tmp_path / "tools.yaml"
     path.write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
-    config = ToolConfig(python=PYTHON, file=str(path), browse=BrowseToolConfig(enabled=True))
+    config = ToolConfig(python=PYTHON, file=str(path), browse=BrowseToolConfig(allow=["*"]))
     kit = build_toolkit(config, CharCodec(), control_tokens=["[CTL]"])
     assert kit.names == ("python", "browse", "gsm8k")
     assert kit.stop_strings == ("</python>", "</browse>", "</gsm8k>")

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from mega_agentrl.actor import checkpoint_folder
 from mega_agentrl.config.algo_schema import AlgoConfig, AresConfig
-from mega_agentrl.config.choices import AresMode
+from mega_agentrl.config.choices import Advantage, AresMode
 from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
@@ -146,18 +148,52 @@ class LearningPolicy(FilePolicy):
         self._moments.pass_by("export")
 
 
-def make_config(base, folder, *, warm, ares, save_every=2):
+class LearningCritic(FilePolicy):
+    """One number, the value of every token; an update moves it by the returns."""
+
+    def __init__(self, moments):
+        super().__init__(0.25)
+        self._moments = moments
+
+    def add_values(self, batch):
+        return batch.with_fields(value_BT=torch.full(batch.response_BT.shape, self.weight))
+
+    def update(self, batch):
+        self._moments.pass_by("critic")
+        self.weight += float(batch.return_BT[batch.mask_BT].mean())
+        named = ("value_loss", "value_clipfrac", "value", "return", "explained_variance")
+        return UpdateStats(
+            loss=self.weight,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            num_tokens=int(batch.mask_BT.sum()),
+            num_skipped=0,
+            metrics=dict.fromkeys(named, self.weight),
+        )
+
+    def save(self, folder, extra=None, keep=None):
+        super().save(folder, extra, keep)
+        self._moments.pass_by("critic saved")
+
+
+def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2):
     """warm: a warm start comes first. ares: it steers, after a bootstrap; else the adaptive KL."""
     steered = AlgoConfig(
         kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)
     )
-    plain = AlgoConfig(kl_coef=0.01, kl_target=0.05)
+    plain = AlgoConfig(
+        advantage=Advantage.gae if critic else Advantage.grpo,
+        kl_coef=0.01,
+        kl_target=0.05,
+    )
     return replace(
         base,
         run_dir=str(folder),
         total_steps=STEPS,
         save_every=save_every,
+        evaluate=replace(base.evaluate, every=every),
         algo=steered if ares else plain,
+        optim=replace(base.optim, critic_warmup_steps=int(critic)),
         sft=SftConfig(max_steps=2 if warm else 0, batch_size=2, target_success=1.0),
     )
 
@@ -182,6 +218,7 @@ def start(config, moments, stopper=None):
             else None,
             start_s=1.0,
             wait=runner.run,
+            critic=LearningCritic(moments) if config.algo.needs_critic else None,
         )
         train(parts, config, stopper or Stopper())
         assert all(session.released == 1 for session in parts.tools.sessions)
@@ -209,6 +246,7 @@ def outcome(config, parts):
         "summary": summary,
         "state": state,
         "weight": parts.policy.weight,
+        "critic": parts.critic and parts.critic.weight,
         "reference": parts.policy.reference,
         "served": (parts.generator.version, parts.generator.weight),
     }

@@ -32,6 +32,8 @@ def batch(**changes):
         "rollout_logp_BT": zeros_BT,
         "rollout_entropy_BT": zeros_BT,
         "version_BT": torch.zeros(4, 2, dtype=torch.int64),
+        "baseline_B": torch.tensor([0.25, 0.25, 4.0, 4.0]),
+        "value_BT": torch.tensor([[0.5, 0.25], [0.0, 1.0], [2.0, -1.0], [0.5, 8.0]]),
     }
     return TrainBatch(**(values | changes))
 
@@ -57,6 +59,7 @@ def thinking(**changes):
         "rollout_logp_BT": torch.zeros(4, 6),
         "rollout_entropy_BT": entropy_BT,
         "version_BT": torch.zeros(4, 6, dtype=torch.int64),
+        "value_BT": None,
         "entropy_BT": entropy_BT,
     }
     return batch(**(values | changes))
@@ -121,7 +124,7 @@ def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
         picked_B = grid_BT[rows, places].unsqueeze(1)
         return torch.where(first_BT, picked_B, torch.zeros_like(picked_B))
 
-    grids = ("mask_BT", "old_logp_BT", "ref_logp_BT", "node_BT")
+    grids = ("mask_BT", "old_logp_BT", "ref_logp_BT", "node_BT", "value_BT")
     cut = cut.with_fields(
         **{grid: cut_grid(getattr(cut, grid)[::2]) for grid in grids},
         owner_B=torch.tensor([7, 7, 3, 3, 5, 5, 6, 6]),
@@ -145,7 +148,8 @@ def test_a_failed_row_changes_nothing(name):
         mask_BT=torch.cat([plain.mask_BT, torch.zeros(1, 2).bool()]),
         entropy_BT=torch.ones(5, 2),
     )
-    settings = {} if name is Advantage.reinforce_plus_plus else {"lam": 0.4}
+    on_tokens = (Advantage.reinforce_plus_plus, Advantage.gae)
+    settings = {} if name in on_tokens else {"lam": 0.4}
     egpo = EgpoConfig(blocks=CotBlocks.response, **settings)
     algo = AlgoConfig(advantage=name, egpo=egpo, entropy_scale=0.2)
     expected_BT, expected = advantages(plain.with_fields(entropy_BT=torch.ones(4, 2)), algo)
@@ -274,7 +278,7 @@ def test_aepo_scales_by_the_entropy_of_the_token_last():
         "aepo/flipped"
     ] == pytest.approx(4 / 7)
     with pytest.raises(ValueError, match=r"entropy_BT: got None.*algo\.entropy_scale=0\.2"):
-        advantages(batch(), algo)
+        advantages(batch(baseline_B=None), algo)
 
 
 def test_corrections_by_hand():
@@ -320,3 +324,54 @@ def test_mismatch_reads_trained_tokens_only():
     assert metrics["mismatch/ess"] < 1
     assert metrics["mismatch/entropy_mean_abs"] == pytest.approx(0.1)
     assert metrics["mismatch/entropy_max_abs"] == pytest.approx(0.7)
+
+
+def test_remax_is_the_reward_over_the_greedy_answers():
+    algo = AlgoConfig(advantage=Advantage.remax)
+    found_BT, _ = advantages(batch(), algo)
+    assert_close(found_BT, torch.tensor([[0.75, 0.75], [-0.25, -0.25], [-1.0, -1.0], [-3.0, 0.0]]))
+
+
+def test_remax_takes_the_others_mean_where_the_greedy_answer_failed():
+    algo = AlgoConfig(advantage=Advantage.remax)
+    given = batch(baseline_B=torch.tensor([math.nan, math.nan, 4.0, 4.0]))
+    found_BT, _ = advantages(given, algo)
+    # Of rewards 1 and 0 each is the other's baseline.
+    assert_close(found_BT, torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [-3.0, 0.0]]))
+    with pytest.raises(ValueError, match=r"baseline_B: got None.*algo.advantage=remax"):
+        advantages(batch(baseline_B=None), algo)
+
+
+def test_gae_by_hand():
+    algo = AlgoConfig(advantage=Advantage.gae, gamma=0.5, lam=0.5, norm_by_std=False)
+    filled, _ = add_advantages(batch(), algo, kl_coef=0.0, markers=None)
+    # Row 0: errors 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75, of which a quarter goes back.
+    # Row 3: one trained token, its reward 1 against a value of 0.5.
+    expected_BT = torch.tensor([[-0.1875, 0.75], [0.25, -1.0], [-1.5, 4.0], [0.5, 0.0]])
+    assert_close(filled.advantage_BT, expected_BT)
+    on_BT = filled.mask_BT
+    assert_close(filled.return_BT[on_BT], (expected_BT + filled.value_BT)[on_BT])
+    white, _ = add_advantages(
+        batch(), AlgoConfig(advantage=Advantage.gae), kl_coef=0.0, markers=None
+    )
+    assert_close(white.advantage_BT[on_BT].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert_close(white.advantage_BT[on_BT].std(), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"value_BT: got None.*algo.advantage=gae"):
+        add_advantages(batch(value_BT=None), algo, kl_coef=0.0, markers=None)
+
+
+def test_gae_with_kl_in_the_reward_and_no_discount_is_the_return_less_the_value():
+    algo = AlgoConfig(
+        advantage=Advantage.gae,
+        norm_by_std=False,
+        kl_coef=0.1,
+        kl_kind=KlKind.k1,
+        kl_place=KlPlace.reward,
+    )
+    given = batch(old_logp_BT=torch.ones(4, 2), ref_logp_BT=torch.zeros(4, 2))
+    filled, metrics = add_advantages(given, algo, kl_coef=0.1, markers=None)
+    assert metrics["advantage/kl"] == pytest.approx(1.0)
+    returns_BT = torch.tensor([[0.8, 0.9], [-0.2, -0.1], [2.8, 2.9], [0.9, 0.0]])
+    on_BT = given.mask_BT
+    assert_close(filled.return_BT[on_BT], returns_BT[on_BT])
+    assert_close(filled.advantage_BT[on_BT], (returns_BT - given.value_BT)[on_BT])

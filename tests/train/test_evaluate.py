@@ -72,6 +72,17 @@ def test_questions_of_one_turn_and_of_several_are_told_apart():
     assert result.as_metrics("sampled")["sampled/success/bfcl/single_turn"] == 0.75
 
 
+def test_pass_at_k_is_over_questions_and_by_source():
+    trees = [tree("a", "easy", 1.0, 0.0, 0.0, 0.0), tree("b", "hard", 0.0, 0.0, 0.0, 0.0)]
+    metrics = summarize(trees, num_samples=4).as_metrics("sampled")
+    assert metrics["sampled/pass@2"] == 0.25  # 3 of the 6 pairs of the first question
+    assert metrics["sampled/pass@4"] == 0.5
+    assert metrics["sampled/pass@4/easy"] == 1.0 and metrics["sampled/pass@4/hard"] == 0.0
+    assert metrics["sampled/mean@4"] == 0.125 and metrics["sampled/mean@4/easy"] == 0.25
+    once = summarize([tree("a", "easy", 1.0)], num_samples=1).as_metrics("greedy")
+    assert not any("@" in name for name in once)
+
+
 def test_parts_of_the_reward_are_not_taken_for_data_sources():
     one = tree("a", "gsm8k", 1.0)
     (row,) = one.trajectories

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+from mega_agentrl.config.algo_schema import AlgoConfig
+from mega_agentrl.config.choices import Advantage
 from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.rollout.tree_file import read_trees
 from mega_agentrl.train.loop import train
@@ -32,6 +34,40 @@ def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(parts, config):
     train(parts, config)
     expected = ["supervise"] * 4 + ["send 2", "reset", "save step-000000", "logprobs"]
     assert parts.policy.verbs[:8] == expected
+
+
+def test_without_any_step_it_is_one_evaluation(parts, config, tmp_path, capsys):
+    parts.demonstrations = None
+    config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
+    assert config.validates_only
+    reward = train(parts, config)
+    assert parts.policy.verbs == ["send 1"]
+    assert [line["stage"] for line in lines(tmp_path)] == ["held_out_before"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_after"] == reward
+    assert len(summary["held_out"]) == 1
+    shown = capsys.readouterr().out
+    assert "validation only" in shown and "change" not in shown
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_steps_say_how_evenly_tokens_are_shared(parts, config, tmp_path):
+    parts.demonstrations = None
+    config = replace(config, parallel=replace(config.parallel, data=2))
+    train(parts, config)
+    shown = [x["batch/token_imbalance"] for x in lines(tmp_path) if x["stage"] == "rl"]
+    assert all(1 <= value < 1.5 for value in shown)
+
+
+def test_remax_samples_greedy_answers_beside_the_groups(parts, config, tmp_path):
+    parts.demonstrations = None
+    config = replace(config, algo=AlgoConfig(advantage=Advantage.remax))
+    train(parts, config)
+    steps = [line for line in lines(tmp_path) if line["stage"] == "rl"]
+    assert [line["rollout/greedy_failed"] for line in steps] == [0.0, 0.0]
+    assert all(line["rollout/greedy_tokens"] > 0 for line in steps)
+    assert [line["rollout/num_trajectories"] for line in steps] == [12.0, 12.0]
+    assert not any(name.startswith("rollout/greedy") for name in lines(tmp_path)[0])
 
 
 def test_a_run_leaves_metrics_summary_curve_and_rollouts(parts, config, tmp_path):
@@ -96,8 +132,7 @@ def test_the_summary_holds_the_entropy_curve_of_all_steps(parts, config, tmp_pat
     assert 0 < curve["root"][0] < 3
 
 
-def test_without_steps_the_policy_is_evaluated_and_exported(parts, config, tmp_path):
-    parts.demonstrations = None
+def test_a_warm_start_alone_is_evaluated_and_exported(parts, config):
+    config.sft = SftConfig(max_steps=2, target_success=1.0)
     train(parts, replace(config, total_steps=0))
-    assert parts.policy.verbs == ["send 1", "export"]
-    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 0
+    assert parts.policy.verbs[-2:] == ["save step-000000", "export"]

@@ -1,5 +1,6 @@
 """A run that is ended at any moment and started again ends as one that nobody disturbed."""
 
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from tests.train.mortal_run import STEPS, Killed, Moments, die, make_config, out
 KINDS = {
     "warm start, ARES with its bootstrap": {"warm": True, "ares": True},
     "no warm start, adaptive KL": {"warm": False, "ares": False},
+    "a critic with its warm-up": {"warm": False, "ares": False, "critic": True},
 }
 
 
@@ -64,6 +66,46 @@ def test_a_signal_at_any_moment_saves_and_it_goes_on(config, tmp_path, kind):
         found, num_ended = run_on(make(folder), Moments(at, ask), stopper)
         assert num_ended == 1
         assert found == expected, f"stopped at moment {at}, {moments.names[at]}"
+
+
+def test_evaluations_within_rl_change_no_step_and_are_made_once(config, tmp_path):
+    make = partial(make_config, config, warm=False, ares=False)
+    with_them = outcome(made := make(tmp_path / "with", every=1), start(made, Moments()))
+    without = outcome(made := make(tmp_path / "without", every=0), start(made, Moments()))
+    stages = [(line["stage"], line["step"]) for line in with_them["lines"]]
+    during = [("held_out_during", 1), ("held_out_during", 2)]
+    assert stages == [
+        ("held_out_before", 0),
+        ("rl", 1),
+        during[0],
+        ("rl", 2),
+        during[1],
+        ("rl", 3),
+        ("held_out_after", 3),
+    ]
+    rest = [line for line in with_them["lines"] if line["stage"] != "held_out_during"]
+    assert rest == without["lines"]
+    assert [with_them[key] == without[key] for key in ("weight", "served")] == [True, True]
+    shown = [point["step"] for point in with_them["summary"]["held_out"]]
+    assert shown == [0, 1, 2, 3]
+    # What is evaluated is the weight of that step, so it differs from step to step.
+    rewards = [point["reward"] for point in with_them["summary"]["held_out"]]
+    assert len(set(rewards)) > 1
+
+
+def test_an_evaluation_of_the_start_alone_takes_no_checkpoint(config, tmp_path):
+    made, _ = saved_run(config, tmp_path, warm=False, ares=False)
+    alone = replace(made, total_steps=0)
+    with pytest.raises(ValueError, match=r"total_steps=0: .* holds the checkpoint step-000002"):
+        start(alone, Moments())
+
+
+def test_a_checkpoint_without_its_critics_half_is_passed_over(config, tmp_path, caplog):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False, critic=True)
+    half = Path(made.run_dir) / "critic" / "step-000002"
+    shutil.rmtree(half)
+    assert outcome(made, start(made, Moments())) == expected
+    assert "step-000002 is passed over" in caplog.text
 
 
 def test_a_signal_loses_no_finished_step(config, tmp_path):

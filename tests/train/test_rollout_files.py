@@ -31,7 +31,8 @@ def test_what_is_kept_is_read_back(tmp_path):
     batch = pack([tree, tree])
     advantage_BT = batch.mask_BT * batch.reward_B.unsqueeze(1)
     files.keep_step(2, [tree, tree], batch.with_fields(advantage_BT=advantage_BT))
-    files.keep_held_out("before_greedy", 0, [tree])
+    files.keep_held_out("before", "_greedy", 0, [tree])
+    files.keep_held_out("during", "", 20, [tree])
     assert [to_tree(one.tree) for one in read_trees(tmp_path / "rollouts/step_000002.jsonl")] == [
         tree,
         tree,
@@ -41,8 +42,10 @@ def test_what_is_kept_is_read_back(tmp_path):
     assert kept == pytest.approx(rewards)
     (one,) = read_trees(tmp_path / "rollouts/held_out_before_greedy.jsonl")
     assert (one.stage, one.step) == ("held_out_before_greedy", 0)
+    (one,) = read_trees(tmp_path / "rollouts/held_out_step_000020.jsonl")
+    assert (one.stage, one.step) == ("held_out_during", 20)
 
 
 def test_without_steps_to_keep_no_evaluation_is_kept(tmp_path):
-    _files(tmp_path, 0).keep_held_out("before", 0, [nested_tree()])
+    _files(tmp_path, 0).keep_held_out("before", "", 0, [nested_tree()])
     assert not list(tmp_path.iterdir())

@@ -193,6 +193,27 @@ def test_the_evaluation_before_stays_only_where_the_pause_has_it(tmp_path):
         assert path.read_text() == "".join(text.splitlines(keepends=True)[:expected])
 
 
+def test_of_the_same_policy_only_the_rest_is_written_anew(tmp_path):
+    folder = run_state.save(FilePolicy(0.25), tmp_path, state_at(2))
+    with pytest.raises(ValueError, match="there is a finished checkpoint"):
+        run_state.save(FilePolicy(0.5), tmp_path, state_at(2))
+    later = state_at(2, evaluated_step=2)
+    assert run_state.save(FilePolicy(0.5), tmp_path, later, same_policy=True) == folder
+    policy = FilePolicy(0.0)
+    assert run_state.restore(policy, folder) == later
+    assert policy.weight == 0.25
+
+
+def test_evaluations_within_rl_stay_up_to_the_last_that_the_pause_has(tmp_path):
+    records = [("rl", 2), ("held_out_during", 2), ("rl", 4), ("held_out_during", 4), ("rl", 5)]
+    lines = [json.dumps({"stage": stage, "step": step}) + "\n" for stage, step in records]
+    path = tmp_path / "metrics.jsonl"
+    for step, evaluated_step, expected in [(5, 4, 5), (4, 4, 4), (4, 2, 3), (2, 2, 2), (2, 0, 1)]:
+        path.write_text("".join(lines))
+        run_state.forget_after(tmp_path, step, evaluated_step=evaluated_step)
+        assert path.read_text() == "".join(lines[:expected])
+
+
 def test_the_start_is_the_last_to_go_on_from_and_is_not_removed(tmp_path):
     assert run_state.whole_ones(tmp_path) == []
     run_state.save(FilePolicy(0.0), tmp_path, state_at(0), keep=1, name=run_state.START)

@@ -102,11 +102,16 @@ def check_run(config: TrainConfig, built: TrainConfig) -> None:
             "algo.ares.bootstrap=True: expected false in a comparison, whose budget is of what "
             "training generates; the rollouts of a bootstrap would come on top"
         )
-    optim = config.optim
-    if optim.schedule is not LrSchedule.constant and optim.decay_steps is None:
+    if config.algo.needs_critic:
         raise ValueError(
-            f"optim.decay_steps=null: expected a number with optim.schedule={optim.schedule}; "
-            "how many steps a run has is not known before, tokens are what it may spend"
+            f"algo.advantage={config.algo.advantage}: expected one without a critic in a "
+            "comparison, whose runs share one policy that is set back to the warm start and have "
+            "no such start for a critic; probable cause: algo=ppo among the algorithms"
+        )
+    if config.optim.schedule is not LrSchedule.constant:
+        raise ValueError(
+            f"optim.schedule={config.optim.schedule}: expected constant in a comparison, where "
+            "the steps of a run are not known before, tokens are what it may spend"
         )
 
 

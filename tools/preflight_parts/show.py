@@ -78,7 +78,8 @@ def as_json(found: Findings) -> dict[str, Any]:
     if found.verdict is not None:
         engine = found.verdict.engine
         plain["num_gpus"] = found.verdict.num_gpus
-        plain["policy"] = [asdict(m) | {"peak": m.peak} for m in found.verdict.policy]
+        for name, stages in _trained(found.verdict).items():
+            plain[name] = [asdict(m) | {"peak": m.peak} for m in stages]
         sums = {"peak": engine.peak, "cache_tokens": engine.cache_tokens}
         plain["engine"] = asdict(engine) | sums
     if found.transfer is not None:
@@ -93,7 +94,8 @@ def show(found: Findings, console: Console) -> None:
         used = f", {_count(active)} for a token" if active != total else ""
         console.print(f"{found.shape.architecture}: {_count(total)} parameters{used}")
     if found.verdict is not None and found.config is not None and found.device is not None:
-        console.print(_policy_table(found.verdict, found.device, found.config))
+        for name, stages in _trained(found.verdict).items():
+            console.print(_ranks_table(name, stages, found.device, found.config))
         console.print(_engine_table(found.verdict, found.device, found.config))
     if found.transfer is not None:
         console.print(_transfer_line(found.transfer))
@@ -115,19 +117,27 @@ def show(found: Findings, console: Console) -> None:
         console.print(f"[bold green]can run[/] on {num} devices")
 
 
-def _policy_table(verdict: Verdict, device: Device, config: TrainConfig) -> Table:
+def _trained(verdict: Verdict) -> dict[str, list[PolicyMemory]]:
+    """By name, the models that are cut into ranks by `parallel`."""
+    critic = {"critic": verdict.critic} if verdict.critic else {}
+    return {"policy": verdict.policy, **critic}
+
+
+def _ranks_table(
+    name: str, stages: list[PolicyMemory], device: Device, config: TrainConfig
+) -> Table:
     layout = config.parallel
     sizes = ("tensor", "context", "data", "pipeline", "virtual", "expert")
-    cut = ", ".join(f"{name} {getattr(layout, name)}" for name in sizes)
+    cut = ", ".join(f"{size} {getattr(layout, size)}" for size in sizes)
     table = Table("", caption_justify="left")
-    table.caption = f"policy: {layout.num_ranks} ranks ({cut}){_limit(device)}"
-    stages = _chosen(verdict.policy)
+    table.caption = f"{name}: {layout.num_ranks} ranks ({cut}){_limit(device)}"
+    stages = _chosen(stages)
     for memory in stages:
         table.add_column(f"stage {memory.stage}", justify="right")
-    for name, label in _POLICY_PARTS.items():
-        values = [getattr(memory, name) for memory in stages]
+    for part, label in _POLICY_PARTS.items():
+        values = [getattr(memory, part) for memory in stages]
         if any(values):
-            style = "bold" if name == "peak" else None
+            style = "bold" if part == "peak" else None
             table.add_row(label, *map(_size, values), style=style)
     return table
 

@@ -59,7 +59,7 @@ def test_every_algorithm_can_share_the_parts(key, configs):
     ("section", "change", "message"),
     [
         ("engine", {"max_concurrent": 3}, "got other settings in engine, expected them"),
-        ("optim", {"schedule": LrSchedule.linear}, r"optim\.decay_steps=null: expected a number"),
+        ("optim", {"schedule": LrSchedule.linear}, r"optim\.schedule=linear: expected constant"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(section, change, message, configs):
@@ -74,6 +74,13 @@ def test_a_bootstrap_is_refused(configs):
     algo = replace(ares.algo, ares=replace(ares.algo.ares, bootstrap=True))
     with pytest.raises(ValueError, match=r"algo\.ares\.bootstrap=True: expected false"):
         check_run(replace(ares, algo=algo), configs["base"][0])
+
+
+def test_a_critic_is_refused(configs):
+    config, _ = configs["grpo"]
+    algo = replace(config.algo, advantage=Advantage.gae)
+    with pytest.raises(ValueError, match=r"algo\.advantage=gae: expected one without a critic"):
+        check_run(replace(config, algo=algo), configs["base"][0])
 
 
 def test_a_misspelt_override_names_the_nearest_key():
