@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.schema import RolloutConfig
     from mega_agentrl.rollout.branching import BranchPolicy
+    from mega_agentrl.rollout.tree_store import TreeStore
     from mega_agentrl.types.ports import Generator, Interactions, Rubric, TextCodec, ToolProvider
     from mega_agentrl.types.records import Prompt, RolloutTree
 
@@ -92,6 +93,7 @@ def make_context(
     branching: BranchPolicy | None = None,
     temperature: float | None = None,
     interactions: Interactions | None = None,
+    store: TreeStore | None = None,
 ) -> RolloutContext:
     """What the trajectories of one pass share; arguments as of `collect`."""
     temperature = config.temperature if temperature is None else temperature
@@ -108,6 +110,7 @@ def make_context(
         seed=seed,
         step=step,
         interactions=interactions,
+        store=store,
     )
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import RolloutConfig
     from mega_agentrl.rollout.branching import BranchPolicy
     from mega_agentrl.rollout.tape import Tape
+    from mega_agentrl.rollout.tree_store import TreeStore
     from mega_agentrl.types.ports import (
         Generator,
         Interactions,
@@ -43,6 +44,7 @@ class RolloutContext:
     temperature: of sampling, 0 is greedy. max_model_len: prompt plus response, tokens.
     codec: a `ports.ChatCodec` where anything but tags is used. interactions: users and
     environments to talk to, None for none. warned: what was said once already.
+    store: keeps finished trees for a run that goes on after a crash; None for none.
     """
 
     generator: Generator
@@ -56,6 +58,7 @@ class RolloutContext:
     step: int | str
     interactions: Interactions | None = None
     warned: set[str] = field(default_factory=set)
+    store: TreeStore | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -41,6 +41,7 @@ class Group:
     rounds: the common task of groups that go in lock-step. generator: its way to the engine where
     it can be held. trajectories: the tasks of those that have started. pending: the scores that
     are missing once it has finished. num_carried: steps that it was carried over from.
+    is_reused: its tree was kept from before a crash.
     """
 
     prompt: Prompt
@@ -51,6 +52,7 @@ class Group:
     pending: list[PendingScore] = field(default_factory=list)
     verdict: Verdict | None = None
     num_carried: int = 0
+    is_reused: bool = False
 
     @property
     def tree(self) -> RolloutTree:
@@ -97,9 +99,13 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         context = replace(context, generator=generator)
     trajectories: list[asyncio.Task[Trajectory]] = []
     pending: list[PendingScore] = []
+    kept = _kept(context, prompt, key)
 
     async def grow() -> RolloutTree:
-        tree = await grow_tree(context, prompt, key, trajectories)
+        tree = kept
+        if tree is None:
+            tree = await grow_tree(context, prompt, key, trajectories)
+            _keep(context, key, tree)
         return await _scored(tree, rubric, context, pending)
 
     return Group(
@@ -108,6 +114,7 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         generator=generator,
         trajectories=trajectories,
         pending=pending,
+        is_reused=kept is not None,
     )
 
 
@@ -115,7 +122,18 @@ def start_rounds(
     context: RolloutContext, prompts: Sequence[Prompt], keys: Sequence[str], rubric: Rubric
 ) -> list[Group]:
     """Start prompts that go in lock-step: their groups finish, and end, together."""
-    rounds = asyncio.create_task(ReleasedBatch(context, prompts, keys).run())
+    kept = [_kept(context, prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+    is_reused = all(tree is not None for tree in kept)
+
+    async def run() -> list[RolloutTree]:
+        if is_reused:
+            return [tree for tree in kept if tree is not None]
+        trees = await ReleasedBatch(context, prompts, keys).run()
+        for key, tree in zip(keys, trees, strict=True):
+            _keep(context, key, tree)
+        return trees
+
+    rounds = asyncio.create_task(run())
 
     def start(index: int, prompt: Prompt) -> Group:
         pending: list[PendingScore] = []
@@ -124,9 +142,20 @@ def start_rounds(
             return await _scored((await rounds)[index], rubric, context, pending)
 
         task = asyncio.create_task(one())
-        return Group(prompt=prompt, task=task, rounds=rounds, pending=pending)
+        return Group(prompt=prompt, task=task, rounds=rounds, pending=pending, is_reused=is_reused)
 
     return [start(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _kept(context: RolloutContext, prompt: Prompt, key: str) -> RolloutTree | None:
+    if context.store is None:
+        return None
+    return context.store.find(str(context.step), key, context.generator.version, prompt)
+
+
+def _keep(context: RolloutContext, key: str, tree: RolloutTree) -> None:
+    if context.store is not None:
+        context.store.put(str(context.step), key, context.generator.version, tree)
 
 
 async def _scored(

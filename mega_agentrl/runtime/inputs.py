@@ -7,8 +7,9 @@ parts become is `build`'s business.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from mega_agentrl.config.choices import Branching, CotBlocks, Overlong
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.cot_markers import cot_markers
 from mega_agentrl.data.dataset import load_prompts
-from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
+from mega_agentrl.data.sft import Demonstration, DemonstrationSampler, load_demonstrations
 from mega_agentrl.data.trigger_words import load_words, trigger_ids
 from mega_agentrl.reward.check import check_parts, check_prompts
 from mega_agentrl.rollout.interaction_session import build_interactions
@@ -43,7 +44,7 @@ class Inputs:
     prompts: tuple[Prompt, ...]
     validation: tuple[Prompt, ...]
     dev: tuple[Prompt, ...]
-    demonstrations: Callable[[int], TrainBatch] | None
+    demonstrations: Callable[[], Callable[[int], TrainBatch]] | None
     cot_markers: tuple[tuple[int, ...], tuple[int, ...]] | None
     trigger_ids: frozenset[int] | None
 
@@ -66,7 +67,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     if config.sft.max_steps:
         dev = _prompts(config, "sft.dev", config.sft.dev, codec, schemas)
         loaded = load_demonstrations(config.sft.data, codec, max_tokens=config.engine.max_model_len)
-        demonstrations = DemonstrationSampler(loaded, config.seed).next
+        demonstrations = partial(_open_stream, loaded, config.seed)
     for kit in (tools, interactions):
         kit.check_prompts((*prompts, *validation, *dev))
     check_prompts(config.reward, (*prompts, *validation, *dev))
@@ -84,6 +85,10 @@ def read_inputs(config: TrainConfig) -> Inputs:
         cot_markers=_markers(config, codec),
         trigger_ids=_triggers(config, codec),
     )
+
+
+def _open_stream(demonstrations: Sequence[Demonstration], seed: int) -> Callable[[int], TrainBatch]:
+    return DemonstrationSampler(demonstrations, seed).next
 
 
 def _toolkit(config: TrainConfig, codec: HFCodec) -> ToolKit:
