@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import GenerateRequest, Generation
 
 
+_MAX_LOSSES = 3
+"""Engines that a request may be at when they die; then it is taken for the cause."""
+
+
 class EngineActor:
     """One vLLM engine in a process of its own; forwards calls to `generator.engine.Engine`."""
 
@@ -167,6 +171,7 @@ class GeneratorGroup:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Generator.generate`."""
+        num_lost = 0
         while True:
             if self._keeper is not None:
                 await self._keeper.wait_for_any()
@@ -177,9 +182,12 @@ class GeneratorGroup:
             try:
                 result: Generation = await self._ask(index, "generate", request)
             except DiedError as error:
+                num_lost += 1
                 if self._keeper is None:
                     raise
                 self._keeper.lost(index, actor, str(error))
+                if num_lost == _MAX_LOSSES:
+                    raise
             else:
                 return result
             finally:
