@@ -75,6 +75,8 @@ def _all_runs(options: argparse.Namespace, settings: list[str]) -> Sequence[dict
         wrong = _left(story)
         if expected is not None and found.lines != expected.lines:
             wrong.append("two undisturbed runs differ: the comparison says nothing")
+        if not any(found.losses):
+            wrong.append("all losses are 0: nothing was learned, and the comparison says nothing")
         expected = expected or found
         rows.append(_tell(name, story, found, wrong))
     assert expected is not None
