@@ -74,7 +74,7 @@ def run(composed: DictConfig) -> float:
     _log_to_file(run_dir)
     # Ray, torch and the rest load only once the configuration is known to be good.
     from mega_agentrl.runtime.build import build
-    from mega_agentrl.train.loop import train
+    from mega_agentrl.train.restart import train_to_the_end
 
     # Again: a launcher of sweeps starts `run` without `__main__`.
     PROCESS.listen()
@@ -82,7 +82,7 @@ def run(composed: DictConfig) -> float:
     try:
         with build(config) as parts:
             is_built = True
-            return train(parts, config, PROCESS)
+            return train_to_the_end(parts, config, PROCESS)
     except KeyboardInterrupt:
         _fail(farewell(run_dir, PROCESS), PROCESS.exit_code)
     except (ValueError, RuntimeError, OSError) as error:

@@ -40,13 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """How a process joins: its rank, the meeting point and the deadline of collectives."""
+    """How a process joins: its rank, the meeting point and the deadline of collectives.
+
+    num_threads: of the CPU, for each operation.
+    """
 
     rank: int
     world_size: int
     master_address: str
     master_port: int
     timeout_s: float
+    num_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,9 @@ class Network:
         self.shape = shape
         position = groups.Position.of(seat.rank, config.parallel)
         self.layout = megatron_layout(shape, position.place, fused=device.has_transformer_engine())
-        torch.set_num_threads(config.parallel.threads)
+        torch.set_num_threads(seat.num_threads)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
         device.choose_device(seat.rank)
         self.groups = groups.join(
             config.parallel,

@@ -17,6 +17,8 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from mega_agentrl.types.doing import doing
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
@@ -30,6 +32,22 @@ metrics summed over tokens, to be divided by the global number of tokens."""
 
 Objective = Callable[..., tuple[torch.Tensor, Share]]
 """Maps a micro-batch and its head's [R, T] tensors to loss and shares."""
+
+
+class NamedCommunicator(P2PCommunicator):
+    """Megatron's way between pipeline stages, which says whom it waits for (`types.doing`)."""
+
+    def _communicate(self, **how: Any) -> Any:
+        ways = {
+            f"rank {self.prev_rank}": (how["recv_prev"], how["tensor_send_prev"] is not None),
+            f"rank {self.next_rank}": (how["recv_next"], how["tensor_send_next"] is not None),
+        }
+        peers = [peer for peer, used in ways.items() if any(used)]
+        receives = any(way[0] for way in ways.values())
+        sends = any(way[1] for way in ways.values())
+        verb = "/".join(["send"] * sends + ["receive"] * receives)
+        with doing(f"micro-batch {verb}", " and ".join(peers)):
+            return super()._communicate(**how)
 
 
 class Schedule:
@@ -49,7 +67,7 @@ class Schedule:
             # direction has a channel of its own.
             config.overlap_p2p_comm = len(no_syncs) > 1
             config.batch_p2p_comm = not config.overlap_p2p_comm
-        self._communicator = P2PCommunicator(groups.collection.pp, self._chunks[0].module.config)
+        self._communicator = NamedCommunicator(groups.collection.pp, self._chunks[0].module.config)
 
     def train(self, micros: Sequence[MicroBatch], head: Head, objective: Objective) -> list[Share]:
         """Gradients into the buffers; the shares of each micro-batch on the last stage, else [].

@@ -31,7 +31,6 @@ class ParallelConfig:
     and no further factor; expert_tensor: ranks that share one expert (null: `tensor` where
     expert is 1, else 1). sequence: tensor ranks also share the tokens between the linears.
     distributed_optimizer: data ranks share masters and moments instead of copying them.
-    threads: CPU threads per rank (ignored on GPUs).
     """
 
     tensor: int = 1
@@ -43,10 +42,9 @@ class ParallelConfig:
     expert_tensor: int | None = None
     sequence: bool = False
     distributed_optimizer: bool = True
-    threads: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline", "virtual", "data", "context", "expert", "threads"):
+        for key in ("tensor", "pipeline", "virtual", "data", "context", "expert"):
             require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "at least 1")
         if self.expert_tensor is not None:
             require(

@@ -217,6 +217,8 @@ class TrainConfig:
     without sft.max_steps, the run is one evaluation of the start weights.
     save_every: RL steps between checkpoints; 0: only at the end and at a signal. resume: go on
     with an unfinished run of the same settings in run_dir; false keeps it aside and begins anew.
+    deterministic: two runs give the same numbers, bit for bit on a CPU: an engine computes one
+    request at a time, without prefix cache, everything on one thread. Slow; for checks.
     """
 
     run_dir: str = "runs/default"
@@ -225,6 +227,7 @@ class TrainConfig:
     epochs: int = 0
     save_every: int = 20
     resume: bool = True
+    deterministic: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

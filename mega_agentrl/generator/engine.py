@@ -23,17 +23,15 @@ from collections.abc import Awaitable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from mega_agentrl.generator.plugin import TRANSFER_BACKEND
+from mega_agentrl.generator.engine_args import engine_args
+from mega_agentrl.generator.liveness import Progress
 from mega_agentrl.generator.sampling import (
     StopTable,
     check_request,
@@ -42,6 +40,7 @@ from mega_agentrl.generator.sampling import (
     to_generation,
 )
 from mega_agentrl.generator.tap_reader import TapReader
+from mega_agentrl.types.faults import EngineLostError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,9 +57,6 @@ if TYPE_CHECKING:
 
 DEATH_CHECK_S = 0.5
 CLOSE_GRACE_S = 2.0
-CPU_BLOCK_TOKENS = 32
-"""Tokens of a KV block on a CPU, whose attention takes multiples of 32 only: the smallest one, as
-forks share whole blocks. On a GPU vLLM chooses for its attention."""
 """Time vLLM's processes get to end by themselves before they are killed."""
 
 
@@ -73,7 +69,8 @@ class Engine:
         self._failure: str | None = None
         self._updating = False
         self._serving, self._idle = asyncio.Event(), asyncio.Event()
-        self._num_running = 0
+        self._num_running = self._num_errands = 0
+        self._progress = Progress()
         self._keys = itertools.count()
         self._key_of: dict[str, str] = {}
 
@@ -85,6 +82,7 @@ class Engine:
         seed: int,
         dtype: str | None = None,
         deadline_s: float = 600.0,
+        deterministic: bool = False,
     ) -> Self:
         """Start vLLM with the weights of a model folder and serve version 0.
 
@@ -95,7 +93,7 @@ class Engine:
         """
         self._config = config
         self._deadline_s = deadline_s
-        args = engine_args(config, model_path, seed=seed, dtype=dtype)
+        args = engine_args(config, model_path, seed=seed, dtype=dtype, deterministic=deterministic)
         try:
             self._llm = AsyncLLM.from_engine_args(args)
         except RuntimeError as error:
@@ -229,14 +227,38 @@ class Engine:
             yield
         except EngineDeadError as error:
             self._failure = self._failure or "it is dead"
-            raise RuntimeError(f"{self.name} is dead; its log file has the reason") from error
+            raise EngineLostError(f"{self.name} is dead; its log file has the reason") from error
         except Exception as error:
             if type(error) is not Exception:
                 raise
             self._failure = self._failure or f"vLLM failed: {error}"
-            raise RuntimeError(
+            raise EngineLostError(
                 f"{self.name}: vLLM failed: {error}; its log file has the reason"
             ) from error
+
+    async def pulse(self) -> None:
+        """Answer as soon as vLLM does, at once while it is at an errand of the weight transfer.
+
+        Raises `EngineLostError` where it is dead or gives running requests no token any more.
+        """
+        if self._num_errands:
+            self._progress = Progress()
+            return
+        num_tokens = (await self._call_workers("tap_count"))[0]
+        if (stuck_s := self._progress.stuck_s(num_tokens, self._num_running)) is not None:
+            raise EngineLostError(
+                f"{self.name} has given its {self._num_running} requests no token for "
+                f"{stuck_s:.0f} s; probable cause: its scheduler or a kernel hangs"
+            )
+
+    @contextmanager
+    def _errand(self) -> Iterator[None]:
+        """vLLM's core is at something with a deadline of its own, and answers nothing else."""
+        self._num_errands += 1
+        try:
+            yield
+        finally:
+            self._num_errands -= 1
 
     async def _ask(self, call: Awaitable[Any]) -> Any:
         """What vLLM answers; it leaves the last calls before its death without an answer."""
@@ -261,7 +283,8 @@ class Engine:
 
         Raises `ValueError` where vLLM's loader does something that no rectangle describes.
         """
-        found = await self._call_workers("weights_layout")
+        with self._errand():
+            found = await self._call_workers("weights_layout")
         for worker, (failure, _) in enumerate(found):
             if failure is not None:
                 raise ValueError(f"{self.name}, worker {worker}: {failure}")
@@ -276,7 +299,8 @@ class Engine:
         if self._updating:
             await self.refuse("an update was left unfinished")
         request = WeightTransferInitRequest(init_info=link.to_plain())
-        await self._ask(self._llm.init_weight_transfer_engine(request))
+        with self._errand():
+            await self._ask(self._llm.init_weight_transfer_engine(request))
         if (reason := await self._failure_of_workers()) is not None:
             raise RuntimeError(f"{self.name}: joining the weight transfer failed: {reason}")
 
@@ -293,8 +317,9 @@ class Engine:
             raise RuntimeError(f"{self.name}: an update is under way; finish or refuse it first")
         self._failure, self._updating = None, True
         request = WeightTransferUpdateRequest(update_info={"version": version})
-        await self._ask(self._llm.start_weight_update())
-        await self._ask(self._llm.update_weights(request))
+        with self._errand():
+            await self._ask(self._llm.start_weight_update())
+            await self._ask(self._llm.update_weights(request))
         await self._check_workers(version)
 
     async def confirm_weights(self, version: int, expected: Sequence[np.ndarray]) -> None:
@@ -304,9 +329,10 @@ class Engine:
         """
         if not self._updating:
             raise RuntimeError(f"{self.name}: no weights to confirm: {self._failure}")
-        await self._call_workers("weights_verify", version, pickle.dumps(list(expected)))
-        await self._check_workers(version)
-        await self._ask(self._llm.finish_weight_update(str(version)))
+        with self._errand():
+            await self._call_workers("weights_verify", version, pickle.dumps(list(expected)))
+            await self._check_workers(version)
+            await self._ask(self._llm.finish_weight_update(str(version)))
         await self._check_workers(version)
         self._version, self._updating = version, False
 
@@ -346,30 +372,3 @@ class Engine:
             self._llm.shutdown(timeout=CLOSE_GRACE_S)
             del self._llm
             gc.unfreeze()
-
-
-def engine_args(
-    config: EngineConfig, model_path: str, *, seed: int, dtype: str | None
-) -> AsyncEngineArgs:
-    """vLLM's arguments."""
-    on_gpu = torch.cuda.is_available()
-    options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS}
-    if on_gpu:
-        options = {"gpu_memory_utilization": config.memory_fraction}
-    tap = "tap_v2:EntropyTapV2" if on_gpu else "tap_v1:EntropyTapV1"
-    return AsyncEngineArgs(
-        model=model_path,
-        dtype=dtype or ("bfloat16" if on_gpu else "float32"),
-        seed=seed,
-        tensor_parallel_size=config.tensor,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_concurrent,
-        max_num_batched_tokens=max(8192, config.max_model_len),
-        enforce_eager=config.eager or not on_gpu,
-        enable_prefix_caching=True,
-        disable_log_stats=True,
-        logits_processors=[f"mega_agentrl.generator.{tap}"],
-        worker_extension_cls="mega_agentrl.generator.worker_extension.WorkerExtension",
-        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
-        **options,
-    )

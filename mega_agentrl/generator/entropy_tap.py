@@ -78,9 +78,13 @@ class _Step:
 
 
 class TapStore:
-    """Measurements by request key and position; kept until `take` or `drop`."""
+    """Measurements by request key and position; kept until `take` or `drop`.
+
+    num_measured: tokens of open requests so far.
+    """
 
     def __init__(self) -> None:
+        self.num_measured = 0
         self._records: dict[str, dict[int, tuple[_Step, int]]] = {}
 
     def open(self, key: str) -> None:
@@ -97,6 +101,7 @@ class TapStore:
         for key, position, row in rows:
             if (record := records.get(key)) is not None:
                 record[position] = (step, row)
+                self.num_measured += 1
 
     def read(self, key: str) -> TapRecord:
         """Everything from position 0 up to the first gap; empty for an unknown key."""

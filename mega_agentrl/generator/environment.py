@@ -20,12 +20,16 @@ HOST_PID_VARIABLE = "MEGA_AGENTRL_ENGINE_HOST_PID"
 
 
 def set_environment(
-    config: EngineConfig, *, on_gpu: bool = False, log_path: Path | None = None
+    config: EngineConfig,
+    *,
+    on_gpu: bool = False,
+    deterministic: bool = False,
+    log_path: Path | None = None,
 ) -> None:
     """Set vLLM's variables in this process; must run before the first `import vllm`.
 
-    log_path: file that gets vLLM's log lines, also those of its child processes; None
-    leaves them on stderr.
+    deterministic: sums are always in the same order. log_path: file that gets vLLM's log lines,
+    also those of its child processes; None leaves them on stderr.
     """
     variables = {
         HOST_PID_VARIABLE: str(os.getpid()),
@@ -42,6 +46,8 @@ def set_environment(
         variables["TORCH_COMPILE_DISABLE"] = "1"
     if not on_gpu:
         variables |= _cpu_variables(config)
+    if deterministic:
+        variables |= {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if log_path is not None:
         variables["VLLM_LOGGING_CONFIG_PATH"] = str(_write_logging_config(log_path))
     os.environ.update(variables)

@@ -38,6 +38,10 @@ class WorkerExtension:
         """Number of requests with measurements."""
         return len(STORE)
 
+    def tap_count(self) -> int:
+        """Number of tokens measured so far, in the life of this worker."""
+        return STORE.num_measured
+
     def weights_layout(self) -> tuple[str | None, bytes]:
         """What went wrong, or the pickled layout and whereabouts of this worker."""
         try:

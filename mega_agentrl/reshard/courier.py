@@ -29,6 +29,7 @@ from mega_agentrl.reshard.frames import (
     frame_bytes,
     write_end,
 )
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -256,7 +257,8 @@ class Courier:
     def _named(self, operation: str, peer: int, bucket: Bucket | None) -> Iterator[None]:
         """Say who failed at what: a peer that is gone shows at the start or in the wait."""
         try:
-            yield
+            with doing(f"weight transfer, {operation}", f"rank {peer} of the link"):
+                yield
         except (RuntimeError, ValueError) as error:
             what = "the end of the update"
             if bucket is not None:

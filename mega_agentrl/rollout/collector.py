@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import RolloutConfig
     from mega_agentrl.rollout.branching import BranchPolicy
     from mega_agentrl.rollout.spans import RolloutSpans
+    from mega_agentrl.rollout.tree_store import TreeStore
     from mega_agentrl.types.ports import Generator, Interactions, Rubric, TextCodec, ToolProvider
     from mega_agentrl.types.records import Prompt, RolloutTree
 
@@ -98,6 +99,7 @@ def make_context(
     interactions: Interactions | None = None,
     spans: RolloutSpans | None = None,
     with_greedy: bool = False,
+    store: TreeStore | None = None,
 ) -> RolloutContext:
     """What the trajectories of one pass share; arguments as of `collect`.
 
@@ -119,6 +121,7 @@ def make_context(
         interactions=interactions,
         spans=spans,
         with_greedy=with_greedy,
+        store=store,
     )
 
 

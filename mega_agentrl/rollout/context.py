@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.branching import BranchPolicy
     from mega_agentrl.rollout.spans import RolloutSpans
     from mega_agentrl.rollout.tape import Tape
+    from mega_agentrl.rollout.tree_store import TreeStore
     from mega_agentrl.types.ports import (
         Generator,
         Interactions,
@@ -46,6 +47,7 @@ class RolloutContext:
     environments to talk to, None for none. spans: of the trajectories, None for none.
     with_greedy: every group gets a greedy answer beside it (`greedy`). warned: what was said once
     already.
+    store: keeps finished trees for a run that goes on after a crash; None for none.
     """
 
     generator: Generator
@@ -61,6 +63,7 @@ class RolloutContext:
     spans: RolloutSpans | None = None
     with_greedy: bool = False
     warned: set[str] = field(default_factory=set)
+    store: TreeStore | None = None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -42,7 +42,7 @@ class Group:
     rounds: the common task of groups that go in lock-step. generator: its way to the engine where
     it can be held. trajectories: the tasks of those that have started. greedy: of the greedy
     answer. pending: the scores that are missing once it has finished. num_carried: steps that it
-    was carried over from.
+    was carried over from. is_reused: its tree was kept from before a crash.
     """
 
     prompt: Prompt
@@ -54,6 +54,7 @@ class Group:
     pending: list[PendingScore] = field(default_factory=list)
     verdict: Verdict | None = None
     num_carried: int = 0
+    is_reused: bool = False
 
     @property
     def tree(self) -> RolloutTree:
@@ -101,14 +102,18 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
     trajectories: list[asyncio.Task[Trajectory]] = []
     greedy: list[asyncio.Task[Trajectory]] = []
     pending: list[PendingScore] = []
+    kept = _kept(context, prompt, key)
 
     async def grow() -> RolloutTree:
-        async with asyncio.TaskGroup() as both:
-            answer = None
-            if context.with_greedy:
-                answer = both.create_task(greedy_answer(context, prompt, key, greedy))
-            tree = await grow_tree(context, prompt, key, trajectories)
-        tree.greedy = None if answer is None else answer.result()
+        tree = kept
+        if tree is None:
+            async with asyncio.TaskGroup() as both:
+                answer = None
+                if context.with_greedy:
+                    answer = both.create_task(greedy_answer(context, prompt, key, greedy))
+                tree = await grow_tree(context, prompt, key, trajectories)
+            tree.greedy = None if answer is None else answer.result()
+            _keep(context, key, tree)
         return await _scored(tree, rubric, context, pending)
 
     return Group(
@@ -118,6 +123,7 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         trajectories=trajectories,
         greedy=greedy,
         pending=pending,
+        is_reused=kept is not None,
     )
 
 
@@ -125,7 +131,18 @@ def start_rounds(
     context: RolloutContext, prompts: Sequence[Prompt], keys: Sequence[str], rubric: Rubric
 ) -> list[Group]:
     """Start prompts that go in lock-step: their groups finish, and end, together."""
-    rounds = asyncio.create_task(ReleasedBatch(context, prompts, keys).run())
+    kept = [_kept(context, prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+    is_reused = all(tree is not None for tree in kept)
+
+    async def run() -> list[RolloutTree]:
+        if is_reused:
+            return [tree for tree in kept if tree is not None]
+        trees = await ReleasedBatch(context, prompts, keys).run()
+        for key, tree in zip(keys, trees, strict=True):
+            _keep(context, key, tree)
+        return trees
+
+    rounds = asyncio.create_task(run())
 
     def start(index: int, prompt: Prompt) -> Group:
         pending: list[PendingScore] = []
@@ -134,9 +151,20 @@ def start_rounds(
             return await _scored((await rounds)[index], rubric, context, pending)
 
         task = asyncio.create_task(one())
-        return Group(prompt=prompt, task=task, rounds=rounds, pending=pending)
+        return Group(prompt=prompt, task=task, rounds=rounds, pending=pending, is_reused=is_reused)
 
     return [start(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _kept(context: RolloutContext, prompt: Prompt, key: str) -> RolloutTree | None:
+    if context.store is None:
+        return None
+    return context.store.find(str(context.step), key, context.generator.version, prompt)
+
+
+def _keep(context: RolloutContext, key: str, tree: RolloutTree) -> None:
+    if context.store is not None:
+        context.store.put(str(context.step), key, context.generator.version, tree)
 
 
 async def _scored(

@@ -105,6 +105,7 @@ class GroupStep:
             counts={
                 "groups_started": num_started,
                 "groups_resumed": self._num_resumed,
+                "groups_reused": sum(group.is_reused for group in self.groups),
                 "groups_behind": len(behind),
                 "refill_rounds": ceil(self._num_replaced / self._num_groups),
                 "stragglers": len(stragglers),

@@ -7,7 +7,8 @@
 
 An engine that has started an update serves again only after its digests are those of the trainer
 and its log-probs of a fixed prompt agree. After any failure the link is given up and the engines
-refuse to serve; the next `send` makes a new link.
+refuse to serve; the next `send` makes a new link. Where an engine was lost in the middle of a
+`send`, it waits for the keeper's successor and begins again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mega_agentrl.reshard.proof import (
 from mega_agentrl.reshard.traffic import count_traffic
 from mega_agentrl.reshard.transport import WeightLink
 from mega_agentrl.reshard.whereabouts import locations
-from mega_agentrl.runtime.remote import RemoteError, gather, gather_causes
+from mega_agentrl.runtime.remote import RankGoneError, RemoteError, gather, gather_causes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.traffic import Traffic
     from mega_agentrl.reshard.whereabouts import Whereabouts
+    from mega_agentrl.runtime.engine_keeper import EngineKeeper
     from mega_agentrl.runtime.generator_group import GeneratorGroup
     from mega_agentrl.runtime.policy_group import PolicyGroup
     from mega_agentrl.types.ports import Generator
@@ -83,9 +85,14 @@ class WeightBridge:
         self._deadline_s = config.cluster.call_deadline_s
         self._keys = (f"link-{number}" for number in itertools.count())
         self._address: tuple[str, int] | None = None
-        self._workers: dict[int, Workers] = {}
+        self._workers: dict[Any, Workers] = {}
+        self._keeper: EngineKeeper | None = None
         self._common: _Line | None = None
         self._version = 0
+
+    def keep(self, keeper: EngineKeeper) -> None:
+        """Whose new engines get the weights with the others, and who replaces lost ones."""
+        self._keeper = keeper
 
     def connect(self) -> Traffic:
         """Plan the transfer to all engines and let every rank join; returns the plan's traffic.
@@ -94,7 +101,7 @@ class WeightBridge:
         not come. Called by `send` where there is no link.
         """
         self._disconnect()
-        self._common = self._open(self._engines.admitted)
+        self._common = self._open(self._all_engines())
         return self._common.traffic
 
     def send(self, generator: Generator, version: int) -> Mapping[str, float]:
@@ -107,28 +114,65 @@ class WeightBridge:
         """
         if generator is not self._engines:
             raise ValueError("send_weights: expected the generator this policy is attached to")
-        if self._common is None:
+        with self._policy.turn:
+            while True:
+                try:
+                    report = self._send_to_all(version)
+                except RankGoneError:
+                    raise
+                except RemoteError:
+                    # Some engine is new by then, or the error is not an engine's death.
+                    if self._keeper is None or not self._keeper.mend():
+                        raise
+                else:
+                    break
+            self._policy.is_ahead = False
+            self._version = version
+            self._engines.set_version(version)
+            for engine in self._common.engines if self._common is not None else ():
+                self._engines.admit(engine)
+        if self._keeper is not None:
+            self._keeper.wake()
+        return report
+
+    def _send_to_all(self, version: int) -> dict[str, float]:
+        if self._common is None or list(self._common.engines) != self._all_engines():
             self.connect()
         assert self._common is not None, "connect() has made it"
         try:
-            report = self._update(self._common, version)
+            return self._update(self._common, version)
         except (RemoteError, ValueError):
             self._disconnect()
             raise
-        self._version = version
-        self._engines.set_version(version)
-        return report
 
-    def welcome(self, engines: Sequence[int]) -> None:
-        """Bring the current weights into engines that are new, without touching the others."""
-        for engine in engines:
-            self._workers.pop(engine, None)
-        line = self._open(engines)
+    def _all_engines(self) -> list[int]:
+        fresh = set() if self._keeper is None else self._keeper.fresh
+        return sorted(fresh.union(self._engines.admitted))
+
+    def welcome(self, engines: Sequence[int]) -> bool:
+        """Bring the current weights into engines that are new, without touching the others.
+
+        False where they have to wait: the policy is busy, or ahead of what is served, and then
+        the next `send` does it.
+        """
+        if not self._policy.turn.acquire(blocking=False):
+            return False  # whoever has it may be waiting for these engines
         try:
-            self._update(line, self._version)
+            if self._policy.is_ahead:
+                return False
+            line = self._open(engines)
+            try:
+                self._update(line, self._version)
+            finally:
+                self._close(line)
+            self._disconnect()  # its plan knows other workers
         finally:
-            self._close(line)
-        self._disconnect()  # its plan knows other workers
+            self._policy.turn.release()
+        return True
+
+    def forget_policy(self) -> None:
+        """The policy's ranks are new ones: what was agreed with the old is gone with them."""
+        self._address = self._common = None
 
     def _open(self, engines: Sequence[int]) -> _Line:
         """A plan for some engines, and a link that its ranks have joined."""
@@ -182,10 +226,11 @@ class WeightBridge:
 
     def _workers_of(self, engine: int) -> Workers:
         """Layouts of an engine's workers; traced once in the life of an engine."""
-        if engine not in self._workers:
+        actor = self._engines.actor(engine)
+        if actor not in self._workers:
             found = self._gather("layout", self._engines.start_call("layout", only=[engine]))
-            (self._workers[engine],) = found.values()
-        return self._workers[engine]
+            (self._workers[actor],) = found.values()
+        return self._workers[actor]
 
     def _update(self, line: _Line, version: int) -> dict[str, float]:
         start_s = time.perf_counter()
@@ -216,12 +261,13 @@ class WeightBridge:
         calls = self._policy.start_on_ranks("send", line.key, version)
         receiving = self._engines.start_call("receive_weights", version, only=line.engines)
         # Engines first: they know what was wrong where trainer ranks only see them leave.
-        results = gather_causes(
-            receiving | calls,
-            f"transfer of weight version {version}",
-            self._deadline_s,
-            _GRACE_S,
-        )
+        operation = f"transfer of weight version {version}"
+        try:
+            results = gather_causes(
+                receiving | calls, operation, self._deadline_s, _GRACE_S, self._policy.look
+            )
+        except RemoteError as error:
+            raise self._policy.explain(error) from error
         return [results[name] for name in calls]
 
     def _prove(self, line: _Line, version: int, testimonies: list[np.ndarray]) -> None:
@@ -274,4 +320,7 @@ class WeightBridge:
         self._gather("leaving the weight transfer", self._policy.start_on_ranks("leave", line.key))
 
     def _gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
-        return gather(calls, operation, self._deadline_s)
+        try:
+            return gather(calls, operation, self._deadline_s, self._policy.look)
+        except RemoteError as error:
+            raise self._policy.explain(error) from error

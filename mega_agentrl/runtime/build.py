@@ -23,6 +23,7 @@ from mega_agentrl.rollout.spans import RolloutSpans
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.critic_group import CriticGroup
+from mega_agentrl.runtime.engine_keeper import EngineKeeper
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.gpu_watch import ClusterGpus
 from mega_agentrl.runtime.inputs import read_inputs
@@ -123,6 +124,11 @@ def _start_groups(
     bridge = WeightBridge(policy, generator, config, dtype="bfloat16" if on_gpu else "float32")
     (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
     policy.attach(bridge)
+    keeper = EngineKeeper(generator, bridge)
+    generator.keep(keeper)
+    bridge.keep(keeper)
+    stack.callback(keeper.close)
+    keeper.start()
     return policy, generator
 
 

@@ -5,6 +5,10 @@ new prompt goes to the engine with the fewest running requests.
 
 An engine that is new or replaced gets no requests until it is admitted, which comes after it
 has the current weights (`WeightBridge.welcome`); the others go on meanwhile.
+
+With a keeper (`engine_keeper`) an engine that dies or hangs is replaced, and what it was at is
+asked of the others, or of its successor where there are none: a request holds all that it needs,
+its seed too. Nobody but the keeper knows of it.
 """
 
 from __future__ import annotations
@@ -16,33 +20,49 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mega_agentrl.runtime.remote import RemoteError, gather, redirect_output
+from mega_agentrl.runtime.remote import DiedError, RemoteError, gather, redirect_output
+from mega_agentrl.types.faults import EngineLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mega_agentrl.config.schema import EngineConfig, TrainConfig
+    from mega_agentrl.runtime.engine_keeper import EngineKeeper
     from mega_agentrl.types.records import GenerateRequest, Generation
+
+
+_MAX_LOSSES = 3
+"""Engines that a request may be at when they die; then it is taken for the cause."""
 
 
 class EngineActor:
     """One vLLM engine in a process of its own; forwards calls to `generator.engine.Engine`."""
 
-    def __init__(self, config: EngineConfig, on_gpu: bool, log_file: str) -> None:
+    def __init__(
+        self, config: EngineConfig, on_gpu: bool, log_file: str, deterministic: bool
+    ) -> None:
         redirect_output(Path(log_file))
         self._config = config
         self._on_gpu = on_gpu
+        self._deterministic = deterministic
         self._engine: Any = None
 
     async def start(self, model_path: str, seed: int, deadline_s: float) -> None:
         """Start the engine with the weights of a model folder; deadline_s: of one request."""
         from mega_agentrl.generator.environment import set_environment
 
-        set_environment(self._config, on_gpu=self._on_gpu)
+        deterministic = self._deterministic
+        set_environment(self._config, on_gpu=self._on_gpu, deterministic=deterministic)
         from mega_agentrl.generator.engine import Engine
 
         self._engine = Engine()
-        await self._engine.start(self._config, model_path, seed=seed, deadline_s=deadline_s)
+        await self._engine.start(
+            self._config,
+            model_path,
+            seed=seed,
+            deadline_s=deadline_s,
+            deterministic=deterministic,
+        )
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of the engine."""
@@ -67,6 +87,15 @@ class GeneratorGroup:
         self._running: Counter[int] = Counter()
         self._engine_of_prompt: dict[str, int] = {}
         self._engine_of_request: dict[str, int] = {}
+        self._keeper: EngineKeeper | None = None
+
+    def keep(self, keeper: EngineKeeper) -> None:
+        """From now on the keeper replaces what is lost."""
+        self._keeper = keeper
+
+    def actor(self, index: int) -> Any:
+        """The process of an engine."""
+        return self._actors[index]
 
     @classmethod
     def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> GeneratorGroup:
@@ -77,7 +106,8 @@ class GeneratorGroup:
         )(EngineActor)
 
         def spawn(index: int) -> Any:
-            return actor_class.remote(engine, on_gpu, str(log_folder / f"engine{index}.log"))
+            log_file = str(log_folder / f"engine{index}.log")
+            return actor_class.remote(engine, on_gpu, log_file, config.deterministic)
 
         actors = [spawn(index) for index in range(config.cluster.num_engines)]
         return cls(actors, config, spawn)
@@ -111,7 +141,7 @@ class GeneratorGroup:
             index = len(self._actors)
             self._actors.append(None)
         else:
-            self._dismiss(index)
+            self.dismiss(index)
             ray.kill(self._actors[index], no_restart=True)
         self._actors[index] = self._spawn(index)
         return index, dict([self._begin_start(index)])
@@ -125,7 +155,8 @@ class GeneratorGroup:
         """Numbers of the engines that get requests."""
         return sorted(self._admitted)
 
-    def _dismiss(self, index: int) -> None:
+    def dismiss(self, index: int) -> None:
+        """Let an engine get no more requests."""
         self._admitted.discard(index)
         homes = self._engine_of_prompt
         self._engine_of_prompt = {key: home for key, home in homes.items() if home != index}
@@ -147,15 +178,28 @@ class GeneratorGroup:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Generator.generate`."""
-        index = self._route(request.request_id)
-        self._running[index] += 1
-        self._engine_of_request[request.request_id] = index
-        try:
-            result: Generation = await self._ask(index, "generate", request)
-        finally:
-            self._running[index] -= 1
-            del self._engine_of_request[request.request_id]
-        return result
+        num_lost = 0
+        while True:
+            if self._keeper is not None:
+                await self._keeper.wait_for_any()
+            index = self._route(request.request_id)
+            actor = self._actors[index]
+            self._running[index] += 1
+            self._engine_of_request[request.request_id] = index
+            try:
+                result: Generation = await self._ask(index, "generate", request)
+            except DiedError as error:
+                num_lost += 1
+                if self._keeper is None:
+                    raise
+                self._keeper.lost(index, actor, str(error))
+                if num_lost == _MAX_LOSSES:
+                    raise
+            else:
+                return result
+            finally:
+                self._running[index] -= 1
+                del self._engine_of_request[request.request_id]
 
     async def abort(self, request_id: str) -> None:
         """See `Generator.abort`."""
@@ -205,6 +249,9 @@ class GeneratorGroup:
         except TimeoutError as error:
             raise RemoteError(f"{method}: no answer within {deadline_s:g} s from {name}") from error
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EngineLostError):
+                raise DiedError(f"{method}: {name}: {error.cause}", name) from error
             raise RemoteError(f"{method} failed on {name}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
-            raise RemoteError(f"{method}: {name} died; see logs/engine{index}.log") from error
+            message = f"{method}: {name} died; see logs/engine{index}.log"
+            raise DiedError(message, name) from error

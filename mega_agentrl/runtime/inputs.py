@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.cot_markers import cot_markers
 from mega_agentrl.data.dataset import PromptSet, load_prompts
 from mega_agentrl.data.own_dataset import dataset_class
-from mega_agentrl.data.sft import DemonstrationSampler, load_demonstrations
+from mega_agentrl.data.sft import Demonstration, DemonstrationSampler, load_demonstrations
 from mega_agentrl.data.trigger_words import load_words, trigger_ids
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reward.check import check_parts, check_prompts
@@ -47,7 +48,7 @@ class Inputs:
     weights: tuple[float, ...]
     validation: tuple[Prompt, ...]
     dev: tuple[Prompt, ...]
-    demonstrations: Callable[[int], TrainBatch] | None
+    demonstrations: Callable[[], Callable[[int], TrainBatch]] | None
     cot_markers: tuple[tuple[int, ...], tuple[int, ...]] | None
     trigger_ids: frozenset[int] | None
 
@@ -75,7 +76,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     if config.sft.max_steps:
         dev = _prompts(config, "sft.dev", [DataFile(config.sft.dev)], codec, schemas).prompts
         loaded = load_demonstrations(config.sft.data, codec, max_tokens=config.engine.max_model_len)
-        demonstrations = DemonstrationSampler(loaded, config.seed).next
+        demonstrations = partial(_open_stream, loaded, config.seed)
     for kit in (tools, interactions):
         kit.check_prompts((*prompts, *validation, *dev))
     check_prompts(config.reward, (*prompts, *validation, *dev))
@@ -110,6 +111,10 @@ def _check_reference(config: TrainConfig, codec: HFCodec) -> None:
             "cause: a model of another size"
         )
     check_tokenizers(codec, HFCodec(folder), f"model.reference={folder}")
+
+
+def _open_stream(demonstrations: Sequence[Demonstration], seed: int) -> Callable[[int], TrainBatch]:
+    return DemonstrationSampler(demonstrations, seed).next
 
 
 def _toolkit(config: TrainConfig, codec: HFCodec) -> ToolKit:

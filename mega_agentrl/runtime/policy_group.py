@@ -3,10 +3,16 @@
 Every rank gets the whole batch (one shared object) and works on its own part of it; only
 the ranks that hold results answer with more than None. The ranks of a tensor-parallel group
 stay inside one node.
+
+A rank that died or hangs is a `RankLostError`, whatever the others fell over meanwhile: the group
+is of no use then, and `restart` makes it anew, with the weights of the start.
+
+One thing at a time is asked of the ranks, from whatever thread (`turn`).
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +21,8 @@ import ray
 import torch
 
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
+from mega_agentrl.runtime.remote import DiedError, RankGoneError, RemoteError
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,9 +37,18 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.transport import WeightLink
     from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.runtime.bridge import WeightBridge
-    from mega_agentrl.runtime.placement import PolicyPlacement
+    from mega_agentrl.runtime.heartbeat import Station
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.ports import Generator
+
+
+_LOOK_AROUND_S = 5.0
+"""How long ranks get to turn out dead after one of them has failed."""
+
+_OPERATIONS = {"logprobs": "log-prob pass", "supervise": "supervised step", "load": "load weights"}
+"""What words of the ranks call a method, where its name is not plain enough."""
+
+_CHANGES_WEIGHTS = frozenset({"update", "supervise", "resume"})
 
 
 class PolicyActor(RankActor):
@@ -40,8 +57,15 @@ class PolicyActor(RankActor):
     Forwards calls to `actor.policy.PolicyRank`.
     """
 
-    def __init__(self, config: TrainConfig, rank: int, world_size: int, log_file: str) -> None:
-        super().__init__(config, rank, world_size, log_file)
+    def __init__(
+        self,
+        config: TrainConfig,
+        rank: int,
+        world_size: int,
+        log_file: str,
+        heart: tuple[Station, str] | None = None,
+    ) -> None:
+        super().__init__(config, rank, world_size, log_file, heart)
         self._policy: Any = None
         self._store: Any = None
         self._links: dict[str, tuple[Courier, Witness]] = {}
@@ -54,7 +78,8 @@ class PolicyActor(RankActor):
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of the rank."""
-        return getattr(self._policy, method)(*args)
+        with doing(_OPERATIONS.get(method, method)):
+            return getattr(self._policy, method)(*args)
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the meeting point of the weight transfer; its address and port."""
@@ -82,15 +107,17 @@ class PolicyActor(RankActor):
 
         layout = self.layout()
         witness = Witness(layout, regions, link.plan.dtype_of)
-        courier = join(link, self._rank, layout, store=self._store)
+        with doing("meeting for the weight transfer"):
+            courier = join(link, self._rank, layout, store=self._store)
         self._links[link.key] = (courier, witness)
 
     def send(self, key: str, version: int) -> np.ndarray:
         """Send this rank's part over a link; returns what it can say of the regions."""
         courier, witness = self._links[key]
         shards = {s.name: self._policy.parameter(s.name) for s in self.layout()}
-        courier.send(shards, version, witness.watch())
-        return witness.testify(self._policy.parameter)
+        with doing("weight transfer"):
+            courier.send(shards, version, witness.watch())
+            return witness.testify(self._policy.parameter)
 
     def leave(self, key: str) -> None:
         """Leave a link; nothing happens where this rank is not in it."""
@@ -106,16 +133,44 @@ class PolicyGroup(RankGroup):
     log_name = "policy"
     actor_class = PolicyActor
 
-    def __init__(
-        self, actors: Sequence[Any], config: TrainConfig, placement: PolicyPlacement | None = None
-    ) -> None:
-        super().__init__(actors, config, placement)
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        super().__init__(actors, config)
         self._bridge: WeightBridge | None = None
+        self.turn = threading.RLock()
+        self.is_ahead = False
+        """Whether the weights are others than those that the engines were sent."""
 
     def start(self) -> None:
         """Join all ranks and load the starting weights."""
         super().start()
         self.call_all("load", self._config.model.path)
+
+    def restart(self) -> None:
+        """Start all ranks anew with the starting weights; the engines keep what they have."""
+        with self.turn:
+            super().restart()
+            self.is_ahead = True
+            if self._bridge is not None:
+                self._bridge.forget_policy()
+
+    def explain(self, error: RemoteError) -> Exception:
+        """`RankLostError` where a rank is dead or silent."""
+        if isinstance(error, DiedError) and error.name.startswith(self.kind):
+            return RankGoneError(str(error))
+        if dead := self._dead():
+            return RankGoneError(f"{', '.join(dead)} died; {error}")
+        return super().explain(error)
+
+    def _dead(self) -> list[str]:
+        calls = {actor.address.remote(): self.name(k) for k, actor in enumerate(self._actors)}
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_LOOK_AROUND_S)
+        dead = []
+        for call in ready:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayActorError:
+                dead.append(calls[call])
+        return sorted(dead)
 
     def attach(self, bridge: WeightBridge) -> None:
         """Give the policy its way to the engines."""
@@ -123,7 +178,9 @@ class PolicyGroup(RankGroup):
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Run a method of all ranks' policies and wait; results in rank order."""
-        return list(self.gather(f"policy {method}", self.start_call(method, *args)).values())
+        with self.turn:
+            self.is_ahead = self.is_ahead or method in _CHANGES_WEIGHTS
+            return list(self.gather(f"policy {method}", self.start_call(method, *args)).values())
 
     def _call_first(self, method: str, *args: Any) -> Any:
         """Run a method of rank 0's policy alone and wait."""

@@ -2,37 +2,55 @@
 
 `RankActor` is the process of one rank, `RankGroup` all of them on the driver. The ranks of a
 tensor-parallel group stay inside one node. What a rank can do is the subclass's business.
+
+Every rank beats (`heartbeat`), and whoever waits for one looks whether all do: a rank that is
+stopped or blocked is an error that names it, long before the deadline of the call.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
+from mega_agentrl.runtime.heartbeat import Heart, Listener
 from mega_agentrl.runtime.placement import PolicyPlacement
-from mega_agentrl.runtime.remote import free_port, gather, redirect_output
+from mega_agentrl.runtime.remote import DiedError, RemoteError, free_port, gather, redirect_output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Self
 
     from mega_agentrl.actor.network import Seat
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.runtime.heartbeat import Station
 
 
 class RankActor:
-    """One rank in a process of its own."""
+    """One rank in a process of its own. heart: where it beats to, and its name there."""
 
-    def __init__(self, config: TrainConfig, rank: int, world_size: int, log_file: str) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        rank: int,
+        world_size: int,
+        log_file: str,
+        heart: tuple[Station, str] | None = None,
+    ) -> None:
         redirect_output(Path(log_file))
         # Set before the first import of torch in this process.
-        os.environ["OMP_NUM_THREADS"] = str(config.parallel.threads)
+        self._num_threads = num_threads(config)
+        os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
+        if config.deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        if heart is not None:
+            self._heart = Heart(*heart)
 
     def address(self) -> tuple[str, int]:
         """Host and a free port of this rank."""
@@ -48,7 +66,16 @@ class RankActor:
             master_address=master_address,
             master_port=master_port,
             timeout_s=self._config.cluster.call_deadline_s,
+            num_threads=self._num_threads,
         )
+
+
+def num_threads(config: TrainConfig) -> int:
+    """CPU threads of a rank: all ranks share half of this machine's cores, engines the rest."""
+    if config.deterministic:
+        return 1
+    num_cores = len(os.sched_getaffinity(0))
+    return max(1, num_cores // (2 * config.parallel.num_ranks))
 
 
 class RankGroup:
@@ -62,26 +89,44 @@ class RankGroup:
     log_name: ClassVar[str]
     actor_class: ClassVar[type[RankActor]]
 
-    def __init__(
-        self, actors: Sequence[Any], config: TrainConfig, placement: PolicyPlacement | None = None
-    ) -> None:
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         self._actors = list(actors)
-        self._placement = placement
         self._config = config
+        self._placement: PolicyPlacement | None = None
+        self._listener: Listener | None = None
+        self._spawn: Callable[[], None] | None = None
 
     @classmethod
     def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> Self:
         """Start the processes; `start` then builds the model in them."""
+        group = cls([], config)
+        group._spawn = partial(group._start_processes, config, on_gpu, log_folder)
+        group._spawn()
+        return group
+
+    def restart(self) -> None:
+        """End what is left of the ranks and start them all anew, as at the beginning."""
+        assert self._spawn is not None, "a group that was not launched cannot be restarted"
+        self.close()
+        self._spawn()
+        self.start()
+
+    def _start_processes(self, config: TrainConfig, on_gpu: bool, log_folder: Path) -> None:
         layout = config.parallel
-        placement = PolicyPlacement(layout, on_gpu=on_gpu)
-        remote_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(cls.actor_class)
-        actors = [
+        self._config = config
+        self._placement = placement = PolicyPlacement(layout, on_gpu=on_gpu)
+        self._listener = Listener(ray.util.get_node_ip_address())
+        remote_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(self.actor_class)
+        self._actors = [
             remote_class.options(scheduling_strategy=placement.of(rank)).remote(
-                config, rank, layout.num_ranks, str(log_folder / f"{cls.log_name}-rank{rank}.log")
+                config,
+                rank,
+                layout.num_ranks,
+                str(log_folder / f"{self.log_name}-rank{rank}.log"),
+                (self._listener.station, self.name(rank)),
             )
             for rank in range(layout.num_ranks)
         ]
-        return cls(actors, config, placement)
 
     def start(self) -> None:
         """Let all ranks meet, and build the model."""
@@ -103,7 +148,21 @@ class RankGroup:
 
     def gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
         """Results by rank name, within the deadline."""
-        return gather(calls, operation, self._config.cluster.call_deadline_s)
+        try:
+            return gather(calls, operation, self._config.cluster.call_deadline_s, self.look)
+        except RemoteError as error:
+            raise self.explain(error) from error
+
+    def look(self) -> None:
+        """Raise `DiedError` where a rank has fallen silent."""
+        if self._listener is not None:
+            self._listener.check([self.name(rank) for rank in range(len(self._actors))])
+
+    def explain(self, error: RemoteError) -> Exception:
+        """The error with what the ranks were at, of the type that callers expect."""
+        if self._listener is None or isinstance(error, DiedError):
+            return error
+        return RemoteError(f"{error}\nRanks, by their last words: {self._listener.described()}")
 
     def name(self, rank: int) -> str:
         """What errors call a rank."""
@@ -117,6 +176,9 @@ class RankGroup:
         if self._placement is not None:
             self._placement.release()
             self._placement = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
 
 def rows_of(

@@ -10,23 +10,46 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
 
+from mega_agentrl.types.faults import EngineLostError, RankLostError
+
+LOOK_S = 1.0
+"""How often a wait looks whether those it waits for are still alive."""
+
 
 class RemoteError(RuntimeError):
     """A remote call failed, died or passed its deadline; says which and where."""
 
 
-def gather(calls: Mapping[str, Any], operation: str, deadline_s: float) -> dict[str, Any]:
+class DiedError(RemoteError):
+    """The process that was to run a call is gone, or hangs for good. name: who."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class RankGoneError(RemoteError, RankLostError):
+    """A call on the policy's ranks failed because one of them is dead or silent."""
+
+
+def gather(
+    calls: Mapping[str, Any],
+    operation: str,
+    deadline_s: float,
+    watch: Callable[[], None] | None = None,
+) -> dict[str, Any]:
     """Results of all calls by name, in the order given.
 
-    calls: object refs by the name of who runs them (``policy rank 1``).
-    Waits for: all of them. Unblocked by: the first failure, or the deadline.
+    calls: object refs by the name of who runs them (``policy rank 1``). watch: called every
+    `LOOK_S`, raises where waiting on is of no use.
+    Waits for: all of them. Unblocked by: the first failure, `watch`, or the deadline.
     Raises `RemoteError` naming the operation and who failed or is still silent.
     """
     ends_at = time.monotonic() + deadline_s
@@ -34,9 +57,12 @@ def gather(calls: Mapping[str, Any], operation: str, deadline_s: float) -> dict[
     results: dict[str, Any] = {}
     pending = list(names)
     while pending:
-        ready, pending = ray.wait(
-            pending, num_returns=1, timeout=max(0.0, ends_at - time.monotonic())
-        )
+        left_s = max(0.0, ends_at - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
+        if not ready and left_s > LOOK_S:
+            if watch is not None:
+                watch()
+            continue
         if not ready:
             silent = ", ".join(sorted(names[ref] for ref in pending))
             raise RemoteError(f"{operation}: no answer within {deadline_s:g} s from {silent}")
@@ -46,7 +72,11 @@ def gather(calls: Mapping[str, Any], operation: str, deadline_s: float) -> dict[
 
 
 def gather_causes(
-    calls: Mapping[str, Any], operation: str, deadline_s: float, grace_s: float
+    calls: Mapping[str, Any],
+    operation: str,
+    deadline_s: float,
+    grace_s: float,
+    watch: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """As `gather`, for calls that fail together: the error has what each of them says.
 
@@ -54,7 +84,7 @@ def gather_causes(
     often answers before the one that knows the cause.
     """
     try:
-        return gather(calls, operation, deadline_s)
+        return gather(calls, operation, deadline_s, watch)
     except RemoteError as first:
         names = {ref: name for name, ref in calls.items()}
         ready, _ = ray.wait(list(names), num_returns=len(names), timeout=grace_s)
@@ -71,10 +101,12 @@ def _result(ref: Any, operation: str, name: str) -> Any:
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, EngineLostError):
+            raise DiedError(f"{operation}: {name}: {error.cause}", name) from error
         raise RemoteError(f"{operation} failed on {name}: {error.cause!r}") from error
     except ray.exceptions.RayActorError as error:
-        raise RemoteError(
-            f"{operation}: {name} died; its log file under logs/ in the run folder says why"
+        raise DiedError(
+            f"{operation}: {name} died; its log file under logs/ in the run folder says why", name
         ) from error
 
 

@@ -1,9 +1,10 @@
 """All sandbox hosts as one: `tool.python.Sandboxes`, the same as `sandbox.pool.SandboxPool`.
 
 A call or a new session goes to the host with the fewest calls and sessions; there a session
-stays. A call may be sent twice only if nothing was sent the
-first time. A host that is lost ends its calls as `infra_error` and takes its sessions with it;
-the others go on, and calls wait for its successor where there is no other (`sandbox_keeper`).
+stays. A host that is lost takes its sessions with it, and their calls end as `infra_error`: what
+such a call has done is not known. A call without a session is sent once more, as it left nothing
+behind: its interpreter, with all that it could write to, went with the host. The other hosts go
+on, and calls wait for the successor where there is no other (`sandbox_keeper`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class SandboxGroup:
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """See `SandboxPool.run`."""
         try:
-            _, _, result = await self._send("run", code, timeout_s)
+            _, _, result = await self._send("run", code, timeout_s, leaves_nothing=True)
         except SandboxLostError as error:
             return infra_error(str(error))
         answer: SandboxResult = result
@@ -79,8 +80,13 @@ class SandboxGroup:
         """The same from synchronous code; running calls become `infra_error` at once."""
         self._keeper.close()
 
-    async def _send(self, method: str, *arguments: Any) -> tuple[HostLink, int, Any]:
-        """Who was asked, the number of the call, and the answer; raises `SandboxLostError`."""
+    async def _send(
+        self, method: str, *arguments: Any, leaves_nothing: bool = False
+    ) -> tuple[HostLink, int, Any]:
+        """Who was asked, the number of the call, and the answer; raises `SandboxLostError`.
+
+        leaves_nothing: it may be sent again although it may have run.
+        """
         lost = SandboxLostError("no sandbox host", started=False)
         for _ in range(_ATTEMPTS):
             link = await self._keeper.pick()
@@ -89,7 +95,7 @@ class SandboxGroup:
                 return link, number, await link.ask(number, method, *arguments)
             except SandboxLostError as error:
                 lost = error
-                if error.started:
+                if error.started and not leaves_nothing:
                     break
         raise lost
 

@@ -5,7 +5,7 @@ host; unblocked by the answer, by the death of the process, by `cut` (the keeper
 silent, or the group is closed) or by cancellation, which ends the call on the host too. The
 calls may come from any event loop and any thread.
 
-Nothing is sent twice. Whether a call that got no answer has run is not known.
+Nothing is sent twice here. Whether a call that got no answer has run is not known.
 """
 
 from __future__ import annotations

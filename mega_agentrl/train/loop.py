@@ -82,7 +82,7 @@ def learn(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping
     controllers = kept.controllers or first_controllers(parts, config, session)
     with (
         session.stage("RL", config.total_steps, num_done=kept.step),
-        open_groups(parts, config) as groups,
+        open_groups(parts, config, kept.trees) as groups,
     ):
         for step in range(kept.step + 1, config.total_steps + 1):
             if kept.owes_evaluation:

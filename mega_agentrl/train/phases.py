@@ -17,12 +17,18 @@ from mega_agentrl.rollout.groups import GroupCollector
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.rollout.collected import Collected
+    from mega_agentrl.rollout.tree_store import TreeStore
     from mega_agentrl.types.parts import Parts
 
 
 @contextmanager
-def open_groups(parts: Parts, config: TrainConfig) -> Iterator[GroupCollector]:
-    """What collects the groups of each step; ends those that are carried over at the end."""
+def open_groups(
+    parts: Parts, config: TrainConfig, store: TreeStore | None = None
+) -> Iterator[GroupCollector]:
+    """What collects the groups of each step; ends those that are carried over at the end.
+
+    store: keeps what has finished until a checkpoint has it.
+    """
     context = make_context(
         generator=parts.generator,
         tools=parts.tools,
@@ -34,6 +40,7 @@ def open_groups(parts: Parts, config: TrainConfig) -> Iterator[GroupCollector]:
         step="train",
         spans=parts.watch.spans,
         with_greedy=config.algo.advantage is Advantage.remax,
+        store=store,
     )
     groups = GroupCollector(
         parts.prompts, context, parts.rubric, num_groups=config.data.prompts_per_step
@@ -49,4 +56,9 @@ def collect_groups(parts: Parts, groups: GroupCollector, step: int) -> Collected
 
     Scores that others work on may still be missing (`Collected.pending`).
     """
-    return parts.wait(groups.collect(f"train-{step}"))
+    return parts.wait(groups.collect(step_name(step)))
+
+
+def step_name(step: int) -> str:
+    """What keys the random streams of a step, and its trees in the store."""
+    return f"train-{step}"

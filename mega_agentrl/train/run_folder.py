@@ -4,6 +4,7 @@
     run/metrics.jsonl     there since the run began
     run/checkpoints/, run/start/    what it goes on from (`run_state`)
     run/critic/                     the critic's half of these, where there is one
+    run/kept_rollouts.bin trees that no checkpoint has yet (`rollout.tree_store`)
     run/summary.json      it is finished
 
 A run goes on where it is unfinished and of the same settings, but for those that decide on how
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 CHECKPOINTS, START, CRITIC = "checkpoints", "start", "critic"
+KEPT_TREES = "kept_rollouts.bin"
 
 MAY_DIFFER = (
     "run_dir",

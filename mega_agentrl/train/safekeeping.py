@@ -4,7 +4,8 @@ Between two steps the run is at a pause: policy, controllers, prompts and what t
 belong together. A pause is noted right after each step, inside of the same shield against
 signals, so that until the next update whatever happens the policy is that of the last pause. A
 rollout that is under way at a signal is dropped: the prompts of the pause hold those it had
-taken. What `kill -9` leaves is the last checkpoint (`run_state`); `resume` goes on from it.
+taken. What `kill -9` leaves is the last checkpoint (`run_state`), from which `resume` goes on, and
+the trees that have finished since (`tree_store`), which need not be sampled again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.rollout.tree_store import TreeStore
 from mega_agentrl.train import run_state
 from mega_agentrl.train.controllers import Controllers
 from mega_agentrl.train.evaluate import HeldOut
-from mega_agentrl.train.run_folder import START
+from mega_agentrl.train.phases import step_name
+from mega_agentrl.train.run_folder import KEPT_TREES, START
 from mega_agentrl.train.run_state import RunState
 from mega_agentrl.train.stopping import Stopped
 from mega_agentrl.train.supervised import Imitated, Keeping
@@ -51,6 +54,7 @@ class Safekeeping:
     step, controllers, before: of the last pause; controllers are None before the first step,
     before is until it was evaluated. The evaluations within RL belong to the pauses they are made
     in: a run that goes on from a pause makes the one that it owes.
+    trees: those that no checkpoint has yet.
     """
 
     def __init__(
@@ -71,8 +75,12 @@ class Safekeeping:
         self._is_saved = True
         self._evaluated_step = 0
         self._is_policy_saved = False
+        self.trees = TreeStore(session.run_dir / KEPT_TREES)
         if state is not None:
             self._take_up(state)
+        if not self.is_begun:
+            # Of a policy that is lost; the one that comes has the same version numbers.
+            self.trees.forget()
 
     @property
     def step(self) -> int:
@@ -164,6 +172,7 @@ class Safekeeping:
             critic=self._parts.critic,
         )
         self._is_saved = self._is_policy_saved = True
+        self.trees.forget(self.trees.steps - {step_name(self.step + 1)})
 
     def _state(self) -> RunState:
         assert self._pause is not None, "there is a pause before there is something to save"

@@ -82,13 +82,14 @@ def warm_start(
 def _imitate(parts: Parts, config: TrainConfig, session: Session, keeping: Keeping) -> WarmStart:
     sft, done = config.sft, keeping.done
     assert parts.demonstrations is not None
+    next_batch = parts.demonstrations()
     for _ in range(done.step if done else 0):
-        parts.demonstrations(sft.batch_size)
+        next_batch(sft.batch_size)
     num_ready = done.num_ready if done else 0
     for step in range(done.step if done else 1, sft.max_steps + 1):
         if done is None or done.step < step:
             with keeping.shield(), session.clock.phase("update"):
-                stats = parts.policy.supervise(parts.demonstrations(sft.batch_size))
+                stats = parts.policy.supervise(next_batch(sft.batch_size))
                 done = Imitated(
                     step=step,
                     num_ready=num_ready,

@@ -1,4 +1,4 @@
-"""What is raised when a tool session or a reward, and not the policy, failed.
+"""What is raised when a tool session, a reward or a process of the run, and not the policy, failed.
 
 A tool's fault carries a typed outcome, as a failed call does, so that the trajectory which ends
 by it says which tool failed at what, and the metrics count it. It is for failures outside of a
@@ -23,3 +23,11 @@ class ToolFault(RuntimeError):
 
 class RewardFault(RuntimeError):
     """A reward that could not be had: its function or its model failed, or was too late."""
+
+
+class RankLostError(RuntimeError):
+    """A rank of the policy died or hangs: what the others hold of the policy is of no use."""
+
+
+class EngineLostError(RuntimeError):
+    """An engine that answers for itself no more, although its process may still be there."""

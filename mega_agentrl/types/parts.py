@@ -35,7 +35,8 @@ class Parts:
 
     start_s: seconds it took to read the input and start every process.
     wait: runs a coroutine to its end on the driver's one event loop.
-    demonstrations: next batch of the warm start, of a given size; None without one.
+    demonstrations: opens the warm start's stream at its beginning, which gives the next batch of a
+    given size; None without one.
     dev: questions whose sampled success ends the warm start.
     interactions: simulated users of the prompts; None without any.
     critic: of algo.advantage=gae; None without it.
@@ -54,7 +55,7 @@ class Parts:
     prompts: PromptSource
     validation: Sequence[Prompt]
     dev: Sequence[Prompt]
-    demonstrations: Callable[[int], TrainBatch] | None
+    demonstrations: Callable[[], Callable[[int], TrainBatch]] | None
     start_s: float
     wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]
     interactions: Interactions | None = None

@@ -262,6 +262,12 @@ class Policy(Protocol):
     def export(self, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder that transformers and vLLM load."""
 
+    def restart(self) -> None:
+        """Make all ranks anew, with the starting weights, after `faults.RankLostError`.
+
+        Any call may raise that: a rank died or hangs, and nothing else is of use from then on.
+        """
+
     def close(self) -> None:
         """End every rank; safe to call twice."""
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mega_agentrl.actor.heads import VocabHead
 from mega_agentrl.actor.loss import SupervisedObjective
 from mega_agentrl.actor.model import vocab_shard
 from mega_agentrl.actor.packing import pack_rows
-from mega_agentrl.actor.schedule import Schedule
+from mega_agentrl.actor.schedule import NamedCommunicator, Schedule
+from mega_agentrl.types.doing import under_way
 
 CPU = torch.device("cpu")
 
@@ -45,6 +47,34 @@ def test_scoring_leaves_no_gradient_and_keeps_the_order(parts, batch):
     assert not scores[0][0].requires_grad
     assert torch.equal(scores[1][0][0] != 0, batch.mask_BT[1])
     assert all(float(p.main_grad.abs().max()) == 0 for p in wrapped.module.parameters())
+
+
+def test_who_waits_between_stages_says_for_whom(monkeypatch):
+    seen = []
+    communicator = object.__new__(NamedCommunicator)
+    communicator.prev_rank, communicator.next_rank = 3, 5
+    monkeypatch.setattr(
+        P2PCommunicator, "_communicate", lambda self, **how: seen.append(under_way()[-1])
+    )
+    tensor = torch.zeros(1)
+    for recv_prev, send_prev, recv_next, send_next in (
+        (True, None, False, None),
+        (False, None, True, tensor),
+        (True, None, False, tensor),
+    ):
+        communicator._communicate(
+            recv_prev=recv_prev,
+            tensor_send_prev=send_prev,
+            recv_next=recv_next,
+            tensor_send_next=send_next,
+            tensor_shape=(1,),
+        )
+    assert [(mark.operation, mark.peer) for mark in seen] == [
+        ("micro-batch receive", "rank 3"),
+        ("micro-batch send/receive", "rank 5"),
+        ("micro-batch send/receive", "rank 3 and rank 5"),
+    ]
+    assert under_way() == ()
 
 
 def test_directions_share_a_channel_only_where_no_two_ranks_use_both(parts, one_model):

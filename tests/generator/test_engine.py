@@ -14,7 +14,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.generator import engine as engine_module
-from mega_agentrl.generator.engine import CPU_BLOCK_TOKENS, Engine
+from mega_agentrl.generator.engine import Engine
+from mega_agentrl.generator.engine_args import CPU_BLOCK_TOKENS
 from mega_agentrl.rollout.collector import collect
 from mega_agentrl.rollout.estimate import EntropyGap
 from mega_agentrl.rollout.hold import HeldGenerator

@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -261,6 +262,49 @@ def test_new_and_replaced_engines_get_the_current_version_and_the_others_go_on(s
     policy.call_all("set_version", 2)
     bridge.send(engines, 2)
     check_received(engines, tmp_path, 2, only=(0, 1, 2))
+
+
+class Keeper:
+    """Has made engines anew by the time it is asked."""
+
+    def __init__(self, engines):
+        self.fresh, self.engines, self.num_mended = set(), engines, 0
+
+    def mend(self):
+        self.num_mended += 1
+        index, starting = self.engines.begin_replace(1)
+        self.engines.finish_start(starting)
+        self.fresh = {index}
+        return True
+
+    def wake(self):
+        self.fresh.difference_update(self.engines.admitted)
+
+
+def test_an_engine_that_dies_before_a_send_gets_the_weights_as_a_new_one(sides, tmp_path):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    keeper = Keeper(engines)
+    bridge.keep(keeper)
+    ray.kill(engines._actors[1])
+    policy.call_all("set_version", 2)
+    bridge.send(engines, 2)
+    assert keeper.num_mended == 1
+    assert engines.admitted == [0, 1]
+    check_received(engines, tmp_path, 2)
+
+
+def test_a_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, tmp_path):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    policy.is_ahead = True
+    assert not bridge.welcome([1])
+    bridge.send(engines, 2)
+    with policy.turn, ThreadPoolExecutor(1) as other:
+        assert not other.submit(bridge.welcome, [1]).result()
+    assert bridge.welcome([1])
 
 
 def test_a_dead_policy_rank_is_named_and_the_engines_refuse(sides):

@@ -54,7 +54,7 @@ def test_parts_hold_what_the_files_hold(config, monkeypatch):
         assert (parts.policy, parts.generator) == groups
         assert len(parts.validation) == 30
         assert len(parts.dev) == 30
-        assert parts.demonstrations(3).num_rows == 3
+        assert parts.demonstrations()(3).num_rows == 3
         assert len({prompt.prompt_id for prompt in parts.prompts.next(200)}) == 200
         assert set(parts.tools.stop_strings) == {"</python>", "</search>"}
     assert parts.run_dir == Path(config.run_dir)

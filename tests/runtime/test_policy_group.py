@@ -13,6 +13,7 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.remote import RemoteError
 from mega_agentrl.types.batch import TrainBatch, UpdateStats
+from mega_agentrl.types.faults import RankLostError
 
 
 @ray.remote(num_cpus=0)
@@ -123,6 +124,24 @@ def test_a_failing_rank_is_named(ray_local, tmp_path):
     policy, _ = group()
     with pytest.raises(RemoteError, match=r"policy export failed on policy rank \d: OSError"):
         policy.export(tmp_path)
+
+
+def test_a_dead_rank_is_told_apart_from_a_failure(ray_local, tmp_path):
+    policy, actors = group()
+    ray.kill(actors[1])
+    with pytest.raises(RankLostError, match="policy rank 1 died"):
+        policy.update(batch())
+    # Rank 0 answers first here, with what it fell over.
+    with pytest.raises(RankLostError, match=r"policy rank 1 died"):
+        policy.export(tmp_path)
+
+
+def test_it_is_ahead_of_the_engines_from_its_first_change_on(ray_local, tmp_path):
+    policy, _ = group()
+    policy.add_logprobs(batch())
+    assert not policy.is_ahead
+    policy.update(batch())
+    assert policy.is_ahead
 
 
 def test_every_rank_saves_under_the_same_full_name(ray_local, tmp_path, monkeypatch):

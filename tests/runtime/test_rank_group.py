@@ -1,5 +1,7 @@
 """Ranks as a group: they meet, are called by name, and end; rows come once."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -7,7 +9,8 @@ import ray
 
 from mega_agentrl.config.schema import ClusterConfig, ParallelConfig, TrainConfig
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
-from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.runtime.remote import DiedError, RemoteError
+from mega_agentrl.types.doing import doing
 
 
 class EchoActor(RankActor):
@@ -19,11 +22,15 @@ class EchoActor(RankActor):
     def place(self):
         return self.seat.rank, self.seat.world_size, self.seat.master_port
 
+    def process(self):
+        return os.getpid()
+
     def say(self, text):
         if text == "fall":
             raise OSError("lost its GPU")
         if text == "sleep":
-            time.sleep(30)
+            with doing("talk", peer="rank 1"):
+                time.sleep(30)
         return f"{self._rank}: {text}"
 
 
@@ -53,6 +60,40 @@ def test_ranks_meet_answer_by_name_and_end(ray_local, tmp_path):
         ]
     finally:
         group.close()
+        group.close()
+
+
+def is_running(pid):
+    """Whether the process is there and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_stopped_rank_is_named_long_before_the_deadline_and_replaced(ray_local, tmp_path):
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(call_deadline_s=300.0)
+    )
+    group = EchoGroup.launch(config, on_gpu=False, log_folder=tmp_path)
+    try:
+        group.start()
+        pids = list(group.gather("pids", group.start_on_ranks("process")).values())
+        os.kill(pids[1], signal.SIGSTOP)
+        start_s = time.monotonic()
+        with pytest.raises(DiedError, match="echo model rank 1 has not been heard of") as found:
+            group.gather("talk", group.start_each("say", [("sleep",), ("a",)]))
+        # Twice the promised thirty seconds, as the machine may be busy.
+        assert time.monotonic() - start_s < 60
+        assert "echo model rank 0: talk with rank 1" in str(found.value)
+        group.restart()
+        said = group.gather("talk", group.start_on_ranks("say", "a"))
+        assert list(said.values()) == ["0: a", "1: a"]
+        while any(map(is_running, pids)):
+            assert time.monotonic() - start_s < 120, "a stopped process outlives its group"
+            time.sleep(0.1)
+    finally:
         group.close()
 
 

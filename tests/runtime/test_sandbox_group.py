@@ -169,6 +169,16 @@ async def test_a_killed_host_ends_its_calls_and_sessions_and_comes_back(group):
         await session.close()
 
 
+async def test_a_call_without_a_session_is_answered_though_its_host_dies(group):
+    calls = [
+        asyncio.create_task(group.run("import time; time.sleep(2); print(1)")) for _ in range(4)
+    ]
+    await asyncio.sleep(0.5)
+    os.kill(pid_of(links(group)[0]), signal.SIGKILL)
+    assert {(await call).output for call in calls} == {"1"}
+    await all_up(group)
+
+
 async def test_a_stuck_host_ends_its_calls_and_is_replaced(group):
     session = await group.open()
     stuck = session._link

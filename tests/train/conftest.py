@@ -129,7 +129,7 @@ def parts(tmp_path):
         prompts=Stream(prompts),
         validation=prompts,
         dev=prompts,
-        demonstrations=DemonstrationSampler(demonstrations, 1).next,
+        demonstrations=lambda: DemonstrationSampler(demonstrations, 1).next,
         start_s=1.0,
         wait=runner.run,
     )

@@ -23,7 +23,7 @@ from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
 from mega_agentrl.train import run_state
-from mega_agentrl.train.loop import train
+from mega_agentrl.train.restart import train_to_the_end
 from mega_agentrl.train.stopping import Stopper
 from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.parts import Parts
@@ -85,6 +85,7 @@ class LearningPolicy(FilePolicy):
         super().__init__(0.5)
         self.reference = self.weight
         self._moments = moments
+        self.num_restarts = 0
 
     def add_logprobs(self, batch):
         self._moments.pass_by("logprobs")
@@ -146,6 +147,10 @@ class LearningPolicy(FilePolicy):
 
     def export(self, folder):
         self._moments.pass_by("export")
+
+    def restart(self):
+        self.weight = self.reference = 0.5
+        self.num_restarts += 1
 
 
 class LearningCritic(FilePolicy):
@@ -213,20 +218,20 @@ def start(config, moments, stopper=None):
             prompts=PromptSampler(prompts, config.seed),
             validation=prompts[:2],
             dev=prompts[:2],
-            demonstrations=DemonstrationSampler(demonstrations, 1).next
+            demonstrations=(lambda: DemonstrationSampler(demonstrations, 1).next)
             if config.sft.max_steps
             else None,
             start_s=1.0,
             wait=runner.run,
             critic=LearningCritic(moments) if config.algo.needs_critic else None,
         )
-        train(parts, config, stopper or Stopper())
+        train_to_the_end(parts, config, stopper or Stopper())
         assert all(session.released == 1 for session in parts.tools.sessions)
     return parts
 
 
 def outcome(config, parts):
-    """All that a run leaves but for times: the same for each way to the end."""
+    """All that a run leaves but for times, and what it had done before: the same for each way."""
     folder = Path(config.run_dir)
     newest = run_state.whole_ones(folder)[0]
     state = run_state.RunState.from_plain(checkpoint_folder.Manifest.read(newest).extra).to_plain()
@@ -253,5 +258,6 @@ def outcome(config, parts):
 
 
 def _drop_times(values):
-    for name in [name for name in values if "time/" in name or "_s" in name[-4:]]:
+    reused = "rollout/groups_reused"
+    for name in [name for name in values if "time/" in name or "_s" in name[-4:] or name == reused]:
         del values[name]

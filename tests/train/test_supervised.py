@@ -68,8 +68,8 @@ def test_it_goes_on_behind_its_last_step(parts, config, monkeypatch):
         "mega_agentrl.train.supervised.evaluate",
         lambda *args, **kwargs: asked.append(kwargs["name"]) or evaluation(0.5, source=0.5),
     )
-    batches, demonstrations = [], parts.demonstrations
-    parts.demonstrations = lambda size: batches.append(size) or demonstrations(size)
+    batches, demonstrations = [], parts.demonstrations()
+    parts.demonstrations = lambda: lambda size: batches.append(size) or demonstrations(size)
     # Stopped behind step 4, after one good check, with the second one still to come.
     done = Imitated(step=4, num_ready=1, loss=0.125, grad_norm=2.0, num_tokens=7)
     with Session(parts.run_dir, config) as session:

@@ -18,7 +18,8 @@ import torch
 
 from mega_agentrl.batch.probe import probe_prompt
 from mega_agentrl.generator import engine as engine_module
-from mega_agentrl.generator.engine import Engine, engine_args
+from mega_agentrl.generator.engine import Engine
+from mega_agentrl.generator.engine_args import engine_args
 from mega_agentrl.reshard.links import Location
 from mega_agentrl.reshard.model_shape import ModelShape
 from mega_agentrl.reshard.names import hf_shapes

@@ -118,7 +118,7 @@ def make_bench(tmp_path, base):
             prompts=PromptSampler(PROMPTS, 1),
             validation=PROMPTS[:3],
             dev=PROMPTS[:2],
-            demonstrations=DemonstrationSampler(demonstrations, 1).next,
+            demonstrations=lambda: DemonstrationSampler(demonstrations, 1).next,
             start_s=0.0,
             wait=runner.run,
         )

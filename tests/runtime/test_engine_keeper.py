@@ -1,0 +1,163 @@
+"""Engines that die, hang or never come back, with small Ray actors in place of vLLM."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from mega_agentrl.config.schema import ClusterConfig, TrainConfig
+from mega_agentrl.runtime.engine_keeper import EngineKeeper
+from mega_agentrl.runtime.generator_group import GeneratorGroup
+from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.types.faults import EngineLostError
+from mega_agentrl.types.records import GenerateRequest
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class Engine:
+    """Answers with its own process; `slow` requests take a while. What dies is its core."""
+
+    def __init__(self, starts=True):
+        self.starts, self.dead = starts, False
+
+    async def call(self, method, *args):
+        if self.dead:
+            raise EngineLostError("engine is dead")
+        if method == "die":
+            self.dead = True
+        if method == "generate" and "poison" in args[0].request_id:
+            raise EngineLostError("engine is dead")
+        if method == "generate" and "slow" in args[0].request_id:
+            for _ in range(30):
+                await asyncio.sleep(0.1)
+                if self.dead:
+                    raise EngineLostError("engine is dead")
+        return os.getpid()
+
+    async def start(self, model_path, seed):
+        if not self.starts:
+            raise RuntimeError("no memory")
+
+
+class Bridge:
+    """Notes whom it welcomed; busy: lets them wait."""
+
+    def __init__(self):
+        self.welcomed, self.busy = [], False
+
+    def welcome(self, engines):
+        if not self.busy:
+            self.welcomed += engines
+        return not self.busy
+
+
+@pytest.fixture
+def kept(ray_local, request):
+    made = []
+    starts = getattr(request, "param", True)
+
+    def spawn(index):
+        made.append(Engine.remote(starts))
+        return made[-1]
+
+    config = TrainConfig(
+        cluster=ClusterConfig(num_engines=2, call_deadline_s=60.0),
+    )
+    engines = GeneratorGroup([Engine.remote() for _ in range(2)], config, spawn)
+    bridge = Bridge()
+    keeper = EngineKeeper(engines, bridge, silence_s=8.0)
+    engines.keep(keeper)
+    keeper.start()
+    yield engines, bridge, keeper
+    keeper.close()
+    engines.close()
+
+
+def ask(engines, name):
+    return engines.generate(GenerateRequest(request_id=name, token_ids=(1, 2), max_tokens=4))
+
+
+def pid(engines, index):
+    return ray.get(engines.actor(index).call.remote("probe"), timeout=30)
+
+
+async def until(condition, deadline_s=60):
+    ends_at = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.05)
+
+
+async def test_requests_of_a_dead_engine_go_to_the_others_and_it_comes_back(kept):
+    engines, bridge, keeper = kept
+    both = [pid(engines, 0), pid(engines, 1)]
+    running = [asyncio.create_task(ask(engines, f"{key}slow/0")) for key in "ab"]
+    await asyncio.sleep(0.5)
+    os.kill(both[0], signal.SIGKILL)
+    assert await asyncio.gather(*running) == [both[1], both[1]]
+    await until(lambda: engines.admitted == [0, 1])
+    assert bridge.welcomed == [0]
+    assert pid(engines, 0) not in both
+    assert keeper.num_replaced == 1
+
+
+async def test_with_no_engine_left_requests_wait_for_the_successor(kept):
+    engines, bridge, keeper = kept
+    bridge.busy = True
+    running = [asyncio.create_task(ask(engines, f"{key}slow/0")) for key in "ab"]
+    await asyncio.sleep(0.5)
+    old = {pid(engines, index) for index in (0, 1)}
+    for index in (0, 1):
+        await engines._ask(index, "die")
+    await until(lambda: keeper.fresh == {0, 1})
+    assert not any(task.done() for task in running)
+    bridge.busy = False
+    assert not old & set(await asyncio.gather(*running))
+
+
+async def test_an_engine_that_is_stopped_is_lost_though_its_process_is_there(kept):
+    engines, _, keeper = kept
+    stopped = pid(engines, 1)
+    start_s = time.monotonic()
+    os.kill(stopped, signal.SIGSTOP)
+    await until(lambda: keeper.num_replaced == 1)
+    assert time.monotonic() - start_s < 60
+    await until(lambda: engines.admitted == [0, 1])
+    assert pid(engines, 1) != stopped
+
+
+@pytest.mark.parametrize("kept", [False], indirect=True)
+async def test_engines_that_never_come_back_are_given_up_with_an_error(kept):
+    engines, _, _ = kept
+    for index in (0, 1):
+        await engines._ask(index, "die")
+    with pytest.raises(RemoteError, match=r"no engine is left: engine . was lost 3 times"):
+        async with asyncio.timeout(60):
+            await ask(engines, "a/0")
+
+
+async def test_a_request_that_kills_engine_after_engine_is_ended(kept):
+    engines, _, keeper = kept
+    with pytest.raises(RemoteError, match="engine is dead"):
+        await ask(engines, "poison/0")
+    await until(lambda: engines.admitted == [0, 1])
+    assert keeper.num_replaced >= 3
+
+
+def test_mend_waits_for_the_successor_and_says_whether_there_was_one(kept):
+    engines, bridge, keeper = kept
+    assert not keeper.mend()
+    bridge.busy = True
+    os.kill(pid(engines, 0), signal.SIGKILL)
+    assert keeper.mend()
+    assert keeper.fresh == {0}
+    assert engines.admitted == [1]
+
+
+def test_old_news_are_passed_over(kept):
+    engines, _, keeper = kept
+    keeper.lost(0, object(), "somebody else's process died")
+    assert engines.admitted == [0, 1]

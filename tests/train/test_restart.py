@@ -1,0 +1,47 @@
+"""A policy that is lost at any moment comes back in place, and the run ends as if undisturbed."""
+
+from functools import partial
+
+import pytest
+
+from mega_agentrl.train import session
+from mega_agentrl.train.restart import MAX_WITHOUT_PROGRESS
+from mega_agentrl.types.faults import RankLostError
+from tests.train.mortal_run import Moments, make_config, outcome, start
+
+
+@pytest.fixture(autouse=True)
+def no_pages(monkeypatch):
+    """The page and the picture take longer than all the rest and decide on nothing."""
+    monkeypatch.setattr(session, "write_report", lambda folder: folder)
+    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+
+
+def lose():
+    raise RankLostError("policy rank 1 died")
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_lost_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, warm):
+    moments = Moments()
+    make = partial(make_config, config, warm=warm, ares=False)
+    parts = start(make(tmp_path / "whole"), moments)
+    assert parts.policy.num_restarts == 0
+    expected = outcome(make(tmp_path / "whole"), parts)
+    # A policy that is lost says so when it is asked for something.
+    chosen = [at for at, name in enumerate(moments.names) if name != "generate"]
+    assert len(chosen) > 15
+    for at in chosen:
+        settings = make(tmp_path / f"lost-{at}")
+        parts = start(settings, Moments(at, lose))
+        assert parts.policy.num_restarts == 1
+        assert outcome(settings, parts) == expected, f"lost at moment {at}, {moments.names[at]}"
+
+
+def test_a_policy_that_always_dies_at_the_same_place_is_given_up(config, tmp_path, capsys):
+    moments = Moments()
+    moments.pass_by = lambda name: lose() if name == "update" else None
+    settings = make_config(config, tmp_path / "run", warm=False, ares=False)
+    with pytest.raises(RankLostError, match="rank 1 died"):
+        start(settings, moments)
+    assert capsys.readouterr().err.count("restarted from the beginning") == MAX_WITHOUT_PROGRESS - 1
