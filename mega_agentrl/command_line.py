@@ -74,12 +74,15 @@ def run(composed: DictConfig) -> float:
     _log_to_file(run_dir)
     # Ray, torch and the rest load only once the configuration is known to be good.
     from mega_agentrl.runtime.build import build
+    from mega_agentrl.train.own_advantage import load
     from mega_agentrl.train.restart import train_to_the_end
 
     # Again: a launcher of sweeps starts `run` without `__main__`.
     PROCESS.listen()
     is_built = False
     try:
+        if config.algo.is_own:
+            load(config.algo.advantage)
         with build(config) as parts:
             is_built = True
             return train_to_the_end(parts, config, PROCESS)

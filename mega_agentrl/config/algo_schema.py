@@ -73,9 +73,12 @@ class AresConfig:
 class AlgoConfig:
     """The objective.
 
-    advantage: see `Advantage`. norm_by_std: of the group, for grpo and arpo_hard; for gae the
-    advantages of all trained tokens are whitened. gamma, lam: discount, and GAE's weight of later
-    errors of the critic; 1, 1 is the return less the value.
+    advantage: a name of `Advantage` (grpo, rloo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, arpo_hard, remax with a greedy answer to each prompt as the
+    baseline, gae with a critic), or a function of one's own, package.module:function or
+    /folder/file.py:function (`train.own_advantage`). norm_by_std: of the group, for grpo and
+    arpo_hard; for gae the advantages of all trained tokens are whitened. gamma, lam: discount,
+    and GAE's weight of later errors of the critic; 1, 1 is the return less the value.
     entropy_scale: AEPO's weight of a token's entropy in its advantage, 0 for none.
 
     loss: see `PolicyLoss`. clip_low, clip_high: clip range below and above 1. clip_dual: lower
@@ -88,7 +91,7 @@ class AlgoConfig:
     20 % in ten thousand optimizer steps; null leaves it fixed.
     """
 
-    advantage: Advantage = Advantage.grpo
+    advantage: str = "grpo"
     norm_by_std: bool = True
     gamma: float = 1.0
     lam: float = 1.0
@@ -109,6 +112,14 @@ class AlgoConfig:
     ares: AresConfig = field(default_factory=AresConfig)
 
     def __post_init__(self) -> None:
+        if not self.is_own:
+            require(
+                self.advantage in Advantage.__members__,
+                "algo.advantage",
+                self.advantage,
+                f"one of {', '.join(Advantage)}, or package.module:function or /folder/file.py",
+            )
+            self.advantage = Advantage(self.advantage)
         for key in ("gamma", "lam"):
             value = getattr(self, key)
             require(0 <= value <= 1, f"algo.{key}", value, "0 to 1")
@@ -135,6 +146,11 @@ class AlgoConfig:
                 self.kl_coef,
                 f"above 0 with algo.kl_target={self.kl_target}, it is where the coefficient starts",
             )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the advantage is a function of the user's own."""
+        return ":" in self.advantage or self.advantage.endswith(".py")
 
     @property
     def needs_critic(self) -> bool:

@@ -267,7 +267,7 @@ def _check_groups(config: TrainConfig) -> None:
             f"rollout.branch.initial_rollouts={roots}: expected 1 to "
             f"rollout.num_trajectories={size}; probable cause: one of them was changed alone"
         )
-    compares = config.algo.advantage not in ALONE
+    compares = not config.algo.is_own and config.algo.advantage not in ALONE
     if config.total_steps and size < 2 and compares:
         raise ValueError(
             f"rollout.num_trajectories={size}: expected at least 2; probable cause: "

@@ -37,6 +37,7 @@ def check_algo(config: TrainConfig) -> None:
     _check_correction(config)
     _check_remax(config)
     _check_critic(config)
+    _check_own(config.algo)
     _check_egpo(config.algo)
     _check_ares(config.algo)
 
@@ -59,12 +60,12 @@ def _check_sequence_ratio(config: TrainConfig) -> None:
             "is several rows then",
             "a setting of another loss",
         )
-    if algo.advantage in (Advantage.arpo_hard, Advantage.gae):
+    if algo.advantage in (Advantage.arpo_hard, Advantage.gae) or algo.is_own:
         _refuse(
             "algo.advantage",
             algo.advantage,
             "one of whole trajectories with algo.loss=gspo",
-            f"{algo.advantage} differs between the tokens of a row",
+            f"{algo.advantage} may differ between the tokens of a row",
         )
     if algo.entropy_scale:
         _refuse(
@@ -134,11 +135,21 @@ def _check_critic(config: TrainConfig) -> None:
         )
 
 
+def _check_own(algo: AlgoConfig) -> None:
+    if algo.is_own and _kl_in_reward(algo):
+        _refuse(
+            "algo.kl_place",
+            algo.kl_place,
+            f"loss with algo.advantage={algo.advantage}, which is given the rewards as they are",
+            "a preset of another estimator",
+        )
+
+
 def _check_egpo(algo: AlgoConfig) -> None:
     egpo = algo.egpo
     if not egpo.lam:
         return
-    if algo.advantage in (Advantage.reinforce_plus_plus, Advantage.gae):
+    if algo.advantage in (Advantage.reinforce_plus_plus, Advantage.gae) or algo.is_own:
         _refuse(
             "algo.advantage",
             algo.advantage,

@@ -16,25 +16,20 @@ scores which data source, nor what a reward is worth that could not be had.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.worker_program import to_json
 from mega_agentrl.sandbox.workers import Call, WorkerCallError, new_call
 from mega_agentrl.types.faults import RewardFault
+from mega_agentrl.types.own_code import find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import ModuleType
 
     from mega_agentrl.sandbox.workers import WorkerPool
 
@@ -147,12 +142,9 @@ def _number(path: str, value: object) -> float:
 
 @cache
 def _load(path: str) -> Callable[..., object]:
-    place, colon, name = path.rpartition(":")
-    if not colon:
-        place, name = path, DEFAULT_NAME
-    module = _module(path, place)
-    function = getattr(module, name, None)
+    name, function = find(path, f"reward function {path}", DEFAULT_NAME)
     if not callable(function):
+        place = path.removesuffix(f":{name}")
         raise ValueError(  # noqa: TRY004
             f"reward function {path}: {place} has no function {name}, got {function!r}, expected "
             f"{_expected(name)}"
@@ -179,42 +171,6 @@ def _check_signature(path: str, name: str, function: Callable[..., object]) -> N
 
 def _expected(name: str) -> str:
     return f"{name}({', '.join(ARGUMENTS)})"
-
-
-def _module(path: str, place: str) -> ModuleType:
-    is_file = place.endswith(".py") or "/" in place
-    if is_file and not Path(place).is_file():
-        raise ValueError(
-            f"reward function {path}: there is no file {Path(place).absolute()}, expected "
-            "module:name or /folder/file.py:name"
-        )
-    try:
-        return _from_file(Path(place)) if is_file else importlib.import_module(place)
-    except Exception as error:  # whatever the user's own module raises
-        raise ValueError(
-            f"reward function {path}: importing {place} raised {type(error).__name__}: {error}, "
-            "expected a module that can be imported; probable cause: a mistyped name, a folder "
-            "not on PYTHONPATH, or an error in the module"
-        ) from error
-
-
-def _from_file(file: Path) -> ModuleType:
-    """Its own name in `sys.modules`, and its folder last on the path for what lies beside it."""
-    file = file.resolve()
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _hand_on(path: str, scored: Future[UserScore], asked: Future[Any]) -> None:

@@ -1,7 +1,7 @@
 """What the trajectories of a batch earned, token by token, once policy and reference scored it.
 
     reward   r - kl_coef * sum of KL over the trajectory's tokens      algo.kl_place=reward
-    A        the estimator of algo.advantage, within the group of a prompt
+    A        the estimator of algo.advantage, within the group of a prompt, or one's own function
     A        + lam * clip(H, -|A| / alpha, |A| / alpha)                algo.egpo.lam > 0
     A_t      that of its trajectory, or shared along the tree's tokens (arpo_hard)
     A_t      * (1 + weight * z of the token's entropy)                 algo.entropy_scale > 0
@@ -36,6 +36,7 @@ from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.kl import in_reward, kl_penalty
 from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
 from mega_agentrl.config.choices import Advantage, Correction, CotBlocks, KlPlace
+from mega_agentrl.train.own_advantage import own_advantage
 
 if TYPE_CHECKING:
     from mega_agentrl.config.algo_schema import AlgoConfig, EgpoConfig
@@ -103,7 +104,9 @@ def add_advantages(
         logp_BT, ref_BT = _needed(batch, "old_logp_BT", why), _needed(batch, "ref_logp_BT", why)
         kl_BT = kl_penalty(logp_BT, ref_BT, algo.kl_kind).masked_fill(~mask_BT, 0.0)
         metrics["advantage/kl"] = float(masked_mean(kl_BT, mask_BT))
-    if algo.advantage is Advantage.gae:
+    if algo.is_own:
+        advantage_BT = own_advantage(batch, algo)
+    elif algo.advantage is Advantage.gae:
         assert not algo.egpo.lam, "check_algo lets EGPO change trajectories' advantages only"
         advantage_BT, return_BT = _over_values(batch, owners, kl_BT, kl_coef, algo)
         batch = batch.with_fields(return_BT=return_BT)
@@ -194,7 +197,8 @@ def _estimate(
 ) -> torch.Tensor:
     """[A] advantage of each trajectory."""
     group_A = batch.group_B[owners.first_A]
-    match algo.advantage:
+    kind = Advantage(algo.advantage)
+    match kind:
         case Advantage.grpo | Advantage.arpo_hard:
             return estimators.grpo(reward_A, group_A, norm_by_std=algo.norm_by_std)
         case Advantage.rloo:
@@ -211,7 +215,7 @@ def _estimate(
         case Advantage.reinforce_plus_plus | Advantage.gae:
             raise AssertionError(f"{algo.advantage} has no advantage of whole trajectories")
         case _:
-            assert_never(algo.advantage)
+            assert_never(kind)
 
 
 def _over_greedy(batch: TrainBatch, owners: _Owners, reward_A: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ def preset(name):
         ({"kl_target": 0.1}, r"algo.kl_coef=0.0: expected above 0 with algo.kl_target=0.1"),
         ({"gamma": 1.1, "advantage": Advantage.gae}, "algo.gamma=1.1: expected 0 to 1"),
         ({"lam": 0.9}, "algo.lam=0.9: expected 1 with algo.advantage=grpo"),
+        ({"advantage": "grop"}, "algo.advantage=grop: expected one of grpo, rloo, .*function"),
     ],
 )
 def test_a_wrong_value_is_named(changes, said):
