@@ -37,7 +37,7 @@ SETTINGS = (
     "save_every=3",
     "deterministic=true",
     "report.trees_every=1",
-    "report.tensorboard=false",
+    "report.trackers=[]",
     "tool.python.hosts=1",
     "tool.python.workers=2",
 )

@@ -1,7 +1,5 @@
 """Arguments that decide on the numbers."""
 
-import pytest
-
 from mega_agentrl.config.schema import EngineConfig
 from mega_agentrl.generator.engine_args import engine_args
 
@@ -12,10 +10,3 @@ def test_a_deterministic_engine_computes_each_request_alone():
     alone = engine_args(config, "model", seed=1, dtype=None, deterministic=True)
     assert (plain.max_num_seqs, plain.enable_prefix_caching) == (64, True)
     assert (alone.max_num_seqs, alone.enable_prefix_caching) == (1, False)
-
-
-def test_a_block_size_that_the_cpu_does_not_have_is_refused():
-    config = EngineConfig()
-    config.block_size = 48
-    with pytest.raises(ValueError, match=r"engine\.block_size=48"):
-        engine_args(config, "model", seed=1, dtype=None)

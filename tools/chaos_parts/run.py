@@ -22,6 +22,7 @@ from tools.chaos_parts.processes import MARK, Family
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("driver", "actor", "engine", "sandbox")
+BAD_INPUT = 2
 MAX_FAILURES = 3
 _LOOK_S = 0.2
 _GONE_DEADLINE_S = 30.0
@@ -127,7 +128,7 @@ class Run:
 
     def _count_failure(self, code: int) -> None:
         self._story.num_failures += 1
-        if self._story.num_failures > MAX_FAILURES:
+        if code == BAD_INPUT or self._story.num_failures > MAX_FAILURES:
             raise RuntimeError(
                 f"{self._folder}: it ended {self._story.num_failures} times by itself, the last "
                 f"time with code {code}; {self._folder.with_suffix('.out')} says why"
