@@ -44,7 +44,7 @@ def test_nothing_beside_the_mask_matters(own, small_batch):
     [
         ("batch.reward_B", r"returned \(4,\), expected a tensor of shape \(4, 3\); .*whole traj"),
         ("3", r"returned int, expected a tensor of shape \(4, 3\)"),
-        ("torch.full_like(batch.rollout_logp_BT, torch.nan)", "returned 9 numbers that are not finite"),
+        ("batch.mask_BT / 0", "returned 9 numbers that are not finite"),
     ],
 )
 def test_a_wrong_result_is_named(own, small_batch, body, said):
