@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.activation import Kernels, layer_workspace, stage_activations
+from mega_agentrl.estimate.device import CPU_HEAP_SHARE, CPU_LIBRARIES_BYTES
 from mega_agentrl.estimate.model_state import model_state
 from mega_agentrl.estimate.vocab_head import head_workspace
 
@@ -54,15 +55,22 @@ class PolicyMemory:
 
 
 def policy_memory(
-    config: TrainConfig, shape: ModelShape, device: Device, *, imbalance: float = 1.0
+    config: TrainConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    imbalance: float = 1.0,
+    micro_batch_tokens: int | None = None,
 ) -> list[PolicyMemory]:
     """By pipeline stage. imbalance: tokens of the busiest expert rank over the mean.
+    micro_batch_tokens: of the largest micro-batch, where it is known; else the most there can be.
 
     Raises `ValueError` where the cut does not divide the model.
     """
     layout = config.parallel
     kernels = Kernels(item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu)
     tokens, num_micro_batches = micro_batches(config)
+    tokens = micro_batch_tokens or tokens
     found = []
     for stage in range(layout.pipeline):
         state = model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
@@ -72,6 +80,12 @@ def policy_memory(
             num_micro_batches=num_micro_batches, imbalance=imbalance,
         )  # fmt: skip
         layer = layer_workspace(shape, layout, tokens, kernels, imbalance=imbalance)
+        logits = head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0
+        workspace = round(layer) + state.largest
+        runtime = device.policy_runtime_bytes
+        if not device.is_gpu:
+            heap = CPU_HEAP_SHARE * (activations + max(logits, workspace))
+            runtime = CPU_LIBRARIES_BYTES + round(heap)
         reference = config.algo.needs_reference
         found.append(
             PolicyMemory(
@@ -81,11 +95,11 @@ def policy_memory(
                 gradients=state.gradients,
                 optimizer=state.optimizer,
                 activations=round(activations),
-                logits=head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0,
-                layer=round(layer) + state.largest,
+                logits=logits,
+                layer=workspace,
                 transfer=2 * config.weights.bucket_mib * _MIB,
                 reference=min(_REFERENCE_PIECE_BYTES, state.weights) if reference else 0,
-                runtime=device.policy_runtime_bytes if device.is_gpu else 0,
+                runtime=runtime,
                 host=state.host_copy if reference else 0,
             )
         )

@@ -30,11 +30,11 @@ _started: list[Path] = []
 """Folders of the sweeps that this process has started and not finished."""
 
 
-class JobFailed(CompactHydraException):
+class JobFailed(CompactHydraException):  # type: ignore[misc]
     """A job of a sweep that failed; its message has been printed and kept."""
 
 
-class SweepStart(Callback):
+class SweepStart(Callback):  # type: ignore[misc]
     """Notes the folder of a sweep; named in `configs/train.yaml`."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
