@@ -83,7 +83,10 @@ def policy_memory(
         logits = head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0
         workspace = round(layer) + state.largest
         runtime = device.policy_runtime_bytes
+        bucket = config.weights.bucket_mib * _MIB
         if not device.is_gpu:
+            # Models so small that a bucket holds no more than the rank has to send.
+            bucket = min(bucket, state.weights)
             heap = CPU_HEAP_SHARE * (activations + max(logits, workspace))
             runtime = CPU_LIBRARIES_BYTES + round(heap)
         reference = config.algo.needs_reference
@@ -97,7 +100,7 @@ def policy_memory(
                 activations=round(activations),
                 logits=logits,
                 layer=workspace,
-                transfer=2 * config.weights.bucket_mib * _MIB,
+                transfer=2 * bucket,
                 reference=min(_REFERENCE_PIECE_BYTES, state.weights) if reference else 0,
                 runtime=runtime,
                 host=state.host_copy if reference else 0,
