@@ -4,8 +4,9 @@ PY := .venv/bin/python
 EXPERIMENT ?= smoke
 ARGS ?=
 RUN ?= runs/smoke
+RUNS ?=
 
-.PHONY: help env model smoke train preflight report test test-slurm test-slow lint clean
+.PHONY: help env model smoke train preflight report compare test test-slurm test-slow lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -27,6 +28,9 @@ preflight: env ## whether a configuration can run: make preflight ARGS="experime
 
 report: env ## the page of a run: make report RUN=runs/smoke
 	@$(PY) tools/report.py $(RUN)
+
+compare: env ## one table over runs or sweeps: make compare RUNS="runs/a runs/b"
+	@$(PY) tools/compare_runs.py $(RUNS)
 
 test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." goes to pytest)
 	@$(PY) -m pytest -m "not gpu and not slurm and not slow" $(ARGS)

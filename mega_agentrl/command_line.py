@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,6 +27,7 @@ from mega_agentrl.config.check import check
 from mega_agentrl.config.keys import check_files, check_overrides, read_command_line
 from mega_agentrl.config.places import config_folder, folder_name
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.train import sweep
 from mega_agentrl.train.run_folder import METRICS, make_room
 from mega_agentrl.train.stopping import PROCESS, Stopper
 
@@ -36,6 +38,20 @@ BAD_INPUT = 2
 def _fail(message: object, code: int) -> NoReturn:
     print(f"mega_agentrl: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+def _give_up(message: object, code: int) -> NoReturn:
+    """End a run that failed, and the process, but not the sweep that the run is a job of."""
+    if not _in_sweep():
+        _fail(message, code)
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir)
+    sweep.note_job(run_dir, hydra_config.overrides.task, failed=str(message))
+    raise sweep.JobFailed(f"mega_agentrl: {run_dir.name}: {message}")
+
+
+def _in_sweep() -> bool:
+    return bool(HydraConfig.get().mode is RunMode.MULTIRUN)
 
 
 def _to_config(composed: DictConfig) -> TrainConfig:
@@ -66,7 +82,9 @@ def run(composed: DictConfig) -> float:
         settings = OmegaConf.to_yaml(composed, resolve=True)
         goes_on, earlier = make_room(run_dir, settings, resume=config.resume)
     except ValueError as error:
-        _fail(error, BAD_INPUT)
+        _give_up(error, BAD_INPUT)
+    if _in_sweep():
+        sweep.note_job(run_dir, HydraConfig.get().overrides.task)
     if goes_on:
         print(f"there is an unfinished run in {run_dir}, which goes on")
     if earlier is not None:
@@ -91,8 +109,8 @@ def run(composed: DictConfig) -> float:
     except (ValueError, RuntimeError, OSError) as error:
         logging.exception("the run failed")
         if isinstance(error, ValueError) and not is_built:
-            _fail(error, BAD_INPUT)
-        _fail(f"{error}\nTraceback and messages of all processes: {run_dir / 'logs'}", FAILED)
+            _give_up(error, BAD_INPUT)
+        _give_up(f"{error}\nTraceback and messages of all processes: {run_dir / 'logs'}", FAILED)
 
 
 def farewell(run_dir: Path, stopper: Stopper) -> str:
@@ -134,4 +152,7 @@ def main() -> None:
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         cause = f": {error.__cause__}" if isinstance(error, HydraException) else ""
         _fail(f"{error}{cause}", BAD_INPUT)
-    hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(run)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(run)()
+    finally:
+        sweep.finish()

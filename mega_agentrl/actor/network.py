@@ -100,7 +100,7 @@ class Network:
             parameter.requires_grad_(trains)
         self.chunks = wrap_data_parallel(chunks, self.groups, config.parallel)
         self._optimizer = self._make_optimizer() if trains else None
-        self.num_steps = 0
+        self.num_steps, self.most_tokens = 0, 0
         self.source = Path(config.model.path)
         self.offload = Offload(self.chunks, self._optimizer)
         self._schedule = Schedule(self.chunks, self.groups)
@@ -193,6 +193,7 @@ class Network:
         if not rows:
             return None
         micros = self._micro_batches(batch, rows, mask_BT)
+        self.most_tokens = max(self.most_tokens, *(len(micro.token_S) for micro in micros))
         self.optimizer.zero_grad()
         shares = self._schedule.train(micros, head, objective)
         lr = self._learning_rate() if lr is None else lr

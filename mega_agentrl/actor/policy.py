@@ -27,6 +27,7 @@ from mega_agentrl.actor.profile import StepProfile
 from mega_agentrl.actor.reference import Reference
 from mega_agentrl.batch.minibatch import step_masks
 from mega_agentrl.batch.probe import probe_batch
+from mega_agentrl.estimate.measured import MIB, PROCESS
 from mega_agentrl.reshard.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -216,6 +217,15 @@ class PolicyRank:
     def gpu_name(self) -> str:
         """This rank's GPU as CUDA calls it; empty on a CPU."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+    def memory(self) -> dict[str, float]:
+        """MiB that this rank has taken at most, on a CPU also its libraries, which are not in
+        that; and tokens of its largest micro-batch of a training step.
+        """
+        figures = {"micro_batch_tokens": float(self.network.most_tokens)}
+        if torch.cuda.is_available():
+            return figures | {"peak_mib": torch.cuda.max_memory_reserved() / MIB}
+        return figures | {"peak_mib": PROCESS.taken_mib(), "libraries_mib": PROCESS.libraries_mib()}
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""

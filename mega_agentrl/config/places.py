@@ -6,6 +6,7 @@ the wheel as `mega_agentrl/configs`.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 ROOT_FILE = "train.yaml"
@@ -28,6 +29,19 @@ def config_folder(package: Path = _PACKAGE) -> Path:
     )
 
 
-def folder_name(overrides: str, limit: int = 120) -> str:
-    """Overrides of a sweep's job as one folder name: no separators, not too long."""
-    return overrides.replace("/", "_")[:limit].rstrip(".,=") or "defaults"
+def folder_name(overrides: str, limit: int = 80) -> str:
+    """Overrides of a sweep's job as one folder name: of a path its last part, not too long.
+
+    Where something is cut off, a hash of all of it stands for it: names stay different.
+    """
+    kept = [_last_part(item) for item in overrides.split(",")]
+    name = ",".join(kept)
+    if len(name) > limit:
+        digest = hashlib.sha256(overrides.encode()).hexdigest()[:8]
+        name = f"{name[: limit - len(digest) - 1].rstrip('.,=')}-{digest}"
+    return name.rstrip(".,=") or "defaults"
+
+
+def _last_part(item: str) -> str:
+    key, equals, value = item.partition("=")
+    return f"{key.replace('/', '_')}{equals}{value.rstrip('/').rpartition('/')[2]}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from mega_agentrl.estimate.device import GIB
+from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, GIB
 from mega_agentrl.estimate.engine_layout import engine_layout, num_elements
 from mega_agentrl.reshard.repetition import kinds, sample_shape
 
@@ -74,7 +74,7 @@ def engine_memory(config: TrainConfig, shape: ModelShape, device: Device) -> Eng
     logits = rows * (item + 2 * _FLOAT_BYTES)
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         logits += rows * (_FLOAT_BYTES + 8)  # sorted values and their places
-    runtime = device.engine_runtime_bytes if device.is_gpu else 0
+    runtime = device.engine_runtime_bytes if device.is_gpu else CPU_LIBRARIES_BYTES
     taken = weights + activations + logits + runtime
     if device.gib is None:
         share = float(engine.kv_cache_gib * GIB + taken)

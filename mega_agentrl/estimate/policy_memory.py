@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.activation import Kernels, layer_workspace, stage_activations
+from mega_agentrl.estimate.device import CPU_HEAP_SHARE, CPU_LIBRARIES_BYTES
 from mega_agentrl.estimate.model_state import model_state
 from mega_agentrl.estimate.vocab_head import head_workspace
 
@@ -54,9 +55,15 @@ class PolicyMemory:
 
 
 def policy_memory(
-    config: TrainConfig, shape: ModelShape, device: Device, *, imbalance: float = 1.0
+    config: TrainConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    imbalance: float = 1.0,
+    micro_batch_tokens: int | None = None,
 ) -> list[PolicyMemory]:
     """By pipeline stage. imbalance: tokens of the busiest expert rank over the mean.
+    micro_batch_tokens: of the largest micro-batch, where it is known; else the most there can be.
 
     A run that only evaluates has no gradients and no optimizer; its policy makes no pass at all.
     Raises `ValueError` where the cut does not divide the model.
@@ -65,6 +72,7 @@ def policy_memory(
     kernels = Kernels(item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu)
     tokens, num_micro_batches = micro_batches(config)
     trains = not config.validates_only
+    tokens = micro_batch_tokens or tokens
     found = []
     for stage in range(layout.pipeline):
         state = model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
@@ -74,6 +82,16 @@ def policy_memory(
             num_micro_batches=num_micro_batches, imbalance=imbalance,
         )  # fmt: skip
         layer = layer_workspace(shape, layout, tokens, kernels, imbalance=imbalance)
+        activations = round(activations) if trains else 0
+        logits = head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0
+        workspace = round(layer) + state.largest if trains else 0
+        runtime = device.policy_runtime_bytes
+        bucket = config.weights.bucket_mib * _MIB
+        if not device.is_gpu:
+            # Models so small that a bucket holds no more than the rank has to send.
+            bucket = min(bucket, state.weights)
+            heap = CPU_HEAP_SHARE * (activations + max(logits, workspace))
+            runtime = CPU_LIBRARIES_BYTES + round(heap)
         reference = config.algo.needs_reference and trains
         found.append(
             PolicyMemory(
@@ -82,12 +100,12 @@ def policy_memory(
                 weights=state.weights,
                 gradients=state.gradients if trains else 0,
                 optimizer=state.optimizer if trains else 0,
-                activations=round(activations) if trains else 0,
-                logits=head_workspace(shape, layout.tensor, tokens, kernels) if is_last else 0,
-                layer=round(layer) + state.largest if trains else 0,
-                transfer=2 * config.weights.bucket_mib * _MIB,
+                activations=activations,
+                logits=logits,
+                layer=workspace,
+                transfer=2 * bucket,
                 reference=min(_REFERENCE_PIECE_BYTES, state.weights) if reference else 0,
-                runtime=device.policy_runtime_bytes if device.is_gpu else 0,
+                runtime=runtime,
                 host=state.host_copy if reference else 0,
             )
         )

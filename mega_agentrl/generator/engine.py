@@ -336,6 +336,10 @@ class Engine:
         await self._check_workers(version)
         self._version, self._updating = version, False
 
+    async def memory(self) -> list[dict[str, float]]:
+        """`WorkerExtension.memory_taken` by worker."""
+        return await self._call_workers("memory_taken")
+
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of a fixed prompt's tokens after the first, at temperature 1; not served."""
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}

@@ -16,6 +16,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from mega_agentrl.estimate.measured import PROCESS
 from mega_agentrl.generator.entropy_tap import EXTRA_ARG, MIN_TEMPERATURE, STORE, measure
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class EntropyTapV1(LogitsProcessor):
     """Records entropy, log-prob shift and arg-max of every row that carries a key."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        PROCESS.begin()  # the first of ours that a worker makes, libraries loaded and no model yet
         self._device = device
         self._rows: dict[int, _Row] = {}
         self._temperature_R: torch.Tensor | None = None

@@ -14,6 +14,9 @@ import os
 import pickle
 from collections.abc import Sequence
 
+import torch
+
+from mega_agentrl.estimate.measured import MIB, PROCESS
 from mega_agentrl.generator.entropy_tap import STORE
 from mega_agentrl.reshard.whereabouts import here
 
@@ -41,6 +44,14 @@ class WorkerExtension:
     def tap_count(self) -> int:
         """Number of tokens measured so far, in the life of this worker."""
         return STORE.num_measured
+
+    def memory_taken(self) -> dict[str, float]:
+        """MiB that this worker has taken at most; on a CPU also its libraries, which are not in
+        that.
+        """
+        if self.device.type == "cuda":
+            return {"peak_mib": torch.cuda.max_memory_reserved() / MIB}
+        return {"peak_mib": PROCESS.taken_mib(), "libraries_mib": PROCESS.libraries_mib()}
 
     def weights_layout(self) -> tuple[str | None, bytes]:
         """What went wrong, or the pickled layout and whereabouts of this worker."""

@@ -27,6 +27,7 @@ from mega_agentrl.runtime.engine_keeper import EngineKeeper
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.gpu_watch import ClusterGpus
 from mega_agentrl.runtime.inputs import read_inputs
+from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
@@ -89,7 +90,13 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             interactions=given.interactions,
             cot_markers=given.cot_markers,
             trigger_ids=given.trigger_ids,
-            watch=Watch(trackers=trackers, gpus=gpus, spans=spans, gpu_name=policy.gpu_name()),
+            watch=Watch(
+                trackers=trackers,
+                gpus=gpus,
+                memory=GroupMemory(policy, generator),
+                spans=spans,
+                gpu_name=policy.gpu_name(),
+            ),
         )
 
 

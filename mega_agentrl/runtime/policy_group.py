@@ -73,7 +73,9 @@ class PolicyActor(RankActor):
     def start(self, master_address: str, master_port: int) -> None:
         """Join the process groups and build the model, still without weights."""
         from mega_agentrl.actor.policy import PolicyRank
+        from mega_agentrl.estimate.measured import PROCESS
 
+        PROCESS.begin()
         self._policy = PolicyRank(self._config, self._seat(master_address, master_port))
 
     def call(self, method: str, *args: Any) -> Any:

@@ -191,6 +191,8 @@ class Session:
         metrics |= self._throughput.of(batch, phase_s)
         if self._watch.gpus is not None:
             metrics |= self._watch.gpus.take()
+        if self._watch.memory is not None:
+            metrics |= self._watch.memory.take()
         self._write("rl", step, metrics, phase_s)
         reward, success = groups["rollout/reward_seen"], groups["rollout/success_seen"]
         self._curve.append(CurvePoint(step=step, reward=reward, success=success))

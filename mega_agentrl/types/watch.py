@@ -1,7 +1,8 @@
 """The eyes on a run: what `runtime.build` opens before it starts, and the loop then tells or asks.
 
 `Tracker` takes the metrics of each step, `GpuWatch` gives what the GPUs did since the last one,
-`spans` (a `rollout.spans.RolloutSpans`) follows single trajectories. Everything may be absent.
+`MemoryWatch` what policy and engines have taken, `spans` (a `rollout.spans.RolloutSpans`) follows
+single trajectories. Everything may be absent.
 """
 
 from __future__ import annotations
@@ -40,11 +41,19 @@ class GpuWatch(Protocol):
         """
 
 
+class MemoryWatch(Protocol):
+    """Knows what the processes of the run have taken of memory."""
+
+    def take(self) -> Mapping[str, float]:
+        """Metrics, the peaks so far. Never raises, and waits a second at most."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Watch:
     """What looks at a run. gpu_name: of the policy's ranks as CUDA calls it; empty on CPUs."""
 
     trackers: Sequence[Tracker] = ()
     gpus: GpuWatch | None = None
+    memory: MemoryWatch | None = None
     spans: Any = None
     gpu_name: str = ""

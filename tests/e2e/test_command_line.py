@@ -113,6 +113,18 @@ def test_help_lists_groups_and_keys(tmp_path):
         assert piece in output
 
 
+def test_a_sweep_goes_on_after_a_job_that_failed_and_ends_with_its_table(assets, tmp_path):
+    words = asset_overrides(assets, tmp_path / "sweep")
+    code, output = run("-m", "experiment=smoke_ci", *words, "optim.lr=-1,-2", timeout_s=120)
+    assert code == 1, output
+    table = (tmp_path / "sweep" / "comparison.md").read_text()
+    assert table in output
+    for lr in (1, 2):
+        assert f"| optim.lr=-{lr} | 0 of 1 |" in table
+        assert f"failed: optim.lr=-{lr}.0: expected" in table
+    assert "Traceback" not in output
+
+
 def in_rl(run_dir):
     metrics = run_dir / "metrics.jsonl"
     return metrics.exists() and '"rl"' in metrics.read_text()

@@ -39,6 +39,14 @@ def test_rank_0_answers_in_order_and_takes(store):
     assert worker.tap_size() == 0
 
 
+def test_a_worker_on_a_cpu_tells_what_its_process_took(monkeypatch):
+    worker = Worker(rank=1, size=2)
+    worker.device = SimpleNamespace(type="cpu")
+    taken = SimpleNamespace(taken_mib=lambda: 12.5, libraries_mib=lambda: 400.0)
+    monkeypatch.setattr(worker_extension, "PROCESS", taken)
+    assert worker.memory_taken() == {"peak_mib": 12.5, "libraries_mib": 400.0}
+
+
 def test_other_ranks_answer_none(store):
     assert Worker(rank=1, size=2).tap_read(["a"], True) is None
     assert len(store) == 1

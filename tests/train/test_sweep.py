@@ -1,0 +1,55 @@
+"""What a sweep leaves: a note by each job, and one table even where a job failed."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from mega_agentrl.train import sweep
+from mega_agentrl.train.sweep import SweepStart, compare_folders, finish, note_job
+
+
+def start(folder):
+    SweepStart().on_multirun_start(OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
+
+
+def test_a_job_says_what_it_is_and_forgets_an_earlier_failure(tmp_path):
+    note_job(tmp_path / "0-a", ["seed=1"], failed="it burnt")
+    kept = tmp_path / "0-a" / "sweep_job.json"
+    assert json.loads(kept.read_text()) == {"overrides": ["seed=1"], "failed": "it burnt"}
+    note_job(tmp_path / "0-a", ["seed=1"])
+    assert json.loads(kept.read_text())["failed"] == ""
+
+
+def test_a_sweep_that_ended_badly_has_its_table(tmp_path, capsys):
+    note_job(tmp_path / "0-a", ["algo=grpo"], failed="it burnt")
+    note_job(tmp_path / "1-b", ["algo=arpo"])
+    start(tmp_path)
+    finish()
+    said = capsys.readouterr().out
+    assert "* 0-a: failed: it burnt" in said
+    assert "* 1-b: unfinished" in said
+    assert (tmp_path / "comparison.md").read_text() in said
+    finish()
+    assert capsys.readouterr().out == "", "once"
+
+
+def test_without_a_sweep_nothing_is_said(capsys):
+    assert sweep._started == []
+    finish()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_sweep_of_which_no_job_began_is_one_line(tmp_path, capsys):
+    start(tmp_path)
+    finish()
+    assert "no comparison of the sweep" in capsys.readouterr().err
+
+
+def test_runs_that_are_named_twice_count_once(tmp_path):
+    for name in ("0-a", "1-b"):
+        note_job(tmp_path / name, ["algo=grpo", f"seed={name[0]}"], failed="x")
+    text = compare_folders([tmp_path, tmp_path / "1-b"], tmp_path / "out")
+    assert "| 0-a | 0 of 2 |" in text
+    with pytest.raises(ValueError, match="there is no run in it"):
+        compare_folders([tmp_path / "none"], tmp_path)

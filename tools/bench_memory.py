@@ -1,0 +1,99 @@
+"""Predicted against measured memory of a finished run on CPUs, one JSON line a case.
+
+    python -m mega_agentrl experiment=smoke_ci
+    python tools/bench_memory.py runs/smoke_ci
+
+A line has the keys bench, case, unit, ours (predicted), baseline (measured) and ratio = measured /
+predicted. Measured are the last `memory/*` metrics of the run: what the fullest policy rank, or
+engine worker, has taken beyond its libraries (`estimate.measured`). Predicted is the preflight's
+peak for the same settings, of a policy rank for the largest micro-batch that there was. The
+libraries of a process are a line by themselves, measured only (ours and ratio are null).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mega_agentrl.config.schema import TrainConfig  # noqa: E402
+from mega_agentrl.estimate.device import Device  # noqa: E402
+from mega_agentrl.estimate.engine_memory import engine_memory  # noqa: E402
+from mega_agentrl.estimate.measured import MIB  # noqa: E402
+from mega_agentrl.estimate.policy_memory import policy_memory  # noqa: E402
+from mega_agentrl.report.metric_log import read_metrics  # noqa: E402
+from mega_agentrl.reshard.model_shape import ModelShape  # noqa: E402
+
+
+def lines(config: TrainConfig, measured: Mapping[str, float]) -> Iterator[dict[str, object]]:
+    """The cases. measured: metrics by name, with ``memory/policy_libraries_mib`` among them."""
+    device, shape = Device(gib=None), ModelShape.from_folder(config.model.path)
+    tokens = round(measured["memory/micro_batch_tokens"])
+    stages = policy_memory(config, shape, device, micro_batch_tokens=tokens)
+    predicted = {
+        "policy": max(stage.peak for stage in stages) / MIB,
+        "engine": engine_memory(config, shape, device).peak / MIB,
+    }
+    for who, ours in predicted.items():
+        taken = measured[f"memory/{who}_peak_mib"]
+        yield _line(f"{who}/peak", ours, taken)
+        yield _line(f"{who}/libraries", None, measured[f"memory/{who}_libraries_mib"])
+
+
+def _line(case: str, ours: float | None, baseline: float) -> dict[str, object]:
+    return {
+        "bench": "memory",
+        "case": case,
+        "unit": "MiB",
+        "ours": None if ours is None else round(ours, 1),
+        "baseline": round(baseline, 1),
+        "ratio": None if ours is None else round(baseline / ours, 3),
+    }
+
+
+def read(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
+    """Settings of a run, and its last memory metrics; raises `ValueError` where it has none."""
+    found = {
+        name: value
+        for line in read_metrics(folder / "metrics.jsonl").of("rl")
+        for name, value in line.values.items()
+        if name.startswith("memory/")
+    }
+    if "memory/policy_libraries_mib" not in found or "memory/engine_libraries_mib" not in found:
+        raise ValueError(
+            f"{folder}: got no memory/*_libraries_mib in metrics.jsonl, expected those of an RL "
+            "step; probable cause: a run on GPUs, or one without an RL step"
+        )
+    kept = OmegaConf.load(folder / "config.yaml")
+    merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), kept)
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, TrainConfig)
+    return config, found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the lines; 2 for a folder without the metrics."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("run_folder", type=Path, help="folder of a run on CPUs")
+    options = parser.parse_args(arguments)
+    try:
+        for line in lines(*read(options.run_folder)):
+            print(json.dumps(line))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
