@@ -82,7 +82,7 @@ class Sink:
         self.landing = PlainLanding(self.wanted)
         self.told, self.mutilated = [], None
 
-    def start(self, model_path, seed):
+    def start(self, model_path, seed, deadline_s):
         self.told.append("start")
 
     def call(self, method, *args):

@@ -37,7 +37,7 @@ class Engine:
                     raise EngineLostError("engine is dead")
         return os.getpid()
 
-    async def start(self, model_path, seed):
+    async def start(self, model_path, seed, deadline_s):
         if not self.starts:
             raise RuntimeError("no memory")
 
