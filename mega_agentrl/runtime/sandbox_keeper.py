@@ -134,9 +134,9 @@ class HostKeeper:
             with self._lock:
                 if self._closing.is_set():
                     raise SandboxLostError(_CLOSED, started=False)
-                if self._up:
-                    return min(self._up.values(), key=lambda link: link.load)
-                if not self._coming or time.monotonic() > ends_at:
+                if alive := [link for link in self._up.values() if not link.is_cut]:
+                    return min(alive, key=lambda link: link.load)
+                if not (self._up or self._coming) or time.monotonic() > ends_at:
                     raise SandboxLostError(self._none_left(), started=False)
                 waiter: Future[None] = Future()
                 self._waiting.append(waiter)
@@ -259,7 +259,7 @@ class HostKeeper:
                 if end in ready:
                     return died
                 link.num_replaced = ray.get(ping)
-                if ray.wait([end], timeout=_PULSE_S)[0]:
+                if link.is_cut or ray.wait([end], timeout=_PULSE_S)[0]:
                     return died
         except ray.exceptions.RayActorError:
             return died

@@ -43,6 +43,11 @@ class HostLink:
         """Sessions, and calls without an answer yet."""
         return self.num_sessions + len(self._calls)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the process is known to be lost."""
+        return bool(self._cut)
+
     def new_number(self) -> int:
         """The number of the next call, larger than all before."""
         return next(self._numbers)
@@ -96,6 +101,8 @@ class HostLink:
             call.set_result(answer.result())
         elif isinstance(error, ray.exceptions.RayActorError):
             why = f"{method}: {self.name} died; its log file under logs/ in the run folder says why"
+            # Before its caller asks again: the keeper may notice later than that.
+            self.cut(why)
             call.set_exception(SandboxLostError(why, started=True))
         else:
             why = f"{method} failed on {self.name}: {getattr(error, 'cause', None) or error!r}"
