@@ -1,14 +1,17 @@
-"""What this process is doing now, with whom and since when; told by the one thread that works.
+"""What this process is doing now, with whom and since when; told by the threads that work.
 
     with doing("update"):                            # operation
         with doing("receive", peer="policy rank 2"):  # a part of it that waits for somebody
 
-Marks nest, the innermost one counts as the operation under way. Reading is safe from any thread,
-costs the worker nothing, and never waits. Knows nobody who reads (`runtime.heartbeat` does).
+Marks nest within a thread, the innermost one counts as the operation under way. Reading is safe
+from any thread, costs the workers nothing, and never waits. Knows nobody who reads
+(`runtime.heartbeat` does).
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,21 +30,29 @@ class Mark:
     since_s: float
 
 
-_marks: tuple[Mark, ...] = ()
+_marks: dict[int, tuple[Mark, ...]] = {}
+"""By thread; each changes its own entry only, so no lock is needed."""
 
 
 @contextmanager
 def doing(operation: str, peer: str = "") -> Iterator[None]:
-    """The body is this operation; for the thread that works only."""
-    global _marks
-    before = _marks
-    _marks = (*before, Mark(operation, peer, time.monotonic()))
+    """The body is this operation of the calling thread."""
+    thread = threading.get_ident()
+    before = _marks.get(thread, ())
+    _marks[thread] = (*before, Mark(operation, peer, time.monotonic()))
     try:
         yield
     finally:
-        _marks = before
+        if before:
+            _marks[thread] = before
+        else:
+            del _marks[thread]
 
 
 def under_way() -> tuple[Mark, ...]:
-    """The marks from the outermost to the innermost; empty while there is nothing to do."""
-    return _marks
+    """The marks from the outermost to the innermost; empty while there is nothing to do.
+
+    With several threads at work: in the order in which they began.
+    """
+    marks = itertools.chain.from_iterable(tuple(_marks.values()))
+    return tuple(sorted(marks, key=lambda mark: mark.since_s))

@@ -74,7 +74,7 @@ def test_who_waits_between_stages_says_for_whom(monkeypatch):
         ("micro-batch send/receive", "rank 5"),
         ("micro-batch send/receive", "rank 3 and rank 5"),
     ]
-    assert under_way() == ()
+    assert not [mark for mark in under_way() if mark.operation.startswith("micro-batch")]
 
 
 def test_directions_share_a_channel_only_where_no_two_ranks_use_both(parts, one_model):

@@ -5,7 +5,14 @@ import time
 
 import pytest
 
+from mega_agentrl.types import doing as module
 from mega_agentrl.types.doing import doing, under_way
+
+
+@pytest.fixture(autouse=True)
+def no_other_threads(monkeypatch):
+    """Threads that earlier tests left waiting still tell what they do."""
+    monkeypatch.setattr(module, "_marks", {})
 
 
 def test_marks_nest_and_end_whatever_happens():
@@ -29,3 +36,22 @@ def test_another_thread_sees_them():
         reader.start()
         reader.join()
     assert [mark.operation for mark in seen] == ["save"]
+
+
+def test_threads_that_work_at_the_same_time_end_their_own_marks_only():
+    inside, leave = threading.Event(), threading.Event()
+
+    def receive():
+        with doing("receive", "rank 1"):
+            inside.set()
+            assert leave.wait(10)
+
+    other = threading.Thread(target=receive)
+    with doing("send", "rank 2"):
+        other.start()
+        assert inside.wait(10)
+        assert [mark.operation for mark in under_way()] == ["send", "receive"]
+    assert [mark.operation for mark in under_way()] == ["receive"]
+    leave.set()
+    other.join()
+    assert under_way() == ()
