@@ -30,7 +30,7 @@ def config(assets, tmp_path):
         sft=SftConfig(
             max_steps=1, data=f"{assets}/demonstrations.parquet", dev=f"{assets}/dev.parquet"
         ),
-        tool=ToolConfig(search=SearchToolConfig(corpus=f"{assets}/corpus.jsonl")),
+        tool=ToolConfig(search=SearchToolConfig(source=f"{assets}/corpus.jsonl")),
     )
 
 
