@@ -1,11 +1,12 @@
 """Steps of RL with slow tools: rollouts ahead of the learning step against the synchronous loop.
 
     python tools/bench_async.py [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
+        [--slowest SECONDS]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. Both sides are
 whole runs, one after the other, with a real policy and a real engine from the same weights, and
-the real tools, whose answers are held back as in `bench_rollout`: log-normal, median 0.2 s, 99 of
-100 below 5 s. Ours has `rollout.staleness=K`, the baseline 0; both correct by
+the real tools, whose answers are held back as in `bench_rollout`: log-normal, median 0.2 s, and
+`--slowest` at most. Ours has `rollout.staleness=K`, the baseline 0; both correct by
 `algo.correction=token_truncate`. The first step and the last one, which is collected and learned
 alone, are left out. Cases:
 
@@ -17,6 +18,9 @@ alone, are left out. Cases:
     mismatch/ess      effective share of the samples under the importance weights, 1 is all
     staleness/mean    age of the tokens in versions
     staleness/max     of the oldest
+
+One step off, a step takes the longer one of rollout and learning instead of both, so most is won
+where they are alike: with `--prompts` learning grows, with `--slowest` waiting.
 
 The model must call tools: by default what `make smoke` leaves in runs/smoke/model.
 """
@@ -56,12 +60,13 @@ MEANS = {
 class LateTools:
     """The tools, whose answers are held back."""
 
-    def __init__(self, tools: ToolProvider) -> None:
+    def __init__(self, tools: ToolProvider, slowest_s: float) -> None:
         self._tools = tools
+        self._slowest_s = slowest_s
 
     def open(self) -> ToolSession:
         """See `ToolProvider.open`."""
-        return LateSession(self._tools.open())
+        return LateSession(self._tools.open(), self._slowest_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tools, name)
@@ -70,19 +75,21 @@ class LateTools:
 class LateSession:
     """One trajectory's tools."""
 
-    def __init__(self, session: ToolSession) -> None:
+    def __init__(self, session: ToolSession, slowest_s: float) -> None:
         self._session = session
+        self._slowest_s = slowest_s
 
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """See `ToolSession.execute`; answers when the latency has passed."""
-        begin, wanted_s = time.perf_counter(), latency_s(f"{tool} {dict(arguments)}")
+        begin = time.perf_counter()
+        wanted_s = min(self._slowest_s, latency_s(f"{tool} {dict(arguments)}"))
         outcome = await self._session.execute(tool, arguments)
         await asyncio.sleep(begin + wanted_s - time.perf_counter())
         return outcome
 
     async def fork(self) -> LateSession:
         """See `ToolSession.fork`."""
-        return LateSession(await self._session.fork())
+        return LateSession(await self._session.fork(), self._slowest_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -113,7 +120,7 @@ def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[st
         ]
     )
     with build(config) as parts:
-        train(replace(parts, tools=LateTools(parts.tools)), config)
+        train(replace(parts, tools=LateTools(parts.tools, given.slowest)), config)
     return read_steps(folder / "metrics.jsonl")
 
 
@@ -170,9 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", type=Path, default=ROOT / "runs/smoke/model")
     parser.add_argument("--data", type=Path, default=ROOT / "runs/toolqa")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--slowest", type=float, default=2.0, help="of the answers, in seconds")
     given = parser.parse_args(arguments)
     if not (given.model / "config.json").is_file():
         print(f"bench_async: no model in {given.model}; `make smoke` leaves one", file=sys.stderr)

@@ -33,8 +33,8 @@ def steps(rollout_s, update_s, stale):
 
 
 async def test_answers_are_held_back_in_forks_too(monkeypatch):
-    monkeypatch.setattr(bench_async, "latency_s", lambda text: 0.1)
-    session = LateTools(FakeTools()).open()
+    monkeypatch.setattr(bench_async, "latency_s", lambda text: 60.0)
+    session = LateTools(FakeTools(), 0.1).open()
     await session.create({})
     child = await session.fork()
     for one in (session, child):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -15,8 +16,10 @@ from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.train import session
 from mega_agentrl.train.loop import train
+from mega_agentrl.train.stopping import Stopped, Stopper
 from mega_agentrl.types.faults import RankLostError
 from tests.fakes import FakeGenerator
+from tests.rollout.stepped_engine import SteppedGenerator
 from tests.train.conftest import FakePolicy
 from tests.train.mortal_run import Killed, Moments, die, make_config, outcome, start
 
@@ -111,6 +114,18 @@ def test_with_an_engine_that_is_faster_than_the_policy_the_bound_is_reached(part
     assert ages[:2] == [0.0, 1.0] and max(ages) == 2.0
 
 
+def test_requests_that_weights_cut_in_two_keep_the_version_of_each_token(parts, config):
+    class Slow(SteppedGenerator):
+        async def generate(self, request):
+            await asyncio.sleep(0.02)
+            return await super().generate(request)
+
+    parts.generator = Slow()
+    lines = steps_of(parts, config, staleness=2)
+    assert max(line["rollout/staleness_max"] for line in lines) <= 2
+    assert [line["rollout/groups_kept"] for line in lines] == [3.0] * 5
+
+
 def test_a_step_learns_while_the_next_one_is_collected(parts, config):
     seen = threading.Event()
 
@@ -185,6 +200,21 @@ def test_killed_at_any_verb_it_ends_as_if_undisturbed(config, tmp_path, kind):
         assert found == expected, f"killed at {name} {number}"
 
 
+def test_a_signal_at_any_verb_saves_and_it_goes_on_with_the_same_prompts(config, tmp_path):
+    """What a signal cuts short is sampled again, with the newer weights of the pause it is in."""
+    make = partial(make_config, config, staleness=1, **MORTAL["adaptive KL"])
+    expected = outcome(made := make(tmp_path / "whole"), start(made, moments := Moments()))
+    names = [name for name in moments.names if name != "generate"]
+    for at, name in enumerate(names):
+        number, stopper = names[: at + 1].count(name), Stopper()
+        made = make(tmp_path / f"stopped-{name}-{number}")
+        ask = partial(stopper.on_signal, signal.SIGUSR1)
+        with pytest.raises(Stopped):
+            start(made, Moments((name, number), ask), stopper)
+        found = outcome(made, start(made, Moments()))
+        assert prompts_of(found) == prompts_of(expected), f"stopped at {name} {number}"
+
+
 def prompts_of(found):
     return [(x["step"], x["update/prompts"]) for x in found["lines"] if x["stage"] == "rl"]
 
@@ -206,7 +236,8 @@ def test_a_policy_that_is_lost_is_restarted_and_trains_on_the_same_prompts(confi
 
     make = partial(make_config, config, warm=False, ares=False, staleness=1)
     expected = outcome(made := make(tmp_path / "whole"), start(made, Moments()))
-    made = make(tmp_path / "lost")
-    parts = start(made, Moments(("updated", 3), lose))
-    assert parts.policy.num_restarts == 1
-    assert prompts_of(outcome(made, parts)) == prompts_of(expected)
+    for moment in (("logprobs", 1), ("update", 2), ("updated", 3), ("send", 3), ("save", 1)):
+        made = make(tmp_path / f"lost-{moment}")
+        parts = start(made, Moments(moment, lose))
+        assert parts.policy.num_restarts == 1
+        assert outcome(made, parts) == expected, f"lost at {moment}"
