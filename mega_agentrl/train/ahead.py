@@ -13,7 +13,8 @@ in order.
 
 `take` waits for a collection; unblocked by its end, by its failure, which it raises, and by
 cancellation. `wait_before_send` waits for engines, tools and rewards; unblocked by them, by a
-signal, and where no engine serves, as a new one gets its weights with those that are to be sent.
+signal, which ends the collections, and where no engine serves, as a new one gets its weights with
+those that are to be sent.
 `close` cancels what is under way and waits until its tools are free.
 
 Everything here is called in the main thread and done on the event loop, which with k > 0 has a
@@ -178,10 +179,13 @@ class Ahead:
         return sum(not task.done() for task in self._tasks.values())
 
     async def _finish(self) -> None:
-        """Wait for what is being collected."""
+        """Wait for what is being collected; end it where the run is to end."""
         while self._num_open() and self._stopper.asked is None and self._can_serve():
             open_tasks = [task for task in self._tasks.values() if not task.done()]
             await asyncio.wait(open_tasks, timeout=POLL_S)
+        if self._stopper.asked is not None:
+            # Who saves has little time, and the engines end requests before they take weights.
+            await self._end()
 
     def _can_serve(self) -> bool:
         return self._parts.generator.can_serve

@@ -13,8 +13,10 @@ import pytest
 
 from mega_agentrl.config.choices import FilterKey
 from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.rollout.collected import Collected
 from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.train import session
+from mega_agentrl.train.ahead import Ahead
 from mega_agentrl.train.loop import train
 from mega_agentrl.train.stopping import Stopped, Stopper
 from mega_agentrl.types.faults import RankLostError
@@ -65,6 +67,66 @@ def without_ages(lines):
     """What rollouts give and the weights do not change."""
     names = ("rollout/reward", "rollout/success", "rollout/groups", "rollout/response")
     return [{k: v for k, v in line.items() if k.startswith(names)} for line in lines]
+
+
+class Groups:
+    """Collections that end at once, or when their step is in `gates`' events; notes beginnings."""
+
+    def __init__(self, gates=()):
+        self.begun, self.settled = [], []
+        self.gates = {step: asyncio.Event() for step in gates}
+        self.num_sent = 0
+
+    async def collect_early(self, step, *, max_age):
+        number = int(step.removeprefix("train-"))
+        self.begun.append((number, self.num_sent, max_age))
+        if number in self.gates:
+            await self.gates[number].wait()
+        return Collected(trees=[], seen=[], verdicts=[], version=0, counts={"step": number})
+
+    def settle(self, collected):
+        self.settled.append(collected.counts["step"])
+
+
+def ahead_of(parts, groups, runner, **changes):
+    parts = replace(parts, wait=runner.run)
+    values = {"staleness": 2, "num_done": 0, "num_steps": 5, "held": None}
+    return Ahead(parts, groups, Stopper(), **(values | changes))
+
+
+def test_a_collection_begins_as_soon_as_the_bound_allows(parts):
+    groups = Groups()
+    with asyncio.Runner() as runner:
+        ahead = ahead_of(parts, groups, runner)
+        for step in range(1, 6):
+            assert ahead.take(step).counts == {"step": step}
+            ahead.wait_before_send()
+            groups.num_sent = step
+            ahead.sent(step)
+        ahead.close()
+    # (step, updates sent at its beginning, versions that a kept tree may be older than these)
+    assert groups.begun == [(1, 0, 2), (2, 0, 1), (3, 0, 0), (4, 1, 0), (5, 2, 0)]
+    assert groups.settled == [1, 2, 3, 4, 5]
+
+
+def test_at_most_so_many_collections_are_under_way_and_the_end_leaves_none(parts):
+    async def open_gate(groups, step):
+        groups.gates[step].set()
+        await asyncio.sleep(0.01)
+        return [step for step, *_ in groups.begun]
+
+    with asyncio.Runner() as runner:
+        groups = Groups(gates=(8, 9, 10, 11))
+        ahead = ahead_of(parts, groups, runner, num_done=7, num_steps=12)
+        begun = runner.run(open_gate(groups, 8))
+        assert begun == [], "nothing begins before somebody asks"
+        assert ahead.take(8).counts == {"step": 8}
+        assert runner.run(open_gate(groups, 9)) == [8, 9, 10]
+        assert groups.settled == [8], "until a step is taken a checkpoint gives its prompts again"
+        ahead.close()
+        ahead.close()
+        ahead.sent(9)
+        assert [step for step, *_ in groups.begun] == [8, 9, 10]
 
 
 @pytest.mark.parametrize("filtered", [False, True])
