@@ -38,5 +38,7 @@ def test_what_has_no_bound_is_refused(config):
 
 def test_what_promises_equal_numbers_is_refused(config):
     config.deterministic = True
-    with pytest.raises(ValueError, match=r"deterministic=True: .*rollout.staleness=2"):
+    with pytest.raises(ValueError, match=r"deterministic=True: .*rollout.staleness=1 or 0, got 2"):
         check_staleness(config)
+    config.rollout.staleness = 1
+    check_staleness(config)
