@@ -100,6 +100,7 @@ class FakeGenerator:
     delays: int | None = None
     breaks: Callable = lambda request: False
     version: int = 1
+    can_serve: bool = True
     requests: list = field(default_factory=list)
     running: set = field(default_factory=set)
     aborted: list = field(default_factory=list)

@@ -259,7 +259,7 @@ async def opened(given: argparse.Namespace, folder: Path) -> AsyncIterator[Bench
     tools = build_toolkit(
         ToolConfig(
             python=PythonToolConfig(workers=8, preload=[]),
-            search=SearchToolConfig(corpus=str(given.data / "corpus.jsonl")),
+            search=SearchToolConfig(source=str(given.data / "corpus.jsonl")),
         ),
         codec,
         control_tokens=codec.control_tokens,

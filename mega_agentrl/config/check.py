@@ -18,6 +18,7 @@ from mega_agentrl.config.check_algo import check_algo
 from mega_agentrl.config.check_data import check_data, check_file
 from mega_agentrl.config.check_report import check_report
 from mega_agentrl.config.check_reward import check_reward
+from mega_agentrl.config.check_staleness import check_staleness
 from mega_agentrl.config.choices import (
     Advantage,
     Aggregation,
@@ -63,6 +64,7 @@ def check(config: TrainConfig) -> None:
             "of its kind; probable cause: a preset of another model (grpo, rloo need no critic)"
         )
     check_algo(config)
+    check_staleness(config)
     check_reward(config)
     check_report(config.report)
     # Where the sandboxes are on other nodes, those say at their start whether they have it.
@@ -120,8 +122,8 @@ def _check_files(config: TrainConfig) -> None:
     needed: dict[str, str] = {}
     if config.sft.max_steps:
         needed |= {"sft.data": config.sft.data, "sft.dev": config.sft.dev}
-    if config.tool.search.backend is SearchSource.local and config.tool.search.corpus:
-        needed["tool.search.corpus"] = config.tool.search.corpus
+    if config.tool.search.backend is SearchSource.local and config.tool.search.source:
+        needed["tool.search.source"] = config.tool.search.source
     if config.tool.file:
         needed["tool.file"] = config.tool.file
     if config.rollout.interaction_file:
@@ -309,6 +311,7 @@ def _check_released(config: TrainConfig) -> None:
         "interaction_file": "",
         "straggler_s": 0,
         "carry_over": False,
+        "staleness": 0,
     }
     for key, expected in wanted.items():
         got = getattr(rollout, key)

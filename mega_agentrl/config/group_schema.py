@@ -19,6 +19,9 @@ class GroupConfig:
     quorum, straggler_s: once that share of data.prompts_per_step is kept, the unfinished groups
     have that many seconds; 0 is no limit. carry_over: what is unfinished then, or is more than
     the step needs, goes on in the next step with its weights, instead of being dropped.
+    staleness: how many updates rollouts may be ahead of the step that learns. 0: synchronous. 1:
+    one step off, a step learns while the next one is collected. More: rollouts go on while weights
+    are sent. A token that is trained on is at most so many versions old; see `algo.correction`.
     """
 
     filter_key: FilterKey = FilterKey.none
@@ -27,6 +30,7 @@ class GroupConfig:
     quorum: float = 1.0
     straggler_s: float = 0.0
     carry_over: bool = False
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         require(isfinite(self.straggler_s), "rollout.straggler_s", self.straggler_s, "finite")
@@ -37,7 +41,7 @@ class GroupConfig:
             ends,
             "two finite numbers, the lower one first",
         )
-        for key in ("oversample", "straggler_s"):
+        for key in ("oversample", "straggler_s", "staleness"):
             require(getattr(self, key) >= 0, f"rollout.{key}", getattr(self, key), "at least 0")
         require(0 < self.quorum <= 1, "rollout.quorum", self.quorum, "in (0, 1]")
         require(

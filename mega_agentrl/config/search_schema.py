@@ -17,24 +17,23 @@ EVERY_DOMAIN = "*"
 class SearchToolConfig:
     """Search in a local corpus, over a retrieval server, or over a web-search API.
 
-    backend: see `SearchSource`. corpus: JSONL file of documents with `id`, `title` and `text`
-    for `local`; empty leaves the tool out. url: of the server or API. key_env: environment
-    variable that holds the API's key, empty for none; it is sent as `X-API-KEY` and as a bearer
-    token. top_k: documents per answer.
+    backend: see `SearchSource`. source: where it looks, for `local` a JSONL file of documents with
+    `id`, `title` and `text` (empty leaves the tool out), else the address of the server or API.
+    key_env: environment variable that holds the API's key, empty for none; it is sent as
+    `X-API-KEY` and as a bearer token. top_k: documents per answer.
     """
 
     backend: SearchSource = SearchSource.local
-    corpus: str = ""
-    url: str = ""
+    source: str = ""
     key_env: str = ""
     top_k: int = 1
 
     def __post_init__(self) -> None:
         if self.backend is not SearchSource.local:
             require(
-                self.url.startswith(("http://", "https://")),
-                "tool.search.url",
-                self.url,
+                self.source.startswith(("http://", "https://")),
+                "tool.search.source",
+                self.source,
                 f"http://... or https://..., tool.search.backend={self.backend} needs it",
             )
         require(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
@@ -42,7 +41,7 @@ class SearchToolConfig:
     @property
     def enabled(self) -> bool:
         """True where the run has a search tool."""
-        return self.backend is not SearchSource.local or bool(self.corpus)
+        return self.backend is not SearchSource.local or bool(self.source)
 
 
 @dataclass

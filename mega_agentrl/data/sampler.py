@@ -7,11 +7,13 @@ an epoch (`leave_out`): it is passed over then, and nothing else changes. A prom
 that were put back, those that are out, which come first where the state is loaded, and the
 accuracies that were recorded. It remembers a digest of the prompt ids, weights and order, so that
 it is refused for another dataset. The rule is no part of it: whoever sets one sets it again.
+Rollouts may take prompts in one thread while another records and saves.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +52,7 @@ class PromptSampler:
                 f"PromptSampler: got {len(self._weights)} weights for {len(self._prompts)} "
                 "prompts, expected one each"
             )
+        self._lock = threading.Lock()
         self._learns = order is PromptOrder.difficulty
         self._accuracies: dict[int, float] = {}
         is_plain = not self._learns and set(self._weights) == {1.0}
@@ -87,7 +90,8 @@ class PromptSampler:
         epoch that would go without every prompt goes with all of them. Prompts that were put
         back are given again whatever it says.
         """
-        self._rule, self._left_out = rule, None
+        with self._lock:
+            self._rule, self._left_out = rule, None
 
     def record(self, accuracies: Mapping[str, float]) -> None:
         """Note how the policy did: shares of correct trajectories, in [0, 1], by prompt id.
@@ -102,34 +106,39 @@ class PromptSampler:
                     "and a prompt of this sampler"
                 )
             if self._learns:
-                self._accuracies[self._index[prompt_id]] = float(accuracy)
+                with self._lock:
+                    self._accuracies[self._index[prompt_id]] = float(accuracy)
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts of the endless stream, those that were put back first."""
-        taken, self._returned = self._returned[:num_prompts], self._returned[num_prompts:]
-        while len(taken) < num_prompts:
-            taken.append(self._take_one())
-        self._out += taken
+        with self._lock:
+            taken, self._returned = self._returned[:num_prompts], self._returned[num_prompts:]
+            while len(taken) < num_prompts:
+                taken.append(self._take_one())
+            self._out += taken
         return [self._prompts[index] for index in taken]
 
     def settle(self, prompts: Sequence[Prompt]) -> None:
         """These are done with; `ValueError` for one that is not out."""
-        self._take_in(prompts)
+        with self._lock:
+            self._take_in(prompts)
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """`next` gives these first, in this order; `ValueError` for one that is not out."""
-        self._returned = self._take_in(prompts) + self._returned
+        with self._lock:
+            self._returned = self._take_in(prompts) + self._returned
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that `load_state_dict` takes back."""
-        return {
-            "stream": self._stream.state_dict(),
-            "returned": list(self._returned),
-            "out": list(self._out),
-            "num_left_out": self.num_left_out,
-            "accuracies": {str(index): share for index, share in self._accuracies.items()},
-            "digest": self._digest,
-        }
+        with self._lock:
+            return {
+                "stream": self._stream.state_dict(),
+                "returned": list(self._returned),
+                "out": list(self._out),
+                "num_left_out": self.num_left_out,
+                "accuracies": {str(index): share for index, share in self._accuracies.items()},
+                "digest": self._digest,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the state was taken, beginning with what was out."""

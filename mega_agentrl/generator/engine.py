@@ -174,6 +174,11 @@ class Engine:
         entropies, _, _ = await self._tap.peek(key)
         return tuple(entropies)
 
+    @property
+    def can_serve(self) -> bool:
+        """See `Generator.can_serve`; while it is paused requests wait, which is no refusal."""
+        return self._failure is None
+
     async def pause(self) -> None:
         """Let running requests end, hold new ones back, drop the prefix cache."""
         self._serving.clear()

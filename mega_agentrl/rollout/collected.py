@@ -14,7 +14,7 @@ from mega_agentrl.rollout.filter import Verdict
 
 if TYPE_CHECKING:
     from mega_agentrl.rollout.scoring import PendingScore
-    from mega_agentrl.types.records import RolloutTree
+    from mega_agentrl.types.records import Prompt, RolloutTree
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -24,6 +24,7 @@ class Collected:
     trees: those to train on. seen: these and the ones that were filtered: what statistics of the
     policy are made of. verdicts: one for each of `seen`. version: of the weights served now.
     counts: numbers of groups by metric name. pending: the scores of `seen` that others work on.
+    used: the prompts that are done with, those of `seen` and of dropped stragglers.
     """
 
     trees: Sequence[RolloutTree]
@@ -32,6 +33,7 @@ class Collected:
     version: int
     counts: Mapping[str, int]
     pending: Sequence[PendingScore] = ()
+    used: Sequence[Prompt] = ()
 
     def __post_init__(self) -> None:
         if len(self.seen) != len(self.verdicts):
@@ -45,6 +47,7 @@ class Collected:
 
         `success_seen`, `reward_seen`: means over all finished trajectories, before any filter.
         `stale_tokens`: share of the sampled tokens to train on that older weights gave.
+        `staleness_mean`, `staleness_max`: by how many versions they were older.
         """
         number = Counter(self.verdicts)
         trajectories = [one for tree in self.seen for one in tree.trajectories]
@@ -57,16 +60,20 @@ class Collected:
             "groups_failed": number[Verdict.failed],
             "success_seen": sum(score.correct for score in scores) / max(1, len(scores)),
             "reward_seen": sum(score.value for score in scores) / max(1, len(scores)),
-            "stale_tokens": self._stale_share(),
+            **self._staleness(),
         }
         return {f"rollout/{name}": float(value) for name, value in values.items()}
 
-    def _stale_share(self) -> float:
-        versions = [
-            version
+    def _staleness(self) -> dict[str, float]:
+        ages = [
+            self.version - version
             for tree in self.trees
             for one in tree.trajectories
             for version, sampled in zip(one.versions, one.loss_mask, strict=True)
             if sampled
         ]
-        return sum(version < self.version for version in versions) / max(1, len(versions))
+        return {
+            "stale_tokens": sum(age > 0 for age in ages) / max(1, len(ages)),
+            "staleness_mean": sum(ages) / max(1, len(ages)),
+            "staleness_max": max(ages, default=0),
+        }

@@ -47,7 +47,8 @@ class RolloutContext:
     environments to talk to, None for none. spans: of the trajectories, None for none.
     with_greedy: every group gets a greedy answer beside it (`greedy`). warned: what was said once
     already.
-    store: keeps finished trees for a run that goes on after a crash; None for none.
+    store: keeps finished trees for a run that goes on after a crash; None for none. max_age: how
+    many versions older than what is served the tokens of a kept tree may be.
     """
 
     generator: Generator
@@ -64,6 +65,7 @@ class RolloutContext:
     with_greedy: bool = False
     warned: set[str] = field(default_factory=set)
     store: TreeStore | None = None
+    max_age: int = 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -159,7 +159,10 @@ def start_rounds(
 def _kept(context: RolloutContext, prompt: Prompt, key: str) -> RolloutTree | None:
     if context.store is None:
         return None
-    return context.store.find(str(context.step), key, context.generator.version, prompt)
+    served = context.generator.version
+    return context.store.find(
+        str(context.step), key, prompt, oldest=served - context.max_age, newest=served
+    )
 
 
 def _keep(context: RolloutContext, key: str, tree: RolloutTree) -> None:

@@ -81,7 +81,7 @@ class GroupStep:
             self._judge()
 
     async def take(self) -> tuple[Collected, list[Group]]:
-        """The batch, and what is carried over; settles the others' prompts or puts them back."""
+        """The batch, and what is carried over; puts back the prompts that it did not reach."""
         kept = [group for group in self.groups if group.kept][: self._num_groups]
         is_full = len(kept) == self._num_groups
         reach = self.groups.index(kept[-1]) + 1 if is_full else len(self.groups)
@@ -91,7 +91,6 @@ class GroupStep:
         verdicts = [group.verdict for group in done if group.verdict is not None]
         carried = await self._carry([*stragglers, *behind])
         dropped = [group for group in stragglers if group not in carried]
-        self._source.settle([group.prompt for group in (*done, *dropped)])
         self._source.put_back([group.prompt for group in behind if group not in carried])
         for group in carried:
             group.num_carried += 1
@@ -102,6 +101,7 @@ class GroupStep:
             verdicts=verdicts,
             version=self._context.generator.version,
             pending=[one for group in done for one in group.pending],
+            used=[group.prompt for group in (*done, *dropped)],
             counts={
                 "groups_started": num_started,
                 "groups_resumed": self._num_resumed,

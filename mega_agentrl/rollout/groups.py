@@ -65,7 +65,23 @@ class GroupCollector:
         Raises `ValueError` for a prompt that is too long, and where
         `group_step.MAX_ROUNDS` replacements of the batch do not fill it.
         """
-        context = replace(self._context, step=step)
+        collected = await self.collect_early(step)
+        self.settle(collected)
+        return collected
+
+    def settle(self, collected: Collected) -> None:
+        """The step of these groups is the next one to be trained on: their prompts are done with.
+
+        Until then a checkpoint of the source gives them again.
+        """
+        self._source.settle(collected.used)
+
+    async def collect_early(self, step: int | str, *, max_age: int = 0) -> Collected:
+        """`collect` without `settle`; several steps may be under way, unless they carry over.
+
+        max_age: of kept trees, see `RolloutContext`.
+        """
+        context = replace(self._context, step=step, max_age=max_age)
         work = GroupStep(self._source, context, self._rubric, self._num_groups, self._carried)
         self._carried = []
         try:

@@ -46,6 +46,16 @@ class HeldGenerator:
         """See `ports.Generator`."""
         return self._generator.version
 
+    @property
+    def can_serve(self) -> bool:
+        """See `ports.Generator`."""
+        return self._generator.can_serve
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request is at the engine."""
+        return bool(self._running)
+
     async def hold(self) -> None:
         """Let no request begin and ask the engine to end the running ones; may be repeated."""
         self._may_run.clear()

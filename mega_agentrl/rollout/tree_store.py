@@ -2,14 +2,15 @@
 
 A run that goes on after a crash samples again what it had after its last checkpoint. The prompts
 and their random streams are the same then, so a tree that had finished is taken from here, where
-it was sampled with the weight version that is served now. A record is
+the weight versions of its tokens are near enough to the one that is served now. A record is
 
-    length and crc32 of the rest (8 bytes each, little-endian), pickled (step, key, version, tree)
+    length and crc32 of the rest (8 bytes each, little-endian), pickled (step, key, versions, tree)
 
-and counts when it is whole: what `kill -9` leaves of the last one is cut off. Trees are kept as
-grown, without scores, which are cheap or somebody else's and are given again. Not kept are trees
-with a failed trajectory, which get another chance, and trees of several versions. The file is the
-run's own: never read one from elsewhere, as pickles are programs.
+and counts when it is whole: what `kill -9` leaves of the last one is cut off. `versions` are those
+of its oldest and of its newest token. Trees are kept as grown, without scores, which are cheap or
+somebody else's and are given again. Not kept are trees with a failed trajectory, which get another
+chance. The file is the run's own: never read one from elsewhere, as pickles are programs. Two
+threads may use a store: rollouts fill it while a checkpoint makes what it has needless.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import threading
 import zlib
 from typing import TYPE_CHECKING
 
@@ -35,11 +37,12 @@ class TreeStore:
     def __init__(self, path: Path) -> None:
         """Take up what the file holds; cuts off a record that was not finished."""
         self._path = path
-        self._places: dict[tuple[str, str], tuple[int, int]] = {}
+        self._lock = threading.RLock()
+        self._places: dict[tuple[str, str], tuple[tuple[int, int], int]] = {}
         end = 0
         for start, body in _records(path):
-            step, key, version, _ = pickle.loads(body)
-            self._places[step, key] = (version, start)
+            step, key, versions, _ = pickle.loads(body)
+            self._places[step, key] = (versions, start)
             end = start + _HEAD.size + len(body)
         if path.exists() and path.stat().st_size > end:
             os.truncate(path, end)
@@ -48,27 +51,37 @@ class TreeStore:
         return len(self._places)
 
     def put(self, step: str, key: str, version: int, tree: RolloutTree) -> None:
-        """Keep a tree that has just finished, if it is one to be used again."""
+        """Keep a tree that has just finished, if it is one to be used again.
+
+        version: of a tree of which the policy sampled nothing.
+        """
         sampled = {
             token_version
             for one in tree.trajectories
             for token_version, by_policy in zip(one.versions, one.loss_mask, strict=True)
             if by_policy
         }
-        if sampled - {version} or any(one.failed for one in tree.trajectories):
+        if any(one.failed for one in tree.trajectories):
             return
-        body = pickle.dumps((step, key, version, tree), protocol=pickle.HIGHEST_PROTOCOL)
+        versions = (min(sampled, default=version), max(sampled, default=version))
+        body = pickle.dumps((step, key, versions, tree), protocol=pickle.HIGHEST_PROTOCOL)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as file:
-            self._places[step, key] = (version, file.tell())
+        with self._lock, self._path.open("ab") as file:
+            self._places[step, key] = (versions, file.tell())
             file.write(_HEAD.pack(len(body), zlib.crc32(body)) + body)
 
-    def find(self, step: str, key: str, version: int, prompt: Prompt) -> RolloutTree | None:
-        """The tree of that prompt, with this very object as its prompt; None without one."""
-        kept, start = self._places.get((step, key), (None, 0))
-        if kept != version:
-            return None
-        _, body = next(_records(self._path, start))
+    def find(
+        self, step: str, key: str, prompt: Prompt, *, oldest: int, newest: int
+    ) -> RolloutTree | None:
+        """The tree of that prompt, with this very object as its prompt; None without one.
+
+        oldest, newest: weight versions that its tokens may be of.
+        """
+        with self._lock:
+            versions, start = self._places.get((step, key), (None, 0))
+            if versions is None or versions[0] < oldest or versions[1] > newest:
+                return None
+            _, body = next(_records(self._path, start))
         tree: RolloutTree = pickle.loads(body)[3]
         if tree.prompt != prompt:
             return None
@@ -79,7 +92,19 @@ class TreeStore:
 
     def forget(self, steps: frozenset[str] | None = None) -> None:
         """A checkpoint has these steps, None: all; their trees are not needed any more."""
-        left = [place for place in self._places if steps is not None and place[0] not in steps]
+        with self._lock:
+            self._leave(
+                [place for place in self._places if steps is not None and place[0] not in steps]
+            )
+
+    def forget_newer(self, version: int) -> None:
+        """Policies beyond that version are lost: others will have their numbers."""
+        with self._lock:
+            self._leave(
+                [place for place, ((_, last), _) in self._places.items() if last <= version]
+            )
+
+    def _leave(self, left: list[tuple[str, str]]) -> None:
         if not left:
             self._places = {}
             self._path.unlink(missing_ok=True)
@@ -90,9 +115,9 @@ class TreeStore:
         places = {}
         with temporary.open("wb") as file:
             for step, key in left:
-                version, start = self._places[step, key]
+                versions, start = self._places[step, key]
                 _, body = next(_records(self._path, start))
-                places[step, key] = (version, file.tell())
+                places[step, key] = (versions, file.tell())
                 file.write(_HEAD.pack(len(body), zlib.crc32(body)) + body)
         temporary.replace(self._path)
         self._places = places
@@ -100,7 +125,8 @@ class TreeStore:
     @property
     def steps(self) -> frozenset[str]:
         """Of the trees that are kept."""
-        return frozenset(step for step, _ in self._places)
+        with self._lock:
+            return frozenset(step for step, _ in self._places)
 
 
 def _records(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:

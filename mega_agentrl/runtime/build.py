@@ -27,6 +27,7 @@ from mega_agentrl.runtime.engine_keeper import EngineKeeper
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.gpu_watch import ClusterGpus
 from mega_agentrl.runtime.inputs import read_inputs
+from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
@@ -53,8 +54,11 @@ def build(config: TrainConfig) -> Iterator[Parts]:
         trackers = stack.enter_context(open_trackers(run_dir, config.report))
         spans = stack.enter_context(_open_spans(config))
         rubric = stack.enter_context(open_rubric(config.reward))
-        # One loop for the whole run, in the thread whose end ends the sandboxes.
-        runner = stack.enter_context(asyncio.Runner())
+        # One loop for the whole run.
+        runner: asyncio.Runner | LoopThread = (
+            LoopThread() if config.rollout.staleness else asyncio.Runner()
+        )
+        stack.enter_context(runner)
 
         def start_tools() -> None:
             stack.callback(tools.close_now)

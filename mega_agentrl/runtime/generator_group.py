@@ -176,6 +176,11 @@ class GeneratorGroup:
         self._version = version
         self._engine_of_prompt.clear()  # the caches they were chosen for are gone
 
+    @property
+    def can_serve(self) -> bool:
+        """See `Generator.can_serve`."""
+        return bool(self._admitted)
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Generator.generate`."""
         num_lost = 0
@@ -234,10 +239,12 @@ class GeneratorGroup:
 
     def _route(self, request_id: str) -> int:
         prompt_key = request_id.split("/", 1)[0]
-        if prompt_key not in self._engine_of_prompt:
-            least = min(self.admitted, key=lambda index: (self._running[index], index))
-            self._engine_of_prompt[prompt_key] = least
-        return self._engine_of_prompt[prompt_key]
+        # `set_version` and `dismiss` may empty it meanwhile, in other threads.
+        home = self._engine_of_prompt.get(prompt_key)
+        if home is None:
+            home = min(self.admitted, key=lambda index: (self._running[index], index))
+            self._engine_of_prompt[prompt_key] = home
+        return home
 
     async def _ask(self, index: int, method: str, *args: Any) -> Any:
         name = f"engine {index}"

@@ -77,7 +77,7 @@ class SearchTool(Tool):
             if self._cache is not None:
                 await asyncio.to_thread(self._cache.open)
             return
-        corpus = Path(self._config.corpus)
+        corpus = Path(self._config.source)
         self._index = await asyncio.to_thread(lambda: open_index(corpus, self._index_dir(corpus)))
 
     async def close(self) -> None:

@@ -128,7 +128,7 @@ def iterate_corpus(path: Path) -> Iterator[Document]:
     """Documents of a JSONL file, one at a time; raises `ValueError` as `read_corpus` does."""
     if not path.is_file():
         raise ValueError(
-            f"tool.search.corpus={path}: no such file, expected JSONL with id, title and text; "
+            f"tool.search.source={path}: no such file, expected JSONL with id, title and text; "
             "probable cause: it has not been made or copied yet, or the run was started elsewhere"
         )
     found = False
@@ -136,9 +136,9 @@ def iterate_corpus(path: Path) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 found = True
-                yield _read_line(line, f"tool.search.corpus={path}, line {number}")
+                yield _read_line(line, f"tool.search.source={path}, line {number}")
     if not found:
-        raise ValueError(f"tool.search.corpus={path}: no documents, expected at least one line")
+        raise ValueError(f"tool.search.source={path}: no documents, expected at least one line")
 
 
 def _schema() -> Any:

@@ -58,7 +58,7 @@ class RemoteSearch:
         if name and not self._api_key:
             raise ValueError(
                 f"tool.search.key_env={name}: this environment variable is unset or empty, "
-                f"expected the key of {self._config.url}; probable cause: it was not exported "
+                f"expected the key of {self._config.source}; probable cause: it was not exported "
                 "where the run was started"
             )
 
@@ -75,7 +75,7 @@ class RemoteSearch:
             raise ValueError(
                 f"The query has {len(query)} characters, expected at most {MAX_QUERY_CHARS}."
             )
-        key = cache_key("search", self._config.backend, self._config.url, query, top_k)
+        key = cache_key("search", self._config.backend, self._config.source, query, top_k)
         answer, _ = await self._asked.answer(key, lambda: self._ask(query, top_k))
         return [Document(**entry) for entry in json.loads(answer)]
 
@@ -87,7 +87,7 @@ class RemoteSearch:
 
     async def _ask(self, query: str, top_k: int) -> str:
         body = await self._call.run(lambda: self._send(query, top_k))
-        who = f"tool.search.url={self._config.url}"
+        who = f"tool.search.source={self._config.source}"
         read: Callable[[Any, int], list[Document]] = (
             _read_retrieved if self._config.backend is SearchSource.retrieve else _read_web
         )
@@ -107,19 +107,21 @@ class RemoteSearch:
             headers |= {"X-API-KEY": self._api_key, "Authorization": f"Bearer {self._api_key}"}
         if config.backend is SearchSource.retrieve:
             payload = {"queries": [query], "topk": top_k, "return_scores": True}
-            request = client.build_request("POST", config.url, json=payload, headers=headers)
+            request = client.build_request("POST", config.source, json=payload, headers=headers)
         else:
             params: dict[str, str | int] = {"q": query, "num": top_k, "count": top_k}
-            url = httpx.URL(config.url).copy_merge_params(params)
+            url = httpx.URL(config.source).copy_merge_params(params)
             request = client.build_request("GET", url, headers=headers)
         response = await client.send(request, stream=True)
         try:
-            check_status(response, f"tool.search.url={config.url}")
+            check_status(response, f"tool.search.source={config.source}")
             body = await read_at_most(response, MAX_BODY_BYTES)
         finally:
             await response.aclose()
         if len(body) > MAX_BODY_BYTES:
-            raise RuntimeError(f"tool.search.url={config.url}: more than {MAX_BODY_BYTES} bytes")
+            raise RuntimeError(
+                f"tool.search.source={config.source}: more than {MAX_BODY_BYTES} bytes"
+            )
         return body.decode("utf-8", "replace")
 
     def _client(self) -> httpx.AsyncClient:

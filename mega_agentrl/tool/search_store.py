@@ -46,7 +46,7 @@ def open_index(corpus: Path, folder: Path, wait_s: float = BUILD_WAIT_S) -> Sear
                     _build(corpus, place)
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             raise ValueError(
-                f"tool.search.corpus={corpus}: its index cannot be made in {folder} ({error}), "
+                f"tool.search.source={corpus}: its index cannot be made in {folder} ({error}), "
                 "expected a folder that can be written; probable cause: it is another user's, or "
                 "on a read-only disk"
             ) from error

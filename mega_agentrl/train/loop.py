@@ -1,9 +1,10 @@
 """The run as an algorithm: warm start, evaluation, RL steps with evaluations, evaluation.
 
-Synchronous: every trajectory of a step is sampled with the weights the step updates, but for
-the beginnings that `rollout.carry_over` brings along. What the verbs do is in `phases`, `rewards`,
-`steering`, `values`, `evaluate` and `supervised`; what is shown and kept is in `session`; how a run
-ends early and goes on is in `stopping`, `safekeeping` and `resume`.
+Every trajectory of a step is sampled with the weights the step updates, but for the beginnings
+that `rollout.carry_over` brings along; or, under `rollout.staleness`, with weights that are a few
+updates older, while earlier steps learn: who waits for whom then is in `ahead`. What the verbs do
+is in `phases`, `rewards`, `steering`, `values`, `evaluate` and `supervised`; what is shown and kept
+is in `session`; how a run ends early and goes on is in `stopping`, `safekeeping` and `resume`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.pack import pack
+from mega_agentrl.train.ahead import InStep, open_rollouts
 from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out
-from mega_agentrl.train.phases import collect_groups, open_groups
 from mega_agentrl.train.profiling import begin_profile, end_profile
 from mega_agentrl.train.resume import take_up
 from mega_agentrl.train.rewards import settle_rewards
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.rollout.collected import Collected
     from mega_agentrl.rollout.groups import GroupCollector
+    from mega_agentrl.train.ahead import Rollouts
     from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.types.parts import Parts
 
@@ -82,15 +84,15 @@ def learn(parts: Parts, config: TrainConfig, session: Session, kept: Safekeeping
     controllers = kept.controllers or first_controllers(parts, config, session)
     with (
         session.stage("RL", config.total_steps, num_done=kept.step),
-        open_groups(parts, config, kept.trees) as groups,
+        open_rollouts(parts, config, kept, kept.stopper) as rollouts,
     ):
         for step in range(kept.step + 1, config.total_steps + 1):
             if kept.owes_evaluation:
                 _evaluate(parts, config, session, "during")
                 kept.evaluated_within()
-            task = prepare_step(parts, config, session, groups, controllers, step)
+            task = prepare_step(parts, config, session, rollouts, controllers, step)
             with kept.stopper.shielded():
-                controllers = take_step(parts, config, session, controllers, step, task)
+                controllers = take_step(parts, config, session, rollouts, controllers, step, task)
                 kept.stepped(step, controllers)
     with session.stage("held out after", 1):
         return _evaluate(parts, config, session, "after")
@@ -118,16 +120,17 @@ def train_step(
     controllers: Controllers,
     step: int,
 ) -> Controllers:
-    """One step of RL; returns the controllers of the next one."""
-    task = prepare_step(parts, config, session, groups, controllers, step)
-    return take_step(parts, config, session, controllers, step, task)
+    """One synchronous step of RL; returns the controllers of the next one."""
+    rollouts = InStep(parts, groups)
+    task = prepare_step(parts, config, session, rollouts, controllers, step)
+    return take_step(parts, config, session, rollouts, controllers, step, task)
 
 
 def prepare_step(
     parts: Parts,
     config: TrainConfig,
     session: Session,
-    groups: GroupCollector,
+    rollouts: Rollouts,
     controllers: Controllers,
     step: int,
 ) -> StepTask:
@@ -135,7 +138,7 @@ def prepare_step(
     phase = session.clock.phase
     leave_out_mastered(parts, config, controllers)
     with phase("rollout"):
-        collected = collect_groups(parts, groups, step)
+        collected = rollouts.take(step)
         batch = pack(collected.trees)
     begin_profile(parts, config, step)
     with phase("logprob"):
@@ -151,6 +154,7 @@ def take_step(
     parts: Parts,
     config: TrainConfig,
     session: Session,
+    rollouts: Rollouts,
     controllers: Controllers,
     step: int,
     task: StepTask,
@@ -160,11 +164,16 @@ def take_step(
     with phase("update"):
         stats, valued = update_models(parts, config, lesson, step)
     end_profile(parts, config, step)
+    with phase("rollout"):
+        rollouts.wait_before_send()
     with phase("advantage"):
         controllers, shown = next_controllers(parts, config, controllers, lesson, collected, stats)
         record_accuracies(parts, collected)
+        # Again: with the new weights the rollouts of a coming step may begin.
+        leave_out_mastered(parts, config, controllers)
     with phase("send"):
         sent = parts.policy.send_weights(parts.generator, parts.generator.version + 1)
+    rollouts.sent(step)
     figures = {**lesson.metrics, **shown, **valued}
     session.report_step(step, collected, lesson.batch, stats, figures, sent)
     return controllers

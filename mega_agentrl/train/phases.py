@@ -19,18 +19,23 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.collected import Collected
     from mega_agentrl.rollout.tree_store import TreeStore
     from mega_agentrl.types.parts import Parts
+    from mega_agentrl.types.ports import Generator
 
 
 @contextmanager
 def open_groups(
-    parts: Parts, config: TrainConfig, store: TreeStore | None = None
+    parts: Parts,
+    config: TrainConfig,
+    store: TreeStore | None = None,
+    generator: Generator | None = None,
 ) -> Iterator[GroupCollector]:
     """What collects the groups of each step; ends those that are carried over at the end.
 
-    store: keeps what has finished until a checkpoint has it.
+    store: keeps what has finished until a checkpoint has it. generator: another way to the
+    engines than `parts.generator`.
     """
     context = make_context(
-        generator=parts.generator,
+        generator=generator or parts.generator,
         tools=parts.tools,
         codec=parts.codec,
         interactions=parts.interactions,

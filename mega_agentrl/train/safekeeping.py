@@ -81,6 +81,9 @@ class Safekeeping:
         if not self.is_begun:
             # Of a policy that is lost; the one that comes has the same version numbers.
             self.trees.forget()
+        elif config.rollout.staleness:
+            # What follows is sampled with other weights than in the life that was lost.
+            self.trees.forget_newer(parts.generator.version)
 
     @property
     def step(self) -> int:
@@ -172,7 +175,8 @@ class Safekeeping:
             critic=self._parts.critic,
         )
         self._is_saved = self._is_policy_saved = True
-        self.trees.forget(self.trees.steps - {step_name(self.step + 1)})
+        coming = range(self.step + 1, self.step + 2 + self._config.rollout.staleness)
+        self.trees.forget(self.trees.steps - {step_name(step) for step in coming})
 
     def _state(self) -> RunState:
         assert self._pause is not None, "there is a pause before there is something to save"

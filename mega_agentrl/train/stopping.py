@@ -48,7 +48,8 @@ class Stopped(KeyboardInterrupt):
 class Stopper:
     """What a process was asked to do by signals. asked: the first one's number, None so far.
 
-    Everything runs in the main thread, but for the clock of the deadline.
+    Everything runs in the main thread, but for the clock of the deadline and, where they have a
+    thread of their own, the coroutines.
     """
 
     def __init__(self) -> None:
@@ -83,10 +84,9 @@ class Stopper:
             self._start_clock()
         if self._num_shields:
             return
-        if self._task is not None:
-            self._task.cancel()
-            # Wakes the loop, which may be waiting for input.
-            self._task.get_loop().call_soon_threadsafe(lambda: None)
+        if (task := self._task) is not None:
+            # The loop may be another thread's, or be waiting for input.
+            task.get_loop().call_soon_threadsafe(task.cancel)
             return
         raise Stopped(number)
 

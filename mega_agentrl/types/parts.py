@@ -34,7 +34,8 @@ class Parts:
     """Everything the loop works with; it knows none of the concrete classes.
 
     start_s: seconds it took to read the input and start every process.
-    wait: runs a coroutine to its end on the driver's one event loop.
+    wait: runs a coroutine to its end on the driver's one event loop. With `rollout.staleness` that
+    has a thread of its own, and what the coroutine started goes on behind its end.
     demonstrations: opens the warm start's stream at its beginning, which gives the next batch of a
     given size; None without one.
     dev: questions whose sampled success ends the warm start.

@@ -42,6 +42,10 @@ class Generator(Protocol):
     def version(self) -> int:
         """Weight version that is served now."""
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether some engine takes requests; where none does, they wait for the next weights."""
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Run one request to its end.
 

@@ -42,7 +42,7 @@ def config(tmp_path):
     made.data.max_prompt_tokens = 96
     made.rollout.max_response_tokens = 160
     made.engine.max_model_len = 256
-    made.tool.search.corpus = str(tmp_path / "corpus.jsonl")
+    made.tool.search.source = str(tmp_path / "corpus.jsonl")
     return made
 
 
@@ -87,9 +87,9 @@ def test_data_files_must_exist(config, key):
 
 
 def test_a_missing_corpus_fails_and_no_corpus_passes(config):
-    config.tool.search.corpus = "nowhere.jsonl"
-    assert "tool.search.corpus='nowhere.jsonl'" in message(config)
-    config.tool.search.corpus = ""
+    config.tool.search.source = "nowhere.jsonl"
+    assert "tool.search.source='nowhere.jsonl'" in message(config)
+    config.tool.search.source = ""
     check(config)
 
 
@@ -285,6 +285,7 @@ def test_roots_fit_into_the_group(config):
         ("branch.budget", Budget.first_come),
         ("straggler_s", 5.0),
         ("carry_over", True),
+        ("staleness", 1),
     ],
 )
 def test_the_released_rounds_say_what_they_cannot_do(config, key, value):

@@ -20,8 +20,10 @@ def test_the_defaults_are_valid_and_off():
 
 
 def test_what_makes_a_search_tool():
-    assert SearchToolConfig(corpus="c.jsonl").enabled
-    assert SearchToolConfig(backend=SearchSource.retrieve, url="http://host:8000/retrieve").enabled
+    assert SearchToolConfig(source="c.jsonl").enabled
+    assert SearchToolConfig(
+        backend=SearchSource.retrieve, source="http://host:8000/retrieve"
+    ).enabled
 
 
 @pytest.mark.parametrize(
@@ -40,11 +42,11 @@ def test_values_out_of_range_name_their_key_and_value(section, key, value):
 
 @pytest.mark.parametrize("backend", [SearchSource.retrieve, SearchSource.web])
 @pytest.mark.parametrize("url", ["", "host:8000", "ftp://host"])
-def test_a_remote_back_end_needs_its_url(backend, url):
+def test_a_remote_back_end_needs_its_address(backend, url):
     with pytest.raises(
-        ValueError, match=rf"tool.search.url={url}: .*tool.search.backend={backend}"
+        ValueError, match=rf"tool.search.source={url}: .*tool.search.backend={backend}"
     ):
-        SearchToolConfig(backend=backend, url=url)
+        SearchToolConfig(backend=backend, source=url)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Prompts come once an epoch; the state belongs to one dataset."""
 
 import json
+import threading
 from collections import Counter
 
 import pytest
@@ -268,3 +269,33 @@ def test_a_state_of_another_order_or_other_weights_is_refused():
             PromptSampler(prompts(10), seed=3, **options).load_state_dict(state)
     with pytest.raises(ValueError, match="got 3 weights for 10 prompts"):
         PromptSampler(prompts(10), seed=3, weights=[1.0] * 3)
+
+
+def test_threads_that_take_save_and_settle_at_once_lose_no_prompt():
+    sampler, taken, states = PromptSampler(prompts(50), seed=0), [], []
+    is_over = threading.Event()
+
+    def save():
+        while not is_over.is_set():
+            states.append(sampler.state_dict())
+
+    def take():
+        for _ in range(100):
+            given = sampler.next(5)
+            taken.extend(prompt.prompt_id for prompt in given[:4])
+            sampler.put_back(given[4:])
+            sampler.settle(given[:4])
+
+    saver, takers = threading.Thread(target=save), [threading.Thread(target=take) for _ in "12"]
+    for thread in (saver, *takers):
+        thread.start()
+    for thread in takers:
+        thread.join(60)
+    is_over.set()
+    saver.join(60)
+    # 800 settled, and those of the last epoch that were put back or are still to come.
+    counts = Counter(taken)
+    assert sum(counts.values()) == 800
+    assert max(counts.values()) - min(counts.values()) <= 2
+    assert not sampler.state_dict()["out"]
+    assert all(len(set(state)) == 6 for state in states[-1:])

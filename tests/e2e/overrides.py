@@ -9,5 +9,5 @@ def asset_overrides(assets, run_dir):
         f"data.validation={assets}/validation.parquet",
         f"sft.data={assets}/demonstrations.parquet",
         f"sft.dev={assets}/dev.parquet",
-        f"tool.search.corpus={assets}/corpus.jsonl",
+        f"tool.search.source={assets}/corpus.jsonl",
     ]

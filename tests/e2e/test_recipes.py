@@ -12,7 +12,7 @@ from mega_agentrl.config.choices import AresMode, Branching, FilterKey
 from mega_agentrl.config.places import config_folder, folder_name
 from mega_agentrl.config.schema import TrainConfig
 
-GIVEN = ["data.train=a", "data.validation=b", "tool.search.url=http://search"]
+GIVEN = ["data.train=a", "data.validation=b", "tool.search.source=http://search"]
 FOLDER = Path(config_folder())
 ALL = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 

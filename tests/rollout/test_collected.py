@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mega_agentrl.rollout.collected import Collected
@@ -50,6 +52,11 @@ def test_metrics_by_hand():
     assert metrics["rollout/success_seen"] == metrics["rollout/reward_seen"] == 3 / 6
     # Of each trajectory's two sampled tokens one has the version before.
     assert metrics["rollout/stale_tokens"] == 0.5
+    assert metrics["rollout/staleness_mean"] == 0.5 and metrics["rollout/staleness_max"] == 1
+    # A step that begins one version later finds them all one version older.
+    later = replace(collected, version=4).metrics()
+    assert later["rollout/stale_tokens"] == 1
+    assert later["rollout/staleness_mean"] == 1.5 and later["rollout/staleness_max"] == 2
 
 
 def test_a_step_without_anything_has_zeros():

@@ -42,6 +42,24 @@ async def _cut(engine, request, waits):
     return generation
 
 
+async def test_it_says_whether_a_request_is_at_the_engine_and_whether_one_serves():
+    engine = SteppedGenerator(turns(TEXTS[0]))
+    held = HeldGenerator(engine, CharCodec())
+    assert not held.is_running and held.can_serve
+    task = asyncio.create_task(held.generate(_request()))
+    await asyncio.sleep(0)
+    assert held.is_running
+    while held.is_running:
+        await held.hold()
+        await asyncio.sleep(0)
+    assert held.num_waiting == 1 and not task.done()
+    engine.can_serve = False
+    assert not held.can_serve
+    held.go_on()
+    await asyncio.wait_for(task, 5)
+    assert not held.is_running
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(TEXTS),

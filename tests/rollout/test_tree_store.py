@@ -70,9 +70,36 @@ def test_other_weights_another_step_and_another_prompt_find_nothing(tmp_path):
     store = TreeStore(path)
     tree = trees[0]
     name = tree.prompt.prompt_id
-    assert store.find("train-2", name, 1, tree.prompt) is not None
+    assert store.find("train-2", name, tree.prompt, oldest=1, newest=1) is not None
     other = replace(tree.prompt, token_ids=(*tree.prompt.token_ids, 1))
-    assert store.find("train-2", name, 1, other) is None
+    assert store.find("train-2", name, other, oldest=1, newest=1) is None
+
+
+def test_a_tree_is_found_where_all_its_tokens_are_near_enough(tmp_path):
+    (tree, *_), _, _ = collect(tmp_path / "kept.bin")
+    store, name = TreeStore(tmp_path / "other.bin"), tree.prompt.prompt_id
+    one = tree.trajectories[0]
+    at = one.loss_mask.index(1)
+    one.versions = tuple(3 if place == at else 2 for place, _ in enumerate(one.versions))
+    for other in tree.trajectories[1:]:
+        other.versions = (2,) * len(other.versions)
+    store.put("train-1", name, 9, tree)
+    for read in (store, TreeStore(tmp_path / "other.bin")):
+        found = {
+            (oldest, newest): read.find("train-1", name, tree.prompt, oldest=oldest, newest=newest)
+            for oldest in (1, 2, 3)
+            for newest in (2, 3, 4)
+        }
+        assert {bounds for bounds, one in found.items() if one is not None} == {
+            (1, 3),
+            (1, 4),
+            (2, 3),
+            (2, 4),
+        }
+    store.forget_newer(3)
+    assert len(store) == 1
+    store.forget_newer(2)
+    assert len(store) == 0
 
 
 def test_a_checkpoint_forgets_its_steps_and_keeps_later_ones(tmp_path):
@@ -84,17 +111,19 @@ def test_a_checkpoint_forgets_its_steps_and_keeps_later_ones(tmp_path):
     store.forget(frozenset({"train-1"}))
     for read in (store, TreeStore(path)):
         assert read.steps == {"train-2"}
-        found = [read.find("train-2", tree.prompt.prompt_id, 1, tree.prompt) for tree in later]
+        found = [
+            read.find("train-2", tree.prompt.prompt_id, tree.prompt, oldest=1, newest=1)
+            for tree in later
+        ]
         assert [len(tree.trajectories) for tree in found] == [4, 4, 4]
     store.forget()
     assert not path.exists()
     assert len(store) == 0
 
 
-def test_failed_and_mixed_trees_are_not_kept(tmp_path):
+def test_failed_trees_are_not_kept(tmp_path):
     tree = collect(tmp_path / "kept.bin")[0][0]
     store = TreeStore(tmp_path / "other.bin")
-    store.put("train-1", "mixed", 2, tree)
     tree.trajectories[0].stop_reason = StopReason.aborted
     store.put("train-1", "failed", 1, tree)
     assert len(store) == 0

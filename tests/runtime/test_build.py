@@ -1,5 +1,7 @@
 """Building: bad input is found before anything starts, and whatever started is ended."""
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ def config(assets, tmp_path):
         sft=SftConfig(
             max_steps=1, data=f"{assets}/demonstrations.parquet", dev=f"{assets}/dev.parquet"
         ),
-        tool=ToolConfig(search=SearchToolConfig(corpus=f"{assets}/corpus.jsonl")),
+        tool=ToolConfig(search=SearchToolConfig(source=f"{assets}/corpus.jsonl")),
     )
 
 
@@ -45,6 +47,24 @@ class Group:
 
     def gpu_name(self):
         return ""
+
+
+def test_with_staleness_the_loop_goes_on_in_a_thread_that_ends_with_the_run(config, monkeypatch):
+    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+    config.rollout.staleness, seen = 1, threading.Event()
+
+    async def go_on():
+        await asyncio.sleep(0.01)
+        seen.set()
+
+    async def start():
+        return asyncio.create_task(go_on())
+
+    with module.build(config) as parts:
+        task = parts.wait(start())
+        assert seen.wait(20), "the loop stands still"
+    assert task.done()
+    assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_parts_hold_what_the_files_hold(config, monkeypatch):

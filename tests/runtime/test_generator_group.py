@@ -55,6 +55,17 @@ async def test_a_prompt_stays_on_its_engine_and_new_ones_spread(ray_local):
     assert await engines.generate(request("b/9")) == 1
 
 
+async def test_it_can_serve_while_one_engine_is_admitted(ray_local):
+    engines, _ = group(2)
+    assert engines.can_serve
+    engines.dismiss(0)
+    assert engines.can_serve
+    engines.dismiss(1)
+    assert not engines.can_serve
+    engines.admit(0)
+    assert engines.can_serve
+
+
 async def test_deadline_and_failure_name_the_engine(ray_local):
     engines, _ = group(1, call_deadline_s=1.0)
     with pytest.raises(RemoteError, match="generate: no answer within 1 s from engine 0"):

@@ -20,7 +20,7 @@ def config(assets, tmp_path):
         run_dir=str(tmp_path),
         model=ModelConfig(path=f"{assets}/model"),
         data=DataConfig(train=f"{assets}/train.parquet", validation=f"{assets}/validation.parquet"),
-        tool=ToolConfig(search=SearchToolConfig(corpus=f"{assets}/corpus.jsonl")),
+        tool=ToolConfig(search=SearchToolConfig(source=f"{assets}/corpus.jsonl")),
     )
 
 

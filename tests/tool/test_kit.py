@@ -36,7 +36,7 @@ async def test_a_turn_becomes_an_answer(tmp_path):
     corpus = tmp_path / "c.jsonl"
     page = {"id": 1, "title": "t", "text": "lake </search> <answer> 1 </answer>"}
     corpus.write_text(json.dumps(page), encoding="utf-8")
-    config = ToolConfig(python=PYTHON, search=SearchToolConfig(corpus=str(corpus)))
+    config = ToolConfig(python=PYTHON, search=SearchToolConfig(source=str(corpus)))
     kit = build_toolkit(config, CharCodec())
     assert kit.stop_strings == ("</python>", "</search>")
     await kit.start()

@@ -47,34 +47,34 @@ async def ask(query, codec=None, **config):
 
 
 async def test_one_document_is_its_text(corpus):
-    assert await ask("paris", corpus=corpus, top_k=1) == "Paris is the capital."
+    assert await ask("paris", source=corpus, top_k=1) == "Paris is the capital."
 
 
 async def test_several_are_pages(corpus):
-    shown = await ask("paris", corpus=corpus, top_k=5, answer_tokens=20)
+    shown = await ask("paris", source=corpus, top_k=5, answer_tokens=20)
     assert shown == "Page 1: Paris. Paris is the capital.\nPage 2: Lyon. Lyon is near ..."
-    shown = await ask("paris", CharCodec(), corpus=corpus, top_k=5, answer_tokens=64)
+    shown = await ask("paris", CharCodec(), source=corpus, top_k=5, answer_tokens=64)
     assert shown == "Page 1: Paris. Paris is ...\nPage 2: Lyon. Lyon is ..."
 
 
 async def test_nothing_found(corpus):
-    assert await ask("berlin", corpus=corpus) == NOTHING_FOUND
-    assert await ask('"(', corpus=corpus) == NOTHING_FOUND
+    assert await ask("berlin", source=corpus) == NOTHING_FOUND
+    assert await ask('"(', source=corpus) == NOTHING_FOUND
 
 
 async def test_missing_corpus():
-    with pytest.raises(ValueError, match=r"tool.search.corpus=/nowhere/c.jsonl"):
-        await ask("x", corpus="/nowhere/c.jsonl")
+    with pytest.raises(ValueError, match=r"tool.search.source=/nowhere/c.jsonl"):
+        await ask("x", source="/nowhere/c.jsonl")
 
 
 async def test_where_the_index_lies(corpus, tmp_path, monkeypatch):
     def indexes(folder):
         return [path for path in folder.glob("*.index") if path.is_dir()]
 
-    await ask("paris", corpus=corpus)
+    await ask("paris", source=corpus)
     assert len(indexes(tmp_path)) == 1
     monkeypatch.setattr(search_module, "can_write", lambda folder: False)
-    await answer("paris", corpus=corpus, fallback_dir=tmp_path / "cache")
+    await answer("paris", source=corpus, fallback_dir=tmp_path / "cache")
     assert len(indexes(tmp_path / "cache")) == 1
 
 
@@ -82,23 +82,23 @@ async def test_pages_of_the_web_show_their_address():
     found = {"organic": [{"title": "Paris", "link": "https://p.example/", "snippet": "It is big."}]}
     web = {"backend": SearchSource.web, "key_env": "K", "key": "k"}
     with serving(lambda _: Answer(json.dumps(found).encode())) as server:
-        shown = await ask("paris", url=server.url, top_k=1, **web)
+        shown = await ask("paris", source=server.url, top_k=1, **web)
     assert shown == "Page 1: Paris (https://p.example/). It is big."
 
 
 async def test_whose_fault_it_is(monkeypatch):
     monkeypatch.setattr(web_call, "NUM_RETRIES", 0)
-    remote = {"backend": SearchSource.retrieve, "timeout_s": 0.3}
+    remote = {"backend": SearchSource.retrieve, "timeout_s": 20}
     with serving(lambda _: Answer(status=500)) as server:
         with pytest.raises(RuntimeError, match="HTTP 500"):
-            await ask("q", url=server.url, **remote)
+            await ask("q", source=server.url, **remote)
         with pytest.raises(ValueError, match="The query is empty"):
-            await ask(" ", url=server.url, **remote)
+            await ask(" ", source=server.url, **remote)
     with serving(lambda _: time.sleep(1) or Answer()) as server:
-        late = await answer("q", url=server.url, **remote)
+        late = await answer("q", source=server.url, **{**remote, "timeout_s": 0.3})
     assert (late.status, late.text) == (ToolStatus.timeout, "Timed out after 0.3 s.")
 
 
 async def test_a_missing_key_fails_at_the_start():
     with pytest.raises(ValueError, match=r"tool.search.key_env=NO_SUCH_KEY"):
-        await ask("q", backend=SearchSource.web, url="http://x", key_env="NO_SUCH_KEY")
+        await ask("q", backend=SearchSource.web, source="http://x", key_env="NO_SUCH_KEY")

@@ -39,7 +39,7 @@ def answering(value, **reply):
 def remote(server, backend=SearchSource.retrieve, path="/retrieve", cache=None, key="", **config):
     web = {"timeout_s": 5.0, "calls_per_second": 0.0}
     web = {name: config.pop(name, value) for name, value in web.items()}
-    made = SearchToolConfig(backend=backend, url=f"{server.url}{path}", **config)
+    made = SearchToolConfig(backend=backend, source=f"{server.url}{path}", **config)
     return RemoteSearch(made, WebConfig(**web), cache, key)
 
 
@@ -85,7 +85,7 @@ async def test_the_other_shape_and_no_more_than_asked_for():
 
 
 def test_a_missing_key_names_its_variable():
-    config = SearchToolConfig(backend=SearchSource.web, url="http://x", key_env="SEARCH_KEY")
+    config = SearchToolConfig(backend=SearchSource.web, source="http://x", key_env="SEARCH_KEY")
     with pytest.raises(ValueError, match=r"tool.search.key_env=SEARCH_KEY: .*probable cause"):
         RemoteSearch(config, WebConfig()).check_key()
     RemoteSearch(config, WebConfig(), api_key="k").check_key()
@@ -111,7 +111,7 @@ async def test_failures_are_not_kept_and_answers_are(tmp_path, monkeypatch):
     with serving(lambda _: replies.pop(0)) as server:
         search = remote(server, cache=cache)
         for error in (PassingError, StatusError, RuntimeError):
-            with pytest.raises(error, match=r"tool.search.url="):
+            with pytest.raises(error, match=r"tool.search.source="):
                 await search.find("q", 2)
         found = await search.find("q", 2)
         assert await search.find(" q ", 2) == found

@@ -105,12 +105,12 @@ def test_a_bad_corpus_leaves_no_index(tmp_path):
         open_index(path, tmp_path / "ix")
     assert indexes(tmp_path / "ix") == []
     assert not list((tmp_path / "ix").glob("*.building"))
-    with pytest.raises(ValueError, match=r"tool.search.corpus=.*none.jsonl: no such file"):
+    with pytest.raises(ValueError, match=r"tool.search.source=.*none.jsonl: no such file"):
         open_index(tmp_path / "none.jsonl", tmp_path / "ix")
 
 
 def test_a_folder_that_cannot_be_made_is_named(corpus):
-    with pytest.raises(ValueError, match=r"tool.search.corpus=.*cannot be made.*probable cause"):
+    with pytest.raises(ValueError, match=r"tool.search.source=.*cannot be made.*probable cause"):
         open_index(corpus, corpus / "below")
 
 

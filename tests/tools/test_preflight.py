@@ -98,7 +98,7 @@ def smoke(assets, *arguments):
         "data.validation": "validation.parquet",
         "sft.data": "demonstrations.parquet",
         "sft.dev": "dev.parquet",
-        "tool.search.corpus": "corpus.jsonl",
+        "tool.search.source": "corpus.jsonl",
     }
     overrides = [f"{key}={assets / name}" for key, name in paths.items()]
     command = [sys.executable, str(SCRIPT), "experiment=smoke", *overrides, *arguments, "--cpu"]

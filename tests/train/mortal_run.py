@@ -22,6 +22,7 @@ from mega_agentrl.config.choices import Advantage, AresMode
 from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
+from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.train import run_state
 from mega_agentrl.train.restart import train_to_the_end
 from mega_agentrl.train.stopping import Stopper
@@ -181,7 +182,7 @@ class LearningCritic(FilePolicy):
         self._moments.pass_by("critic saved")
 
 
-def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2):
+def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2, staleness=0):
     """warm: a warm start comes first. ares: it steers, after a bootstrap; else the adaptive KL."""
     steered = AlgoConfig(
         kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)
@@ -197,6 +198,7 @@ def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2
         total_steps=STEPS,
         save_every=save_every,
         evaluate=replace(base.evaluate, every=every),
+        rollout=replace(base.rollout, staleness=staleness),
         algo=steered if ares else plain,
         optim=replace(base.optim, critic_warmup_steps=int(critic)),
         sft=SftConfig(max_steps=2 if warm else 0, batch_size=2, target_success=1.0),
@@ -207,7 +209,7 @@ def start(config, moments, stopper=None):
     """One process: everything new but the folder. Returns its policy and its prompts."""
     prompts = [make_prompt(f"p{i}", f"Q{i}") for i in range(7)]
     demonstrations = [Demonstration((1, 2), (3, 4), (1, 1)), Demonstration((1,), (5,), (1,))]
-    with asyncio.Runner() as runner:
+    with LoopThread() if config.rollout.staleness else asyncio.Runner() as runner:
         parts = Parts(
             run_dir=Path(config.run_dir),
             policy=LearningPolicy(moments),

@@ -102,6 +102,11 @@ def check_run(config: TrainConfig, built: TrainConfig) -> None:
             "algo.ares.bootstrap=True: expected false in a comparison, whose budget is of what "
             "training generates; the rollouts of a bootstrap would come on top"
         )
+    if config.rollout.staleness:
+        raise ValueError(
+            f"rollout.staleness={config.rollout.staleness}: expected 0 in a comparison, whose runs "
+            "are synchronous; probable cause: a setting of the run that comes after it"
+        )
     if config.algo.needs_critic:
         raise ValueError(
             f"algo.advantage={config.algo.advantage}: expected one without a critic in a "

@@ -11,13 +11,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.check import check
+from mega_agentrl.config.choices import SearchSource
 from mega_agentrl.config.keys import check_files, check_overrides
 from mega_agentrl.config.places import config_folder, folder_name
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.estimate.change import changed
 
 _FILES = ("data.train", "data.validation", "sft.data", "sft.dev")
-_OPTIONAL_FILES = ("data.template", "tool.search.corpus", "tool.file", "rollout.interaction_file")
+_OPTIONAL_FILES = ("data.template", "tool.file", "rollout.interaction_file")
 
 
 def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -> TrainConfig:
@@ -66,6 +67,8 @@ def checker(folder: Path, *, files: bool) -> Callable[[TrainConfig], None]:
 
     def check_rest(config: TrainConfig) -> None:
         stand_ins = dict.fromkeys(_FILES, str(empty)) | dict.fromkeys(_OPTIONAL_FILES, "")
+        if config.tool.search.backend is SearchSource.local:
+            stand_ins["tool.search.source"] = ""
         check(changed(config, stand_ins | {"tool.python.hosts": 1}))
 
     return check_rest

@@ -83,6 +83,13 @@ def test_a_critic_is_refused(configs):
         check_run(replace(config, algo=algo), configs["base"][0])
 
 
+def test_rollouts_ahead_are_refused(configs):
+    config, _ = configs["grpo"]
+    rollout = replace(config.rollout, staleness=1)
+    with pytest.raises(ValueError, match=r"rollout\.staleness=1: expected 0 in a comparison"):
+        check_run(replace(config, rollout=rollout), configs["base"][0])
+
+
 def test_a_misspelt_override_names_the_nearest_key():
     with pytest.raises(ValueError, match=r"nearest known is 'optim\.lr'"):
         make_config(["optm.lr=1"], run_dir=Path("x"))

@@ -1,0 +1,305 @@
+"""Rollouts ahead of the step that learns: who waits for whom, how old tokens are, how it ends."""
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.config.choices import FilterKey
+from mega_agentrl.data.sampler import PromptSampler
+from mega_agentrl.rollout.collected import Collected
+from mega_agentrl.runtime.loop_thread import LoopThread
+from mega_agentrl.train import session
+from mega_agentrl.train.ahead import Ahead
+from mega_agentrl.train.loop import train
+from mega_agentrl.train.stopping import Stopped, Stopper
+from mega_agentrl.types.faults import RankLostError
+from tests.fakes import FakeGenerator
+from tests.rollout.stepped_engine import SteppedGenerator
+from tests.train.conftest import FakePolicy
+from tests.train.mortal_run import Killed, Moments, die, make_config, outcome, start
+
+DEADLINE_S = 20
+
+
+@pytest.fixture(autouse=True)
+def no_pages(monkeypatch):
+    """The page and the picture take longer than all the rest and decide on nothing."""
+    monkeypatch.setattr(session, "write_report", lambda folder: folder)
+    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+
+
+def steps_of(parts, config, *, staleness, **changes):
+    """The metrics of each RL step of a run; what is left in its loop must be nothing."""
+    folder = Path(config.run_dir) / f"stale-{staleness}-{len(changes)}"
+    rollout = replace(config.rollout, staleness=staleness, **changes)
+    config = replace(config, run_dir=str(folder), total_steps=5, rollout=rollout)
+
+    async def num_tasks():
+        return len(asyncio.all_tasks())
+
+    with LoopThread() as thread:
+        parts = replace(
+            parts,
+            demonstrations=None,
+            policy=FakePolicy() if parts.policy.verbs else parts.policy,
+            prompts=PromptSampler(parts.validation, seed=1),
+            wait=thread.run,
+        )
+        parts.generator.version = 0
+        try:
+            train(parts, config)
+        finally:
+            # A LoopThread keeps one task of its own.
+            assert thread.run(num_tasks()) == 2
+            assert all(one.released == 1 for one in parts.tools.sessions)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["stage"] == "rl"]
+
+
+def without_ages(lines):
+    """What rollouts give and the weights do not change."""
+    names = ("rollout/reward", "rollout/success", "rollout/groups", "rollout/response")
+    return [{k: v for k, v in line.items() if k.startswith(names)} for line in lines]
+
+
+class Groups:
+    """Collections that end at once, or when their step is in `gates`' events; notes beginnings."""
+
+    def __init__(self, gates=()):
+        self.begun, self.settled = [], []
+        self.gates = {step: asyncio.Event() for step in gates}
+        self.num_sent = 0
+
+    async def collect_early(self, step, *, max_age):
+        number = int(step.removeprefix("train-"))
+        self.begun.append((number, self.num_sent, max_age))
+        if number in self.gates:
+            await self.gates[number].wait()
+        return Collected(trees=[], seen=[], verdicts=[], version=0, counts={"step": number})
+
+    def settle(self, collected):
+        self.settled.append(collected.counts["step"])
+
+
+def ahead_of(parts, groups, runner, **changes):
+    parts = replace(parts, wait=runner.run)
+    values = {"staleness": 2, "num_done": 0, "num_steps": 5, "held": None}
+    return Ahead(parts, groups, Stopper(), **(values | changes))
+
+
+def test_a_collection_begins_as_soon_as_the_bound_allows(parts):
+    groups = Groups()
+    with asyncio.Runner() as runner:
+        ahead = ahead_of(parts, groups, runner)
+        for step in range(1, 6):
+            assert ahead.take(step).counts == {"step": step}
+            ahead.wait_before_send()
+            groups.num_sent = step
+            ahead.sent(step)
+        ahead.close()
+    # (step, updates sent at its beginning, versions that a kept tree may be older than these)
+    assert groups.begun == [(1, 0, 2), (2, 0, 1), (3, 0, 0), (4, 1, 0), (5, 2, 0)]
+    assert groups.settled == [1, 2, 3, 4, 5]
+
+
+def test_at_most_so_many_collections_are_under_way_and_the_end_leaves_none(parts):
+    async def open_gate(groups, step):
+        groups.gates[step].set()
+        await asyncio.sleep(0.01)
+        return [step for step, *_ in groups.begun]
+
+    with asyncio.Runner() as runner:
+        groups = Groups(gates=(8, 9, 10, 11))
+        ahead = ahead_of(parts, groups, runner, num_done=7, num_steps=12)
+        begun = runner.run(open_gate(groups, 8))
+        assert begun == [], "nothing begins before somebody asks"
+        assert ahead.take(8).counts == {"step": 8}
+        assert runner.run(open_gate(groups, 9)) == [8, 9, 10]
+        assert groups.settled == [8], "until a step is taken a checkpoint gives its prompts again"
+        ahead.close()
+        ahead.close()
+        ahead.sent(9)
+        assert [step for step, *_ in groups.begun] == [8, 9, 10]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_with_weights_that_stay_every_staleness_gives_the_same_steps(parts, config, filtered):
+    changes = {}
+    if filtered:
+        changes = {"filter_key": FilterKey.reward, "filter_range": [0.4, 0.6]}
+    else:
+        changes = {"oversample": 1}
+    together = steps_of(parts, config, staleness=0, **changes)
+    one_off = steps_of(parts, config, staleness=1, **changes)
+    assert len(together[0]) > 30
+    assert "rollout/reward_mean" in without_ages(together)[0]
+    if filtered:
+        assert without_ages(one_off) == without_ages(together)
+    assert [line["rollout/staleness_max"] for line in together] == [0.0] * 5
+    # What was put back comes a step later, and is not lost.
+    kept = [line["rollout/groups_kept"] for line in one_off]
+    assert kept == [3.0] * 5
+
+
+def test_one_step_off_every_token_is_one_version_old_but_those_of_the_first_step(parts, config):
+    lines = steps_of(parts, config, staleness=1)
+    assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [line["rollout/staleness_mean"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [line["rollout/stale_tokens"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert without_ages(lines) == without_ages(steps_of(parts, config, staleness=0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_is_older_than_the_bound_whatever_is_slow(parts, config, seed):
+    parts.generator, parts.tools.delays = FakeGenerator(delays=seed), seed
+    lines = steps_of(parts, config, staleness=3)
+    ages = [line["rollout/staleness_max"] for line in lines]
+    assert max(ages) <= 3
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_with_an_engine_that_is_faster_than_the_policy_the_bound_is_reached(parts, config):
+    class Slow(FakePolicy):
+        def update(self, batch, kl_weight_BT=None):
+            time.sleep(0.2)
+            return super().update(batch, kl_weight_BT)
+
+    parts.policy = Slow()
+    ages = [line["rollout/staleness_max"] for line in steps_of(parts, config, staleness=2)]
+    assert ages[:2] == [0.0, 1.0] and max(ages) == 2.0
+
+
+def test_requests_that_weights_cut_in_two_keep_the_version_of_each_token(parts, config):
+    class Slow(SteppedGenerator):
+        async def generate(self, request):
+            await asyncio.sleep(0.02)
+            return await super().generate(request)
+
+    parts.generator = Slow()
+    lines = steps_of(parts, config, staleness=2)
+    assert max(line["rollout/staleness_max"] for line in lines) <= 2
+    assert [line["rollout/groups_kept"] for line in lines] == [3.0] * 5
+
+
+def test_a_step_learns_while_the_next_one_is_collected(parts, config):
+    seen = threading.Event()
+
+    class Watching(FakeGenerator):
+        async def generate(self, request):
+            if "/train-2/" in request.request_id:
+                seen.set()
+            return await super().generate(request)
+
+    class Waiting(FakePolicy):
+        def update(self, batch, kl_weight_BT=None):
+            assert seen.wait(DEADLINE_S), "nothing is sampled while it learns"
+            return super().update(batch, kl_weight_BT)
+
+    parts.generator, parts.policy = Watching(), Waiting()
+    assert len(steps_of(parts, config, staleness=1)) == 5
+
+
+class Gated(FakeGenerator):
+    """Requests of the third step end when version 3 is served, or never."""
+
+    async def generate(self, request):
+        if "/train-3/" in request.request_id:
+            self.can_serve = False
+            while self.version < 3:
+                await asyncio.sleep(0.001)
+            self.can_serve = True
+        return await super().generate(request)
+
+
+def test_where_no_engine_serves_the_next_weights_are_not_waited_with(parts, config):
+    # A new engine has no weights before the next ones are sent: to wait would be for ever.
+    parts.generator = Gated()
+    lines = steps_of(parts, config, staleness=1)
+    assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_bug_in_a_rollout_ends_the_run_at_the_step_that_needs_it(parts, config, tmp_path):
+    class Broken(FakeGenerator):
+        async def generate(self, request):
+            if "/train-3/" in request.request_id:
+                raise KeyError("a bug")
+            return await super().generate(request)
+
+    parts.generator = Broken()
+    with pytest.raises(KeyError, match="a bug"):
+        steps_of(parts, config, staleness=1)
+    lines = (tmp_path / "stale-1-0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"rl"' in line] == [1, 2]
+
+
+MORTAL = {
+    "adaptive KL": {"warm": False, "ares": False},
+    "ARES with its bootstrap": {"warm": False, "ares": True},
+}
+
+
+@pytest.mark.parametrize("kind", MORTAL)
+def test_killed_at_any_verb_it_ends_as_if_undisturbed(config, tmp_path, kind):
+    """One step off a step is sampled by one version, and its trees are kept until it is saved."""
+    make = partial(make_config, config, staleness=1, **MORTAL[kind])
+    moments = Moments()
+    expected = outcome(made := make(tmp_path / "whole"), start(made, moments))
+    names = [name for name in moments.names if name != "generate"]
+    chosen = [(name, names[: at + 1].count(name)) for at, name in enumerate(names)]
+    assert len(chosen) > 15
+    for name, number in chosen:
+        made = make(tmp_path / f"killed-{name}-{number}")
+        with pytest.raises(Killed):
+            start(made, Moments((name, number), die))
+        found = outcome(made, start(made, Moments()))
+        assert found == expected, f"killed at {name} {number}"
+
+
+def test_a_signal_at_any_verb_saves_and_it_goes_on_with_the_same_prompts(config, tmp_path):
+    """What a signal cuts short is sampled again, with the newer weights of the pause it is in."""
+    make = partial(make_config, config, staleness=1, **MORTAL["adaptive KL"])
+    expected = outcome(made := make(tmp_path / "whole"), start(made, moments := Moments()))
+    names = [name for name in moments.names if name != "generate"]
+    for at, name in enumerate(names):
+        number, stopper = names[: at + 1].count(name), Stopper()
+        made = make(tmp_path / f"stopped-{name}-{number}")
+        ask = partial(stopper.on_signal, signal.SIGUSR1)
+        with pytest.raises(Stopped):
+            start(made, Moments((name, number), ask), stopper)
+        found = outcome(made, start(made, Moments()))
+        assert prompts_of(found) == prompts_of(expected), f"stopped at {name} {number}"
+
+
+def prompts_of(found):
+    return [(x["step"], x["update/prompts"]) for x in found["lines"] if x["stage"] == "rl"]
+
+
+def test_finished_rollouts_of_a_killed_run_are_used_again(config, tmp_path):
+    made = make_config(config, tmp_path, warm=False, ares=False, staleness=1, save_every=1)
+    with pytest.raises(Killed):
+        start(made, Moments(("updated", 2), die))
+    start(made, Moments())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if line["stage"] == "rl"}
+    assert steps[2]["rollout/groups_reused"] == 3
+    assert steps[2]["rollout/staleness_max"] == 1
+
+
+def test_a_policy_that_is_lost_is_restarted_and_trains_on_the_same_prompts(config, tmp_path):
+    def lose():
+        raise RankLostError("policy rank 0 died")
+
+    make = partial(make_config, config, warm=False, ares=False, staleness=1)
+    expected = outcome(made := make(tmp_path / "whole"), start(made, Moments()))
+    for moment in (("logprobs", 1), ("update", 2), ("updated", 3), ("send", 3), ("save", 1)):
+        made = make(tmp_path / f"lost-{moment}")
+        parts = start(made, Moments(moment, lose))
+        assert parts.policy.num_restarts == 1
+        assert outcome(made, parts) == expected, f"lost at {moment}"

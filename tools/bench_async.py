@@ -1,0 +1,202 @@
+"""Steps of RL with slow tools: rollouts ahead of the learning step against the synchronous loop.
+
+    python tools/bench_async.py [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
+        [--slowest SECONDS]
+
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. Both sides are
+whole runs, one after the other, with a real policy and a real engine from the same weights, and
+the real tools, whose answers are held back as in `bench_rollout`: log-normal, median 0.2 s, and
+`--slowest` at most. Ours has `rollout.staleness=K`, the baseline 0; both correct by
+`algo.correction=token_truncate`. The first step and the last one, which is collected and learned
+alone, are left out. Cases:
+
+    step/wall         seconds a step; the ratio is that of the steps per hour
+    step/waiting      of them, seconds that the learning step waited for rollouts
+    step/learning     of them, seconds of everything else
+    mismatch/mean     mean |difference| of policy's and engine's log-probs in nats
+    mismatch/max      the largest
+    mismatch/ess      effective share of the samples under the importance weights, 1 is all
+    staleness/mean    age of the tokens in versions
+    staleness/max     of the oldest
+
+One step off, a step takes the longer one of rollout and learning instead of both, so most is won
+where they are alike: with `--prompts` learning grows, with `--slowest` waiting.
+
+The model must call tools: by default what `make smoke` leaves in runs/smoke/model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.bench_rollout import latency_s  # noqa: E402
+from tools.preflight_parts.compose import compose_config  # noqa: E402
+
+if TYPE_CHECKING:
+    from mega_agentrl.types.ports import ToolProvider, ToolSession
+    from mega_agentrl.types.records import ToolOutcome
+
+MEANS = {
+    "mismatch/mean": ("nats", "mismatch/logp_mean_abs"),
+    "mismatch/max": ("nats", "mismatch/logp_max_abs"),
+    "mismatch/ess": ("share", "mismatch/ess"),
+    "staleness/mean": ("versions", "rollout/staleness_mean"),
+    "staleness/max": ("versions", "rollout/staleness_max"),
+}
+
+
+class LateTools:
+    """The tools, whose answers are held back."""
+
+    def __init__(self, tools: ToolProvider, slowest_s: float) -> None:
+        self._tools = tools
+        self._slowest_s = slowest_s
+
+    def open(self) -> ToolSession:
+        """See `ToolProvider.open`."""
+        return LateSession(self._tools.open(), self._slowest_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tools, name)
+
+
+class LateSession:
+    """One trajectory's tools."""
+
+    def __init__(self, session: ToolSession, slowest_s: float) -> None:
+        self._session = session
+        self._slowest_s = slowest_s
+
+    async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
+        """See `ToolSession.execute`; answers when the latency has passed."""
+        begin = time.perf_counter()
+        wanted_s = min(self._slowest_s, latency_s(f"{tool} {dict(arguments)}"))
+        outcome = await self._session.execute(tool, arguments)
+        await asyncio.sleep(begin + wanted_s - time.perf_counter())
+        return outcome
+
+    async def fork(self) -> LateSession:
+        """See `ToolSession.fork`."""
+        return LateSession(await self._session.fork(), self._slowest_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of each step of a whole run but the first and the last."""
+    from mega_agentrl.runtime.build import build
+    from mega_agentrl.train.loop import train
+
+    config = compose_config(
+        [
+            "experiment=smoke_ci",
+            f"run_dir={folder}",
+            f"model.path={given.model}",
+            f"data.train={given.data}/train.parquet",
+            f"data.validation={given.data}/validation.parquet",
+            f"tool.search.source={given.data}/corpus.jsonl",
+            f"data.prompts_per_step={given.prompts}",
+            f"total_steps={given.steps}",
+            f"rollout.staleness={staleness}",
+            "algo.correction=token_truncate",
+            "sft.max_steps=0",
+            "save_every=0",
+            "evaluate.num_questions=4",
+            "report.trees_every=0",
+            "report.trackers=[]",
+        ]
+    )
+    with build(config) as parts:
+        train(replace(parts, tools=LateTools(parts.tools, given.slowest)), config)
+    return read_steps(folder / "metrics.jsonl")
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The metrics of RL steps but the first and the last; `ValueError` for fewer than three."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if line["stage"] == "rl"]
+    if len(steps) < 3:
+        raise ValueError(f"--steps={len(steps)}: expected at least 3, the ends are left out")
+    return steps[1:-1]
+
+
+def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of all cases."""
+
+    def wall_s(step: Mapping[str, float]) -> float:
+        return sum(value for name, value in step.items() if name.startswith("time/"))
+
+    def waiting_s(step: Mapping[str, float]) -> float:
+        return step["time/rollout_s"]
+
+    sides = (ours, baseline)
+    lines = [
+        line("step/wall", "s", *(fmean(map(wall_s, side)) for side in sides)),
+        line("step/waiting", "s", *(fmean(map(waiting_s, side)) for side in sides)),
+        line(
+            "step/learning",
+            "s",
+            *(fmean(wall_s(step) - waiting_s(step) for step in side) for side in sides),
+        ),
+    ]
+    for case, (unit, name) in MEANS.items():
+        of = max if case.endswith("/max") else fmean
+        lines.append(line(case, unit, *(of(step[name] for step in side) for side in sides)))
+    return lines
+
+
+def line(case: str, unit: str, ours: float, baseline: float) -> dict[str, Any]:
+    """One case."""
+    return {
+        "bench": "async",
+        "case": case,
+        "unit": unit,
+        "ours": round(ours, 4),
+        "baseline": round(baseline, 4),
+        "ratio": round(baseline / ours, 4) if ours else None,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "runs/smoke/model")
+    parser.add_argument("--data", type=Path, default=ROOT / "runs/toolqa")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--slowest", type=float, default=2.0, help="of the answers, in seconds")
+    given = parser.parse_args(arguments)
+    if not (given.model / "config.json").is_file():
+        print(f"bench_async: no model in {given.model}; `make smoke` leaves one", file=sys.stderr)
+        return 2
+    given.model, given.data = given.model.resolve(), given.data.resolve()
+    with tempfile.TemporaryDirectory(prefix="bench-async-") as name:
+        # The runs print what runs print; lines are all that goes to standard output.
+        screen, sys.stdout = sys.stdout, sys.stderr
+        try:
+            sides = [run(given, k, Path(name) / str(k)) for k in (0, given.staleness)]
+        finally:
+            sys.stdout = screen
+    for one in compare(sides[1], sides[0]):
+        print(json.dumps(one))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
