@@ -11,7 +11,7 @@ import itertools
 import pickle
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,34 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PROBE_TOKENS = 32
+PROOF_PAIRS = 4
+"""Pairs of updates with and without the proof, for each repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What one update took: seconds on the clock, and of processors.
+
+    trainer_s, workers_s: of all processes of that side. packing_s: of the worker that packed
+    longest. copies_s: copying, and where there is a proof what that needs.
+    """
+
+    wall_s: float
+    trainer_s: float
+    workers_s: float
+    packing_s: float
+    copies_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all processes."""
+        return self.trainer_s + self.workers_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wall_s:.3f} s; CPU seconds: trainer {self.trainer_s:.3f}, workers "
+            f"{self.workers_s:.3f}, packing {self.packing_s:.3f}, copies {self.copies_s:.4f}"
+        )
 
 
 def _bench_args(*arguments: Any, **keywords: Any) -> Any:
@@ -120,12 +148,17 @@ class Bench:
                     seconds = await self._transfer(path)
                     if repeat:  # the first time connects and touches memory
                         self._results.add("transfer", wire, path, seconds)
-        if kinds & {"update", "packing", "proof"}:
-            wanted = (*paths, BARE) if "proof" in kinds else paths
+        if kinds & {"update", "packing"}:
             for repeat in range(repeats):
-                self._trainer.call("advance")
-                # Turned round every time: to come first or last is no advantage.
-                await self._updates(wire, wanted[:: 1 - 2 * (repeat % 2)])
+                for path, spent in await self._updates(wire, paths, repeat):
+                    self._results.add("update", wire, path, spent.wall_s)
+                    self._results.add("packing", wire, path, spent.packing_s)
+        if "proof" in kinds:
+            for repeat in range(PROOF_PAIRS * repeats + 1):
+                pair = dict(await self._updates(wire, (OURS, BARE), repeat))
+                if repeat:  # the first time touches memory
+                    added_s = pair[OURS].copies_s - pair[BARE].copies_s
+                    self._results.add("proof", wire, OURS, added_s / pair[OURS].cpu_s)
         await self._workers("bench_leave_out", [])
 
     # ---- phases ---------------------------------------------------------------------------
@@ -157,40 +190,43 @@ class Bench:
         await asyncio.to_thread(self._trainer.collect)
         self._results.add("slots", wire, OURS, max(await self._workers("bench_peak")))
 
-    async def _updates(self, wire: str, paths: Sequence[str]) -> None:
-        answers = {}
-        for path in paths:
+    async def _updates(
+        self, wire: str, paths: Sequence[str], repeat: int
+    ) -> list[tuple[str, Spent]]:
+        """New weights by every path, one after the other; what each update took."""
+        self._trainer.call("advance")
+        # Turned round every time: to come first or last is no advantage.
+        order = paths[:: 1 - 2 * (repeat % 2)]
+        found, answers = [], {}
+        for path in order:
             await self._workers("bench_leave_out", ["proof"] if path == BARE else [])
-            trainer_s, workers_s = await self._cpu_s()
-            seconds = await self._update(path)
-            spent = await self._workers("bench_spent")
+            found.append((path, await self._one_update(path)))
+            note(f"update/{wire}/{path}: {found[-1][1]}")
             answers[path] = await self._engine.probe(self._prompt)
             await self._engine.resume()
-            packing_s = max(worker["cpu_s"].get("packing", 0.0) for worker in spent)
-            trainer_s = sum(self._trainer.call("cpu_s")) - trainer_s
-            workers_s = sum(worker["process_s"] for worker in spent) - workers_s
-            self._results.add("update", wire, path, seconds)
-            self._results.add("packing", wire, path, packing_s)
-            self._results.add("cpu", wire, path, trainer_s + workers_s)
-            proof_s = 0.0
-            if path in (OURS, BARE):
-                label = "proof" if path == OURS else "without proof"
-                parts_s = [
-                    sum(worker["cpu_s"].get(label, 0.0) for worker in spent),
-                    sum(self._trainer.call("proof_s")),
-                    self._court_s if path == OURS else 0.0,
-                ]
-                proof_s = sum(parts_s)
-                self._results.add("copies", wire, path, proof_s)
-            note(
-                f"update/{wire}/{path}: {seconds:.3f} s; CPU seconds: trainer {trainer_s:.3f}, "
-                f"workers {workers_s:.3f}, of them packing {packing_s:.3f}; "
-                f"copying and weighing {proof_s:.4f}"
-            )
         distinct = set(map(tuple, answers.values()))
         if len(distinct) != 1 or distinct & self._answers:
             raise RuntimeError(f"a path brought other weights than the trainer's: {answers}")
         self._answers |= distinct
+        return found
+
+    async def _one_update(self, path: str) -> Spent:
+        trainer_s, workers_s = await self._cpu_s()
+        wall_s = await self._update(path)
+        spent = await self._workers("bench_spent")
+        copies_s = 0.0
+        if path in (OURS, BARE):
+            label = "proof" if path == OURS else "without proof"
+            copies_s = sum(worker["cpu_s"].get(label, 0.0) for worker in spent)
+            copies_s += sum(self._trainer.call("proof_s"))
+            copies_s += self._court_s if path == OURS else 0.0
+        return Spent(
+            wall_s=wall_s,
+            trainer_s=sum(self._trainer.call("cpu_s")) - trainer_s,
+            workers_s=sum(worker["process_s"] for worker in spent) - workers_s,
+            packing_s=max(worker["cpu_s"].get("packing", 0.0) for worker in spent),
+            copies_s=copies_s,
+        )
 
     # ---- one movement ---------------------------------------------------------------------
 
