@@ -38,6 +38,13 @@ def test_a_version_is_fetched_once_and_a_new_one_again(memory, tmp_path, monkeyp
     assert local_copy("memory://remote/b.jsonl.gz", folder, key="k") not in (first, second)
 
 
+def test_a_file_of_a_slow_disk_is_staged_by_its_url(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"one")
+    staged = local_copy(f"file://{tmp_path}/a.jsonl", tmp_path / "shared", key="k")
+    (tmp_path / "a.jsonl").unlink()
+    assert staged.parent == tmp_path / "shared" and staged.read_bytes() == b"one"
+
+
 def test_a_fetch_that_fails_leaves_nothing(memory, tmp_path, monkeypatch):
     memory.pipe("/remote/a.parquet", b"x")
 
