@@ -9,6 +9,10 @@ are now come off it, which is exact while they only grow.
 
 `begin` is called when libraries are loaded and before the model is made: what is there by then is
 a process with its libraries, the same for any model, and a line by itself. GPU memory is CUDA's.
+
+From `begin` on large blocks lie apart from the heap and go back to the system when they are freed.
+The C library would keep them otherwise, and small ones between them: a process then grows with
+use to a multiple of its tensors, which no estimate can foretell.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ MIB = 2**20
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,9 @@ class HostMemory:
         if self.before is not None:
             return
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.malloc_trim(0)
         _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
         self.before = Resident.now()
 

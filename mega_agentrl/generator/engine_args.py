@@ -28,7 +28,9 @@ def engine_args(
 ) -> AsyncEngineArgs:
     """vLLM's arguments. deterministic: no request shares a batch or a cached prefix."""
     on_gpu = torch.cuda.is_available()
-    options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS}
+    # A prompt that is cut between two steps samples a token too many, whose draw vLLM takes back
+    # from the seeded generator of the request; a CPU's cannot give it back, and the engine dies.
+    options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS, "enable_chunked_prefill": False}
     if on_gpu:
         options = {"gpu_memory_utilization": config.memory_fraction}
     tap = "tap_v2:EntropyTapV2" if on_gpu else "tap_v1:EntropyTapV1"

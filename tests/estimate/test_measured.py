@@ -1,6 +1,8 @@
 """What a process has taken: read from the kernel, kept after it is freed, counted once."""
 
 import mmap
+import subprocess
+import sys
 import tempfile
 
 from mega_agentrl.estimate.measured import MIB, HostMemory, Resident
@@ -47,3 +49,27 @@ def test_a_file_that_is_read_by_mapping_it_is_not_taken():
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             assert sum(mapped[at] for at in range(0, len(mapped), 4096)) == 0
             assert memory.taken_mib() < 16
+
+
+def test_large_blocks_go_back_to_the_system_though_small_ones_lie_between():
+    # In a process of its own: the setting stays. The first block, freed, makes the C library put
+    # later ones of its size into the heap.
+    program = """
+from mega_agentrl.estimate.measured import MIB, HostMemory, Resident
+if {begins}:
+    HostMemory().begin()
+del (block := [bytearray(16 * MIB)])[0]
+large, small = [], []
+for _ in range(16):
+    large.append(bytearray(4 * MIB))
+    large[-1][::4096] = bytes(MIB // 1024)
+    small.append(bytearray(64000))
+before = Resident.now().private
+large.clear()
+print((before - Resident.now().private) / MIB)
+"""
+    freed = [
+        float(subprocess.check_output([sys.executable, "-c", program.format(begins=begins)]))
+        for begins in (True, False)
+    ]
+    assert freed[0] > 60 > freed[1]

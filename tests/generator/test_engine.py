@@ -157,14 +157,16 @@ def test_abort_returns_what_there_is(engine, model_folder):
     engine.call("abort", "never heard of")
 
 
-def test_prompts_prefilled_in_chunks_are_measured_at_the_end_only(engine, model_folder):
+def test_prompts_beyond_one_step_wait_or_are_measured_at_their_end_only(engine, model_folder):
     rng = random.Random(0)
-    # Together more than the 8,192 tokens of one step, so that some prompts are cut.
+    # Together more than the 8,192 tokens of one step. Seeded requests that were cut there would
+    # end the engine of a CPU.
     requests = [
         GenerateRequest(
             request_id=f"long/{index}",
             token_ids=tuple(rng.randrange(5, 300) for _ in range(250)),
             max_tokens=4,
+            seed=index,
         )
         for index in range(40)
     ]
