@@ -3,8 +3,8 @@
 `runtime_bytes` (CUDA context, communicators, libraries' workspaces) and `reserve` (what the
 allocator cannot use between tensors that come and go) are assumptions, not measured here; all
 else in the estimates is counted. For a CPU both are measured (`tools/bench_memory.py`): the weight
-transfer loads a compiler for its digests, and the C library's heap keeps part of what came and
-went.
+transfer loads a compiler for its digests, and an engine keeps compiled kernels
+(`generator.environment`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from mega_agentrl.config.choices import Dtype
 GIB = 2**30
 CPU_LIBRARIES_BYTES = 45 * 2**20
 """Of libraries that a process on a CPU loads once it has a model."""
-CPU_HEAP_SHARE = 0.43
-"""What the heap of a policy rank keeps beside the tensors of a training pass, as a share of them:
-0.31 of a micro-batch of 1,024 tokens of the smoke run, 0.43 of 4,096 and of 8,192."""
+CPU_KERNEL_BYTES = 90 * 2**20
+"""Of an engine on a CPU: the kernels it keeps, with their workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

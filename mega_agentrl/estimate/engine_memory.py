@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, GIB
+from mega_agentrl.estimate.device import CPU_KERNEL_BYTES, CPU_LIBRARIES_BYTES, GIB
 from mega_agentrl.estimate.engine_layout import engine_layout, num_elements
 from mega_agentrl.reshard.repetition import kinds, sample_shape
 
@@ -74,7 +74,12 @@ def engine_memory(config: TrainConfig, shape: ModelShape, device: Device) -> Eng
     logits = rows * (item + 2 * _FLOAT_BYTES)
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         logits += rows * (_FLOAT_BYTES + 8)  # sorted values and their places
-    runtime = device.engine_runtime_bytes if device.is_gpu else CPU_LIBRARIES_BYTES
+    bucket = config.weights.bucket_mib * _MIB
+    runtime = device.engine_runtime_bytes
+    if not device.is_gpu:
+        # Models so small that a bucket holds no more than the rank receives.
+        bucket = min(bucket, weights)
+        runtime = CPU_LIBRARIES_BYTES + CPU_KERNEL_BYTES
     taken = weights + activations + logits + runtime
     if device.gib is None:
         share = float(engine.kv_cache_gib * GIB + taken)
@@ -88,7 +93,7 @@ def engine_memory(config: TrainConfig, shape: ModelShape, device: Device) -> Eng
         runtime=runtime,
         cache=round(share) - taken,
         tap=3 * rows * _FLOAT_BYTES,
-        transfer=2 * config.weights.bucket_mib * _MIB + _largest_layer(shape, engine.tensor) * item,
+        transfer=2 * bucket + _largest_layer(shape, engine.tensor) * item,
         graphs=_GRAPH_BYTES if device.is_gpu and not engine.eager else 0,
         token_bytes=2 * shape.num_layers * kv_heads * shape.head_dim * item,
         share=share,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.activation import Kernels, layer_workspace, stage_activations
-from mega_agentrl.estimate.device import CPU_HEAP_SHARE, CPU_LIBRARIES_BYTES
+from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES
 from mega_agentrl.estimate.model_state import model_state
 from mega_agentrl.estimate.vocab_head import head_workspace
 
@@ -90,8 +90,7 @@ def policy_memory(
         if not device.is_gpu:
             # Models so small that a bucket holds no more than the rank has to send.
             bucket = min(bucket, state.weights)
-            heap = CPU_HEAP_SHARE * (activations + max(logits, workspace))
-            runtime = CPU_LIBRARIES_BYTES + round(heap)
+            runtime = CPU_LIBRARIES_BYTES
         reference = config.algo.needs_reference and trains
         found.append(
             PolicyMemory(

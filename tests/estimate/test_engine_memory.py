@@ -65,3 +65,12 @@ def test_on_a_cpu_the_cache_has_its_own_size():
     memory = engine_memory(config, released("qwen3-4b"), Device(gib=None))
     assert memory.cache == config.engine.kv_cache_gib * GIB
     assert memory.token_bytes == 2 * 36 * 8 * 128 * 4
+
+
+def test_on_a_cpu_a_bucket_holds_no_more_than_there_is():
+    config, shape = configured(), released("qwen3-4b")
+    usual = engine_memory(config, shape, Device(gib=None))
+    config.weights.bucket_mib = 2**20
+    large = engine_memory(config, shape, Device(gib=None))
+    assert large.transfer - usual.transfer == 2 * (large.weights - 64 * 2**20)
+    assert large.runtime == (45 + 90) * 2**20

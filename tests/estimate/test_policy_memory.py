@@ -73,7 +73,7 @@ def test_turns_that_are_rows_may_be_as_long_as_the_engines_context():
     assert longest_row(config) == 300
 
 
-def test_a_cpu_trains_in_float32_and_its_heap_keeps_a_share():
+def test_a_cpu_trains_in_float32_and_loads_libraries():
     config = configured(prompt=32, response=96, tokens=512)
     shape = released("qwen3-4b")
     (cpu,) = policy_memory(config, shape, Device(gib=None))
@@ -81,8 +81,7 @@ def test_a_cpu_trains_in_float32_and_its_heap_keeps_a_share():
     assert cpu.weights == 2 * gpu.weights
     assert cpu.gradients == gpu.gradients
     assert cpu.optimizer == pytest.approx(gpu.optimizer * 2 / 3, rel=1e-4), "no masters"
-    passing = cpu.activations + max(cpu.logits, cpu.layer)
-    assert cpu.runtime == pytest.approx(45 * 2**20 + 0.43 * passing, rel=1e-6)
+    assert cpu.runtime == 45 * 2**20
     (fewer,) = policy_memory(config, shape, Device(gib=None), micro_batch_tokens=128)
     assert fewer.activations == pytest.approx(cpu.activations / 4, rel=1e-3)
     assert fewer.weights == cpu.weights

@@ -29,7 +29,7 @@ _POLICY_PARTS = {
     "layer": "or backward pass of a layer",
     "reference": "or reference, a piece",
     "transfer": "or buckets of the weight transfer",
-    "runtime": "CUDA, NCCL (assumed); on a CPU libraries, heap",
+    "runtime": "CUDA, NCCL (assumed); on a CPU libraries",
     "peak": "peak",
     "host": "host memory: reference",
 }
@@ -37,7 +37,7 @@ _ENGINE_PARTS = {
     "weights": "weights",
     "activations": "activations of the largest pass",
     "logits": "logits and sampler",
-    "runtime": "CUDA, NCCL (assumed); on a CPU libraries, heap",
+    "runtime": "CUDA, NCCL (assumed); on a CPU libraries, kernels",
     "cache": "KV cache",
     "tap": "entropy tap",
     "transfer": "buckets and a module of the weight transfer",
