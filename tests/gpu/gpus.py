@@ -19,4 +19,5 @@ SMOKE_LAYOUTS = {
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     """Skips where there are fewer, and says so."""
-    return pytest.mark.skipif(count > FOUND, reason=f"needs {count} GPUs, {FOUND} found")
+    unit = "GPU" if count == 1 else "GPUs"
+    return pytest.mark.skipif(count > FOUND, reason=f"needs {count} {unit}, {FOUND} found")
