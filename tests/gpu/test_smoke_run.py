@@ -44,7 +44,8 @@ def test_the_smoke_run_from_warm_start_to_report(assets, tmp_path, overrides):
         assert line["mismatch/entropy_mean_abs"] < 0.05
         assert line["rollout/failed"] == 0
         assert line["update/num_skipped"] == 0
-        assert line["gpu/memory_gib/max"] > 0
+    # A sampler's late answer counts for the next step.
+    assert any(line.get("gpu/memory_gib/max", 0) > 0 for line in steps)
     assert "held-out reward after RL" in output
     assert (run_dir / "report.html").exists()
 
