@@ -6,7 +6,7 @@ ARGS ?=
 RUN ?= runs/smoke
 RUNS ?=
 
-.PHONY: help env model smoke train preflight report compare test test-slurm test-slow lint clean
+.PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ compare: env ## one table over runs or sweeps: make compare RUNS="runs/a runs/b"
 
 test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." goes to pytest)
 	@$(PY) -m pytest -m "not gpu and not slurm and not slow" $(ARGS)
+
+test-gpu: env ## the tests that need GPUs, each where there are enough of them (says what it skips and why)
+	@$(PY) -m pytest -m "gpu and not slurm" -rs $(ARGS)
 
 test-slurm: env ## launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
 	@$(PY) -m pytest -m slurm tests/slurm $(ARGS)

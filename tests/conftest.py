@@ -14,6 +14,15 @@ settings.load_profile("tests")
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_runtest_setup(item):
+    """Tests of GPUs skip where there is none, whatever they say of their own needs."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch  # not for tests that do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU, 0 found")
+
+
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory):
     """A small tool-QA: model, data and corpus."""

@@ -48,7 +48,10 @@ def set_environment(
         # The sampler holds one small torch.compile kernel, whose compilation costs the
         # first request several seconds and gains nothing without graphs.
         variables["TORCH_COMPILE_DISABLE"] = "1"
-    if not on_gpu:
+    if on_gpu:
+        # The runner that `tap_v2` is made for; vLLM would fall back to the other one.
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    else:
         variables |= _cpu_variables(config)
     if deterministic:
         variables |= {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import ray
+import torch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -45,7 +46,8 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
         if num_needed > num_gpus:
             raise ValueError(
                 f"{shape}: {num_needed} GPUs needed, the cluster has {num_gpus}; "
-                "lower one of these or join a larger cluster (cluster.address)"
+                "lower one of these (parallel=single makes one policy rank) or join a larger "
+                "cluster (cluster.address)"
             )
         return
     num_actors = policy_ranks + config.cluster.num_engines + other_ranks
@@ -65,10 +67,22 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
         _logger.warning("%s: they share %d cores, which is slow", shape, num_cores)
 
 
+def check_build(num_gpus: int, cuda: str | None) -> None:
+    """Raise `ValueError` for a cluster with GPUs and a torch without CUDA. cuda: its version."""
+    if num_gpus and cuda is None:
+        raise ValueError(
+            f"cluster.address: the cluster has {num_gpus} GPUs, and torch {torch.__version__} is a "
+            "build for CPUs; expected one with CUDA (make env DEVICE=gpu), or a cluster without "
+            "GPUs (ray start --num-gpus=0); probable cause: an environment made on a login node"
+        )
+
+
 def connect(config: TrainConfig) -> bool:
     """Join or start the cluster; True where it has GPUs.
 
-    Raises `ValueError` when the layout does not fit it.
+    A cluster that is started here has the GPUs that this environment's torch can use.
+    Raises `ValueError` when the layout does not fit it, and where a joined cluster has GPUs that
+    this environment cannot use.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_DEDUP_LOGS"] = "0"
@@ -77,11 +91,14 @@ def connect(config: TrainConfig) -> bool:
     if config.cluster.address:
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     else:
-        check_size(config, num_cores=num_cores, num_gpus=_local_gpus())
+        # As NVML counts, without a CUDA context; not those that CUDA_VISIBLE_DEVICES hides.
+        local_gpus = torch.cuda.device_count()
+        check_size(config, num_cores=num_cores, num_gpus=local_gpus)
         ranks = config.parallel.num_ranks + config.cluster.num_engines
         ranks += config.parallel.num_ranks * len(_others(config))
         ray.init(
             num_cpus=max(num_cores, ranks),
+            num_gpus=local_gpus,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -93,6 +110,7 @@ def connect(config: TrainConfig) -> bool:
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
     if config.cluster.address:
+        check_build(num_gpus, torch.version.cuda)
         check_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
     return num_gpus > 0
 
@@ -104,17 +122,3 @@ def _others(config: TrainConfig) -> list[str]:
         "critic": config.algo.needs_critic and not config.validates_only,
     }
     return [name for name, is_there in there.items() if is_there]
-
-
-def _local_gpus() -> int:
-    """GPUs of this machine, without making a CUDA context."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()

@@ -26,12 +26,21 @@ class EngineHost:
     """The test's side: `call` waits for the result, `begin` returns a future."""
 
     def __init__(
-        self, config: EngineConfig, model: Path, log_path: Path, *, wait: bool = True
+        self,
+        config: EngineConfig,
+        model: Path,
+        log_path: Path,
+        *,
+        wait: bool = True,
+        on_gpu: bool = False,
+        dtype: str | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, config, str(model), log_path), daemon=False
+            target=_serve,
+            args=(theirs, config, str(model), log_path, on_gpu, dtype),
+            daemon=False,
         )
         self.process.start()
         theirs.close()
@@ -68,19 +77,28 @@ class EngineHost:
                 future.set_exception(RuntimeError("the engine's host is gone"))
 
 
-def _serve(pipe: Connection, config: EngineConfig, model: str, log_path: Path) -> None:
+def _serve(
+    pipe: Connection,
+    config: EngineConfig,
+    model: str,
+    log_path: Path,
+    on_gpu: bool,
+    dtype: str | None,
+) -> None:
     from mega_agentrl.generator.environment import set_environment
 
     log_path.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log_path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    set_environment(config, log_path=log_path)
+    set_environment(config, on_gpu=on_gpu, log_path=log_path)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # tests send functions to the workers
-    asyncio.run(_answer_calls(pipe, config, model))
+    asyncio.run(_answer_calls(pipe, config, model, dtype))
 
 
-async def _answer_calls(pipe: Connection, config: EngineConfig, model: str) -> None:
+async def _answer_calls(
+    pipe: Connection, config: EngineConfig, model: str, dtype: str | None
+) -> None:
     from mega_agentrl.generator.engine import Engine
 
     loop = asyncio.get_running_loop()
@@ -94,7 +112,7 @@ async def _answer_calls(pipe: Connection, config: EngineConfig, model: str) -> N
             loop.call_soon_threadsafe(calls.put_nowait, (0, "exit", ()))
 
     threading.Thread(target=read, daemon=True).start()
-    engine = await Engine().start(config, model, seed=1)
+    engine = await Engine().start(config, model, seed=1, dtype=dtype)
     extra = {"version": lambda: _value(engine.version), "ready": lambda: _value(None)}
     extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
     extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)

@@ -42,6 +42,7 @@ def test_a_gpu_gets_no_cpu_variables(monkeypatch):
     set_environment(EngineConfig(eager=False), on_gpu=True)
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert "TORCH_COMPILE_DISABLE" not in os.environ
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
 def test_log_lines_go_to_the_file(tmp_path):

@@ -1,4 +1,4 @@
-"""The V2 adapter on hand-made batches; inside vLLM it needs a GPU."""
+"""The V2 adapter on hand-made batches; inside vLLM it is `tests/gpu/test_entropy_tap.py`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from mega_agentrl.config.schema import EngineConfig
 from mega_agentrl.generator import tap_v2
 from mega_agentrl.generator.entropy_tap import EXTRA_ARG, TapStore
-from mega_agentrl.types.records import GenerateRequest
-from tests.generator.engine_host import EngineHost
 
 
 @pytest.fixture
@@ -59,16 +56,3 @@ def test_a_slot_is_taken_over_by_the_next_request(tap):
     tap.apply(torch.zeros(1, 2), batch([0], [4]))
     assert tap_v2.STORE.read("old").entropies == ()
     assert len(tap_v2.STORE.read("new").entropies) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="V2 runs on GPUs only")
-def test_inside_the_engine_on_a_gpu(model_folder, tmp_path):
-    host = EngineHost(EngineConfig(max_model_len=256), model_folder, tmp_path / "vllm.log")
-    try:
-        request = GenerateRequest(request_id="v2", token_ids=(5, 6, 7), max_tokens=8)
-        got = host.call("generate", request)
-        assert len(got.entropies) == len(got.token_ids)
-        assert all(0 <= entropy <= math.log(300) for entropy in got.entropies)
-    finally:
-        host.close()

@@ -10,7 +10,7 @@ from mega_agentrl.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from mega_agentrl.runtime.cluster import check_size
+from mega_agentrl.runtime.cluster import check_build, check_size, connect
 
 
 def config(**sections):
@@ -60,3 +60,17 @@ def test_a_reward_model_in_a_folder_has_ranks_of_its_own():
     check_size(judged, num_cores=2, num_gpus=5)
     with pytest.raises(ValueError, match=r"and 2 ranks of the reward model.*5 GPUs needed"):
         check_size(judged, num_cores=2, num_gpus=4)
+
+
+def test_what_is_hidden_from_torch_is_not_there(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    with pytest.raises(ValueError, match=r"3 GPUs needed, the cluster has 2.*parallel=single"):
+        connect(config(parallel=ParallelConfig(tensor=2)))
+
+
+def test_a_cluster_with_gpus_needs_a_torch_with_cuda():
+    check_build(8, "13.0")
+    check_build(0, None)
+    with pytest.raises(ValueError, match=r"8 GPUs.*build for CPUs.*DEVICE=gpu"):
+        check_build(8, None)
