@@ -25,12 +25,19 @@ def engine_args(
     seed: int,
     dtype: str | None,
     deterministic: bool = False,
+    colocated: bool = False,
 ) -> AsyncEngineArgs:
-    """vLLM's arguments. deterministic: no request shares a batch or a cached prefix."""
+    """vLLM's arguments. deterministic: no request shares a batch or a cached prefix.
+
+    colocated: it can sleep, where there is a GPU to give up (see `sleep`).
+    """
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS}
     if on_gpu:
-        options = {"gpu_memory_utilization": config.memory_fraction}
+        options = {
+            "gpu_memory_utilization": config.memory_fraction,
+            "enable_sleep_mode": colocated,
+        }
     tap = "tap_v2:EntropyTapV2" if on_gpu else "tap_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,

@@ -32,6 +32,7 @@ from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
+from mega_agentrl.runtime.turns import Turns
 from mega_agentrl.types.parts import Parts
 from mega_agentrl.types.watch import Watch
 
@@ -125,17 +126,27 @@ def _start_groups(
     stack.callback(ray.shutdown)
     if start_tools is not None:
         start_tools()
-    generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
-    stack.callback(generator.close)
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(policy.close)
+    shared = config.cluster.colocated
+    generator = GeneratorGroup.launch(
+        config, on_gpu=on_gpu, log_folder=log_folder, lodging=policy.lodging if shared else None
+    )
+    stack.callback(generator.close)
     starting = generator.begin_start()
+    turns = None
+    if shared:
+        generator.finish_start(starting)  # before the policy takes the memory
+        turns = Turns(policy, generator)
+        policy.share(turns)
     policy.start()
-    generator.finish_start(starting)
-    bridge = WeightBridge(policy, generator, config, dtype="bfloat16" if on_gpu else "float32")
+    if not shared:
+        generator.finish_start(starting)
+    dtype = "bfloat16" if on_gpu else "float32"
+    bridge = WeightBridge(policy, generator, config, dtype=dtype, turns=turns)
     (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
     policy.attach(bridge)
-    keeper = EngineKeeper(generator, bridge)
+    keeper = EngineKeeper(generator, bridge, turns=turns)
     generator.keep(keeper)
     bridge.keep(keeper)
     stack.callback(keeper.close)

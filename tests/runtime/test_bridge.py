@@ -155,9 +155,8 @@ def sides(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=str(tmp_path)),
         engine=EngineConfig(tensor=1),
-        cluster=ClusterConfig(num_engines=2, call_deadline_s=60),
+        cluster=ClusterConfig(num_engines=2, call_deadline_s=100),
     )
-    config.weights.deadline_s = 10.0
     rank_class = ray.remote(num_cpus=0)(Rank)
     ranks = [
         rank_class.remote(config, rank, NUM_RANKS, str(tmp_path / f"{rank}.log"))
