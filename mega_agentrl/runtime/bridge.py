@@ -164,15 +164,16 @@ class WeightBridge:
             return False
         if self._turns is not None:
             self._turns.make_room()
+            self._disconnect()  # whoever is replaced meanwhile is not in the link
         return self._keeper.mend()
 
     def _send_to_all(self, version: int) -> dict[str, float]:
-        if self._turns is not None:
-            self._turns.to_transfer(self._all_engines())
-        if self._common is None or list(self._common.engines) != self._all_engines():
-            self.connect()
-        assert self._common is not None, "connect() has made it"
         try:
+            if self._turns is not None:
+                self._turns.to_transfer(self._all_engines())
+            if self._common is None or list(self._common.engines) != self._all_engines():
+                self.connect()
+            assert self._common is not None, "connect() has made it"
             return self._update(self._common, version)
         except (RemoteError, ValueError):
             self._disconnect()
@@ -209,6 +210,7 @@ class WeightBridge:
         """The weights that are served once more, to all; False where it is not the time."""
         if turns.holder is not Holder.engines:
             return False
+        self._disconnect()  # its plan knows other workers
         try:
             self._send_to_all(self._version)
         except (RemoteError, ValueError):

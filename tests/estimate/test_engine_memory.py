@@ -65,3 +65,17 @@ def test_on_a_cpu_the_cache_has_its_own_size():
     memory = engine_memory(config, released("qwen3-4b"), Device(gib=None))
     assert memory.cache == config.engine.kv_cache_gib * GIB
     assert memory.token_bytes == 2 * 36 * 8 * 128 * 4
+
+
+def test_on_shared_gpus_it_lies_beside_what_the_policy_leaves():
+    config, shape = configured(engine=4), released("qwen3-32b")
+    alone = engine_memory(config, shape, Device())
+    config.cluster.colocated = True
+    shared = engine_memory(config, shape, Device())
+    buckets = 2 * 64 * 2**20
+    assert shared.peak - alone.peak == shared.neighbour == 3 * GIB + buckets
+    assert shared.cache == alone.cache
+    # Asleep it has CUDA's context and the link's buckets; no graphs with engine.eager.
+    assert shared.asleep == 2 * GIB + buckets
+    assert shared.loading == shared.weights + shared.transfer + 2 * GIB
+    assert engine_memory(config, shape, Device(gib=None)).neighbour == 0

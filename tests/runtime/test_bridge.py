@@ -19,6 +19,7 @@ from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.policy_group import PolicyActor, PolicyGroup
 from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.runtime.turns import Holder, Turns
 from tests.reshard.fake_rollout import PlainLanding
 from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import rollout_layout
@@ -43,6 +44,7 @@ class Shards:
 
     def __init__(self, folder, rank):
         self.folder, self.rank, self.shift = folder, rank, 0
+        self.parts = {"weights"}
         shape = ModelShape.from_folder(folder)
         self.shards = megatron_layout(shape, Place(tensor_rank=rank, tensor_size=NUM_RANKS))
         self.set_version(0)
@@ -57,9 +59,17 @@ class Shards:
         return self.shards
 
     def parameter(self, name):
+        assert "weights" in self.parts, "sent from host memory"
         return self.parameters[name]
 
+    def occupy(self, parts):
+        self.parts = parts
+
+    def occupied(self):
+        return self.parts
+
     def probe(self, prompt):
+        assert "weights" in self.parts, "a forward pass without weights"
         embedding = self.tensors[EMBEDDING].roll(self.shift, 0)
         return None if self.rank else logps_of(embedding, prompt)
 
@@ -122,6 +132,12 @@ class Sink:
 
     def resume(self):
         pass
+
+    def sleep(self):
+        self.landing = PlainLanding(self.wanted)
+
+    def wake(self, part):
+        self.told.append(part)
 
     def refuse(self, reason):
         self.told.append(reason)
@@ -268,6 +284,10 @@ class Keeper:
 
     def __init__(self, engines):
         self.fresh, self.engines, self.num_mended = set(), engines, 0
+        self.is_replacing = False
+
+    def lost(self, index, actor, why):
+        self.engines.dismiss(index)
 
     def mend(self):
         self.num_mended += 1
@@ -332,3 +352,86 @@ def test_another_generator_is_refused(sides):
     _, _, bridge = sides
     with pytest.raises(ValueError, match="attached to"):
         bridge.send(object(), 1)
+
+
+@pytest.fixture
+def shared(sides):
+    """Both sides on the same GPUs, with the policy's turn."""
+    policy, engines, bridge = sides
+    turns = Turns(policy, engines)
+    policy.share(turns)
+    policy.attach(bridge)
+    bridge._turns = turns
+    return policy, engines, bridge, turns
+
+
+UPDATE = ["wake", "weights", "pause", "receive_weights", "confirm_weights"]
+SERVE = ["wake", "cache", "probe", "resume"]
+
+
+def since(engines, index, before):
+    new = [word for word in ask(engines, index, "history") if word != "received"]
+    return new[len(before) :]
+
+
+def test_on_shared_gpus_the_policy_leaves_before_the_cache_wakes(shared, tmp_path):
+    policy, engines, bridge, turns = shared
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    check_received(engines, tmp_path, 1)
+    told = [word for word in ask(engines, 0, "history") if word != "received"]
+    assert told == ["wake", "weights", "layout", "connect_weights", *UPDATE[2:], *SERVE]
+    assert policy.call_all("occupied") == [frozenset(), frozenset()]
+    assert turns.holder is Holder.engines
+    bridge.send_again()
+    check_received(engines, tmp_path, 1)
+    assert since(engines, 0, told) == ["sleep", *UPDATE, *SERVE]
+
+
+def test_on_shared_gpus_a_new_engine_gets_its_weights_with_all_others(shared, tmp_path):
+    policy, engines, bridge, turns = shared
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    before = [word for word in ask(engines, 0, "history") if word != "received"]
+    keeper = Keeper(engines)
+    engines.keep(keeper)
+    bridge.keep(keeper)
+    with turns.start_of_engine():
+        keeper.mend()
+    assert bridge.welcome([1])
+    assert engines.admitted == [0, 1]
+    check_received(engines, tmp_path, 1)
+    assert since(engines, 0, before) == [
+        "sleep",
+        "wake",
+        "weights",
+        "connect_weights",
+        *UPDATE[2:],
+        *SERVE,
+    ]
+    turns.to_policy()
+    assert not bridge.welcome([1]), "the policy has the GPUs"
+
+
+def test_on_shared_gpus_the_policy_leaves_for_the_start_of_an_engine(shared, tmp_path):
+    policy, engines, bridge, turns = shared
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    turns.to_policy()
+    keeper, seen = Keeper(engines), []
+    engines.keep(keeper)
+    bridge.keep(keeper)
+    mend = keeper.mend
+
+    def watched():
+        with turns.start_of_engine():
+            seen.extend(policy.call_all("occupied"))
+            return mend()
+
+    keeper.mend = watched
+    ray.kill(engines._actors[1])
+    policy.call_all("set_version", 2)
+    bridge.send(engines, 2)
+    assert seen == [frozenset(), frozenset()]
+    assert engines.admitted == [0, 1]
+    check_received(engines, tmp_path, 2)

@@ -60,3 +60,11 @@ def test_a_reward_model_in_a_folder_has_ranks_of_its_own():
     check_size(judged, num_cores=2, num_gpus=5)
     with pytest.raises(ValueError, match=r"and 2 ranks of the reward model.*5 GPUs needed"):
         check_size(judged, num_cores=2, num_gpus=4)
+
+
+def test_engines_on_the_policy_s_gpus_need_none():
+    both = config(parallel=ParallelConfig(tensor=2), engine=EngineConfig(tensor=2))
+    both.cluster.colocated = True
+    check_size(both, num_cores=2, num_gpus=2)
+    with pytest.raises(ValueError, match="2 GPUs needed, the cluster has 1"):
+        check_size(both, num_cores=2, num_gpus=1)
