@@ -1,7 +1,8 @@
 """Builds the parts of a run from its configuration, and ends them all.
 
 Order: everything that can be wrong in the input is read first (`inputs`, trackers, then corpus and
-sandbox), then Ray starts, then policy and engines start side by side. Only where
+sandbox), then Ray starts, then policy and engines start side by side, or on shared GPUs the engines
+before the policy. Only where
 sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, before the rest.
 """
 
@@ -126,22 +127,8 @@ def _start_groups(
     stack.callback(ray.shutdown)
     if start_tools is not None:
         start_tools()
-    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
-    stack.callback(policy.close)
-    shared = config.cluster.colocated
-    generator = GeneratorGroup.launch(
-        config, on_gpu=on_gpu, log_folder=log_folder, lodging=policy.lodging if shared else None
-    )
-    stack.callback(generator.close)
-    starting = generator.begin_start()
-    turns = None
-    if shared:
-        generator.finish_start(starting)  # before the policy takes the memory
-        turns = Turns(policy, generator)
-        policy.share(turns)
-    policy.start()
-    if not shared:
-        generator.finish_start(starting)
+    launch = _launch_together if config.cluster.colocated else _launch_apart
+    policy, generator, turns = launch(config, stack, on_gpu, log_folder)
     dtype = "bfloat16" if on_gpu else "float32"
     bridge = WeightBridge(policy, generator, config, dtype=dtype, turns=turns)
     (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
@@ -152,6 +139,37 @@ def _start_groups(
     stack.callback(keeper.close)
     keeper.start()
     return policy, generator
+
+
+def _launch_apart(
+    config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
+) -> tuple[PolicyGroup, GeneratorGroup, None]:
+    """Both with GPUs of their own, started side by side."""
+    generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(generator.close)
+    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(policy.close)
+    starting = generator.begin_start()
+    policy.start()
+    generator.finish_start(starting)
+    return policy, generator, None
+
+
+def _launch_together(
+    config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
+) -> tuple[PolicyGroup, GeneratorGroup, Turns]:
+    """The policy's ranks get the GPUs, the engines start there and sleep, the model is loaded."""
+    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(policy.close)
+    generator = GeneratorGroup.launch(
+        config, on_gpu=on_gpu, log_folder=log_folder, lodging=policy.lodging
+    )
+    stack.callback(generator.close)
+    generator.finish_start(generator.begin_start())
+    turns = Turns(policy, generator)
+    policy.share(turns)
+    policy.start()
+    return policy, generator, turns
 
 
 def _start_reward_model(
