@@ -22,7 +22,7 @@ from mega_agentrl.actor.loss import (
 )
 from mega_agentrl.actor.model import vocab_shard
 from mega_agentrl.actor.network import Network, Seat, summary
-from mega_agentrl.actor.offload import require_on_device
+from mega_agentrl.actor.offload import EVERYTHING, require_on_device
 from mega_agentrl.actor.profile import StepProfile
 from mega_agentrl.actor.reference import Reference
 from mega_agentrl.batch.minibatch import step_masks
@@ -31,7 +31,7 @@ from mega_agentrl.estimate.measured import MIB, PROCESS
 from mega_agentrl.reshard.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
     from mega_agentrl.config.algo_schema import AlgoConfig
@@ -205,6 +205,12 @@ class PolicyRank:
     ) -> None:
         """Bring parts back; the gradients come back empty."""
         self.network.offload.to_device(weights=weights, gradients=gradients, optimizer=optimizer)
+
+    def occupy(self, parts: Set[str]) -> None:
+        """Have these parts of `offload.EVERYTHING` on the device and the others in host memory."""
+        offload = self.network.offload
+        offload.to_host(**{name: name not in parts for name in EVERYTHING})
+        offload.to_device(**{name: name in parts for name in EVERYTHING})
 
     def begin_profile(self) -> None:
         """Begin a trace of what this rank does."""

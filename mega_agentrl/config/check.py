@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.check_algo import check_algo
+from mega_agentrl.config.check_colocation import check_colocation
 from mega_agentrl.config.check_data import check_data, check_file
 from mega_agentrl.config.check_report import check_report
 from mega_agentrl.config.check_reward import check_reward
@@ -65,6 +66,7 @@ def check(config: TrainConfig) -> None:
         )
     check_algo(config)
     check_staleness(config)
+    check_colocation(config)
     check_reward(config)
     check_report(config.report)
     # Where the sandboxes are on other nodes, those say at their start whether they have it.

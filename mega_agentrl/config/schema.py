@@ -147,13 +147,15 @@ class ClusterConfig:
     """Where the run happens. address: Ray cluster to join; empty starts one here.
 
     call_deadline_s: limit of one call of a policy rank or an engine, of one request to an engine
-    and of an engine's start.
+    and of an engine's start. Within a weight transfer a rank waits a tenth of it for another.
     num_engines: vLLM engines beside the policy.
+    colocated: the engines are on the policy's GPUs, and one of the two has them at a time.
     """
 
     address: str = ""
     num_engines: int = 1
     call_deadline_s: float = 600.0
+    colocated: bool = False
 
     def __post_init__(self) -> None:
         require(self.num_engines >= 1, "cluster.num_engines", self.num_engines, "at least 1")
@@ -165,16 +167,13 @@ class ClusterConfig:
 class WeightsConfig:
     """The way of the weights into the engines.
 
-    bucket_mib: what travels in one go; a rank needs memory for two. deadline_s: of one wait for
-    another rank.
+    bucket_mib: what travels in one go; a rank needs memory for two.
     """
 
     bucket_mib: int = 64
-    deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         require(self.bucket_mib >= 1, "weights.bucket_mib", self.bucket_mib, "at least 1")
-        require(self.deadline_s > 0, "weights.deadline_s", self.deadline_s, "more than 0")
 
 
 @dataclass

@@ -89,10 +89,11 @@ def make(config: TrainConfig, settings: Settings, gib: float) -> Change:
 
 
 def num_ranks(config: TrainConfig) -> int:
-    """GPUs of a run: policy, critic and engines have their own."""
+    """GPUs of a run: policy and critic have their own, engines unless `cluster.colocated`."""
     critic = config.algo.needs_critic and not config.validates_only
     trained = config.parallel.num_ranks * (2 if critic else 1)
-    return trained + config.cluster.num_engines * config.engine.tensor
+    engines = config.cluster.num_engines * config.engine.tensor
+    return trained + (0 if config.cluster.colocated else engines)
 
 
 def _shown(value: Value) -> str:

@@ -28,4 +28,5 @@ def critic_memory(
     if not config.algo.needs_critic or config.validates_only:
         return []
     stages = policy_memory(config, shape.with_scalar_head(), device, imbalance=imbalance)
-    return [replace(memory, logits=0, transfer=0, reference=0, host=0) for memory in stages]
+    without = dict.fromkeys(("logits", "transfer", "reference", "host", "neighbour", "both"), 0)
+    return [replace(memory, **without) for memory in stages]

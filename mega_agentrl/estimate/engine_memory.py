@@ -5,6 +5,9 @@ find out) and its runtime come off, the rest is KV cache. Beside that share lie 
 see when it measures: CUDA graphs, the entropy tap's copies of the logits, buckets of the weight
 transfer with one module's parameters (a module is filled and then moved).
 
+On GPUs that it shares with the policy (`cluster.colocated`) it finds there what the policy leaves
+behind while the engine is awake, and leaves something itself while it sleeps (`asleep`).
+
     KV bytes per token   2 * layers * key heads of the rank * head width * bytes of a number
 """
 
@@ -35,7 +38,8 @@ class EngineMemory:
     """Bytes on one tensor rank.
 
     activations: of the largest pass. logits: of all requests, with the sampler's copies. cache:
-    of the KV cache. outside: beside vLLM's share. cache_tokens: that the KV cache holds.
+    of the KV cache. outside: beside vLLM's share. cache_tokens: that the KV cache holds. neighbour:
+    what the policy leaves on a GPU that both share. buckets: of `transfer`, those that stay.
     """
 
     weights: int
@@ -48,6 +52,8 @@ class EngineMemory:
     graphs: int
     token_bytes: int
     share: float
+    neighbour: int
+    buckets: int
 
     @property
     def cache_tokens(self) -> int:
@@ -60,9 +66,19 @@ class EngineMemory:
         return self.tap + self.transfer + self.graphs
 
     @property
+    def asleep(self) -> int:
+        """What it leaves on the GPU while the policy learns there."""
+        return self.runtime + self.graphs + self.buckets
+
+    @property
+    def loading(self) -> int:
+        """While it gets weights, still without its KV cache."""
+        return self.weights + self.transfer + self.runtime + self.graphs
+
+    @property
     def peak(self) -> int:
         """All of it, vLLM's share in full."""
-        return round(self.share) + self.outside
+        return round(self.share) + self.outside + self.neighbour
 
 
 def engine_memory(config: TrainConfig, shape: ModelShape, device: Device) -> EngineMemory:
@@ -86,6 +102,8 @@ def engine_memory(config: TrainConfig, shape: ModelShape, device: Device) -> Eng
     else:
         share = engine.memory_fraction * device.gib * GIB
     kv_heads = max(1, shape.num_kv_heads // engine.tensor)
+    buckets = 2 * bucket
+    shared = config.cluster.colocated and device.is_gpu
     return EngineMemory(
         weights=weights,
         activations=activations,
@@ -93,10 +111,12 @@ def engine_memory(config: TrainConfig, shape: ModelShape, device: Device) -> Eng
         runtime=runtime,
         cache=round(share) - taken,
         tap=3 * rows * _FLOAT_BYTES,
-        transfer=2 * bucket + _largest_layer(shape, engine.tensor) * item,
+        transfer=buckets + _largest_layer(shape, engine.tensor) * item,
         graphs=_GRAPH_BYTES if device.is_gpu and not engine.eager else 0,
         token_bytes=2 * shape.num_layers * kv_heads * shape.head_dim * item,
         share=share,
+        neighbour=device.policy_runtime_bytes + buckets if shared else 0,
+        buckets=buckets,
     )
 
 

@@ -6,6 +6,10 @@
                  piece, or two buckets of the weight transfer
 
 The peak is what is always there plus the largest of the rest.
+
+On GPUs that engines share (`cluster.colocated`) a sleeping engine leaves something there all the
+while, and there is one more moment, the transfer, with the weights of both but neither gradients
+and optimizer nor a KV cache. Where that is the most, it is the peak.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.activation import Kernels, layer_workspace, stage_activations
 from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES
+from mega_agentrl.estimate.engine_memory import engine_memory
 from mega_agentrl.estimate.model_state import model_state
 from mega_agentrl.estimate.vocab_head import head_workspace
 
@@ -30,7 +35,9 @@ _REFERENCE_PIECE_BYTES = 256 * _MIB
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyMemory:
     """Bytes on a rank of one stage. logits: the head's workspace, 0 but on the last stage.
-    layer: of the backward pass of one layer. transfer: buckets. host: pinned, for the reference.
+    layer: of the backward pass of one layer. transfer: buckets. host: pinned, for the reference,
+    on shared GPUs also for all that makes room there. neighbour: of an engine that sleeps on the
+    same GPU. both: of the moment in which that has its weights beside these; 0 without one.
     """
 
     stage: int
@@ -45,13 +52,19 @@ class PolicyMemory:
     reference: int
     runtime: int
     host: int
+    neighbour: int = 0
+    both: int = 0
 
     @property
     def peak(self) -> int:
         """The most that is there at one time."""
         fixed = self.weights + self.gradients + self.optimizer + self.runtime
         training = self.activations + max(self.logits, self.layer)
-        return fixed + max(training, self.transfer, self.reference)
+        if not self.neighbour:
+            return fixed + max(training, self.transfer, self.reference)
+        # The link's buckets are there from the first transfer on.
+        learning = fixed + self.transfer + max(training, self.reference) + self.neighbour
+        return max(learning, self.both)
 
 
 def policy_memory(
@@ -92,20 +105,30 @@ def policy_memory(
             bucket = min(bucket, state.weights)
             runtime = CPU_LIBRARIES_BYTES
         reference = config.algo.needs_reference and trains
+        gradients, optimizer = (state.gradients, state.optimizer) if trains else (0, 0)
+        host = state.host_copy if reference else 0
+        neighbour = both = 0
+        if config.cluster.colocated and device.is_gpu:
+            engine = engine_memory(config, shape, device)
+            neighbour = engine.asleep
+            both = state.weights + 2 * bucket + runtime + engine.loading
+            host += state.weights + optimizer
         found.append(
             PolicyMemory(
                 stage=stage,
                 num_parameters=state.num_parameters,
                 weights=state.weights,
-                gradients=state.gradients if trains else 0,
-                optimizer=state.optimizer if trains else 0,
+                gradients=gradients,
+                optimizer=optimizer,
                 activations=activations,
                 logits=logits,
                 layer=workspace,
                 transfer=2 * bucket,
                 reference=min(_REFERENCE_PIECE_BYTES, state.weights) if reference else 0,
                 runtime=runtime,
-                host=state.host_copy if reference else 0,
+                host=host,
+                neighbour=neighbour,
+                both=both,
             )
         )
     return found

@@ -58,7 +58,9 @@ def transfer(
     cut = trainer_cut(config, shape)
     tensor, engines = config.engine.tensor, config.cluster.num_engines
     dtype = "bfloat16" if device.is_gpu else "float32"
-    places = locations(cut.num_ranks, tensor, engines, device.per_node)
+    places = locations(
+        cut.num_ranks, tensor, engines, device.per_node, shared=config.cluster.colocated
+    )
     sample, sets = sample_shape(shape), RankSets()
     held = repeated_sources(shape, cut, sets)
     engine = [engine_layout(sample, rank, tensor) for rank in range(tensor)]
@@ -95,9 +97,16 @@ def trainer_cut(config: TrainConfig, shape: ModelShape) -> TrainerCut:
     )
 
 
-def locations(num_policy: int, tensor: int, engines: int, per_node: int) -> list[Location]:
-    """Policy ranks first, then engines, each engine inside one machine where it fits."""
+def locations(
+    num_policy: int, tensor: int, engines: int, per_node: int, *, shared: bool = False
+) -> list[Location]:
+    """Policy ranks first, then engines, each engine inside one machine where it fits.
+
+    shared: the engines are on the GPUs of the first policy ranks, in their order.
+    """
     places = [Location(rank // per_node, rank % per_node) for rank in range(num_policy)]
+    if shared:
+        return places + places[: tensor * engines]
     seat = num_policy
     for _ in range(engines):
         if tensor <= per_node and seat % per_node + tensor > per_node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.check_colocation import ranks_in_a_node
 from mega_agentrl.estimate.change import num_ranks
 from mega_agentrl.estimate.critic_memory import critic_memory
 from mega_agentrl.estimate.device import GIB
@@ -94,6 +95,17 @@ def _places(config: TrainConfig, device: Device, num_gpus: int | None) -> list[P
                     (f"{key}={device.per_node} (from {size})",),
                 )
             )
+    together = ranks_in_a_node(config)
+    if not found and together > device.per_node:
+        found.append(
+            Problem(
+                "engine.tensor",
+                f"engine.tensor={config.engine.tensor}: with parallel.tensor="
+                f"{config.parallel.tensor} and cluster.colocated=true {together} ranks belong on "
+                f"one machine, expected at most {device.per_node}",
+                (f"engine.tensor={config.parallel.tensor} (from {config.engine.tensor})",),
+            )
+        )
     needed = num_ranks(config)
     if num_gpus is not None and needed > num_gpus:
         found.append(_too_many(config, needed, num_gpus))
@@ -112,6 +124,9 @@ def _with_places(check: Check, device: Device, num_gpus: int | None) -> Check:
 
 
 def _too_many(config: TrainConfig, needed: int, num_gpus: int) -> Problem:
+    if config.cluster.colocated:
+        message = f"{needed} GPUs needed, which engines share, {num_gpus} there"
+        return Problem("parallel.data", message)
     tensor = config.engine.tensor
     policy = needed - config.cluster.num_engines * tensor
     engines = (num_gpus - policy) // tensor
@@ -127,20 +142,28 @@ def _too_many(config: TrainConfig, needed: int, num_gpus: int) -> Problem:
 
 
 def _policy_problem(memory: PolicyMemory, device: Device, changes: list[Change]) -> Problem:
+    message = (
+        f"policy rank of stage {memory.stage} needs {memory.peak / GIB:.1f} GiB of "
+        f"{device.usable_bytes / GIB:.1f} usable"
+    )
     parts = {
         "optim.micro_batch_tokens": memory.activations + max(memory.logits, memory.layer),
         "parallel.pipeline": memory.weights + memory.gradients + memory.optimizer,
         "weights.bucket_mib": memory.transfer,
     }
+    if memory.peak == memory.both:
+        message += " while weights are sent: its own and those of the engine on its GPU, buckets"
+        del parts["optim.micro_batch_tokens"]
+    else:
+        message += _beside(memory.neighbour, "a sleeping engine")
     key = max(parts, key=lambda name: parts[name])
     if changes:
         key = next(iter(changes[0].settings))
-    return Problem(
-        key,
-        f"policy rank of stage {memory.stage} needs {memory.peak / GIB:.1f} GiB of "
-        f"{device.usable_bytes / GIB:.1f} usable",
-        tuple(map(str, changes)),
-    )
+    return Problem(key, message, tuple(map(str, changes)))
+
+
+def _beside(num_bytes: int, who: str) -> str:
+    return f", {num_bytes / GIB:.1f} of it what {who} leaves there" if num_bytes else ""
 
 
 def _engine_problems(
@@ -156,6 +179,7 @@ def _engine_problems(
             f"engine rank needs {memory.peak / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} "
             f"usable: engine.memory_fraction={config.engine.memory_fraction:g} is "
             f"{memory.share / GIB:.1f}, beside it {memory.outside / GIB:.1f}"
+            + _beside(memory.neighbour, "the policy, off the GPU,")
         )
     if memory.cache_tokens < config.engine.max_model_len:
         messages.append(

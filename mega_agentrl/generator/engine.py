@@ -11,6 +11,8 @@ Serving states: it serves -> `pause` -> paused -> `resume` -> it serves. A weigh
 Requests that arrive meanwhile wait; once a step of it fails, or `refuse` is called, they are
 refused with the reason until a later update has gone through. `pause` waits for every request
 that was let in, so each is computed by one version, the one it is labelled with.
+On shared GPUs it may `sleep` in any state, and is woken for an update: "weights" before
+`receive_weights`, "cache" after `confirm_weights`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from mega_agentrl.generator.sampling import (
     sampling_params,
     to_generation,
 )
+from mega_agentrl.generator.sleep import HeldMemory
 from mega_agentrl.generator.tap_reader import TapReader
 from mega_agentrl.types.faults import EngineLostError
 
@@ -82,18 +85,18 @@ class Engine:
         seed: int,
         dtype: str | None = None,
         deadline_s: float = 600.0,
-        deterministic: bool = False,
+        **kind: bool,
     ) -> Self:
         """Start vLLM with the weights of a model folder and serve version 0.
 
         dtype: of weights and activations; None is float32 on a CPU and bfloat16 on a GPU.
-        deadline_s: of one request, `cluster.call_deadline_s`.
+        deadline_s: of one request, `cluster.call_deadline_s`. kind: see `engine_args`.
         Blocks the event loop meanwhile, so the deadline of a start is the caller's to keep.
         Raises `RuntimeError` where vLLM cannot start.
         """
         self._config = config
         self._deadline_s = deadline_s
-        args = engine_args(config, model_path, seed=seed, dtype=dtype, deterministic=deterministic)
+        args = engine_args(config, model_path, seed=seed, dtype=dtype, **kind)
         try:
             self._llm = AsyncLLM.from_engine_args(args)
         except RuntimeError as error:
@@ -102,6 +105,7 @@ class Engine:
             ) from error
         self._stops = StopTable(self._llm.get_tokenizer())
         self._tap = TapReader(self._llm)
+        self._memory = HeldMemory(self._llm, self._ask, sleeps=args.enable_sleep_mode)
         # Of the objects that the imports left behind none is garbage; without this, a full
         # collection among them stops all requests for more than half a second, again and again.
         gc.collect()
@@ -184,9 +188,21 @@ class Engine:
         self._serving.clear()
         await self._drain()
 
+    async def sleep(self) -> None:
+        """Let running requests end, give up weights and KV cache; safe to call twice."""
+        await self.pause()
+        with self._errand():
+            await self._call_workers("weights_drop")
+            await self._memory.give_up()
+
+    async def wake(self, part: str) -> None:
+        """See `HeldMemory.wake`."""
+        with self._errand():
+            await self._memory.wake(part)
+
     async def resume(self) -> None:
         """Serve again; raises `RuntimeError` while the weights are not proven."""
-        if self._updating:
+        if self._updating or not self._memory.can_compute:
             await self.refuse("it was to serve in the middle of a weight update")
         if self._failure is None:
             await self._ask(self._llm.resume_generation())
@@ -340,6 +356,7 @@ class Engine:
             await self._ask(self._llm.finish_weight_update(str(version)))
         await self._check_workers(version)
         self._version, self._updating = version, False
+        self._memory.filled()
 
     async def memory(self) -> list[dict[str, float]]:
         """`WorkerExtension.memory_taken` by worker."""

@@ -25,14 +25,21 @@ def engine_args(
     seed: int,
     dtype: str | None,
     deterministic: bool = False,
+    colocated: bool = False,
 ) -> AsyncEngineArgs:
-    """vLLM's arguments. deterministic: no request shares a batch or a cached prefix."""
+    """vLLM's arguments. deterministic: no request shares a batch or a cached prefix.
+
+    colocated: it can sleep, where there is a GPU to give up (see `sleep`).
+    """
     on_gpu = torch.cuda.is_available()
     # A prompt that is cut between two steps samples a token too many, whose draw vLLM takes back
     # from the seeded generator of the request; a CPU's cannot give it back, and the engine dies.
     options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS, "enable_chunked_prefill": False}
     if on_gpu:
-        options = {"gpu_memory_utilization": config.memory_fraction}
+        options = {
+            "gpu_memory_utilization": config.memory_fraction,
+            "enable_sleep_mode": colocated,
+        }
     tap = "tap_v2:EntropyTapV2" if on_gpu else "tap_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,

@@ -28,12 +28,14 @@ def set_environment(
     *,
     on_gpu: bool = False,
     deterministic: bool = False,
+    gpus: str | None = None,
     log_path: Path | None = None,
 ) -> None:
     """Set vLLM's variables in this process; must run before the first `import vllm`.
 
-    deterministic: sums are always in the same order. log_path: file that gets vLLM's log lines,
-    also those of its child processes; None leaves them on stderr.
+    deterministic: sums are always in the same order. gpus: those that are shared with others, as
+    CUDA names them; without any the process keeps what it was given. log_path: file that gets
+    vLLM's log lines, also those of its child processes; None leaves them on stderr.
     """
     variables = {
         HOST_PID_VARIABLE: str(os.getpid()),
@@ -48,6 +50,8 @@ def set_environment(
         # The sampler holds one small torch.compile kernel, whose compilation costs the
         # first request several seconds and gains nothing without graphs.
         variables["TORCH_COMPILE_DISABLE"] = "1"
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus
     if on_gpu:
         # The runner that `tap_v2` is made for; vLLM would fall back to the other one.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"

@@ -11,6 +11,7 @@ does not do.
     received -> `verify`                 -> verified   or failed: digests differ
     verified -> `finish_weight_update`   -> ready      the new version
     any      -> `reject`                 -> failed     until an update succeeds
+    ready    -> `drop`                   -> dropped    until an update succeeds
 
 In every state but ready a step of the model raises: the worker itself never computes with
 weights that are not proven, whatever the engine asks of it. That ends the engine, so the engine
@@ -61,6 +62,7 @@ class State(Enum):
     received = auto()
     verified = auto()
     failed = auto()
+    dropped = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,11 @@ class ReshardTransferEngine(WeightTransferEngine[LinkInfo, VersionInfo]):
         """Compute no more until an update succeeds; what is under way is given up."""
         self._fail(Failure(reason, is_consequence=False))
         self._state = State.failed
+
+    def drop(self) -> None:
+        """The memory of the weights is given up: compute no more until an update succeeds."""
+        if self._state is State.ready:
+            self._state = State.dropped
 
     def shutdown(self) -> None:
         """Leave the link."""

@@ -81,6 +81,10 @@ class WorkerExtension:
         self.weight_transfer_engine.reject(reason)
         self._weight_update_active = False
 
+    def weights_drop(self) -> None:
+        """The memory of the weights is about to be given up."""
+        self.weight_transfer_engine.drop()
+
     def settle(self) -> None:
         """Called once after the start.
 

@@ -9,6 +9,10 @@ An engine that has started an update serves again only after its digests are tho
 and its log-probs of a fixed prompt agree. After any failure the link is given up and the engines
 refuse to serve; the next `send` makes a new link. Where an engine was lost in the middle of a
 `send`, it waits for the keeper's successor and begins again.
+
+On GPUs that policy and engines share (`turns`) the weights of both are there from before the link
+moves them until they are proven; then the policy's leave, the KV caches wake, and the probe is
+asked. Nobody can be welcomed alone there: all engines pause and get the same weights again.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from mega_agentrl.reshard.traffic import count_traffic
 from mega_agentrl.reshard.transport import WeightLink
 from mega_agentrl.reshard.whereabouts import locations
 from mega_agentrl.runtime.remote import RankGoneError, RemoteError, gather, gather_causes
+from mega_agentrl.runtime.turns import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,10 +51,14 @@ if TYPE_CHECKING:
     from mega_agentrl.runtime.engine_keeper import EngineKeeper
     from mega_agentrl.runtime.generator_group import GeneratorGroup
     from mega_agentrl.runtime.policy_group import PolicyGroup
+    from mega_agentrl.runtime.turns import Turns
     from mega_agentrl.types.ports import Generator
 
 _GRACE_S = 5.0
 """How long others may take to say what they know of a transfer that has failed."""
+WAITS_TO_A_CALL = 10
+"""Waits for another rank that a call of a transfer may hold before its own deadline ends it."""
+
 PROBE_TOKENS = 32
 """Length of the prompt that policy and engines both score after every update."""
 
@@ -75,8 +84,16 @@ class WeightBridge:
     """Between one policy and its engines."""
 
     def __init__(
-        self, policy: PolicyGroup, engines: GeneratorGroup, config: TrainConfig, *, dtype: str
+        self,
+        policy: PolicyGroup,
+        engines: GeneratorGroup,
+        config: TrainConfig,
+        *,
+        dtype: str,
+        turns: Turns | None = None,
     ) -> None:
+        """turns: on the GPUs that both sides share; None: each has its own."""
+        self._turns = turns
         self._policy = policy
         self._engines = engines
         self._config = config
@@ -115,6 +132,8 @@ class WeightBridge:
         if generator is not self._engines:
             raise ValueError("send_weights: expected the generator this policy is attached to")
         with self._policy.turn:
+            if self._turns is not None and self._keeper is not None and self._keeper.is_replacing:
+                self._mend()  # who is lost is replaced only while the policy is off the GPUs
             while True:
                 try:
                     report = self._send_to_all(version)
@@ -122,7 +141,7 @@ class WeightBridge:
                     raise
                 except RemoteError:
                     # Some engine is new by then, or the error is not an engine's death.
-                    if self._keeper is None or not self._keeper.mend():
+                    if not self._mend():
                         raise
                 else:
                     break
@@ -135,11 +154,26 @@ class WeightBridge:
             self._keeper.wake()
         return report
 
+    def send_again(self) -> None:
+        """Bring the weights that were served last into every engine, after a sleep."""
+        self.send(self._engines, self._version)
+
+    def _mend(self) -> bool:
+        """See `EngineKeeper.mend`; False where nobody does."""
+        if self._keeper is None:
+            return False
+        if self._turns is not None:
+            self._turns.make_room()
+            self._disconnect()  # whoever is replaced meanwhile is not in the link
+        return self._keeper.mend()
+
     def _send_to_all(self, version: int) -> dict[str, float]:
-        if self._common is None or list(self._common.engines) != self._all_engines():
-            self.connect()
-        assert self._common is not None, "connect() has made it"
         try:
+            if self._turns is not None:
+                self._turns.to_transfer(self._all_engines())
+            if self._common is None or list(self._common.engines) != self._all_engines():
+                self.connect()
+            assert self._common is not None, "connect() has made it"
             return self._update(self._common, version)
         except (RemoteError, ValueError):
             self._disconnect()
@@ -160,6 +194,8 @@ class WeightBridge:
         try:
             if self._policy.is_ahead:
                 return False
+            if self._turns is not None:
+                return self._send_to_those_asleep(self._turns)
             line = self._open(engines)
             try:
                 self._update(line, self._version)
@@ -168,6 +204,20 @@ class WeightBridge:
             self._disconnect()  # its plan knows other workers
         finally:
             self._policy.turn.release()
+        return True
+
+    def _send_to_those_asleep(self, turns: Turns) -> bool:
+        """The weights that are served once more, to all; False where it is not the time."""
+        if turns.holder is not Holder.engines:
+            return False
+        self._disconnect()  # its plan knows other workers
+        try:
+            self._send_to_all(self._version)
+        except (RemoteError, ValueError):
+            turns.make_room()  # for the successor of whoever failed
+            raise
+        for engine in self._all_engines():
+            self._engines.admit(engine)
         return True
 
     def forget_policy(self) -> None:
@@ -199,7 +249,7 @@ class WeightBridge:
             port=port,
             key=next(self._keys),
             plan=plan,
-            timeout_s=self._config.weights.deadline_s,
+            timeout_s=self._deadline_s / WAITS_TO_A_CALL,
             locations=tuple(places),
         )
         # Each side gets its own part of the plan and of the regions: whole, they are large.
@@ -283,6 +333,8 @@ class WeightBridge:
         """The largest mean difference of any engine; raises `ValueError` where it is too large."""
         prompt = probe_prompt(self._shape.vocab, PROBE_TOKENS)
         calls = self._policy.start_call("probe", prompt)
+        if self._turns is not None:
+            self._turns.to_engines(line.engines)  # behind the ranks' own answers
         answers = self._gather(
             "probe", calls | self._engines.start_call("probe", prompt, only=line.engines)
         )

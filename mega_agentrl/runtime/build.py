@@ -1,7 +1,8 @@
 """Builds the parts of a run from its configuration, and ends them all.
 
 Order: everything that can be wrong in the input is read first (`inputs`, trackers, then corpus and
-sandbox), then Ray starts, then policy and engines start side by side. Only where
+sandbox), then Ray starts, then policy and engines start side by side, or on shared GPUs the engines
+before the policy. Only where
 sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, before the rest.
 """
 
@@ -32,6 +33,7 @@ from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
+from mega_agentrl.runtime.turns import Turns
 from mega_agentrl.types.parts import Parts
 from mega_agentrl.types.watch import Watch
 
@@ -125,6 +127,24 @@ def _start_groups(
     stack.callback(ray.shutdown)
     if start_tools is not None:
         start_tools()
+    launch = _launch_together if config.cluster.colocated else _launch_apart
+    policy, generator, turns = launch(config, stack, on_gpu, log_folder)
+    dtype = "bfloat16" if on_gpu else "float32"
+    bridge = WeightBridge(policy, generator, config, dtype=dtype, turns=turns)
+    (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
+    policy.attach(bridge)
+    keeper = EngineKeeper(generator, bridge, turns=turns)
+    generator.keep(keeper)
+    bridge.keep(keeper)
+    stack.callback(keeper.close)
+    keeper.start()
+    return policy, generator
+
+
+def _launch_apart(
+    config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
+) -> tuple[PolicyGroup, GeneratorGroup, None]:
+    """Both with GPUs of their own, started side by side."""
     generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(generator.close)
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
@@ -132,15 +152,24 @@ def _start_groups(
     starting = generator.begin_start()
     policy.start()
     generator.finish_start(starting)
-    bridge = WeightBridge(policy, generator, config, dtype="bfloat16" if on_gpu else "float32")
-    (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
-    policy.attach(bridge)
-    keeper = EngineKeeper(generator, bridge)
-    generator.keep(keeper)
-    bridge.keep(keeper)
-    stack.callback(keeper.close)
-    keeper.start()
-    return policy, generator
+    return policy, generator, None
+
+
+def _launch_together(
+    config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
+) -> tuple[PolicyGroup, GeneratorGroup, Turns]:
+    """The policy's ranks get the GPUs, the engines start there and sleep, the model is loaded."""
+    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    stack.callback(policy.close)
+    generator = GeneratorGroup.launch(
+        config, on_gpu=on_gpu, log_folder=log_folder, lodging=policy.lodging
+    )
+    stack.callback(generator.close)
+    generator.finish_start(generator.begin_start())
+    turns = Turns(policy, generator)
+    policy.share(turns)
+    policy.start()
+    return policy, generator, turns
 
 
 def _start_reward_model(

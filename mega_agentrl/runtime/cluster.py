@@ -23,7 +23,8 @@ _logger = logging.getLogger(__name__)
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     """Raise `ValueError` where the layout needs more than there is.
 
-    On GPUs every rank, of policy, engines, critic and reward model, has one of its own. On CPUs
+    On GPUs every rank, of policy, engines, critic and reward model, has one of its own, but for
+    engines with `cluster.colocated`, which are on the policy's. On CPUs
     they take turns, and a few may share a core: a warning where the largest group has more ranks
     than cores.
     A cluster that was joined must have a core for each actor, or Ray would wait for one for ever.
@@ -42,7 +43,8 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
     for other in others:
         shape += f", and {policy_ranks} ranks of the {other}, which is cut as the policy is"
     if num_gpus:
-        num_needed = policy_ranks + engine_ranks + other_ranks
+        own = 0 if config.cluster.colocated else engine_ranks
+        num_needed = policy_ranks + own + other_ranks
         if num_needed > num_gpus:
             raise ValueError(
                 f"{shape}: {num_needed} GPUs needed, the cluster has {num_gpus}; "

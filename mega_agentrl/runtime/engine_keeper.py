@@ -8,7 +8,8 @@ and when it is silent for `SILENCE_S`. Whoever notices a death first may say so 
 
 A fresh engine waits for the next `send` where the policy has gone on meanwhile. An engine that is
 lost `_MAX_LOSSES` times before it was admitted once is given up; with the last one everybody who
-waits gets the error. Waits for the policy's turn and for starts, which have deadlines.
+waits gets the error. Waits for the policy's turn and for starts, which have deadlines; on GPUs that
+the policy shares also until it is off them (`turns`), and a lost engine is ended at once then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -30,6 +32,7 @@ from mega_agentrl.types.faults import EngineLostError
 if TYPE_CHECKING:
     from mega_agentrl.runtime.bridge import WeightBridge
     from mega_agentrl.runtime.generator_group import GeneratorGroup
+    from mega_agentrl.runtime.turns import Turns
 
 SILENCE_S = 20.0
 _TICK_S = 1.0
@@ -48,13 +51,19 @@ class EngineKeeper:
     """
 
     def __init__(
-        self, engines: GeneratorGroup, bridge: WeightBridge, *, silence_s: float = SILENCE_S
+        self,
+        engines: GeneratorGroup,
+        bridge: WeightBridge,
+        *,
+        silence_s: float = SILENCE_S,
+        turns: Turns | None = None,
     ) -> None:
         self.fresh: set[int] = set()
         self.num_replaced = 0
         self._engines = engines
         self._bridge = bridge
         self._silence_s = silence_s
+        self._turns = turns
         self._lock = threading.Condition()
         self._closing = threading.Event()
         self._lost: dict[int, str] = {}
@@ -86,7 +95,14 @@ class EngineKeeper:
             self._lost[index] = why
             self.fresh.discard(index)
             self._engines.dismiss(index)
+            if self._turns is not None:
+                ray.kill(actor, no_restart=True)  # its memory is needed before its successor is
             self._lock.notify_all()
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether some engine is lost and its successor not there yet."""
+        return bool(self._lost)
 
     async def wait_for_any(self) -> None:
         """Until some engine gets requests; raises `RemoteError` where none ever will."""
@@ -178,8 +194,9 @@ class EngineKeeper:
             self._give_up(index, self._lost[index])
             return
         try:
-            _, starting = self._engines.begin_replace(index)
-            self._engines.finish_start(starting)
+            with nullcontext() if self._turns is None else self._turns.start_of_engine():
+                _, starting = self._engines.begin_replace(index)
+                self._engines.finish_start(starting)
         except RemoteError as error:
             _logger.warning("engine %d did not come back: %s", index, error)
             return  # still lost: once more
@@ -198,6 +215,8 @@ class EngineKeeper:
     def _welcome(self) -> None:
         """Bring the weights into fresh engines, unless the policy has gone on."""
         for index in sorted(self.fresh):
+            if index in self._engines.admitted:
+                continue  # it got them with another one
             actor = self._engines.actor(index)
             try:
                 if not self._bridge.welcome([index]):

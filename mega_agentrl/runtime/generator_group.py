@@ -9,6 +9,9 @@ has the current weights (`WeightBridge.welcome`); the others go on meanwhile.
 With a keeper (`engine_keeper`) an engine that dies or hangs is replaced, and what it was at is
 asked of the others, or of its successor where there are none: a request holds all that it needs,
 its seed too. Nobody but the keeper knows of it.
+
+On the policy's GPUs (`cluster.colocated`) an engine starts where `lodging` says and sleeps from
+then on, until its turn comes (`turns`).
 """
 
 from __future__ import annotations
@@ -36,23 +39,37 @@ _MAX_LOSSES = 3
 
 
 class EngineActor:
-    """One vLLM engine in a process of its own; forwards calls to `generator.engine.Engine`."""
+    """One vLLM engine in a process of its own; forwards calls to `generator.engine.Engine`.
+
+    gpus: those that it shares, as CUDA names them, empty on a CPU; None where it shares none.
+    """
 
     def __init__(
-        self, config: EngineConfig, on_gpu: bool, log_file: str, deterministic: bool
+        self,
+        config: EngineConfig,
+        on_gpu: bool,
+        log_file: str,
+        deterministic: bool,
+        gpus: str | None = None,
     ) -> None:
         redirect_output(Path(log_file))
         self._config = config
         self._on_gpu = on_gpu
         self._deterministic = deterministic
+        self._gpus = gpus
         self._engine: Any = None
 
     async def start(self, model_path: str, seed: int, deadline_s: float) -> None:
-        """Start the engine with the weights of a model folder; deadline_s: of one request."""
+        """Start the engine with the weights of a model folder; deadline_s: of one request.
+
+        On GPUs that it shares it sleeps then.
+        """
         from mega_agentrl.generator.environment import set_environment
 
         deterministic = self._deterministic
-        set_environment(self._config, on_gpu=self._on_gpu, deterministic=deterministic)
+        set_environment(
+            self._config, on_gpu=self._on_gpu, deterministic=deterministic, gpus=self._gpus
+        )
         from mega_agentrl.generator.engine import Engine
 
         self._engine = Engine()
@@ -62,7 +79,10 @@ class EngineActor:
             seed=seed,
             deadline_s=deadline_s,
             deterministic=deterministic,
+            colocated=self._gpus is not None,
         )
+        if self._gpus is not None:
+            await self._engine.sleep()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of the engine."""
@@ -98,16 +118,30 @@ class GeneratorGroup:
         return self._actors[index]
 
     @classmethod
-    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> GeneratorGroup:
-        """Start the processes; `begin_start` then starts vLLM in them."""
+    def launch(
+        cls,
+        config: TrainConfig,
+        *,
+        on_gpu: bool,
+        log_folder: Path,
+        lodging: Callable[[int], tuple[Any, str]] | None = None,
+    ) -> GeneratorGroup:
+        """Start the processes; `begin_start` then starts vLLM in them.
+
+        lodging: scheduling strategy and GPUs by the number of an engine, where those are another
+        group's; None: each has its own.
+        """
         engine = config.engine
-        actor_class = ray.remote(
-            num_cpus=1, num_gpus=engine.tensor if on_gpu else 0, max_concurrency=4096
-        )(EngineActor)
+        num_gpus = engine.tensor if on_gpu and lodging is None else 0
+        actor_class = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=4096)(EngineActor)
 
         def spawn(index: int) -> Any:
             log_file = str(log_folder / f"engine{index}.log")
-            return actor_class.remote(engine, on_gpu, log_file, config.deterministic)
+            given = (engine, on_gpu, log_file, config.deterministic)
+            if lodging is None:
+                return actor_class.remote(*given)
+            strategy, gpus = lodging(index)
+            return actor_class.options(scheduling_strategy=strategy).remote(*given, gpus)
 
         actors = [spawn(index) for index in range(config.cluster.num_engines)]
         return cls(actors, config, spawn)
@@ -130,6 +164,27 @@ class GeneratorGroup:
     def finish_start(self, calls: dict[str, Any]) -> None:
         """Wait until every engine serves."""
         gather(calls, "start of the engines", self._config.cluster.call_deadline_s)
+
+    def sleep(self) -> None:
+        """See `turns.Sleepers.sleep`; one that cannot is the keeper's to replace.
+
+        Raises `RemoteError` for it where there is no keeper.
+        """
+        fresh = set() if self._keeper is None else self._keeper.fresh
+        actors = {index: self._actors[index] for index in sorted(fresh | self._admitted)}
+        calls = self.start_call("sleep", only=list(actors))
+        for (index, actor), (name, call) in zip(actors.items(), calls.items(), strict=True):
+            try:
+                gather({name: call}, "sleep", self._config.cluster.call_deadline_s)
+            except RemoteError as error:
+                if self._keeper is None:
+                    raise
+                self._keeper.lost(index, actor, str(error))
+
+    def wake(self, part: str, only: Sequence[int]) -> None:
+        """See `turns.Sleepers.wake`; raises `RemoteError` naming who does not."""
+        calls = self.start_call("wake", part, only=only)
+        gather(calls, f"room for the {part}", self._config.cluster.call_deadline_s)
 
     def begin_replace(self, index: int | None = None) -> tuple[int, dict[str, Any]]:
         """Start a new process for an engine, dead or not, or one more engine.

@@ -2,7 +2,12 @@
 
 A tensor-parallel group exchanges activations in every layer, so it must not cross nodes.
 Each group is one bundle of a placement group, and Ray puts a bundle on a single node.
-Engines need none of this: an engine is one Ray actor that starts its own workers beside it.
+
+Engines on GPUs of their own need none of this: an engine is one Ray actor that starts its own
+workers beside it. Engines that share the policy's GPUs (`cluster.colocated`) are in the bundles of
+the ranks they share with, which then hold whole engines as well. In Ray's books the GPUs are the
+policy's, one a rank; an engine has none there and is told by name which it may use, as Ray's
+fractions of a GPU could put two ranks on one and can give nobody parts of several.
 """
 
 from __future__ import annotations
@@ -13,41 +18,60 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mega_agentrl.config.check_colocation import ranks_in_a_node
+
 if TYPE_CHECKING:
     from mega_agentrl.config.policy_schema import ParallelConfig
+    from mega_agentrl.config.schema import TrainConfig
 
 _DEADLINE_S = 120.0
 
 
-def bundles(layout: ParallelConfig, *, on_gpu: bool) -> list[dict[str, float]]:
-    """Resources of each tensor-parallel group, in rank order (tensor rank runs fastest)."""
-    size = float(layout.tensor)
-    bundle = {"CPU": size, "GPU": size} if on_gpu else {"CPU": size}
-    return [dict(bundle) for _ in range(layout.num_ranks // layout.tensor)]
+def bundles(
+    layout: ParallelConfig, *, on_gpu: bool, size: int | None = None, num_engines: int = 0
+) -> list[dict[str, float]]:
+    """Resources of each bundle, in rank order (tensor rank runs fastest).
+
+    size: ranks of a bundle, by default a tensor-parallel group. num_engines: of each bundle.
+    """
+    size = size or layout.tensor
+    bundle = {"CPU": float(size + num_engines)}
+    if on_gpu:
+        bundle["GPU"] = float(size)
+    return [dict(bundle) for _ in range(layout.num_ranks // size)]
 
 
 class PolicyPlacement:
-    """The reserved places of all policy ranks."""
+    """The reserved places of all policy ranks, and of the engines that share their GPUs.
 
-    def __init__(self, layout: ParallelConfig, *, on_gpu: bool) -> None:
-        """Reserve them; raises `ValueError` where no node has room for a whole group."""
-        self._tensor = layout.tensor
-        self._group = placement_group(bundles(layout, on_gpu=on_gpu), strategy="PACK")
+    shared: whether there are such engines.
+    """
+
+    def __init__(self, config: TrainConfig, *, on_gpu: bool, shared: bool = False) -> None:
+        """Reserve them; raises `ValueError` where no node has room for a whole bundle."""
+        layout, self._engine_ranks = config.parallel, config.engine.tensor
+        self._size = size = ranks_in_a_node(config) if shared else layout.tensor
+        num_engines = size // self._engine_ranks if shared else 0
+        wanted = bundles(layout, on_gpu=on_gpu, size=size, num_engines=num_engines)
+        self._group = placement_group(wanted, strategy="PACK")
         ready, _ = ray.wait([self._group.ready()], timeout=_DEADLINE_S)
         if not ready:
             self.release()
             raise ValueError(
-                f"parallel.tensor={layout.tensor}: no room for {layout.num_ranks // layout.tensor} "
-                f"groups of {layout.tensor} ranks, each inside one node, within {_DEADLINE_S:g} s; "
-                "probable cause: a tensor-parallel size above the GPUs of a node, or other jobs "
-                "on the cluster"
+                f"parallel.tensor={layout.tensor}: no room for {len(wanted)} groups of {size} "
+                f"ranks, each inside one node, within {_DEADLINE_S:g} s; probable cause: a "
+                "tensor-parallel size above the GPUs of a node, or other jobs on the cluster"
             )
 
     def of(self, rank: int) -> Any:
         """The scheduling strategy of one rank."""
         return PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=rank // self._tensor
+            placement_group=self._group, placement_group_bundle_index=rank // self._size
         )
+
+    def of_engine(self, index: int) -> Any:
+        """The scheduling strategy of an engine, beside the ranks whose GPUs it shares."""
+        return self.of(index * self._engine_ranks)
 
     def release(self) -> None:
         """Give the places back; safe to call twice."""

@@ -7,12 +7,16 @@ stay inside one node.
 A rank that died or hangs is a `RankLostError`, whatever the others fell over meanwhile: the group
 is of no use then, and `restart` makes it anew, with the weights of the start.
 
-One thing at a time is asked of the ranks, from whatever thread (`turn`).
+One thing at a time is asked of the ranks, from whatever thread (`turn`). Where they share GPUs with
+the engines (`share`), whatever needs the model there takes the GPUs' turn as well (`turns`), and
+what comes between two sends gives it back with the weights that were served.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +26,7 @@ import torch
 
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
 from mega_agentrl.runtime.remote import DiedError, RankGoneError, RemoteError
+from mega_agentrl.runtime.turns import Holder
 from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.whereabouts import Whereabouts
     from mega_agentrl.runtime.bridge import WeightBridge
     from mega_agentrl.runtime.heartbeat import Station
+    from mega_agentrl.runtime.turns import Turns
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.ports import Generator
 
@@ -49,6 +55,16 @@ _OPERATIONS = {"logprobs": "log-prob pass", "supervise": "supervised step", "loa
 """What words of the ranks call a method, where its name is not plain enough."""
 
 _CHANGES_WEIGHTS = frozenset({"update", "supervise", "resume"})
+
+_ON_GPU = _CHANGES_WEIGHTS | {
+    "export",
+    "load",
+    "logprobs",
+    "reset_optimizer",
+    "save",
+    "set_objective",
+}
+"""Methods of the ranks that need the model, or its optimizer, on the GPUs."""
 
 
 class PolicyActor(RankActor):
@@ -134,10 +150,13 @@ class PolicyGroup(RankGroup):
     kind = "policy"
     log_name = "policy"
     actor_class = PolicyActor
+    hosts_engines = True
 
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         super().__init__(actors, config)
         self._bridge: WeightBridge | None = None
+        self._turns: Turns | None = None
+        self._gpus: list[str] = []
         self.turn = threading.RLock()
         self.is_ahead = False
         """Whether the weights are others than those that the engines were sent."""
@@ -150,6 +169,8 @@ class PolicyGroup(RankGroup):
     def restart(self) -> None:
         """Start all ranks anew with the starting weights; the engines keep what they have."""
         with self.turn:
+            if self._turns is not None:
+                self._turns.renew_policy()
             super().restart()
             self.is_ahead = True
             if self._bridge is not None:
@@ -178,9 +199,39 @@ class PolicyGroup(RankGroup):
         """Give the policy its way to the engines."""
         self._bridge = bridge
 
+    def share(self, turns: Turns) -> None:
+        """From now on take turns on the GPUs."""
+        self._turns = turns
+
+    def lodging(self, engine: int) -> tuple[Any, str]:
+        """Scheduling strategy and GPUs of an engine that shares those of this group's ranks."""
+        assert self._placement is not None, "places are reserved at the launch"
+        if not self._gpus:
+            self._gpus = list(
+                self.gather("GPUs of the policy", self.start_on_ranks("visible_gpus")).values()
+            )
+        size = self._config.engine.tensor
+        gpus = self._gpus[engine * size : (engine + 1) * size]
+        return self._placement.of_engine(engine), ",".join(filter(None, gpus))
+
+    def occupy(self, parts: frozenset[str]) -> None:
+        """Have these of weights, gradients and optimizer on the GPUs, the others in host memory."""
+        self.call_all("occupy", parts)
+
+    @contextmanager
+    def _between_sends(self) -> Iterator[None]:
+        """Engines that serve before, serve the same weights after; asleep they had to lose them."""
+        with self.turn:
+            serve = self._turns is not None and self._turns.holder is Holder.engines
+            yield
+            if serve and self._bridge is not None:
+                self._bridge.send_again()
+
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Run a method of all ranks' policies and wait; results in rank order."""
         with self.turn:
+            if self._turns is not None and method in _ON_GPU:
+                self._turns.to_policy()
             self.is_ahead = self.is_ahead or method in _CHANGES_WEIGHTS
             return list(self.gather(f"policy {method}", self.start_call(method, *args)).values())
 
@@ -235,7 +286,8 @@ class PolicyGroup(RankGroup):
 
     def reset_optimizer(self) -> None:
         """See `Policy.reset_optimizer`."""
-        self.call_all("reset_optimizer")
+        with self._between_sends():
+            self.call_all("reset_optimizer")
 
     def send_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
         """See `Policy.send_weights`."""
@@ -246,13 +298,15 @@ class PolicyGroup(RankGroup):
         """See `Policy.set_objective`."""
         rollout = replace(self._config.rollout, temperature=temperature)
         self._config = replace(self._config, algo=algo, rollout=rollout)
-        self.call_all("set_objective", algo, temperature)
+        with self._between_sends():
+            self.call_all("set_objective", algo, temperature)
 
     def save(
         self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
     ) -> None:
         """See `Policy.save`."""
-        self.call_all("save", str(folder.resolve()), dict(extra or {}), keep)
+        with self._between_sends():
+            self.call_all("save", str(folder.resolve()), dict(extra or {}), keep)
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """See `Policy.resume`."""

@@ -56,6 +56,10 @@ class RankActor:
         """Host and a free port of this rank."""
         return ray.util.get_node_ip_address(), free_port()
 
+    def visible_gpus(self) -> str:
+        """The GPUs that this process may use, as CUDA names them; empty where none was given."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
     def _seat(self, master_address: str, master_port: int) -> Seat:
         """This rank's place among the others, which meet at that address."""
         from mega_agentrl.actor.network import Seat
@@ -80,6 +84,7 @@ def num_threads(config: TrainConfig) -> int:
 
 class RankGroup:
     """All ranks of one model. kind: what errors call it; log_name: what its log files begin with.
+    hosts_engines: whether its GPUs are those that `cluster.colocated` lets the engines share.
 
     Waits for its ranks only up to `cluster.call_deadline_s`; raises `RemoteError` naming the
     operation and the rank that failed or is silent.
@@ -88,6 +93,7 @@ class RankGroup:
     kind: ClassVar[str]
     log_name: ClassVar[str]
     actor_class: ClassVar[type[RankActor]]
+    hosts_engines: ClassVar[bool] = False
 
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         self._actors = list(actors)
@@ -107,14 +113,19 @@ class RankGroup:
     def restart(self) -> None:
         """End what is left of the ranks and start them all anew, as at the beginning."""
         assert self._spawn is not None, "a group that was not launched cannot be restarted"
-        self.close()
+        self._end_ranks()
+        if not self._is_shared:
+            # Shared places stay: whoever is in them would end with them.
+            self._release()
         self._spawn()
         self.start()
 
     def _start_processes(self, config: TrainConfig, on_gpu: bool, log_folder: Path) -> None:
         layout = config.parallel
         self._config = config
-        self._placement = placement = PolicyPlacement(layout, on_gpu=on_gpu)
+        if self._placement is None:
+            self._placement = PolicyPlacement(config, on_gpu=on_gpu, shared=self._is_shared)
+        placement = self._placement
         self._listener = Listener(ray.util.get_node_ip_address())
         remote_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(self.actor_class)
         self._actors = [
@@ -170,15 +181,25 @@ class RankGroup:
 
     def close(self) -> None:
         """End every rank; safe to call twice."""
+        self._end_ranks()
+        self._release()
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.hosts_engines and self._config.cluster.colocated
+
+    def _end_ranks(self) -> None:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
-        if self._placement is not None:
-            self._placement.release()
-            self._placement = None
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    def _release(self) -> None:
+        if self._placement is not None:
+            self._placement.release()
+            self._placement = None
 
 
 def rows_of(

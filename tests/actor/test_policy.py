@@ -78,6 +78,15 @@ def test_a_fresh_optimizer_repeats_the_first_steps(run, batch, checkpoints):
     assert anew.loss == pytest.approx(second.loss, abs=1e-5)
 
 
+def test_a_step_between_turns_on_the_gpu_is_the_same_step(run, batch):
+    everything, step = {"weights", "gradients", "optimizer"}, ("supervise", batch, LR)
+    ((*_, plain),) = run([step, step])
+    turns = [("occupy", {"weights"}), ("occupy", frozenset()), ("occupy", everything)]
+    ((*_, turned),) = run([step, *turns, step])
+    assert turned.loss == plain.loss
+    assert turned.grad_norm == plain.grad_norm
+
+
 def test_scores_are_zero_after_a_rows_end_and_at_the_rollouts_temperature(run, batch):
     (((rows, logp_BT, entropy_BT),),) = run([("logprobs", batch)])
     (((_, cooler_BT, sharper_BT),),) = run([("logprobs", batch)], rollout__temperature=0.5)
@@ -147,7 +156,13 @@ def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config):
         policy.load(str(checkpoints[True]))
         assert not policy.network.trains
         assert not any(parameter.requires_grad for parameter in policy.network.parameters.values())
-        assert policy.probe([1, 2, 3]) is not None
+        before = policy.probe([1, 2, 3])
+        assert before is not None
+        policy.occupy(frozenset())
+        with pytest.raises(ValueError, match="weights in host memory"):
+            policy.probe([1, 2, 3])
+        policy.occupy({"weights"})
+        assert policy.probe([1, 2, 3]) == before
     finally:
         policy.close()
 

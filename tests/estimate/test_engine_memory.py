@@ -74,3 +74,17 @@ def test_on_a_cpu_a_bucket_holds_no_more_than_there_is():
     large = engine_memory(config, shape, Device(gib=None))
     assert large.transfer - usual.transfer == 2 * (large.weights - 64 * 2**20)
     assert large.runtime == (45 + 90) * 2**20
+
+
+def test_on_shared_gpus_it_lies_beside_what_the_policy_leaves():
+    config, shape = configured(engine=4), released("qwen3-32b")
+    alone = engine_memory(config, shape, Device())
+    config.cluster.colocated = True
+    shared = engine_memory(config, shape, Device())
+    buckets = 2 * 64 * 2**20
+    assert shared.peak - alone.peak == shared.neighbour == 3 * GIB + buckets
+    assert shared.cache == alone.cache
+    # Asleep it has CUDA's context and the link's buckets; no graphs with engine.eager.
+    assert shared.asleep == 2 * GIB + buckets
+    assert shared.loading == shared.weights + shared.transfer + 2 * GIB
+    assert engine_memory(config, shape, Device(gib=None)).neighbour == 0

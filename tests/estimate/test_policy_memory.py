@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.estimate.device import GIB, Device
+from mega_agentrl.estimate.engine_memory import engine_memory
 from mega_agentrl.estimate.policy_memory import longest_row, micro_batches, policy_memory
 from tests.estimate.configs import configured
 from tests.estimate.shapes import released
@@ -85,3 +86,24 @@ def test_a_cpu_trains_in_float32_and_loads_libraries():
     (fewer,) = policy_memory(config, shape, Device(gib=None), micro_batch_tokens=128)
     assert fewer.activations == pytest.approx(cpu.activations / 4, rel=1e-3)
     assert fewer.weights == cpu.weights
+
+
+def test_on_shared_gpus_the_peak_is_that_of_learning_or_of_the_transfer():
+    config, shape = configured(tensor=4, data=2, sequence=True, engine=1, engines=8), "qwen2.5-7b"
+    (alone,) = policy_memory(config, released(shape), Device())
+    config.cluster.colocated = True
+    (shared,) = policy_memory(config, released(shape), Device())
+    engine, buckets = engine_memory(config, released(shape), Device()), 2 * 64 * 2**20
+    assert shared.neighbour == engine.asleep == 2 * GIB + buckets
+    assert shared.peak == alone.peak + shared.neighbour + buckets
+    assert shared.both == (
+        (shared.weights + buckets + 3 * GIB) + (engine.weights + engine.transfer + 2 * GIB)
+    )
+    assert shared.host == shared.weights + shared.optimizer
+    config.weights.bucket_mib = 8 * 1024
+    (large,) = policy_memory(config, released(shape), Device())
+    assert large.peak - shared.peak == 4 * (8 * 1024 - 64) * 2**20
+    config.total_steps = 0  # weights alone: the moment in which there are two of them
+    (small,) = policy_memory(config, released(shape), Device())
+    assert small.peak == small.both > small.weights + engine.weights
+    assert policy_memory(config, released(shape), Device(gib=None))[0].neighbour == 0

@@ -83,3 +83,9 @@ def test_engines_stand_whole_in_one_machine():
     assert [place.node for place in places] == [0] * 6 + [1] * 4 + [1] * 4
     assert [place.device for place in places[6:]] == [*range(8)]
     assert [place.node for place in locations(4, 2, 2, 8)] == [0] * 8
+
+
+def test_engines_that_share_gpus_are_where_the_policy_is():
+    places = locations(8, 2, 3, 4, shared=True)
+    assert places[8:] == places[:6]
+    assert places[13] == Location(1, 1)

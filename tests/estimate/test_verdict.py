@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.estimate.device import Device
-from mega_agentrl.estimate.verdict import judge
+from mega_agentrl.estimate.verdict import _places, judge
 from tests.estimate.configs import check_of, configured
 from tests.estimate.shapes import released
 
@@ -81,3 +81,53 @@ def test_a_cpu_has_room_for_anything():
         config, released("qwen3-32b"), Device(gib=None), check_of(released("qwen3-32b"))
     )
     assert verdict.problems == []
+
+
+SHARED = {"tensor": 8, "sequence": True, "data": 8, "engine": 4, "engines": 16}
+
+
+def shared_problems(fraction, *, num_gpus=None, device=None, **changes):
+    config, shape = configured(**(SHARED | changes)), released("qwen3-32b")
+    config.cluster.colocated, config.engine.memory_fraction = True, fraction
+    device = device or Device()
+    return judge(config, shape, device, check_of(shape), num_gpus=num_gpus).problems
+
+
+def test_shared_gpus_are_counted_once():
+    assert shared_problems(0.8, num_gpus=64) == []
+    (problem,) = shared_problems(0.8, num_gpus=32)
+    assert problem.key == "parallel.data"
+    assert "64 GPUs needed, which engines share, 32 there" in problem.message
+
+
+def test_the_share_of_an_engine_leaves_room_for_the_policy_off_the_gpu():
+    (problem,) = shared_problems(0.93)
+    assert problem.key == "engine.memory_fraction"
+    assert "what the policy, off the GPU, leaves there" in problem.message
+    assert problem.changes[0].startswith("engine.memory_fraction=0.")
+    config = configured(**SHARED)
+    config.engine.memory_fraction = 0.93  # it does fit a GPU of its own
+    shape = released("qwen3-32b")
+    assert judge(config, shape, Device(), check_of(shape)).problems == []
+
+
+def test_a_policy_beside_a_sleeping_engine_names_it():
+    (problem,) = shared_problems(0.8, tokens=32768)
+    assert problem.key == "optim.micro_batch_tokens"
+    assert "what a sleeping engine leaves there" in problem.message
+
+
+def test_weights_of_both_that_do_not_fit_are_a_problem_of_the_transfer():
+    config, shape = configured(**SHARED), released("qwen3-32b")
+    config.cluster.colocated, config.total_steps = True, 0
+    # 8 GiB of the policy and 16 of the engine, both with CUDA and buckets.
+    found = judge(config, shape, Device(gib=28.0), check_of(shape)).problems
+    assert "while weights are sent: its own and those of the engine" in found[0].message
+
+
+def test_whole_engines_and_tensor_groups_fit_one_machine():
+    config = configured(tensor=4, data=3, engine=6, engines=2)
+    config.cluster.colocated = True
+    (problem,) = _places(config, Device(per_node=6), None)
+    assert problem.key == "engine.tensor"
+    assert "12 ranks belong on one machine, expected at most 6" in problem.message

@@ -1,5 +1,7 @@
 """Arguments that decide on the numbers."""
 
+import torch
+
 from mega_agentrl.config.schema import EngineConfig
 from mega_agentrl.generator.engine_args import engine_args
 
@@ -10,3 +12,12 @@ def test_a_deterministic_engine_computes_each_request_alone():
     alone = engine_args(config, "model", seed=1, dtype=None, deterministic=True)
     assert (plain.max_num_seqs, plain.enable_prefix_caching) == (64, True)
     assert (alone.max_num_seqs, alone.enable_prefix_caching) == (1, False)
+
+
+def test_an_engine_can_sleep_where_it_shares_a_gpu(monkeypatch):
+    config = EngineConfig()
+    assert not engine_args(config, "model", seed=1, dtype=None, colocated=True).enable_sleep_mode
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kinds = {"seed": 1, "dtype": None}
+    assert engine_args(config, "model", **kinds, colocated=True).enable_sleep_mode
+    assert not engine_args(config, "model", **kinds).enable_sleep_mode

@@ -51,3 +51,11 @@ def test_log_lines_go_to_the_file(tmp_path):
     with open(os.environ["VLLM_LOGGING_CONFIG_PATH"]) as file:
         settings = json.load(file)
     assert settings["handlers"]["file"]["filename"] == str(log_path)
+
+
+def test_shared_gpus_are_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    set_environment(EngineConfig(), on_gpu=True, gpus="")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    set_environment(EngineConfig(), on_gpu=True, gpus="2,3")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -10,127 +10,14 @@ import torch
 
 from mega_agentrl.config.schema import ClusterConfig, EngineConfig, ModelConfig, TrainConfig
 from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import EMBEDDING, hf_shapes, megatron_layout
-from mega_agentrl.reshard.place import Place
-from mega_agentrl.reshard.proof import Regions
-from mega_agentrl.reshard.transport import join
-from mega_agentrl.reshard.whereabouts import here
 from mega_agentrl.runtime.bridge import WeightBridge
 from mega_agentrl.runtime.generator_group import GeneratorGroup
-from mega_agentrl.runtime.policy_group import PolicyActor, PolicyGroup
+from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.remote import RemoteError
-from tests.reshard.fake_rollout import PlainLanding
+from mega_agentrl.runtime.turns import Holder, Turns
 from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import rollout_layout
-
-NUM_RANKS = 2
-
-
-def hf_tensors(folder, version):
-    """Every element of every tensor differs, and differs between versions."""
-    generator = torch.Generator().manual_seed(version)
-    shapes = hf_shapes(ModelShape.from_folder(folder))
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def logps_of(embedding, prompt):
-    """Stands for a model's log-probs: they depend on the weights and on the tokens."""
-    return [float(embedding[token].sum()) for token in prompt[1:]]
-
-
-class Shards:
-    """What `PolicyRank` offers the bridge, with weights that follow `set_version`."""
-
-    def __init__(self, folder, rank):
-        self.folder, self.rank, self.shift = folder, rank, 0
-        shape = ModelShape.from_folder(folder)
-        self.shards = megatron_layout(shape, Place(tensor_rank=rank, tensor_size=NUM_RANKS))
-        self.set_version(0)
-
-    def set_version(self, version, drift=False):
-        self.tensors = hf_tensors(self.folder, version)
-        self.parameters = cut(self.shards, self.tensors)
-        if drift and self.rank:
-            self.parameters["decoder.final_layernorm.weight"] += 1e-6
-
-    def layout(self):
-        return self.shards
-
-    def parameter(self, name):
-        return self.parameters[name]
-
-    def probe(self, prompt):
-        embedding = self.tensors[EMBEDDING].roll(self.shift, 0)
-        return None if self.rank else logps_of(embedding, prompt)
-
-    def mean_rows_shifted_by(self, shift):
-        """Use other rows for a token than the checkpoint means."""
-        self.shift = shift
-
-
-class Rank(PolicyActor):
-    def start(self, host, port):
-        self._policy = Shards(self._config.model.path, self._rank)
-
-
-@ray.remote(num_cpus=0)
-class Sink:
-    """An engine with one worker; notes what it is told to do."""
-
-    def __init__(self, folder):
-        self.wanted = rollout_layout(ModelShape.from_folder(folder), 0, 1)
-        self.landing = PlainLanding(self.wanted)
-        self.told, self.mutilated = [], None
-
-    def start(self, model_path, seed, deadline_s):
-        self.told.append("start")
-
-    def call(self, method, *args):
-        self.told.append(method)
-        return getattr(self, method)(*args)
-
-    def layout(self):
-        return [(self.wanted, here())]
-
-    def connect_weights(self, link):
-        self.courier = join(link, link.plan.num_sources + link.first_sink, self.wanted)
-        self.regions = Regions(self.wanted, link.plan.dtype_of)
-
-    def receive_weights(self, version):
-        self.regions.clear()
-        try:
-            self.courier.receive(self.landing, version)
-        except (RuntimeError, ValueError):
-            self.courier.close()
-            raise
-        if self.mutilated:
-            self.landing.params[self.mutilated] += 1e-6
-        self.regions.take((shard, self.landing.params[shard.name]) for shard in self.wanted)
-
-    def confirm_weights(self, version, expected):
-        if wrong := self.regions.mismatches(expected[0]):
-            raise RuntimeError(f"proof failed: {wrong[0]}")
-
-    def probe(self, prompt):
-        return logps_of(self.landing.params[EMBEDDING], prompt)
-
-    def mutilate(self, name):
-        self.mutilated = name
-
-    def pause(self):
-        pass
-
-    def resume(self):
-        pass
-
-    def refuse(self, reason):
-        self.told.append(reason)
-
-    def received(self):
-        return self.landing.params
-
-    def history(self):
-        return [word for word in self.told if word != "history"]
+from tests.runtime.two_sides import NUM_RANKS, Rank, Sink, hf_tensors
 
 
 @pytest.fixture
@@ -155,9 +42,8 @@ def sides(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=str(tmp_path)),
         engine=EngineConfig(tensor=1),
-        cluster=ClusterConfig(num_engines=2, call_deadline_s=60),
+        cluster=ClusterConfig(num_engines=2, call_deadline_s=100),
     )
-    config.weights.deadline_s = 10.0
     rank_class = ray.remote(num_cpus=0)(Rank)
     ranks = [
         rank_class.remote(config, rank, NUM_RANKS, str(tmp_path / f"{rank}.log"))
@@ -269,6 +155,10 @@ class Keeper:
 
     def __init__(self, engines):
         self.fresh, self.engines, self.num_mended = set(), engines, 0
+        self.is_replacing = False
+
+    def lost(self, index, actor, why):
+        self.engines.dismiss(index)
 
     def mend(self):
         self.num_mended += 1
@@ -333,3 +223,86 @@ def test_another_generator_is_refused(sides):
     _, _, bridge = sides
     with pytest.raises(ValueError, match="attached to"):
         bridge.send(object(), 1)
+
+
+@pytest.fixture
+def shared(sides):
+    """Both sides on the same GPUs, with the policy's turn."""
+    policy, engines, bridge = sides
+    turns = Turns(policy, engines)
+    policy.share(turns)
+    policy.attach(bridge)
+    bridge._turns = turns
+    return policy, engines, bridge, turns
+
+
+UPDATE = ["wake", "weights", "pause", "receive_weights", "confirm_weights"]
+SERVE = ["wake", "cache", "probe", "resume"]
+
+
+def since(engines, index, before):
+    new = [word for word in ask(engines, index, "history") if word != "received"]
+    return new[len(before) :]
+
+
+def test_on_shared_gpus_the_policy_leaves_before_the_cache_wakes(shared, tmp_path):
+    policy, engines, bridge, turns = shared
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    check_received(engines, tmp_path, 1)
+    told = [word for word in ask(engines, 0, "history") if word != "received"]
+    assert told == ["wake", "weights", "layout", "connect_weights", *UPDATE[2:], *SERVE]
+    assert policy.call_all("occupied") == [frozenset(), frozenset()]
+    assert turns.holder is Holder.engines
+    bridge.send_again()
+    check_received(engines, tmp_path, 1)
+    assert since(engines, 0, told) == ["sleep", *UPDATE, *SERVE]
+
+
+def test_on_shared_gpus_a_new_engine_gets_its_weights_with_all_others(shared, tmp_path):
+    policy, engines, bridge, turns = shared
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    before = [word for word in ask(engines, 0, "history") if word != "received"]
+    keeper = Keeper(engines)
+    engines.keep(keeper)
+    bridge.keep(keeper)
+    with turns.start_of_engine():
+        keeper.mend()
+    assert bridge.welcome([1])
+    assert engines.admitted == [0, 1]
+    check_received(engines, tmp_path, 1)
+    assert since(engines, 0, before) == [
+        "sleep",
+        "wake",
+        "weights",
+        "connect_weights",
+        *UPDATE[2:],
+        *SERVE,
+    ]
+    turns.to_policy()
+    assert not bridge.welcome([1]), "the policy has the GPUs"
+
+
+def test_on_shared_gpus_the_policy_leaves_for_the_start_of_an_engine(shared, tmp_path):
+    policy, engines, bridge, turns = shared
+    policy.call_all("set_version", 1)
+    bridge.send(engines, 1)
+    turns.to_policy()
+    keeper, seen = Keeper(engines), []
+    engines.keep(keeper)
+    bridge.keep(keeper)
+    mend = keeper.mend
+
+    def watched():
+        with turns.start_of_engine():
+            seen.extend(policy.call_all("occupied"))
+            return mend()
+
+    keeper.mend = watched
+    ray.kill(engines._actors[1])
+    policy.call_all("set_version", 2)
+    bridge.send(engines, 2)
+    assert seen == [frozenset(), frozenset()]
+    assert engines.admitted == [0, 1]
+    check_received(engines, tmp_path, 2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,40 @@ def test_interactions_are_read_and_rewarded_by_name(config, monkeypatch, tmp_pat
     with pytest.raises(ValueError, match="expected one of gsm8k_user"):
         with module.build(config):
             pass
+
+
+class Started:
+    """A policy or engines that note what is asked of them."""
+
+    def __init__(self, events, name):
+        self.events, self.name = events, name
+
+    def __getattr__(self, method):
+        return lambda *args, **kwargs: self.events.append(f"{self.name} {method}")
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_on_shared_gpus_engines_have_started_before_the_model_is_loaded(
+    config, monkeypatch, tmp_path, colocated
+):
+    config.cluster.colocated = colocated
+    events, lodged = [], []
+    policy, engines = Started(events, "policy"), Started(events, "engines")
+    monkeypatch.setattr(module.PolicyGroup, "launch", lambda *_, **__: policy)
+
+    def launch(*_, lodging=None, **__):
+        lodged.append(lodging is not None)
+        return engines
+
+    monkeypatch.setattr(module.GeneratorGroup, "launch", launch)
+    start = module._launch_together if colocated else module._launch_apart
+    with ExitStack() as stack:
+        *_, turns = start(config, stack, False, tmp_path)
+    assert lodged == [colocated]
+    assert (turns is not None) == colocated
+    begun = ["engines begin_start", "engines finish_start"]
+    if colocated:
+        assert events == [*begun, "policy share", "policy start", "engines close", "policy close"]
+    else:
+        begun.insert(1, "policy start")
+        assert events == [*begun, "policy close", "engines close"]

@@ -74,3 +74,11 @@ def test_a_cluster_with_gpus_needs_a_torch_with_cuda():
     check_build(0, None)
     with pytest.raises(ValueError, match=r"8 GPUs.*build for CPUs.*DEVICE=gpu"):
         check_build(8, None)
+
+
+def test_engines_on_the_policy_s_gpus_need_none():
+    both = config(parallel=ParallelConfig(tensor=2), engine=EngineConfig(tensor=2))
+    both.cluster.colocated = True
+    check_size(both, num_cores=2, num_gpus=2)
+    with pytest.raises(ValueError, match="2 GPUs needed, the cluster has 1"):
+        check_size(both, num_cores=2, num_gpus=1)

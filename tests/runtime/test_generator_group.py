@@ -1,6 +1,7 @@
 """Routing and errors of the engine group, with small Ray actors in place of vLLM."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -119,3 +120,21 @@ async def test_entropies_of_a_request_that_does_not_run(ray_local):
     engines, _ = group(1)
     with pytest.raises(ValueError, match="request_id=ghost"):
         await engines.entropies("ghost")
+
+
+def test_engines_sleep_together_and_one_that_cannot_is_lost(ray_local):
+    engines, actors = group(3)
+    engines.dismiss(1)
+    engines.sleep()
+    engines.wake("cache", [2])
+    seen = [ray.get(actor.seen.remote()) for actor in actors]
+    assert seen == [[("sleep",)], [], [("sleep",), ("wake", "cache")]]
+    ray.kill(actors[2])
+    with pytest.raises(RemoteError, match="sleep: engine 2 died"):
+        while True:  # calls still get through for a moment
+            engines.sleep()
+    lost = []
+    engines.keep(SimpleNamespace(fresh={1}, lost=lambda index, actor, why: lost.append(index)))
+    engines.sleep()
+    assert lost == [2]
+    assert ray.get(actors[1].seen.remote()) == [("sleep",)]

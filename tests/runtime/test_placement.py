@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from mega_agentrl.config.schema import ParallelConfig
+from mega_agentrl.config.schema import ClusterConfig, ParallelConfig, TrainConfig
 from mega_agentrl.runtime import placement as module
 from mega_agentrl.runtime.placement import PolicyPlacement, bundles
 
@@ -15,7 +15,9 @@ def test_bundles_by_hand():
 
 
 def test_ranks_of_a_group_share_a_bundle(ray_local):
-    places = PolicyPlacement(ParallelConfig(tensor=2, pipeline=2), on_gpu=False)
+    places = PolicyPlacement(
+        TrainConfig(parallel=ParallelConfig(tensor=2, pipeline=2)), on_gpu=False
+    )
     indices = [places.of(rank).placement_group_bundle_index for rank in range(4)]
     places.release()
     places.release()
@@ -24,7 +26,7 @@ def test_ranks_of_a_group_share_a_bundle(ray_local):
 
 def test_places_are_free_again_after_release(ray_local):
     for _ in range(2):
-        places = PolicyPlacement(ParallelConfig(tensor=4), on_gpu=False)
+        places = PolicyPlacement(TrainConfig(parallel=ParallelConfig(tensor=4)), on_gpu=False)
 
         @ray.remote(num_cpus=1)
         def inside():
@@ -37,4 +39,23 @@ def test_places_are_free_again_after_release(ray_local):
 def test_a_group_that_fits_no_node_is_an_error_that_names_the_key(ray_local, monkeypatch):
     monkeypatch.setattr(module, "_DEADLINE_S", 1.0)
     with pytest.raises(ValueError, match=r"parallel.tensor=64: no room for 1 groups of 64"):
-        PolicyPlacement(ParallelConfig(tensor=64), on_gpu=False)
+        PolicyPlacement(TrainConfig(parallel=ParallelConfig(tensor=64)), on_gpu=False)
+
+
+def test_engines_that_share_are_in_the_bundles_of_their_ranks(ray_local):
+    assert bundles(ParallelConfig(tensor=2, data=2), on_gpu=True, size=4, num_engines=1) == [
+        {"CPU": 5, "GPU": 4}
+    ]
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=2),
+        cluster=ClusterConfig(num_engines=2, colocated=True),
+    )
+    places = PolicyPlacement(config, on_gpu=False, shared=True)
+    indices = [places.of_engine(index).placement_group_bundle_index for index in range(2)]
+    places.release()
+    assert indices == [0, 0]
+    config.parallel = ParallelConfig(data=2)
+    places = PolicyPlacement(config, on_gpu=False, shared=True)
+    indices = [places.of_engine(index).placement_group_bundle_index for index in range(2)]
+    places.release()
+    assert indices == [0, 1]

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -12,6 +13,7 @@ from mega_agentrl.config.choices import AresMode
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime.policy_group import PolicyGroup
 from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.runtime.turns import Holder, Turns
 from mega_agentrl.types.batch import TrainBatch, UpdateStats
 from mega_agentrl.types.faults import RankLostError
 
@@ -55,6 +57,9 @@ class Rank:
 
     def start(self, host, port):
         self.methods.append(f"start {host}:{port}")
+
+    def visible_gpus(self):
+        return str(4 + self.rank)
 
     def seen(self):
         return self.methods
@@ -189,3 +194,37 @@ def test_close_ends_the_ranks_and_can_be_repeated(ray_local):
         while time.monotonic() < ends_at:
             ray.get(actors[0].seen.remote(), timeout=30)
             time.sleep(0.1)
+
+
+def test_an_engine_that_shares_is_told_the_gpus_of_its_ranks(ray_local):
+    policy, _ = group()
+    policy._placement = SimpleNamespace(of_engine=lambda index: f"beside {index}")
+    assert [policy.lodging(index) for index in (0, 1)] == [("beside 0", "4"), ("beside 1", "5")]
+    policy._config.engine.tensor = 2
+    assert policy.lodging(0) == ("beside 0", "4,5")
+
+
+def test_what_needs_the_model_takes_the_gpus_and_gives_them_back_as_they_were(ray_local):
+    policy, actors = group()
+    turns = Turns(policy, SimpleNamespace(sleep=lambda: None, wake=lambda part, only: None))
+    sent = []
+
+    def send_again():
+        turns.to_transfer([0])
+        turns.to_engines([0])
+        sent.append(turns.holder)
+
+    policy.share(turns)
+    policy.attach(SimpleNamespace(send_again=send_again))
+    policy.reset_optimizer()
+    assert sent == []  # nobody was served
+    turns.make_room()
+    policy.reset_optimizer()
+    assert sent == [Holder.engines]
+    policy.call_all("layout")
+    assert turns.holder is Holder.engines
+    policy.update(batch())
+    assert turns.holder is Holder.policy
+    seen = ray.get(actors[1].seen.remote())
+    around = ["occupy", "reset_optimizer", "occupy", "occupy"]
+    assert seen == ["reset_optimizer", "occupy", *around, "layout", "occupy", "update"]

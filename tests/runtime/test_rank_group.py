@@ -113,3 +113,21 @@ def test_every_row_comes_once():
     for wrong in ([([0], "x")], [([0, 1], "x"), ([1], "y")]):
         with pytest.raises(AssertionError, match="each row once"):
             list(rows_of(wrong, 2))
+
+
+def test_places_that_engines_share_outlive_the_ranks(ray_local, tmp_path):
+    class Host(EchoGroup):
+        hosts_engines = True
+
+    config = TrainConfig(cluster=ClusterConfig(call_deadline_s=60.0, colocated=True))
+    group = Host.launch(config, on_gpu=False, log_folder=tmp_path)
+    try:
+        group.start()
+        places = group._placement
+        group.restart()
+        assert group._placement is places
+        said = group.gather("talk", group.start_on_ranks("say", "a"))
+        assert list(said.values()) == ["0: a"]
+    finally:
+        group.close()
+    assert group._placement is None

@@ -3,11 +3,18 @@
 import json
 from dataclasses import replace
 
+import pytest
+import ray
+
 from mega_agentrl.config.algo_schema import AlgoConfig
 from mega_agentrl.config.choices import Advantage
 from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.rollout.tree_file import read_trees
+from mega_agentrl.runtime.remote import RankGoneError
 from mega_agentrl.train.loop import train
+from mega_agentrl.train.restart import train_to_the_end
+from mega_agentrl.train.stopping import Stopper
+from tests.train.shared_gpus import share_gpus
 
 
 def lines(run_dir):
@@ -136,3 +143,78 @@ def test_a_warm_start_alone_is_evaluated_and_exported(parts, config):
     config.sft = SftConfig(max_steps=2, target_success=1.0)
     train(parts, replace(config, total_steps=0))
     assert parts.policy.verbs[-2:] == ["save step-000000", "export"]
+
+
+LEARN = ["engines: sleep", "policy: gradients+optimizer+weights"]
+
+
+def sends(version):
+    return [
+        "policy: weights",
+        "engines: weights",
+        f"send {version}",
+        "policy: nothing",
+        "engines: cache",
+    ]
+
+
+@pytest.fixture
+def told(parts, config, monkeypatch):
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    return share_gpus(parts, config)
+
+
+def test_on_shared_gpus_each_step_goes_once_around(parts, config, told):
+    parts.demonstrations = None
+    train(parts, config)
+    step = [*LEARN, "logprobs", "update"]
+    assert told == [
+        *sends(1),
+        "rollouts",
+        *[*step, *sends(2), "rollouts"],
+        *[*step, *sends(3), *LEARN, "save step-000002", *sends(3), "rollouts"],
+        *[*LEARN, "export"],
+    ]
+
+
+def test_on_shared_gpus_a_warm_start_leaves_engines_that_serve(parts, config, told):
+    config.sft = SftConfig(max_steps=2, target_success=1.0)
+    train(parts, replace(config, total_steps=0))
+    assert told == [
+        "supervise",
+        "supervise",
+        *sends(2),
+        "rollouts",
+        *[*LEARN, "reset_optimizer", *sends(2)],
+        *[*LEARN, "save step-000000", *sends(2), "rollouts"],
+        *[*LEARN, "export"],
+    ]
+
+
+def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(parts, config, told):
+    parts.demonstrations = None
+    config.evaluate.every = 1
+    train(parts, config)
+    first = told.index("rollouts", told.index("send 2"))
+    # The evaluation and the next step's rollouts run together.
+    assert told[first : first + 3] == ["rollouts", *LEARN]
+
+
+def test_on_shared_gpus_a_run_goes_on_after_the_policy_died(parts, config, told):
+    parts.demonstrations = None
+    policy, update = parts.policy, parts.policy.answer
+    deaths = iter([True])
+
+    def answer(method, args):
+        if method == "update" and next(deaths, False):
+            raise RankGoneError("policy rank 0 died")
+        return update(method, args)
+
+    policy.answer = answer
+    parts.prompts.leave_out = lambda rule: None
+    parts.prompts.load_state_dict = lambda state: None
+    train_to_the_end(parts, config, Stopper())
+    at = told.index("restart")
+    assert told[at + 1 : at + 6] == sends(0)
+    assert told[-1] == "export"
+    assert told.count("update") == 2

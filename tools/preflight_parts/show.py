@@ -30,8 +30,10 @@ _POLICY_PARTS = {
     "reference": "or reference, a piece",
     "transfer": "or buckets of the weight transfer",
     "runtime": "CUDA, NCCL (assumed); on a CPU libraries",
+    "neighbour": "a sleeping engine on the same GPU",
+    "both": "or the weights of both, while they are sent",
     "peak": "peak",
-    "host": "host memory: reference",
+    "host": "host memory: reference, what makes room",
 }
 _ENGINE_PARTS = {
     "weights": "weights",
@@ -42,6 +44,7 @@ _ENGINE_PARTS = {
     "tap": "entropy tap",
     "transfer": "buckets and a module of the weight transfer",
     "graphs": "CUDA graphs (assumed)",
+    "neighbour": "the policy, off the same GPU",
     "peak": "peak",
 }
 _MAX_COLUMNS = 4
