@@ -14,7 +14,7 @@ import pytest
 from tools.chaos import main
 from tools.chaos_parts.processes import MARK, Family
 from tools.chaos_parts.run import KINDS, make_plan, rl_steps
-from tools.chaos_parts.verdict import Outcome, differences
+from tools.chaos_parts.verdict import Outcome, differences, read_outcome
 
 OUTCOME = Outcome(prompts=(("a", "b"), ("c", "d")), losses=(0.5, 0.25), num_failed=(0, 0), lines=())
 
@@ -43,6 +43,12 @@ def test_losses_count_up_to_the_first_failed_trajectory():
     failed = replace(OUTCOME, losses=(0.5, 0.9), num_failed=(0, 1))
     assert differences(OUTCOME, failed) == []
     assert differences(OUTCOME, replace(failed, losses=(0.4, 0.9)))
+
+
+def test_times_and_memory_of_two_runs_may_differ(tmp_path):
+    line = {"stage": "sft", "step": 1, "loss": 0.5, "time/update_s": 1, "memory/engine_peak_mib": 2}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_outcome(tmp_path).lines == ({"stage": "sft", "step": 1, "loss": 0.5},)
 
 
 def test_a_family_has_children_with_other_environments_and_orphans(tmp_path):

@@ -15,12 +15,16 @@ from mega_agentrl.rollout.tree_file import read_trees
 from tools.chaos_parts.run import metrics
 
 LOSS_TOLERANCE = 1e-6
-_TIMES = ("time/", "seconds", "throughput/", "latency", "queue_s", "run_s", "groups_reused")
+_FREE = (
+    *("time/", "seconds", "throughput/", "latency", "queue_s", "run_s"),
+    *("memory/", "groups_reused"),
+)
+"""In names of metrics that may differ between two runs that do the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run did, by RL step. lines: all metrics that are no times.
+    """What a run did, by RL step. lines: all metrics that must be the same.
 
     num_failed: trajectories that engine or tools failed.
     """
@@ -45,7 +49,7 @@ def read_outcome(folder: Path) -> Outcome:
         prompts=tuple(_prompts(folder, line["step"]) for line in rl),
         losses=tuple(line["update/loss"] for line in rl),
         num_failed=tuple(_num_failed(folder, line["step"]) for line in rl),
-        lines=tuple({k: v for k, v in line.items() if not _is_time(k)} for line in lines),
+        lines=tuple({k: v for k, v in line.items() if not _is_free(k)} for line in lines),
     )
 
 
@@ -83,5 +87,5 @@ def _num_failed(folder: Path, step: int) -> int:
     return sum(end.is_failure for end in ends)
 
 
-def _is_time(name: str) -> bool:
-    return any(part in name for part in _TIMES) or name.endswith("_s")
+def _is_free(name: str) -> bool:
+    return any(part in name for part in _FREE) or name.endswith("_s")
