@@ -168,6 +168,8 @@ class WeightBridge:
         return self._keeper.mend()
 
     def _send_to_all(self, version: int) -> dict[str, float]:
+        if not self._all_engines():
+            raise RemoteError("weight transfer: no engine is there to take it; all are lost")
         try:
             if self._turns is not None:
                 self._turns.to_transfer(self._all_engines())

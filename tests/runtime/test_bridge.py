@@ -185,6 +185,20 @@ def test_an_engine_that_dies_before_a_send_gets_the_weights_as_a_new_one(sides, 
     check_received(engines, tmp_path, 2)
 
 
+def test_where_all_engines_are_lost_a_send_waits_for_a_new_one(sides, tmp_path):
+    policy, engines, bridge = sides
+    policy.call_all("set_version", 1)
+    for index in (0, 1):
+        engines.dismiss(index)
+    with pytest.raises(RemoteError, match="no engine is there"):
+        bridge.send(engines, 1)
+    keeper = Keeper(engines)
+    bridge.keep(keeper)
+    bridge.send(engines, 1)
+    assert (keeper.num_mended, engines.admitted) == (1, [1])
+    check_received(engines, tmp_path, 1, only=(1,))
+
+
 def test_a_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, tmp_path):
     policy, engines, bridge = sides
     policy.call_all("set_version", 1)
