@@ -9,6 +9,7 @@ sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, be
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
+from mega_agentrl.runtime.remote import RankGoneError
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
 from mega_agentrl.runtime.turns import Turns
@@ -39,6 +41,8 @@ from mega_agentrl.types.watch import Watch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -150,9 +154,18 @@ def _launch_apart(
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(policy.close)
     starting = generator.begin_start()
-    policy.start()
+    _start(policy)
     generator.finish_start(starting)
     return policy, generator, None
+
+
+def _start(policy: PolicyGroup) -> None:
+    """Once more where a rank dies meanwhile; if it dies again, that is no accident."""
+    try:
+        policy.start()
+    except RankGoneError as error:
+        _logger.warning("the policy is started once more: %s", error)
+        policy.restart()
 
 
 def _launch_together(
@@ -168,7 +181,7 @@ def _launch_together(
     generator.finish_start(generator.begin_start())
     turns = Turns(policy, generator)
     policy.share(turns)
-    policy.start()
+    _start(policy)
     return policy, generator, turns
 
 

@@ -19,6 +19,7 @@ from mega_agentrl.config.tool_schema import ToolConfig
 from mega_agentrl.data.dataset import PromptSet
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime import inputs
+from mega_agentrl.runtime.remote import RankGoneError
 from mega_agentrl.tool.kit import ToolKit
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.fakes import make_prompt
@@ -260,3 +261,31 @@ def test_on_shared_gpus_engines_have_started_before_the_model_is_loaded(
     else:
         begun.insert(1, "policy start")
         assert events == [*begun, "policy close", "engines close"]
+
+
+class Mortal:
+    """A policy whose ranks die the first times it starts."""
+
+    def __init__(self, num_deaths):
+        self.num_deaths, self.calls = num_deaths, []
+
+    def start(self, name="start"):
+        self.calls.append(name)
+        if len(self.calls) <= self.num_deaths:
+            raise RankGoneError("policy rank 0 died")
+
+    def restart(self):
+        self.start("restart")
+
+
+def test_a_rank_that_dies_while_the_policy_starts_is_forgiven_once():
+    sound, mortal, doomed = Mortal(0), Mortal(1), Mortal(2)
+    module._start(sound)
+    module._start(mortal)
+    with pytest.raises(RankGoneError, match="rank 0 died"):
+        module._start(doomed)
+    assert (sound.calls, mortal.calls, doomed.calls) == (
+        ["start"],
+        ["start", "restart"],
+        ["start", "restart"],
+    )
