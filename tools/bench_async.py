@@ -35,12 +35,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from tools.bench_line import bench_line  # noqa: E402
 from tools.bench_rollout import latency_s  # noqa: E402
 from tools.preflight_parts.compose import compose_config  # noqa: E402
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.ports import ToolProvider, ToolSession
     from mega_agentrl.types.records import ToolOutcome
 
+line = partial(bench_line, "async")
 MEANS = {
     "mismatch/mean": ("nats", "mismatch/logp_mean_abs"),
     "mismatch/max": ("nats", "mismatch/logp_max_abs"),
@@ -156,18 +159,6 @@ def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[
         of = max if case.endswith("/max") else fmean
         lines.append(line(case, unit, *(of(step[name] for step in side) for side in sides)))
     return lines
-
-
-def line(case: str, unit: str, ours: float, baseline: float) -> dict[str, Any]:
-    """One case."""
-    return {
-        "bench": "async",
-        "case": case,
-        "unit": unit,
-        "ours": round(ours, 4),
-        "baseline": round(baseline, 4),
-        "ratio": round(baseline / ours, 4) if ours else None,
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

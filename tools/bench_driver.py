@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
@@ -42,6 +43,10 @@ from mega_agentrl.train.controllers import Controllers
 from mega_agentrl.train.seen import observe
 from mega_agentrl.types.batch import TrainBatch
 from mega_agentrl.types.records import Prompt, RolloutTree, Score, StopReason, Trajectory
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.bench_line import bench_line  # noqa: E402
 
 GROUP = 8
 OPEN, CLOSE = 1, 2
@@ -306,15 +311,8 @@ def main() -> None:
     figures = measure(wanted.rows, wanted.tokens, wanted.share)
     for case in chosen:
         ours, baseline = figures[case]
-        line = {
-            "bench": "driver",
-            "case": case,
-            "unit": "s" if case.startswith("seconds") else "MiB",
-            "ours": round(ours, 3),
-            "baseline": round(baseline, 3),
-            "ratio": round(baseline / max(ours, 1e-9), 2),
-        }
-        print(json.dumps(line), flush=True)
+        unit = "s" if case.startswith("seconds") else "MiB"
+        print(json.dumps(bench_line("driver", case, unit, ours, baseline)), flush=True)
 
 
 if __name__ == "__main__":

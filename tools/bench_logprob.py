@@ -41,6 +41,9 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.bench_line import bench_line  # noqa: E402
+
 VOCAB = 151_936
 MIB = 1 << 20
 DEADLINE_S = 3600.0
@@ -271,14 +274,7 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
             sys.stderr.write(f"{case.name} {path}: {reason}\n")
     ours, baseline = found.get("ours"), found.get("baseline")
     unit = {"memory": "MiB", "matrix_rate": "TFLOP/s"}.get(case.kind.split("/")[0], "s")
-    return {
-        "bench": "logprob",
-        "case": case.name,
-        "unit": unit,
-        "ours": None if ours is None else round(ours, 4),
-        "baseline": None if baseline is None else round(baseline, 4),
-        "ratio": None if ours is None or baseline is None else round(baseline / ours, 4),
-    }
+    return bench_line("logprob", case.name, unit, ours, baseline)
 
 
 def _start(case: Case, path: str, repeats: int) -> tuple[dict[str, float], str]:

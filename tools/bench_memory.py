@@ -33,6 +33,7 @@ from mega_agentrl.estimate.measured import MIB  # noqa: E402
 from mega_agentrl.estimate.policy_memory import policy_memory  # noqa: E402
 from mega_agentrl.report.metric_log import read_metrics  # noqa: E402
 from mega_agentrl.reshard.model_shape import ModelShape  # noqa: E402
+from tools.bench_line import bench_line  # noqa: E402
 
 
 def lines(config: TrainConfig, measured: Mapping[str, float]) -> Iterator[dict[str, object]]:
@@ -46,19 +47,9 @@ def lines(config: TrainConfig, measured: Mapping[str, float]) -> Iterator[dict[s
     }
     for who, ours in predicted.items():
         taken = measured[f"memory/{who}_peak_mib"]
-        yield _line(f"{who}/peak", ours, taken)
-        yield _line(f"{who}/libraries", None, measured[f"memory/{who}_libraries_mib"])
-
-
-def _line(case: str, ours: float | None, baseline: float) -> dict[str, object]:
-    return {
-        "bench": "memory",
-        "case": case,
-        "unit": "MiB",
-        "ours": None if ours is None else round(ours, 1),
-        "baseline": round(baseline, 1),
-        "ratio": None if ours is None else round(baseline / ours, 3),
-    }
+        libraries = measured[f"memory/{who}_libraries_mib"]
+        yield bench_line("memory", f"{who}/peak", "MiB", ours, taken)
+        yield bench_line("memory", f"{who}/libraries", "MiB", None, libraries)
 
 
 def read(folder: Path) -> tuple[TrainConfig, dict[str, float]]:

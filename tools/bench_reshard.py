@@ -56,6 +56,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench_line import bench_line  # noqa: E402
 from tools.reshard_bench.model import Sizes, write_folder  # noqa: E402
 from tools.reshard_bench.usual import OURS, PEERS  # noqa: E402
 
@@ -117,7 +118,7 @@ class Results:
     def median(self, kind: str, wire: str, path: str) -> float:
         return statistics.median(self._values[kind, wire, path])
 
-    def line(self, case: Case) -> dict[str, Any]:
+    def line(self, case: Case) -> dict[str, object]:
         """The JSON line of a case."""
         if case.kind == "slots":
             ours = self.median(case.kind, case.wire, OURS)
@@ -127,14 +128,7 @@ class Results:
         else:
             ours = self.median(case.kind, case.wire, OURS)
             baseline = self.median(case.kind, case.wire, case.peer)
-        return {
-            "bench": "reshard",
-            "case": case.name,
-            "unit": (KINDS | ALONE)[case.kind],
-            "ours": round(ours, 4),
-            "baseline": round(baseline, 4),
-            "ratio": round(baseline / ours, 4),
-        }
+        return bench_line("reshard", case.name, (KINDS | ALONE)[case.kind], ours, baseline)
 
 
 def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: Sizes) -> Iterator[Any]:

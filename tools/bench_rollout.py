@@ -36,6 +36,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import NormalDist
@@ -67,6 +68,10 @@ if TYPE_CHECKING:
     )
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.bench_line import bench_line  # noqa: E402
+
+line = partial(bench_line, "rollout")
 MEDIAN_S, P99_S = 0.2, 5.0
 SIGMA = math.log(P99_S / MEDIAN_S) / NormalDist().inv_cdf(0.99)
 CONFIG = RolloutConfig(num_trajectories=4, max_response_tokens=96, max_turns=6)
@@ -308,18 +313,6 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[dict[str, Any
         line("batch/wall", "s", *alone),
         line("latency/mean", "s", *(statistics.fmean(c.latencies_s or [0]) for c in counts)),
     ]
-
-
-def line(case: str, unit: str, ours: float, baseline: float) -> dict[str, Any]:
-    """One case."""
-    return {
-        "bench": "rollout",
-        "case": case,
-        "unit": unit,
-        "ours": round(ours, 4),
-        "baseline": round(baseline, 4),
-        "ratio": round(baseline / ours, 4) if ours else None,
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

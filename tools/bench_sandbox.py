@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from tools.bench_line import bench_line  # noqa: E402
+
 PRELOAD = ("numpy", "sympy", "pandas")
 KINDS = ("plain", *PRELOAD, "mix")
 SNIPPETS = {
@@ -92,16 +94,9 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def line(case: str, ours: float, baseline: float, unit: str = "s") -> dict[str, Any]:
+def line(case: str, ours: float, baseline: float, unit: str = "s") -> dict[str, object]:
     """The JSON line of a case."""
-    return {
-        "bench": "sandbox",
-        "case": case,
-        "unit": unit,
-        "ours": round(ours, 6),
-        "baseline": round(baseline, 6),
-        "ratio": round(baseline / ours, 4),
-    }
+    return bench_line("sandbox", case, unit, ours, baseline)
 
 
 # ---- the released way ----------------------------------------------------------------------
