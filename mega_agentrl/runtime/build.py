@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -32,7 +32,7 @@ from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
-from mega_agentrl.runtime.remote import RankGoneError
+from mega_agentrl.runtime.remote import DiedError, RankGoneError
 from mega_agentrl.runtime.reward_group import RewardGroup
 from mega_agentrl.runtime.rewards import open_rubric
 from mega_agentrl.runtime.turns import Turns
@@ -155,7 +155,7 @@ def _launch_apart(
     stack.callback(policy.close)
     starting = generator.begin_start()
     _start(policy)
-    generator.finish_start(starting)
+    _finish_start(generator, starting)
     return policy, generator, None
 
 
@@ -168,6 +168,17 @@ def _start(policy: PolicyGroup) -> None:
         policy.restart()
 
 
+def _finish_start(generator: GeneratorGroup, starting: dict[str, Any]) -> None:
+    """Once more where an engine's process dies meanwhile. starting: by engine, in their order."""
+    try:
+        generator.finish_start(starting)
+    except DiedError as error:
+        _logger.warning("an engine is started once more: %s", error)
+        index, again = generator.begin_replace(list(starting).index(error.name))
+        generator.finish_start(starting | again)
+        generator.admit(index)
+
+
 def _launch_together(
     config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
 ) -> tuple[PolicyGroup, GeneratorGroup, Turns]:
@@ -178,7 +189,7 @@ def _launch_together(
         config, on_gpu=on_gpu, log_folder=log_folder, lodging=policy.lodging
     )
     stack.callback(generator.close)
-    generator.finish_start(generator.begin_start())
+    _finish_start(generator, generator.begin_start())
     turns = Turns(policy, generator)
     policy.share(turns)
     _start(policy)

@@ -19,7 +19,7 @@ from mega_agentrl.config.tool_schema import ToolConfig
 from mega_agentrl.data.dataset import PromptSet
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime import inputs
-from mega_agentrl.runtime.remote import RankGoneError
+from mega_agentrl.runtime.remote import DiedError, RankGoneError
 from mega_agentrl.tool.kit import ToolKit
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.fakes import make_prompt
@@ -289,3 +289,33 @@ def test_a_rank_that_dies_while_the_policy_starts_is_forgiven_once():
         ["start", "restart"],
         ["start", "restart"],
     )
+
+
+class Engines:
+    """Of which some die while they start, by the number of the attempt."""
+
+    def __init__(self, *dead):
+        self.dead, self.seen, self.admitted = list(dead), [], []
+
+    def finish_start(self, calls):
+        self.seen.append(dict(calls))
+        if self.dead and (name := self.dead.pop(0)):
+            raise DiedError(f"{name} died", name)
+
+    def begin_replace(self, index):
+        return index, {f"engine {index}": "again"}
+
+    def admit(self, index):
+        self.admitted.append(index)
+
+
+def test_an_engine_that_dies_while_it_starts_is_forgiven_once():
+    starting = {"engine 0": "first", "engine 1": "first"}
+    sound, mortal, doomed = Engines(), Engines("engine 1"), Engines("engine 1", "engine 0")
+    module._finish_start(sound, starting)
+    module._finish_start(mortal, starting)
+    with pytest.raises(DiedError, match="engine 0 died"):
+        module._finish_start(doomed, starting)
+    assert (sound.seen, sound.admitted) == ([starting], [])
+    assert mortal.seen == [starting, {"engine 0": "first", "engine 1": "again"}]
+    assert mortal.admitted == [1]
