@@ -43,7 +43,8 @@ def load(path: str) -> Callable[[TrainBatch, AlgoConfig], torch.Tensor]:
         raise ValueError(
             f"{where}: got {name}{inspect.signature(found)}, expected {_EXPECTED}; {error}"
         ) from error
-    return found  # type: ignore[no-any-return]
+    function: Callable[[TrainBatch, AlgoConfig], torch.Tensor] = found
+    return function
 
 
 def own_advantage(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:
