@@ -17,6 +17,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from mega_agentrl.estimate.measured import PROCESS
 from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ metrics summed over tokens, to be divided by the global number of tokens."""
 
 Objective = Callable[..., tuple[torch.Tensor, Share]]
 """Maps a micro-batch and its head's [R, T] tensors to loss and shares."""
+
+
+_TRIM_EVERY_TOKENS = 8192
+"""On a CPU, between two `HostMemory.trim`: rare enough beside small passes, which it would slow
+down by a quarter, and before every large one."""
 
 
 class NamedCommunicator(P2PCommunicator):
@@ -56,6 +62,7 @@ class Schedule:
     def __init__(self, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self._chunks = list(chunks)
         self._groups = groups
+        self._tokens_to_trim = 0
         no_syncs = [chunk.no_sync for chunk in self._chunks]
         # Megatron's schedules read these from whichever chunk they look at first.
         for chunk in self._chunks:
@@ -85,6 +92,10 @@ class Schedule:
     def _run(
         self, micros: Sequence[MicroBatch], finish: Any, *, forward_only: bool = False
     ) -> list[Any]:
+        self._tokens_to_trim -= sum(len(micro.token_S) for micro in micros)
+        if self._tokens_to_trim < 0:
+            PROCESS.trim()
+            self._tokens_to_trim = _TRIM_EVERY_TOKENS
         pipeline = self._groups.position.place.pipeline_size
         virtual = len(self._chunks)
 
