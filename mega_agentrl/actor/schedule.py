@@ -35,9 +35,9 @@ Objective = Callable[..., tuple[torch.Tensor, Share]]
 """Maps a micro-batch and its head's [R, T] tensors to loss and shares."""
 
 
-_TRIM_EVERY_TOKENS = 8192
-"""On a CPU, between two `HostMemory.trim`: rare enough beside small passes, which it would slow
-down by a quarter, and before every large one."""
+_TRIM_EVERY_TOKENS = 4096
+"""On a CPU, between two `HostMemory.trim`: before every large micro-batch, and not before each
+small one, which it would slow down by a quarter."""
 
 
 class NamedCommunicator(P2PCommunicator):
@@ -92,10 +92,6 @@ class Schedule:
     def _run(
         self, micros: Sequence[MicroBatch], finish: Any, *, forward_only: bool = False
     ) -> list[Any]:
-        self._tokens_to_trim -= sum(len(micro.token_S) for micro in micros)
-        if self._tokens_to_trim < 0:
-            PROCESS.trim()
-            self._tokens_to_trim = _TRIM_EVERY_TOKENS
         pipeline = self._groups.position.place.pipeline_size
         virtual = len(self._chunks)
 
@@ -103,6 +99,7 @@ class Schedule:
             iterator: Iterator[MicroBatch], model: DistributedDataParallel
         ) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
+            self._trim(len(micro.token_S))
             return model.module.run(micro), partial(finish, model.module, micro)
 
         extra = {"p2p_communicator": self._communicator} if pipeline > 1 else {}
@@ -120,6 +117,12 @@ class Schedule:
             pg_collection=self._groups.collection,
             **extra,
         )
+
+    def _trim(self, num_tokens: int) -> None:
+        self._tokens_to_trim -= num_tokens
+        if self._tokens_to_trim < 0:
+            PROCESS.trim()
+            self._tokens_to_trim = _TRIM_EVERY_TOKENS
 
 
 def _finalize(model: list[Any], num_tokens: torch.Tensor, **rest: Any) -> None:
