@@ -1,14 +1,16 @@
 """Steps of RL with slow tools: rollouts ahead of the learning step against the synchronous loop.
 
     python tools/bench_async.py [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
-        [--slowest SECONDS]
+        [--slowest SECONDS] [key=value ...]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. Both sides are
 whole runs, one after the other, with a real policy and a real engine from the same weights, and
 the real tools, whose answers are held back as in `bench_rollout`: log-normal, median 0.2 s, and
 `--slowest` at most. Ours has `rollout.staleness=K`, the baseline 0; both correct by
 `algo.correction=token_truncate`. The first step and the last one, which is collected and learned
-alone, are left out. Cases:
+alone, are left out. The policy is one process and the engine has one worker, so that on two cores
+each side has its own, as it has GPUs of its own elsewhere; with `parallel.tensor=2` learning takes
+from the engine what it wins. Cases:
 
     step/wall         seconds a step; the ratio is that of the steps per hour
     step/waiting      of them, seconds that the learning step waited for rollouts
@@ -106,6 +108,7 @@ def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[st
     config = compose_config(
         [
             "experiment=smoke_ci",
+            "parallel.tensor=1",
             f"run_dir={folder}",
             f"model.path={given.model}",
             f"data.train={given.data}/train.parquet",
@@ -120,6 +123,7 @@ def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[st
             "evaluate.num_questions=4",
             "report.trees_every=0",
             "report.trackers=[]",
+            *given.overrides,
         ]
     )
     with build(config) as parts:
@@ -172,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--slowest", type=float, default=2.0, help="of the answers, in seconds")
+    parser.add_argument("overrides", nargs="*", help="key=value, of both sides")
     given = parser.parse_args(arguments)
     if not (given.model / "config.json").is_file():
         print(f"bench_async: no model in {given.model}; `make smoke` leaves one", file=sys.stderr)
