@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.generator.engine_args import engine_args
-from mega_agentrl.generator.liveness import Progress
+from mega_agentrl.generator.liveness import Progress, start_failure
 from mega_agentrl.generator.sampling import (
     StopTable,
     check_request,
@@ -92,7 +92,7 @@ class Engine:
         dtype: of weights and activations; None is float32 on a CPU and bfloat16 on a GPU.
         deadline_s: of one request, `cluster.call_deadline_s`. kind: see `engine_args`.
         Blocks the event loop meanwhile, so the deadline of a start is the caller's to keep.
-        Raises `RuntimeError` where vLLM cannot start.
+        Raises `RuntimeError` where vLLM cannot start, `EngineLostError` where it was killed.
         """
         self._config = config
         self._deadline_s = deadline_s
@@ -100,9 +100,7 @@ class Engine:
         try:
             self._llm = AsyncLLM.from_engine_args(args)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.name} did not start; its log file has the reason: {error}"
-            ) from error
+            raise start_failure(self.name, error) from error
         self._stops = StopTable(self._llm.get_tokenizer())
         self._tap = TapReader(self._llm)
         self._memory = HeldMemory(self._llm, self._ask, sleeps=args.enable_sleep_mode)
@@ -110,8 +108,8 @@ class Engine:
         # collection among them stops all requests for more than half a second, again and again.
         gc.collect()
         gc.freeze()
-        await self._llm.collective_rpc("settle")
-        await self._llm.collective_rpc("weights_guard")
+        await self._call_workers("settle")
+        await self._call_workers("weights_guard")
         self._serving.set()
         self._idle.set()
         return self
