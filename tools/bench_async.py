@@ -18,6 +18,7 @@ from the engine what it wins. Cases:
     mismatch/mean     mean |difference| of policy's and engine's log-probs in nats
     mismatch/max      the largest
     mismatch/ess      effective share of the samples under the importance weights, 1 is all
+    correction/capped share of the tokens whose weight is beyond algo.correction_cap, and cut
     staleness/mean    age of the tokens in versions
     staleness/max     of the oldest
 
@@ -57,6 +58,7 @@ MEANS = {
     "mismatch/mean": ("nats", "mismatch/logp_mean_abs"),
     "mismatch/max": ("nats", "mismatch/logp_max_abs"),
     "mismatch/ess": ("share", "mismatch/ess"),
+    "correction/capped": ("share", "correction/capped"),
     "staleness/mean": ("versions", "rollout/staleness_mean"),
     "staleness/max": ("versions", "rollout/staleness_max"),
 }

@@ -25,6 +25,7 @@ def steps(rollout_s, update_s, stale):
             "mismatch/logp_mean_abs": 0.01,
             "mismatch/logp_max_abs": 0.1 * step,
             "mismatch/ess": 0.5,
+            "correction/capped": 0.01 * step,
             "rollout/staleness_mean": stale,
             "rollout/staleness_max": stale,
         }
@@ -50,6 +51,7 @@ def test_lines_by_hand():
     assert (lines["step/waiting"]["ours"], lines["step/waiting"]["baseline"]) == (1.0, 3.0)
     assert lines["step/learning"]["ratio"] == 1.0
     assert lines["mismatch/max"]["ours"] == 0.4
+    assert lines["correction/capped"]["ours"] == pytest.approx(0.025)
     assert (lines["staleness/max"]["ours"], lines["staleness/max"]["baseline"]) == (1, 0)
     assert list(lines["step/wall"]) == ["bench", "case", "unit", "ours", "baseline", "ratio"]
 
