@@ -24,7 +24,7 @@ from mega_agentrl.rollout.seeds import request_seed
 from mega_agentrl.rollout.spans import PathSpans
 from mega_agentrl.rollout.speech import ask, make_request
 from mega_agentrl.rollout.tape import Tape
-from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.types.faults import RankLostError, ToolFault
 from mega_agentrl.types.records import (
     Finish,
     Generation,
@@ -126,6 +126,8 @@ class ReleasedPath:
             return
         try:
             generation = await self._generate(min(max_tokens, room))
+        except RankLostError:
+            raise  # of the whole run, which goes back to its last checkpoint
         except FAULTS as error:
             self._fail(StopReason.aborted, error)
             return

@@ -36,7 +36,7 @@ from mega_agentrl.rollout.dialogue import Dialogue
 from mega_agentrl.rollout.forking import Forks, copy_of
 from mega_agentrl.rollout.speech import ABORT_DEADLINE_S, Speech, ends_inside
 from mega_agentrl.rollout.tape import Tape
-from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.types.faults import RankLostError, ToolFault
 from mega_agentrl.types.records import (
     Author,
     BadCall,
@@ -152,6 +152,8 @@ class TrajectoryRun:
         try:
             async with clock:
                 stop_reason = await self._take_turns()
+        except RankLostError:
+            raise  # of the whole run, which goes back to its last checkpoint
         except FAULTS as error:
             is_engine = self.state is State.generating
             stop_reason = StopReason.aborted if is_engine else StopReason.tool_failure

@@ -6,7 +6,9 @@ and when it is silent for `SILENCE_S`. Whoever notices a death first may say so 
 
     lost -> a new process starts -> fresh -> it has the weights that are served -> admitted
 
-A fresh engine waits for the next `send` where the policy has gone on meanwhile. An engine that is
+A fresh engine waits for the next `send` where the policy has gone on meanwhile, and where a rank of
+it is lost: with no other engine left, everybody who waits gets that error then, as nobody else may
+be asking the policy for anything. An engine that is
 lost `_MAX_LOSSES` times before it was admitted once is given up; with the last one everybody who
 waits gets the error. Waits for the policy's turn and for starts, which have deadlines; on GPUs that
 the policy shares also until it is off them (`turns`), and a lost engine is ended at once then.
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.exceptions
 
-from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.runtime.remote import RankGoneError, RemoteError
 from mega_agentrl.types.faults import EngineLostError
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class EngineKeeper:
         self._closing = threading.Event()
         self._lost: dict[int, str] = {}
         self._given_up: dict[int, str] = {}
+        self._without_policy: str | None = None
         self._num_losses: Counter[int] = Counter()
         self._pulses: dict[int, tuple[Any, float]] = {}
         self._waiting: list[Future[None]] = []
@@ -105,9 +108,13 @@ class EngineKeeper:
         return bool(self._lost)
 
     async def wait_for_any(self) -> None:
-        """Until some engine gets requests; raises `RemoteError` where none ever will."""
+        """Until some engine gets requests; raises `RemoteError` where none ever will, and
+        `RankGoneError` where none will before the policy is made anew.
+        """
         while not self._engines.admitted:
             with self._lock:
+                if self._without_policy is not None:
+                    raise RankGoneError(f"no engine has weights: {self._without_policy}")
                 if self._closing.is_set() or not (self._lost or self.fresh):
                     why = "; ".join(self._given_up.values()) or "the run is ending"
                     raise RemoteError(f"no engine is left: {why}")
@@ -138,6 +145,7 @@ class EngineKeeper:
             self.fresh.difference_update(self._engines.admitted)
             for index in self._engines.admitted:
                 self._num_losses[index] = 0
+                self._without_policy = None
             waiting, self._waiting = self._waiting, []
             self._lock.notify_all()
         for waiter in waiting:
@@ -221,6 +229,11 @@ class EngineKeeper:
             try:
                 if not self._bridge.welcome([index]):
                     continue
+            except RankGoneError as error:
+                if self._without_policy is None:
+                    _logger.warning("engine %d waits for a new policy: %s", index, error)
+                    self._without_policy = str(error)
+                continue
             except (RuntimeError, ValueError) as error:
                 self.lost(index, actor, f"it could not be given the weights: {error}")
                 continue

@@ -12,7 +12,7 @@ from mega_agentrl.rollout.branching import NoBranching
 from mega_agentrl.rollout.context import RolloutContext
 from mega_agentrl.rollout.released_path import ReleasedPath, cut
 from mega_agentrl.rollout.tape import Tape
-from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.types.faults import RankLostError, ToolFault
 from mega_agentrl.types.records import (
     Author,
     Finish,
@@ -235,6 +235,14 @@ async def test_a_dead_engine_fails_the_trajectory_and_keeps_what_was_said():
     generator = FakeGenerator(turns(CALL), breaks=lambda request: len(request.token_ids) > 2)
     got = await _live(_context(generator))
     assert got.stop_reason is StopReason.aborted and got.response_text == CALL + RESULT
+
+
+async def test_a_lost_policy_is_no_end_of_a_trajectory():
+    def breaks(request):
+        raise RankLostError("policy rank 1 died")
+
+    with pytest.raises(RankLostError, match="rank 1 died"):
+        await _live(_context(FakeGenerator(turns(CALL), breaks=breaks)))
 
 
 async def test_cancellation_aborts_the_request():

@@ -9,7 +9,7 @@ import pytest
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching import AfterResult, NoBranching, Share
 from mega_agentrl.rollout.trajectory import RolloutContext, State, TrajectoryRun, ends_inside
-from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.types.faults import RankLostError, ToolFault
 from mega_agentrl.types.records import Author, StopReason, ToolOutcome, ToolStatus
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeSession, FakeTools, make_prompt, turns
 
@@ -193,6 +193,16 @@ async def test_a_dead_engine_fails_the_trajectory_and_keeps_what_was_said():
     got = await _run(generator, tools=tools).run()
     assert got.stop_reason is StopReason.aborted and got.failed
     assert got.response_text == CALL + RESULT and tools.sessions[0].released == 1
+
+
+async def test_a_lost_policy_is_no_end_of_a_trajectory():
+    def breaks(request):
+        raise RankLostError("policy rank 1 died")
+
+    tools = FakeTools()
+    with pytest.raises(RankLostError, match="rank 1 died"):
+        await _run(FakeGenerator(turns(CALL), breaks=breaks), tools=tools).run()
+    assert tools.sessions[0].released == 1
 
 
 async def test_a_bug_passes_through_and_still_releases_the_tools():

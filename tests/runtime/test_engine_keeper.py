@@ -11,7 +11,7 @@ import ray
 from mega_agentrl.config.schema import ClusterConfig, TrainConfig
 from mega_agentrl.runtime.engine_keeper import EngineKeeper
 from mega_agentrl.runtime.generator_group import GeneratorGroup
-from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.runtime.remote import RankGoneError, RemoteError
 from mega_agentrl.types.faults import EngineLostError
 from mega_agentrl.types.records import GenerateRequest
 
@@ -43,12 +43,14 @@ class Engine:
 
 
 class Bridge:
-    """Notes whom it welcomed; busy: lets them wait."""
+    """Notes whom it welcomed; busy: lets them wait. orphan: the policy is lost."""
 
     def __init__(self):
-        self.welcomed, self.busy = [], False
+        self.welcomed, self.busy, self.orphan = [], False, False
 
     def welcome(self, engines):
+        if self.orphan:
+            raise RankGoneError("policy rank 1 died")
         if not self.busy:
             self.welcomed += engines
         return not self.busy
@@ -145,6 +147,24 @@ async def test_a_request_that_kills_engine_after_engine_is_ended(kept):
         await ask(engines, "poison/0")
     await until(lambda: engines.admitted == [0, 1])
     assert keeper.num_replaced >= 3
+
+
+async def test_a_lost_policy_is_told_to_who_waits_and_is_not_the_engines_fault(kept):
+    engines, bridge, keeper = kept
+    bridge.orphan = True
+    waiting = asyncio.create_task(ask(engines, "aslow/0"))
+    await asyncio.sleep(0.5)
+    for index in (0, 1):
+        await engines._ask(index, "die")
+    with pytest.raises(RankGoneError, match=r"no engine has weights: policy rank 1 died"):
+        async with asyncio.timeout(60):
+            await waiting
+    await until(lambda: keeper.fresh == {0, 1})
+    await asyncio.sleep(5)  # ticks enough to lose an engine too often
+    assert keeper.num_replaced == 2
+    bridge.orphan = False
+    await until(lambda: engines.admitted == [0, 1])
+    assert await ask(engines, "b/0")
 
 
 def test_mend_waits_for_the_successor_and_says_whether_there_was_one(kept):
