@@ -4,9 +4,11 @@
 
 N times `kill -9` in M runs: of the driver, a policy rank, an engine, a sandbox host, each as often
 as the others. A run must end with the same prompts in the same order and, as they are
-`deterministic=true`, with the same losses to 1e-6; nothing of it may be left. First two
-undisturbed runs must agree bit for bit. A killed driver is started again by the same command;
-everything else must mend by itself. Input: `make model`, or where the overrides say.
+`deterministic=true`, with the same losses to 1e-6; nothing of it may be left. Where a sandbox died
+in a call, losses are compared before that; of all runs together half must be. First two
+undisturbed runs must agree bit for bit; the moments are drawn from all of a step's time in them.
+A killed driver is started again by the same command; everything else must mend by itself. Input:
+`make model`, or where the overrides say.
 
 Prints a table and leaves it in `chaos.json`; an earlier one's folder is replaced.
 Exit codes: 0 all is well, 1 it is not, 2 bad input.
@@ -69,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _all_runs(options: argparse.Namespace, settings: list[str]) -> Sequence[dict[str, Any]]:
     rows = []
     expected: Outcome | None = None
+    spans: list[float] = []
     for name in ("undisturbed-1", "undisturbed-2"):
         story = Run((options.out / name).resolve(), settings, []).go(DEADLINE_S)
         found = read_outcome(story.folder)
@@ -77,13 +80,14 @@ def _all_runs(options: argparse.Namespace, settings: list[str]) -> Sequence[dict
             wrong.append("two undisturbed runs differ: the comparison says nothing")
         if not any(found.losses):
             wrong.append("all losses are 0: nothing was learned, and the comparison says nothing")
-        expected = expected or found
+        expected, spans = expected or found, story.spans()
         rows.append(_tell(name, story, found, wrong))
     assert expected is not None
     draw = random.Random(options.seed)
     share, rest = divmod(options.kills, options.runs)
+    num_compared = 0
     for number in range(options.runs):
-        plan = make_plan(share + (number < rest), len(expected.losses), draw)
+        plan = make_plan(share + (number < rest), spans, draw)
         story = Run((options.out / f"run-{number}").resolve(), settings, plan).go(DEADLINE_S)
         found = read_outcome(story.folder)
         wrong = differences(expected, found) + _left(story)
@@ -91,6 +95,9 @@ def _all_runs(options: argparse.Namespace, settings: list[str]) -> Sequence[dict
             wrong.append(f"{len(plan) - len(story.dealt)} blows found no victim")
         if story.num_failures:
             wrong.append(f"the job ended {story.num_failures} times that nobody had killed it")
+        num_compared += found.num_compared
+        if number + 1 == options.runs and 2 * num_compared < options.runs * len(expected.losses):
+            wrong.append(f"{num_compared} losses were compared in all runs, expected half of them")
         rows.append(_tell(f"run-{number}", story, found, wrong))
     return rows
 

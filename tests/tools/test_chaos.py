@@ -13,19 +13,27 @@ import pytest
 
 from tools.chaos import main
 from tools.chaos_parts.processes import MARK, Family
-from tools.chaos_parts.run import KINDS, make_plan, rl_steps
+from tools.chaos_parts.run import KINDS, Story, make_plan, rl_steps
 from tools.chaos_parts.verdict import Outcome, differences, read_outcome
 
 OUTCOME = Outcome(prompts=(("a", "b"), ("c", "d")), losses=(0.5, 0.25), num_failed=(0, 0), lines=())
 
 
 def test_a_plan_hits_all_kinds_alike_in_the_order_of_steps():
-    plan = make_plan(20, 8, random.Random(1))
+    spans = [60.0, *range(1, 8)]
+    plan = make_plan(20, spans, random.Random(1))
     assert Counter(blow.kind for blow in plan) == dict.fromkeys(KINDS, 5)
     assert [blow.step for blow in plan] == sorted(blow.step for blow in plan)
     assert {blow.step for blow in plan} <= set(range(8))
-    assert plan == make_plan(20, 8, random.Random(1))
-    assert plan != make_plan(20, 8, random.Random(2))
+    assert all(blow.delay_s < spans[blow.step] for blow in plan)
+    assert any(blow.delay_s > spans[blow.step] / 2 for blow in plan)
+    assert plan == make_plan(20, spans, random.Random(1))
+    assert plan != make_plan(20, spans, random.Random(2))
+
+
+def test_spans_are_the_times_between_steps(tmp_path):
+    story = Story(tmp_path, reached={0: 0.1, 1: 60.0, 2: 66.0, 3: 70.0})
+    assert story.spans() == [60.0, 6.0, 4.0]
 
 
 def test_prompts_and_losses_are_compared():

@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ class Story:
     """What became of a run. dealt: the blows that fell, with the moment in seconds.
 
     num_failures: ends of the driver that nobody dealt. left: processes that outlived the run.
+    reached: by number of RL steps, the moment when so many were first seen in the metrics.
     """
 
     folder: Path
@@ -50,15 +53,25 @@ class Story:
     dealt: list[tuple[float, Blow]] = field(default_factory=list)
     num_failures: int = 0
     left: dict[int, str] = field(default_factory=dict)
+    reached: dict[int, float] = field(default_factory=dict)
+
+    def spans(self) -> list[float]:
+        """Seconds of each RL step, all that came before among the first one's."""
+        moments = [0.0, *(at_s for step, at_s in sorted(self.reached.items()) if step)]
+        return [end - begin for begin, end in pairwise(moments)]
 
 
-def make_plan(num_kills: int, num_steps: int, draw: random.Random) -> list[Blow]:
-    """Blows in order, every kind as often as the others, at random moments."""
+def make_plan(num_kills: int, spans: Sequence[float], draw: random.Random) -> list[Blow]:
+    """Blows in order, every kind as often as the others, at random moments.
+
+    spans: `Story.spans` of an undisturbed run. A step is drawn, then a moment of it.
+    """
     kinds = [KINDS[index % len(KINDS)] for index in range(num_kills)]
     draw.shuffle(kinds)
-    steps = sorted(draw.randrange(num_steps) for _ in range(num_kills))
+    steps = sorted(draw.randrange(len(spans)) for _ in range(num_kills))
     return [
-        Blow(kind, step, draw.uniform(0.0, 2.0)) for kind, step in zip(kinds, steps, strict=True)
+        Blow(kind, step, draw.uniform(0.0, spans[step]))
+        for kind, step in zip(kinds, steps, strict=True)
     ]
 
 
@@ -87,7 +100,9 @@ class Run:
                     driver = self._start()
                 if time.monotonic() > ends_at:
                     raise RuntimeError(f"{self._folder}: no end within {deadline_s:g} s")
-                if self._plan and rl_steps(self._folder) >= self._plan[0].step:
+                num_steps = rl_steps(self._folder)
+                self._story.reached.setdefault(num_steps, time.monotonic() - self._from_s)
+                if self._plan and num_steps >= self._plan[0].step:
                     driver = self._strike(self._plan.pop(0), driver)
                 time.sleep(_LOOK_S)
         finally:
