@@ -46,6 +46,8 @@ def engine_args(
         dtype=dtype or ("bfloat16" if on_gpu else "float32"),
         seed=seed,
         tensor_parallel_size=config.tensor,
+        # Left to vLLM, workers would become Ray actors where the policy's place holds the engine.
+        distributed_executor_backend="mp" if config.tensor > 1 else None,
         max_model_len=config.max_model_len,
         max_num_seqs=1 if deterministic else config.max_concurrent,
         max_num_batched_tokens=max(8192, config.max_model_len),

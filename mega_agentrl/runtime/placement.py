@@ -28,17 +28,27 @@ _DEADLINE_S = 120.0
 
 
 def bundles(
-    layout: ParallelConfig, *, on_gpu: bool, size: int | None = None, num_engines: int = 0
+    layout: ParallelConfig,
+    *,
+    on_gpu: bool,
+    size: int | None = None,
+    num_engines: int = 0,
+    engine_ranks: int = 1,
 ) -> list[dict[str, float]]:
     """Resources of each bundle, in rank order (tensor rank runs fastest).
 
-    size: ranks of a bundle, by default a tensor-parallel group. num_engines: of each bundle.
+    size: ranks of a bundle, by default a tensor-parallel group. num_engines: with engine_ranks
+    each, from the first rank on.
     """
     size = size or layout.tensor
-    bundle = {"CPU": float(size + num_engines)}
-    if on_gpu:
-        bundle["GPU"] = float(size)
-    return [dict(bundle) for _ in range(layout.num_ranks // size)]
+    found = []
+    for first in range(0, layout.num_ranks, size):
+        hosted = sum(first <= index * engine_ranks < first + size for index in range(num_engines))
+        bundle = {"CPU": float(size + hosted)}
+        if on_gpu:
+            bundle["GPU"] = float(size)
+        found.append(bundle)
+    return found
 
 
 class PolicyPlacement:
@@ -51,8 +61,13 @@ class PolicyPlacement:
         """Reserve them; raises `ValueError` where no node has room for a whole bundle."""
         layout, self._engine_ranks = config.parallel, config.engine.tensor
         self._size = size = ranks_in_a_node(config) if shared else layout.tensor
-        num_engines = size // self._engine_ranks if shared else 0
-        wanted = bundles(layout, on_gpu=on_gpu, size=size, num_engines=num_engines)
+        wanted = bundles(
+            layout,
+            on_gpu=on_gpu,
+            size=size,
+            num_engines=config.cluster.num_engines if shared else 0,
+            engine_ranks=self._engine_ranks,
+        )
         self._group = placement_group(wanted, strategy="PACK")
         ready, _ = ray.wait([self._group.ready()], timeout=_DEADLINE_S)
         if not ready:

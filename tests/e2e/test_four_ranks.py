@@ -1,4 +1,7 @@
-"""The whole system with every cut: TP 2 x PP 2 policy, vLLM TP 2, warm start and two RL steps."""
+"""The whole system with every cut: TP 2 x PP 2 policy, vLLM TP 2, warm start and two RL steps.
+
+Policy and engine take turns as on shared GPUs: between them lie all weights and all checkpoints.
+"""
 
 import json
 
@@ -26,6 +29,7 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
         "experiment=smoke_ci",
         "parallel=tp2_pp2",
         "engine.tensor=2",
+        "cluster.colocated=true",
         "total_steps=2",
         "sft.max_steps=4",
         "data.prompts_per_step=4",

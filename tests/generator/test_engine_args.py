@@ -21,3 +21,9 @@ def test_an_engine_can_sleep_where_it_shares_a_gpu(monkeypatch):
     kinds = {"seed": 1, "dtype": None}
     assert engine_args(config, "model", **kinds, colocated=True).enable_sleep_mode
     assert not engine_args(config, "model", **kinds).enable_sleep_mode
+
+
+def test_workers_are_processes_of_the_engine_wherever_it_runs():
+    for tensor, backend in ((1, None), (2, "mp")):
+        args = engine_args(EngineConfig(tensor=tensor), "model", seed=1, dtype=None)
+        assert args.distributed_executor_backend == backend

@@ -46,6 +46,9 @@ def test_engines_that_share_are_in_the_bundles_of_their_ranks(ray_local):
     assert bundles(ParallelConfig(tensor=2, data=2), on_gpu=True, size=4, num_engines=1) == [
         {"CPU": 5, "GPU": 4}
     ]
+    layout = ParallelConfig(tensor=2, data=3)
+    half = bundles(layout, on_gpu=False, size=2, num_engines=2, engine_ranks=2)
+    assert half == [{"CPU": 3}, {"CPU": 3}, {"CPU": 2}], "the last ranks share with nobody"
     config = TrainConfig(
         parallel=ParallelConfig(tensor=2),
         cluster=ClusterConfig(num_engines=2, colocated=True),
