@@ -29,7 +29,7 @@ from mega_agentrl.config.places import config_folder, folder_name
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.train import sweep
 from mega_agentrl.train.run_folder import METRICS, make_room
-from mega_agentrl.train.stopping import PROCESS, Stopper
+from mega_agentrl.train.stopping import PROCESS, Stopped, Stopper
 
 FAILED = 1
 BAD_INPUT = 2
@@ -90,27 +90,41 @@ def run(composed: DictConfig) -> float:
     if earlier is not None:
         print(f"the earlier run in {run_dir} is now {earlier}")
     _log_to_file(run_dir)
+    return _train(config, run_dir)
+
+
+def _train(config: TrainConfig, run_dir: Path) -> float:
+    """Build the run and train; where it ends before its end, the page is written last of all."""
     # Ray, torch and the rest load only once the configuration is known to be good.
     from mega_agentrl.runtime.build import build
+    from mega_agentrl.train.last_page import FAILED_S, STOPPED_S, write_last_page
     from mega_agentrl.train.own_advantage import load
     from mega_agentrl.train.restart import train_to_the_end
 
     # Again: a launcher of sweeps starts `run` without `__main__`.
     PROCESS.listen()
-    is_built = False
+    is_built = owes_page = False
     try:
         if config.algo.is_own:
             load(config.algo.advantage)
         with build(config) as parts:
-            is_built = True
-            return train_to_the_end(parts, config, PROCESS)
-    except KeyboardInterrupt:
+            is_built = owes_page = True
+            reward = train_to_the_end(parts, config, PROCESS)
+        owes_page = False
+    except KeyboardInterrupt as stop:
+        # Anything else is a second signal, or there is no time left.
+        owes_page = owes_page and isinstance(stop, Stopped)
         _fail(farewell(run_dir, PROCESS), PROCESS.exit_code)
     except (ValueError, RuntimeError, OSError) as error:
         logging.exception("the run failed")
         if isinstance(error, ValueError) and not is_built:
             _give_up(error, BAD_INPUT)
         _give_up(f"{error}\nTraceback and messages of all processes: {run_dir / 'logs'}", FAILED)
+    finally:
+        if owes_page:
+            deadline_s = FAILED_S if PROCESS.asked is None else STOPPED_S
+            write_last_page(run_dir, deadline_s=deadline_s)
+    return reward
 
 
 def farewell(run_dir: Path, stopper: Stopper) -> str:

@@ -119,6 +119,8 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, list) and any(isinstance(one, Enum) for one in value):
+        return f"[{', '.join(shown(one) for one in value)}]"
     return str(value) if value != "" else '""'
 
 

@@ -10,7 +10,9 @@ kept from growing by `cap`: `truncated` takes min(w, cap), `masked` drops what i
 (truncated importance sampling; the masked form). Weights carry no gradient: they multiply the
 loss of a token.
 
-How far the two are apart is `mismatch`. B trajectories, T response positions, nats.
+How far the two are apart, in log-probs and in probabilities, is `mismatch`.
+
+B trajectories, T response positions, nats.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def importance_weights(
         on_RT = mask_RT.bool()
         gap_RT = _gap(train_RT, rollout_RT, on_RT)
         token_ratio_RT = _ratio(gap_RT)
-        sums.append(_sums(gap_RT, token_ratio_RT, on_RT))
+        probs_RT = _prob_gap(train_RT, rollout_RT, on_RT)
+        sums.append(_sums(gap_RT, token_ratio_RT, probs_RT, on_RT))
         ratio_RT = token_ratio_RT
         if level == "sequence":
             ratio_RT = _ratio(gap_RT.sum(1, keepdim=True))
@@ -74,7 +77,9 @@ def mismatch(
 ) -> dict[str, torch.Tensor]:
     """0-d metrics of how far the two policies are apart, over the unmasked positions.
 
-    `logp_mean_abs`, `logp_max_abs`: difference of log-probs, nats. `kl_k1`, `kl_k3`: estimates
+    `logp_mean_abs`, `logp_max_abs`: difference of log-probs, nats. `prob_mean_abs`,
+    `prob_max_abs`, `prob_std_abs`: |exp(rollout_logp) - exp(train_logp)|, its mean, largest value
+    and standard deviation over these positions (by n, not n - 1). `kl_k1`, `kl_k3`: estimates
     of KL(rollout || train) from rollout samples, nats per token. `ratio_mean`: 1 where the two
     agree. `ess`: effective sample size by token ratios, (sum w)^2 / (n sum w^2), 1 where they
     agree.
@@ -84,7 +89,8 @@ def mismatch(
     for train_RT, rollout_RT, mask_RT in row_parts(train_logp_BT, rollout_logp_BT, mask_BT):
         on_RT = mask_RT.bool()
         gap_RT = _gap(train_RT, rollout_RT, on_RT)
-        sums.append(_sums(gap_RT, _ratio(gap_RT), on_RT))
+        probs_RT = _prob_gap(train_RT, rollout_RT, on_RT)
+        sums.append(_sums(gap_RT, _ratio(gap_RT), probs_RT, on_RT))
     return _figures(sums, gap_RT.dtype)
 
 
@@ -96,10 +102,12 @@ def _total(values_RT: torch.Tensor) -> torch.Tensor:
     return values_RT.sum(dtype=torch.float64)
 
 
-def _sums(gap_RT: torch.Tensor, ratio_RT: torch.Tensor, on_RT: torch.Tensor) -> torch.Tensor:
-    """[6] float64 of some rows: what `_figures` is made of, the largest gap in the last place.
+def _sums(
+    gap_RT: torch.Tensor, ratio_RT: torch.Tensor, probs_RT: torch.Tensor, on_RT: torch.Tensor
+) -> torch.Tensor:
+    """[9] float64 of some rows: what `_figures` is made of, the largest gaps in the last places.
 
-    A masked position has gap 0 and ratio 1.
+    A masked position has gap 0, ratio 1 and a difference of probabilities of 0.
     """
     away_RT = gap_RT.abs()
     num = _total(on_RT)
@@ -111,19 +119,32 @@ def _sums(gap_RT: torch.Tensor, ratio_RT: torch.Tensor, on_RT: torch.Tensor) -> 
             _total(gap_RT),
             _total(ratio_RT) - num_off,
             _total(ratio_RT.square()) - num_off,
-            away_RT.amax().double() if away_RT.numel() else torch.zeros_like(num),
+            _total(probs_RT),
+            _total(probs_RT.double().square()),
+            _largest(away_RT),
+            _largest(probs_RT),
         ]
     )
 
 
+def _largest(values_RT: torch.Tensor) -> torch.Tensor:
+    return values_RT.amax().double() if values_RT.numel() else values_RT.new_zeros(()).double()
+
+
 def _figures(sums: list[torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     table = torch.stack(sums)
-    num, away, gap, ratio, squares, _ = table.sum(0)
+    num, away, gap, ratio, squares, probs, prob_squares, _, _ = table.sum(0)
     count = num.clamp(min=1)
     spread = ratio.square() / (count * squares)
+    # In float64, as the two nearly cancel; by rounding still below 0 at times.
+    variance = (prob_squares / count - (probs / count).square()).clamp(min=0)
+    logp_max, prob_max = table[:, -2:].amax(0)
     figures = {
         "logp_mean_abs": away / count,
-        "logp_max_abs": table[:, -1].amax(),
+        "logp_max_abs": logp_max,
+        "prob_mean_abs": probs / count,
+        "prob_max_abs": prob_max,
+        "prob_std_abs": variance.sqrt(),
         "kl_k1": -gap / count,
         "kl_k3": (ratio - num - gap) / count,
         "ratio_mean": ratio / count,
@@ -137,4 +158,15 @@ def _gap(
 ) -> torch.Tensor:
     """Difference of the log-probs, without gradient; 0 where masked."""
     gap_BT = widened(train_logp_BT.detach()) - widened(rollout_logp_BT.detach())
+    return torch.where(on_BT, gap_BT, torch.zeros_like(gap_BT))
+
+
+def _prob_gap(
+    train_logp_BT: torch.Tensor, rollout_logp_BT: torch.Tensor, on_BT: torch.Tensor
+) -> torch.Tensor:
+    """|difference| of the probabilities, without gradient; 0 where masked."""
+    rollout_BT, train_BT = (
+        widened(logp_BT.detach()).exp() for logp_BT in (rollout_logp_BT, train_logp_BT)
+    )
+    gap_BT = (rollout_BT - train_BT).abs()
     return torch.where(on_BT, gap_BT, torch.zeros_like(gap_BT))

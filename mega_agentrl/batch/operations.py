@@ -10,6 +10,8 @@
     chunk(batch, number)        runs of rows of about equal size, and
     gather(chunks)              back again
 
+What is checked: `TrainBatch.check`.
+
 What numbers mean in one batch (`group_B`, `owner_B`, `node_BT`) they mean in that batch only: what
 comes from another one is numbered on from there, so that two prompts never become one group.
 Nothing here cuts by tokens (`balance`) or for optimizer steps (`minibatch`).
@@ -28,45 +30,9 @@ from torch.nn import functional
 from mega_agentrl.batch.pack import PAD_NODE
 from mega_agentrl.types.batch import TrainBatch
 
-_INTEGERS = ("response_BT", "length_B", "group_B", "node_BT", "version_BT", "owner_B")
 _OPTIONAL = tuple(spec.name for spec in fields(TrainBatch) if spec.default is None)
 _TENSORS = tuple(spec.name for spec in fields(TrainBatch) if spec.name != "prompt_ids")
 _MOVABLE = tuple(name for name in _OPTIONAL if name != "owner_B")
-
-
-def check(batch: TrainBatch) -> TrainBatch:
-    """The batch itself; its shapes were checked when it was made.
-
-    Raises ValueError naming the first field of another dtype, a length beyond the positions, a
-    token to train on behind its row's end, or a trajectory (`owner_B`) of two groups.
-    """
-    for name in _present(batch):
-        dtype = getattr(batch, name).dtype
-        is_right = (
-            dtype == torch.bool
-            if name == "mask_BT"
-            else dtype == torch.int64
-            if name in _INTEGERS
-            else dtype.is_floating_point
-        )
-        if not is_right:
-            raise ValueError(f"TrainBatch: {name} is {dtype}, expected {_expected(name)}")
-    width = batch.response_BT.size(1)
-    length_B = batch.length_B
-    if bool(((length_B < 0) | (length_B > width)).any()):
-        raise ValueError(
-            f"TrainBatch: length_B has {length_B.tolist()}, expected 0 to {width}, the width of "
-            "response_BT; probable cause: rows of another batch"
-        )
-    behind_BT = torch.arange(width)[None, :] >= length_B[:, None].cpu()
-    if bool((batch.mask_BT.cpu() & behind_BT).any()):
-        raise ValueError(
-            "TrainBatch: mask_BT has tokens to train on behind length_B, expected none in the "
-            "padding; probable cause: a mask of another batch"
-        )
-    if batch.owner_B is not None:
-        _check_owners(batch.owner_B.tolist(), batch.group_B.tolist())
-    return batch
 
 
 def keep(batch: TrainBatch, names: Iterable[str]) -> TrainBatch:
@@ -76,7 +42,7 @@ def keep(batch: TrainBatch, names: Iterable[str]) -> TrainBatch:
         raise ValueError(
             f"keep: {', '.join(unknown)} is not in the batch, expected some of {_present(batch)}"
         )
-    return check(batch.with_fields(**dict.fromkeys(set(_OPTIONAL) - wanted)))
+    return batch.with_fields(**dict.fromkeys(set(_OPTIONAL) - wanted)).check()
 
 
 def between(batch: TrainBatch, start: int, stop: int) -> TrainBatch:
@@ -86,7 +52,7 @@ def between(batch: TrainBatch, start: int, stop: int) -> TrainBatch:
             f"between: rows {start} to {stop} of a batch of {batch.num_rows}, expected a run of "
             "at least one of its rows"
         )
-    return check(batch.select(range(start, stop)))
+    return batch.select(range(start, stop))
 
 
 def concatenate(batches: Sequence[TrainBatch]) -> TrainBatch:
@@ -98,7 +64,7 @@ def concatenate(batches: Sequence[TrainBatch]) -> TrainBatch:
     if not batches:
         raise ValueError("concatenate: got no batch, expected at least one")
     for batch in batches:
-        check(batch)
+        batch.check()
     if any(batch.owner_B is not None for batch in batches):
         batches = [
             batch.with_fields(owner_B=torch.arange(batch.num_rows))
@@ -138,7 +104,7 @@ def join(batch: TrainBatch, other: TrainBatch) -> TrainBatch:
                 f"join: {name} differs, expected the same values where both have it; probable "
                 "cause: rows in another order, or two steps"
             )
-    return check(batch.with_fields(**added))
+    return batch.with_fields(**added).check()
 
 
 def move(batch: TrainBatch, source: str, target: str) -> TrainBatch:
@@ -155,7 +121,7 @@ def move(batch: TrainBatch, source: str, target: str) -> TrainBatch:
                 f"move of {source} to {target}: {name} is {'not ' * is_there}in the batch, "
                 "expected the first to be there and the second not"
             )
-    return check(batch.with_fields(**{target: getattr(batch, source), source: None}))
+    return batch.with_fields(**{target: getattr(batch, source), source: None}).check()
 
 
 def repeat(batch: TrainBatch, number: int) -> TrainBatch:
@@ -166,7 +132,7 @@ def repeat(batch: TrainBatch, number: int) -> TrainBatch:
     if batch.owner_B is not None and copies.owner_B is not None:
         copy_B = torch.arange(number).repeat(batch.num_rows)
         copies = copies.with_fields(owner_B=copies.owner_B * number + copy_B)
-    return check(copies)
+    return copies.check()
 
 
 def pad_width(batch: TrainBatch, width: int) -> TrainBatch:
@@ -177,17 +143,15 @@ def pad_width(batch: TrainBatch, width: int) -> TrainBatch:
             f"pad_width: width={width}, expected at least {batch.response_BT.size(1)}, the width "
             "of response_BT"
         )
-    return check(
-        batch.with_fields(
-            **{
-                name: functional.pad(
-                    getattr(batch, name), (0, more), value=PAD_NODE if name == "node_BT" else 0
-                )
-                for name in _present(batch)
-                if name.endswith("_BT")
-            }
-        )
-    )
+    return batch.with_fields(
+        **{
+            name: functional.pad(
+                getattr(batch, name), (0, more), value=PAD_NODE if name == "node_BT" else 0
+            )
+            for name in _present(batch)
+            if name.endswith("_BT")
+        }
+    ).check()
 
 
 def pad_rows(batch: TrainBatch, multiple: int) -> TrainBatch:
@@ -199,7 +163,7 @@ def pad_rows(batch: TrainBatch, multiple: int) -> TrainBatch:
         raise ValueError(
             f"pad_rows: multiple={multiple} for {batch.num_rows} rows, expected at least one each"
         )
-    check(batch)
+    batch.check()
     more = -batch.num_rows % multiple
     if not more:
         return batch
@@ -241,7 +205,7 @@ def gather(chunks: Sequence[TrainBatch], rows: Sequence[Sequence[int]] | None = 
             f"gather: rows {[list(part) for part in rows]} of chunks of "
             f"{[one.num_rows for one in chunks]} rows, expected each row of the whole once"
         )
-    return check(whole.select(sorted(range(len(held)), key=held.__getitem__)))
+    return whole.select(sorted(range(len(held)), key=held.__getitem__))
 
 
 def _stack(batches: Sequence[TrainBatch], what: str) -> TrainBatch:
@@ -262,29 +226,8 @@ def _stack(batches: Sequence[TrainBatch], what: str) -> TrainBatch:
     tensors: dict[str, Any] = {
         name: torch.cat([getattr(batch, name) for batch in wide]) for name in names
     }
-    return check(TrainBatch(prompt_ids=sum((one.prompt_ids for one in wide), ()), **tensors))
+    return TrainBatch(prompt_ids=sum((one.prompt_ids for one in wide), ()), **tensors).check()
 
 
 def _present(batch: TrainBatch) -> list[str]:
     return [name for name in _TENSORS if getattr(batch, name) is not None]
-
-
-def _expected(name: str) -> str:
-    return (
-        "torch.bool"
-        if name == "mask_BT"
-        else "torch.int64"
-        if name in _INTEGERS
-        else "a floating dtype"
-    )
-
-
-def _check_owners(owners: Sequence[int], groups: Sequence[int]) -> None:
-    group_of: dict[int, int] = {}
-    for row, (owner, group) in enumerate(zip(owners, groups, strict=True)):
-        if owner < 0 or group_of.setdefault(owner, group) != group:
-            raise ValueError(
-                f"TrainBatch: owner_B has {owner} in row {row} of group_B {group}, expected "
-                f"trajectories numbered from 0, each in one group; it was in group "
-                f"{group_of.get(owner)} before"
-            )

@@ -26,8 +26,8 @@ def check_data(config: TrainConfig) -> None:
         if not files:
             raise ValueError(f"{key} is empty: expected a file; probable cause: it was never set")
         for file in files:
-            if not file.is_remote and not data.dataset_class:
-                check_file(key, file.path)
+            if file.local_path is not None and not data.dataset_class:
+                check_file(key, file.local_path)
     if data.template:
         check_file("data.template", data.template)
     if data.truncation in _CUTS and config.rollout.use_inference_chat_template:

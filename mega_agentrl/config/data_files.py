@@ -6,7 +6,8 @@ One path or a list of them, each as `path` or `path@weight`:
     data.train=[a.parquet,b.jsonl@0.5,hf://datasets/me/set@main/c.parquet@2]
 
 `@` needs no quotes for Hydra or a shell. Only a number at the very end is a weight; a file whose
-own name ends in one is written with `@1` behind it. A path with a scheme (`s3://`) is fsspec's.
+own name ends in one is written with `@1` behind it. A path with a scheme (`s3://`) is fsspec's
+and read from a copy in the cache; so is one of this machine with `file://`, for a slow disk.
 Reads no file.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WEIGHT = re.compile(r"(.+)@(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
-_LOCAL_SCHEMES = ("file://", "local://")
+_LOCAL_SCHEMES = ("file", "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,17 @@ class DataFile:
     weight: float = 1.0
 
     @property
-    def is_remote(self) -> bool:
-        """Whether it is fetched before it is read."""
+    def is_copied(self) -> bool:
+        """Whether it is copied into the cache before it is read."""
         return "://" in self.path
+
+    @property
+    def local_path(self) -> str | None:
+        """Where it lies on this machine; None for one that is elsewhere."""
+        scheme, separator, path = self.path.partition("://")
+        if not separator:
+            return self.path
+        return path if scheme in _LOCAL_SCHEMES else None
 
 
 def data_files(value: object, key: str) -> tuple[DataFile, ...]:
@@ -48,8 +57,9 @@ def data_files(value: object, key: str) -> tuple[DataFile, ...]:
     if value == "":
         return ()
     files = tuple(_data_file(text, key) for text in texts)
-    for file in files:
-        if [one.path for one in files].count(file.path) > 1:
+    places = [file.local_path or file.path for file in files]
+    for file, place in zip(files, places, strict=True):
+        if places.count(place) > 1:
             raise ValueError(
                 f"{key}={value!r}: {file.path} occurs twice, expected each file once; give it a "
                 "weight (@2) to draw its prompts more often"
@@ -65,6 +75,4 @@ def _data_file(text: str, key: str) -> DataFile:
             f"{key}: got the entry {text!r}, expected path or path@weight with a weight above 0, "
             "at most 1000; probable cause: a comma too much, or a file that should not be listed"
         )
-    for scheme in _LOCAL_SCHEMES:
-        path = path.removeprefix(scheme)
     return DataFile(path, weight)

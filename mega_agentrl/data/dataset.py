@@ -74,7 +74,7 @@ def load_prompts(
     """Read, tokenize and check the prompts of some files; `key` is the setting that named them.
 
     tool_schemas: by tool name; those of a prompt's tools are rendered by the chat template.
-    cache_folder: for copies of remote files; None refuses these. Raises ValueError, see
+    cache_folder: for copies of files with a scheme; None refuses these. Raises ValueError, see
     `read_rows`, `local_copy`, `PromptTemplate` and `own_dataset`, and for a malformed row, two
     rows with one id, a prompt that is too long under `Truncation.error`, and when nothing is left.
     """
@@ -120,10 +120,13 @@ def _rows(
 
 
 def _local(file: DataFile, key: str, cache_folder: Path | None) -> str:
-    if not file.is_remote:
+    if not file.is_copied:
         return file.path
     if cache_folder is None:
-        raise ValueError(f"{key}={file.path}: expected a file of this machine here")
+        raise ValueError(
+            f"{key}={file.path}: expected a path without a scheme; probable cause: nothing is "
+            "copied here, as there is no cache folder"
+        )
     return str(local_copy(file.path, cache_folder, key=key))
 
 

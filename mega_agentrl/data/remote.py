@@ -6,7 +6,8 @@ stamp, whichever of them the store tells. A changed file is fetched anew; older 
 somebody removes the folder. Several processes may ask for one file at once: each writes a file
 of its own and renames it, so nobody ever reads half of one. A run reads each file once, in the
 driver, so that a second copy in shared memory would be read once too; where the disk is slow,
-`XDG_CACHE_HOME=/dev/shm/...` stages the copies there. fsspec's own `filecache` has one
+`XDG_CACHE_HOME=/dev/shm/...` stages the copies there, those of `file://` paths as well, which
+are copied for nothing else. fsspec's own `filecache` has one
 index of all files, which processes write over each other.
 """
 

@@ -86,6 +86,12 @@ _BRANCHING = (
 )
 _UPDATE = (
     _Recipe(
+        title="Engine against trainer: probabilities",
+        names=("mismatch/prob_*",),
+        note="absolute difference of the sampled tokens' probabilities, over trained tokens",
+        log=True,
+    ),
+    _Recipe(
         title="Engine against trainer",
         names=("mismatch/*",),
         unit="nats",

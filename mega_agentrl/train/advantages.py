@@ -69,10 +69,10 @@ def add_corrections(batch: TrainBatch, algo: AlgoConfig) -> tuple[TrainBatch, di
 
 
 def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How far the engine's log-probs and entropies are from the policy's, over trained tokens.
+    """How far what the engine said of tokens is from the policy's, over trained tokens.
 
-    Those of `algo.correction.mismatch`, and the absolute difference of the entropies in nats,
-    mean and max, all under `mismatch/`.
+    Those of `algo.correction.mismatch`, of log-probs and probabilities, and the absolute
+    difference of the entropies in nats, mean and max, all under `mismatch/`.
     """
     assert batch.old_logp_BT is not None and batch.entropy_BT is not None
     mask_BT = batch.mask_BT

@@ -2,7 +2,8 @@
 
 Takes records from the loop and hands them to `report/` and `metrics`; computes nothing the
 loop depends on. Files in the run folder: `metrics.jsonl`, `summary.json`, `reward.png`,
-`rollouts.txt`, `rollouts/`, `report.html`. The trackers are `Watch`'s, and closed by others.
+`rollouts.txt`, `rollouts/`, `report.html` (of a run that ends before its end: `last_page`). The
+trackers are `Watch`'s, and closed by others.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
 
-    import torch
+_INTEGERS = ("response_BT", "length_B", "group_B", "node_BT", "version_BT", "owner_B")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -81,8 +83,34 @@ class TrainBatch:
         """B."""
         return len(self.prompt_ids)
 
+    def check(self) -> Self:
+        """The batch itself; its shapes were checked when it was made.
+
+        Raises ValueError naming the first field of another dtype, a length beyond the positions,
+        a token to train on behind its row's end, or a trajectory (`owner_B`) of two groups.
+        """
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.name != "prompt_ids" and value is not None:
+                _check_dtype(spec.name, value.dtype)
+        width, length_B = self.response_BT.size(1), self.length_B
+        if bool(((length_B < 0) | (length_B > width)).any()):
+            raise ValueError(
+                f"TrainBatch: length_B has {length_B.tolist()}, expected 0 to {width}, the width "
+                "of response_BT; probable cause: rows of another batch"
+            )
+        behind_BT = torch.arange(width)[None, :] >= length_B[:, None].cpu()
+        if bool((self.mask_BT.cpu() & behind_BT).any()):
+            raise ValueError(
+                "TrainBatch: mask_BT has tokens to train on behind length_B, expected none in the "
+                "padding; probable cause: a mask of another batch"
+            )
+        if self.owner_B is not None:
+            _check_owners(self.owner_B.tolist(), self.group_B.tolist())
+        return self
+
     def select(self, rows: Sequence[int]) -> Self:
-        """The given rows, in the given order; T is kept."""
+        """The given rows, in the given order, as `check` lets them pass; T is kept."""
         picked: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -90,7 +118,7 @@ class TrainBatch:
                 picked[spec.name] = tuple(self.prompt_ids[row] for row in rows)
             elif value is not None:
                 picked[spec.name] = value[list(rows)]
-        return replace(self, **picked)
+        return replace(self, **picked).check()
 
     def with_fields(self, **changes: Any) -> Self:
         """A copy with fields set; shapes are checked again."""
@@ -110,3 +138,25 @@ class UpdateStats:
     num_tokens: int
     num_skipped: int
     metrics: Mapping[str, float]
+
+
+def _check_dtype(name: str, got: torch.dtype) -> None:
+    if name == "mask_BT":
+        is_right, expected = got == torch.bool, "torch.bool"
+    elif name in _INTEGERS:
+        is_right, expected = got == torch.int64, "torch.int64"
+    else:
+        is_right, expected = got.is_floating_point, "a floating dtype"
+    if not is_right:
+        raise ValueError(f"TrainBatch: {name} is {got}, expected {expected}")
+
+
+def _check_owners(owners: Sequence[int], groups: Sequence[int]) -> None:
+    group_of: dict[int, int] = {}
+    for row, (owner, group) in enumerate(zip(owners, groups, strict=True)):
+        if owner < 0 or group_of.setdefault(owner, group) != group:
+            raise ValueError(
+                f"TrainBatch: owner_B has {owner} in row {row} of group_B {group}, expected "
+                f"trajectories numbered from 0, each in one group; it was in group "
+                f"{group_of.get(owner)} before"
+            )

@@ -53,6 +53,32 @@ def test_metrics_by_hand():
     assert info["ess"].item() == pytest.approx(2.5**2 / (2 * 4.25))
 
 
+@pytest.mark.parametrize("num_copies", [1, 40])
+def test_probabilities_by_hand(num_copies):
+    """|0.5 - 0.25|, |0.25 - 0.5| and |0.125 - 0.125|: mean 1/6, variance 1/24 - 1/36 = 1/72.
+
+    The copies of the row go through the sums in several parts.
+    """
+    rollout = LN(torch.tensor([[0.5, 0.25, 0.125, 0.9]])).repeat(num_copies, 1)
+    train = LN(torch.tensor([[0.25, 0.5, 0.125, 0.1]])).repeat(num_copies, 1)
+    mask = torch.tensor([[1, 1, 1, 0]]).repeat(num_copies, 1)
+    _, weighed = importance_weights(train, rollout, mask, level="sequence", mode="masked", cap=0.1)
+    for info in (mismatch(train, rollout, mask), weighed):
+        assert info["prob_mean_abs"].item() == pytest.approx(1 / 6)
+        assert info["prob_max_abs"].item() == pytest.approx(0.25)
+        assert info["prob_std_abs"].item() == pytest.approx(math.sqrt(1 / 72))
+    swapped = mismatch(rollout, train, mask)
+    assert swapped["prob_mean_abs"].item() == pytest.approx(1 / 6)
+
+
+def test_probabilities_that_differ_everywhere_by_the_same_have_no_spread():
+    rollout, train = LN(torch.full((3, 7), 0.3)), LN(torch.full((3, 7), 0.1))
+    info = mismatch(train, rollout, torch.ones(3, 7))
+    assert info["prob_mean_abs"].item() == pytest.approx(0.2)
+    assert info["prob_max_abs"].item() == pytest.approx(0.2)
+    assert info["prob_std_abs"].item() == pytest.approx(0.0, abs=1e-7)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_policies_weigh_one_and_masked_values_never_matter(level, mode):
@@ -63,6 +89,7 @@ def test_equal_policies_weigh_one_and_masked_values_never_matter(level, mode):
     assert got.tolist() == [[1.0, 0.0, 1.0]]
     assert info["ess"].item() == info["ratio_mean"].item() == info["weight_mean"].item() == 1.0
     assert info["logp_max_abs"].item() == info["kl_k3"].item() == info["capped"].item() == 0.0
+    assert info["prob_max_abs"].item() == info["prob_std_abs"].item() == 0.0
 
 
 def test_no_gradient_and_no_overflow():

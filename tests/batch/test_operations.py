@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mega_agentrl.batch.operations import (
     between,
-    check,
     chunk,
     concatenate,
     gather,
@@ -130,7 +129,13 @@ def test_slices():
     ],
 )
 def test_what_does_not_belong_together_is_named(changes, expected):
-    for operation in (check, lambda bad: keep(bad, _optional(bad)), lambda bad: pad_rows(bad, 2)):
+    operations = (
+        TrainBatch.check,
+        lambda bad: bad.select(range(3)),
+        lambda bad: keep(bad, _optional(bad)),
+        lambda bad: pad_rows(bad, 2),
+    )
+    for operation in operations:
         with pytest.raises(ValueError, match=expected):
             operation(batch(**changes))
 

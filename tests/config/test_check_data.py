@@ -22,6 +22,9 @@ def test_every_local_file_of_a_list_is_looked_for(config):
     config.data.train.append("nowhere.jsonl@2")
     with pytest.raises(ValueError, match=r"data\.train='nowhere\.jsonl': there is no such file"):
         check_data(config)
+    config.data.train[-1] = "file:///nowhere.jsonl"
+    with pytest.raises(ValueError, match=r"data\.train='/nowhere\.jsonl': there is no such file"):
+        check_data(config)
     config.data.dataset_class = "my.module:Rows"
     check_data(config)
 

@@ -17,7 +17,7 @@ from mega_agentrl.config.data_files import DataFile, data_files
         ("hf://datasets/me/set@main/c.parquet", [("hf://datasets/me/set@main/c.parquet", 1.0)]),
         ("s3://bucket/c.parquet@.25", [("s3://bucket/c.parquet", 0.25)]),
         ("v@2@1", [("v@2", 1.0)]),
-        ("file:///d/a.parquet", [("/d/a.parquet", 1.0)]),
+        ("file:///d/a.parquet@2", [("file:///d/a.parquet", 2.0)]),
     ],
 )
 def test_what_hydra_reads_off_the_command_line(written, meant):
@@ -25,9 +25,22 @@ def test_what_hydra_reads_off_the_command_line(written, meant):
     assert data_files(override.value(), "k") == tuple(DataFile(*one) for one in meant)
 
 
-def test_what_is_remote():
-    assert DataFile("s3://b/a.parquet").is_remote
-    assert not data_files("file:///d/a.parquet", "k")[0].is_remote
+@pytest.mark.parametrize(
+    ("path", "is_copied", "local_path"),
+    [
+        ("d/a.parquet", False, "d/a.parquet"),
+        ("file:///d/a.parquet", True, "/d/a.parquet"),
+        ("local://d/a.parquet", True, "d/a.parquet"),
+        ("s3://b/a.parquet", True, None),
+        ("file+s3://b/a.parquet", True, None),
+    ],
+)
+def test_what_is_copied_and_what_is_of_this_machine(path, is_copied, local_path):
+    (file,) = data_files(path, "k")
+    assert (file.is_copied, file.local_path) == (is_copied, local_path)
+
+
+def test_nothing_is_no_file():
     assert data_files("", "k") == ()
 
 
@@ -40,6 +53,7 @@ def test_what_is_remote():
         (["a", ""], "got the entry ''"),
         ("a@0", "a weight above 0"),
         (["a", "a@2"], "a occurs twice"),
+        (["/a", "file:///a"], "/a occurs twice"),
     ],
 )
 def test_anything_else_is_refused(value, expected):

@@ -265,9 +265,21 @@ def test_remote_files_are_fetched_where_there_is_a_place_for_them(tmp_path):
     text = json.dumps(row("far away"))
     fsspec.filesystem("memory").pipe("/dataset/far.jsonl", text.encode())
     files = [DataFile("memory://dataset/far.jsonl")]
-    with pytest.raises(ValueError, match=r"far\.jsonl: expected a file of this machine"):
+    with pytest.raises(ValueError, match=r"far\.jsonl: expected a path without a scheme"):
         load_files(files)
     found = load_prompts(
         files, WordCodec(), DataConfig(), key="data.train", cache_folder=tmp_path / "c"
     )
     assert found.prompts[0].token_ids == (3, 4)
+
+
+def test_a_file_of_a_slow_disk_is_read_from_a_copy(tmp_path):
+    (tmp_path / "near.jsonl").write_text(json.dumps(row("near by")))
+    files = [DataFile(f"file://{tmp_path}/near.jsonl")]
+    with pytest.raises(ValueError, match=r"near\.jsonl: expected a path without a scheme"):
+        load_files(files)
+    cache = tmp_path / "c"
+    found = load_prompts(files, WordCodec(), DataConfig(), key="data.train", cache_folder=cache)
+    assert found.prompts[0].token_ids == (4, 2)
+    (copy,) = cache.iterdir()
+    assert copy.name.endswith("-near.jsonl") and "near by" in copy.read_text()

@@ -64,6 +64,7 @@ def test_short_names():
             rl(
                 **{
                     "mismatch/logp_max_abs": 1e-6,
+                    "mismatch/prob_std_abs": 1e-7,
                     "ares/easy/alpha": 1.0,
                     "ares/hard/alpha": 2.0,
                     "update/clipfrac": 0.0,
@@ -75,6 +76,7 @@ def test_short_names():
         )
     )
     assert names(found["Engine against trainer"]) == ["logp_max_abs"]
+    assert names(found["Engine against trainer: probabilities"]) == ["std_abs"]
     assert found["Engine against trainer"].log
     assert names(found["Per bucket: alpha"]) == ["easy", "hard"]
     assert names(found["Clipped tokens"]) == ["clipfrac", "clipfrac_lower"]

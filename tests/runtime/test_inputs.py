@@ -76,6 +76,16 @@ def test_where_copies_of_remote_files_are_kept(monkeypatch, tmp_path):
     assert data_cache() == Path.home() / ".cache" / "mega_agentrl" / "data"
 
 
+def test_a_file_of_a_slow_disk_is_staged_where_copies_are_kept(
+    config, assets, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shm"))
+    config.data.train = f"file://{assets}/train.parquet"
+    assert len(read_inputs(config).prompts) == 200
+    (copy,) = (tmp_path / "shm" / "mega_agentrl" / "data").iterdir()
+    assert copy.read_bytes() == (assets / "train.parquet").read_bytes()
+
+
 def test_a_reference_must_have_the_policys_shape(config, assets, tmp_path):
     config.algo.kl_coef, config.model.reference = 0.1, f"{assets}/model"
     read_inputs(config)

@@ -45,6 +45,13 @@ def test_types_and_values_read_as_on_the_command_line():
         "red",
         "[1, 2]",
     ]
+    assert shown([Colour.red, Colour.blue]) == "[red, blue]"
+    assert shown(["<think>"]) == "['<think>']"
+
+
+def test_no_default_is_shown_as_python_writes_a_choice():
+    assert "| `[tensorboard]` |" in reference()
+    assert not re.search(r"<\w+\.\w+: ", reference())
 
 
 def test_files_that_set_a_key():

@@ -106,7 +106,10 @@ def smoke(assets, *arguments):
 
 
 def test_the_smoke_run_passes_with_its_prompts_read(assets):
-    files = (f"data.train=[{assets}/train.parquet@2]", "data.validation=s3://bucket/a.parquet")
+    files = (
+        f"data.train=[file://{assets}/train.parquet@2]",
+        "data.validation=s3://bucket/a.parquet",
+    )
     done = smoke(assets, *files)
     assert done.returncode == 0, done.stderr
     assert "data.validation: files that are not on this machine are not read here" in done.stdout

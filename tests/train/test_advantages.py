@@ -322,6 +322,7 @@ def test_mismatch_reads_trained_tokens_only():
     assert metrics["mismatch/logp_max_abs"] == pytest.approx(0.8)
     assert metrics["mismatch/kl_k1"] == pytest.approx(-0.2)
     assert metrics["mismatch/ess"] < 1
+    assert metrics["mismatch/prob_max_abs"] == pytest.approx(math.exp(0.8) - 1)
     assert metrics["mismatch/entropy_mean_abs"] == pytest.approx(0.1)
     assert metrics["mismatch/entropy_max_abs"] == pytest.approx(0.7)
 

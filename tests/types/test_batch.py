@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mega_agentrl.types.batch import TrainBatch
 
 ROWS, POSITIONS = 3, 4
+LENGTHS = torch.tensor([4, 2, 3])
 OPTIONAL = ("old_logp_BT", "entropy_BT", "ref_logp_BT", "advantage_BT")
 
 
@@ -16,8 +17,8 @@ def batch(**changes):
     values = {
         "prompt_ids": tuple((row,) * (row + 1) for row in range(ROWS)),
         "response_BT": grid,
-        "length_B": torch.tensor([4, 2, 3]),
-        "mask_BT": grid % 2 == 0,
+        "length_B": LENGTHS,
+        "mask_BT": (grid % 2 == 0) & (torch.arange(POSITIONS) < LENGTHS[:, None]),
         "group_B": torch.tensor([0, 0, 1]),
         "reward_B": torch.tensor([0.0, 1.0, 2.0]),
         "node_BT": grid,
@@ -61,6 +62,21 @@ def test_select_keeps_rows_aligned_and_absent_fields_absent():
     assert picked.length_B.tolist() == [3, 4]
     assert picked.advantage_BT.shape == (2, POSITIONS)
     assert picked.old_logp_BT is None
+
+
+def test_select_refuses_rows_that_do_not_belong_together():
+    """What is wrong with a row that is left out does not matter."""
+    padding_too = torch.ones(ROWS, POSITIONS, dtype=torch.bool)
+    broken = batch(mask_BT=padding_too)
+    assert broken.select([0]).mask_BT.all()
+    with pytest.raises(ValueError, match="mask_BT has tokens to train on behind length_B"):
+        broken.select([0, 1])
+    with pytest.raises(ValueError, match=r"reward_B is torch\.int64, expected a floating dtype"):
+        batch(reward_B=torch.zeros(ROWS, dtype=torch.int64)).select([1])
+    owned = batch(owner_B=torch.tensor([0, 1, 1]))
+    assert owned.select([0, 1]).owner_B.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="owner_B has 1 in row 1 of group_B 0"):
+        owned.select([2, 1])
 
 
 @given(st.permutations(range(ROWS)))

@@ -52,10 +52,12 @@ def look_at_prompts(config: TrainConfig) -> tuple[list[PromptFile], list[Problem
     unlimited = replace(config.data, max_prompt_tokens=_NO_LIMIT, truncation=Truncation.error)
     for key in ("data.train", "data.validation", "sft.dev"):
         files = _files(config, key)
-        if any(file.is_remote for file in files):
+        places = [file.local_path for file in files if file.local_path is not None]
+        if len(places) < len(files):
             away.append(f"{key}: files that are not on this machine are not read here")
             continue
-        there = config.data.dataset_class or all(Path(file.path).is_file() for file in files)
+        files = [replace(file, path=place) for file, place in zip(files, places, strict=True)]
+        there = config.data.dataset_class or all(Path(place).is_file() for place in places)
         if not files or not there:
             continue
         try:
@@ -72,9 +74,9 @@ def look_at_prompts(config: TrainConfig) -> tuple[list[PromptFile], list[Problem
     return found, problems, away + notes
 
 
-def _files(config: TrainConfig, key: str) -> tuple[DataFile, ...]:
+def _files(config: TrainConfig, key: str) -> list[DataFile]:
     section, name = key.split(".")
-    return data_files(getattr(getattr(config, section), name), key)
+    return list(data_files(getattr(getattr(config, section), name), key))
 
 
 def _schemas(config: TrainConfig, codec: HFCodec) -> Mapping[str, Mapping[str, Any]]:
