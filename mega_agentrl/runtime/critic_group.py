@@ -12,6 +12,7 @@ import ray
 import torch
 
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,12 +31,14 @@ class CriticActor(RankActor):
 
         path = self._config.model.path
         seat = self._seat(master_address, master_port)
-        self._critic = CriticRank(self._config, seat, model_path=path)
-        self._critic.load(path)
+        with doing("start"):
+            self._critic = CriticRank(self._config, seat, model_path=path)
+            self._critic.load(path)
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of the rank."""
-        return getattr(self._critic, method)(*args)
+        with doing(method):
+            return getattr(self._critic, method)(*args)
 
 
 class CriticGroup(RankGroup):
