@@ -33,6 +33,7 @@ from mega_agentrl.actor import checkpoint_folder, checkpoint_state
 from mega_agentrl.actor.checkpoint_files import assemble, write_share
 from mega_agentrl.actor.checkpoint_folder import Manifest
 from mega_agentrl.actor.roll_call import RollCall
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,8 +61,9 @@ def save(
     fails or dies, `TimeoutError` after timeout_s.
     """
     saving = AsyncSave(network)
-    saving.start(folder, extra=extra, keep=keep, copy=False)
-    return saving.wait(timeout_s)
+    with doing("writing of the checkpoint", network.groups.peers("all")):
+        saving.start(folder, extra=extra, keep=keep, copy=False)
+        return saving.wait(timeout_s)
 
 
 class AsyncSave:
@@ -131,11 +133,13 @@ def load(network: Network, folder: str | Path) -> dict[str, Any]:
             f"{[manifest.shape.get(name) for name in differing]}, expected "
             f"{[shape[name] for name in differing]} of model.path; probable cause: another model"
         )
-    _agree_on_damage(folder, manifest)
+    with doing("check of the checkpoint", network.groups.peers("all")):
+        _agree_on_damage(folder, manifest)
     masters = checkpoint_state.has_masters(getattr(torch, manifest.dtype))
     state = checkpoint_state.to_load(network, masters=masters, num_ranks=manifest.num_ranks)
     # Sizes and holes were checked when the checkpoint was written, and the model's shape above.
-    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    with doing("reading of the checkpoint", network.groups.peers("all")):
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     checkpoint_state.take_rng(loaded[checkpoint_state.RNG])
     if network.trains:
         network.optimizer.resume(manifest.num_adam_steps)

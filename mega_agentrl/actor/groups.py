@@ -26,9 +26,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mega_agentrl.actor import device
 from mega_agentrl.reshard.place import Place
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mega_agentrl.config.schema import ParallelConfig
 
@@ -37,6 +38,19 @@ _FIELDS = (
     "tp_dp_cp", "ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp",
     "intra_dist_opt",
 )  # fmt: skip
+
+
+_NAMED = {
+    "tensor": "tp",
+    "context": "cp",
+    "expert": "tp_ep",
+    "pipeline": "pp",
+    "data": "dp_cp",
+    "all": "intra_dist_opt",
+}
+"""What messages call the groups of the collection; gradients are summed over data x context."""
+
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,26 @@ class Groups:
         """Global rank of the last stage of this rank's pipeline."""
         return dist.get_process_group_ranks(self.collection.pp)[-1]
 
+    def peers(self, *kinds: str) -> str:
+        """Whom an operation of groups of these kinds waits for, for `types.doing`.
+
+        kinds: of `_NAMED`. Left out are groups of this rank alone, and those of the same ranks as
+        one before.
+        """
+        found: dict[tuple[int, ...], str] = {}
+        for kind in kinds:
+            ranks = dist.get_process_group_ranks(getattr(self.collection, _NAMED[kind]))
+            if len(ranks) > 1:
+                found.setdefault(tuple(ranks), kind)
+        return " and ".join(f"{kind} {named_ranks(ranks)}" for ranks, kind in found.items())
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Global ranks for people; the first and the last of many."""
+    if len(ranks) <= _MOST_NAMED:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)} in all)"
+
 
 def join(
     layout: ParallelConfig,
@@ -132,14 +166,15 @@ def join(
             "parallel.context * parallel.data * parallel.pipeline"
         )
     position = Position.of(rank, layout)
-    dist.init_process_group(
-        device.backend_name(),
-        init_method=f"tcp://{master_address}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return Groups(position=position, collection=build(layout, rank))
+    with doing("meeting of the process groups", f"all {named_ranks(range(world_size))}"):
+        dist.init_process_group(
+            device.backend_name(),
+            init_method=f"tcp://{master_address}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return Groups(position=position, collection=build(layout, rank))
 
 
 def leave() -> None:

@@ -28,6 +28,7 @@ from mega_agentrl.reshard.checkpoint import read_shards
 from mega_agentrl.reshard.model_shape import HeadKind, ModelShape
 from mega_agentrl.reshard.names import hf_shapes, megatron_layout
 from mega_agentrl.types.batch import UpdateStats
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -168,8 +169,9 @@ class Network:
         rows = [row for micro in micros for row in micro.rows]
         values = [torch.cat(parts) for parts in zip(*scores, strict=True)]
         if position.context_size > 1:
-            for value in values:
-                dist.all_reduce(value, group=self.groups.collection.cp)
+            with doing("sum of the scores", self.groups.peers("context")):
+                for value in values:
+                    dist.all_reduce(value, group=self.groups.collection.cp)
         if position.context_rank:
             return None
         return rows, tuple(value.cpu() for value in values)
@@ -197,22 +199,25 @@ class Network:
         self.optimizer.zero_grad()
         shares = self._schedule.train(micros, head, objective)
         lr = self._learning_rate() if lr is None else lr
-        norm, taken = self.optimizer.step(lr)
+        with doing("optimizer step", self.groups.peers("all")):
+            norm, taken = self.optimizer.step(lr)
         self.num_steps += taken
-        sums = self._reduce(shares, ("loss", "num_tokens", *names))
+        with doing("sum of the metrics", self.groups.peers("data", "pipeline")):
+            sums = self._reduce(shares, ("loss", "num_tokens", *names))
         return StepResult(sums=sums, grad_norm=norm, learning_rate=lr, taken=taken)
 
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder; configuration from the loaded one."""
         require_on_device("export", {"weights"}, self.offload.on_host)
-        export_folder(
-            Path(folder),
-            self.source,
-            self.shape,
-            self.groups,
-            self.config.parallel,
-            self.parameters,
-        )
+        with doing("writing of the model", self.groups.peers("all")):
+            export_folder(
+                Path(folder),
+                self.source,
+                self.shape,
+                self.groups,
+                self.config.parallel,
+                self.parameters,
+            )
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""

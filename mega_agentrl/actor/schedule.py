@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mega_agentrl.estimate.measured import PROCESS
-from mega_agentrl.types.doing import doing
+from mega_agentrl.types.doing import WAIT_S, doing
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -52,7 +52,7 @@ class NamedCommunicator(P2PCommunicator):
         receives = any(way[0] for way in ways.values())
         sends = any(way[1] for way in ways.values())
         verb = "/".join(["send"] * sends + ["receive"] * receives)
-        with doing(f"micro-batch {verb}", " and ".join(peers)):
+        with doing(f"micro-batch {verb}", " and ".join(peers), bound_s=WAIT_S):
             return super()._communicate(**how)
 
 
@@ -63,12 +63,15 @@ class Schedule:
         self._chunks = list(chunks)
         self._groups = groups
         self._tokens_to_trim = 0
+        self._peers = groups.peers("tensor", "context", "expert", "pipeline")
+        # Tied embeddings and replicated norms are summed within pipeline and tensor group.
+        finalize = partial(_finalize, peers=groups.peers("data", "tensor", "pipeline"))
         no_syncs = [chunk.no_sync for chunk in self._chunks]
         # Megatron's schedules read these from whichever chunk they look at first.
         for chunk in self._chunks:
             config = chunk.module.config
             config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
-            config.finalize_model_grads_func = _finalize
+            config.finalize_model_grads_func = finalize
             # Between two stages with several chunks each, both directions run between the same
             # two ranks. In one batch an activation would be taken for a gradient; apart, each
             # direction has a channel of its own.
@@ -104,19 +107,21 @@ class Schedule:
 
         extra = {"p2p_communicator": self._communicator} if pipeline > 1 else {}
         run = get_forward_backward_func(pp_size=pipeline, vp_size=virtual if virtual > 1 else None)
-        return run(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micros) for _ in self._chunks],
-            model=self._chunks,
-            num_microbatches=len(micros),
-            # Stages tell each other the true length of every packed micro-batch.
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-            pg_collection=self._groups.collection,
-            **extra,
-        )
+        # Without their number: what is told of an operation once counts for all of its name.
+        with doing("passes of micro-batches", self._peers):
+            return run(
+                forward_step_func=forward_step,
+                data_iterator=[iter(micros) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(micros),
+                # Stages tell each other the true length of every packed micro-batch.
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self._groups.collection,
+                **extra,
+            )
 
     def _trim(self, num_tokens: int) -> None:
         self._tokens_to_trim -= num_tokens
@@ -125,9 +130,10 @@ class Schedule:
             self._tokens_to_trim = _TRIM_EVERY_TOKENS
 
 
-def _finalize(model: list[Any], num_tokens: torch.Tensor, **rest: Any) -> None:
+def _finalize(model: list[Any], num_tokens: torch.Tensor, *, peers: str, **rest: Any) -> None:
     # The loss is already divided by the global count, so Megatron's own division is left out.
-    finalize_model_grads(model, None, **rest)
+    with doing("gradient reduction", peers):
+        finalize_model_grads(model, None, **rest)
 
 
 def _loss(

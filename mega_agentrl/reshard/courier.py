@@ -29,7 +29,7 @@ from mega_agentrl.reshard.frames import (
     frame_bytes,
     write_end,
 )
-from mega_agentrl.types.doing import doing
+from mega_agentrl.types.doing import WAIT_S, doing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,7 +257,8 @@ class Courier:
     def _named(self, operation: str, peer: int, bucket: Bucket | None) -> Iterator[None]:
         """Say who failed at what: a peer that is gone shows at the start or in the wait."""
         try:
-            with doing(f"weight transfer, {operation}", f"rank {peer} of the link"):
+            what = f"weight transfer, {operation}"
+            with doing(what, f"rank {peer} of the link", bound_s=WAIT_S):
                 yield
         except (RuntimeError, ValueError) as error:
             what = "the end of the update"

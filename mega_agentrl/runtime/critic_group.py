@@ -12,11 +12,13 @@ import ray
 import torch
 
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
 
 
@@ -29,12 +31,14 @@ class CriticActor(RankActor):
 
         path = self._config.model.path
         seat = self._seat(master_address, master_port)
-        self._critic = CriticRank(self._config, seat, model_path=path)
-        self._critic.load(path)
+        with doing("start"):
+            self._critic = CriticRank(self._config, seat, model_path=path)
+            self._critic.load(path)
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of the rank."""
-        return getattr(self._critic, method)(*args)
+        with doing(method):
+            return getattr(self._critic, method)(*args)
 
 
 class CriticGroup(RankGroup):
@@ -43,6 +47,10 @@ class CriticGroup(RankGroup):
     kind = "critic"
     log_name = "critic"
     actor_class = CriticActor
+
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        super().__init__(actors, config)
+        self._is_as_started = True
 
     def add_values(self, batch: TrainBatch) -> TrainBatch:
         """See `Critic.add_values`."""
@@ -53,6 +61,7 @@ class CriticGroup(RankGroup):
 
     def update(self, batch: TrainBatch) -> UpdateStats:
         """See `Critic.update`."""
+        self._is_as_started = False
         stats: UpdateStats = self._call_all("update", ray.put(batch))[0]
         return stats
 
@@ -64,8 +73,15 @@ class CriticGroup(RankGroup):
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """See `Critic.resume`."""
+        self._is_as_started = False
         extra: dict[str, Any] = self._call_all("resume", str(folder.resolve()))[0]
         return extra
+
+    def reset(self) -> None:
+        """See `Critic.reset`; with new processes, so that nothing can be left of the old state."""
+        if not self._is_as_started:
+            self.restart()
+            self._is_as_started = True
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         calls = self.start_on_ranks("call", method, *args)

@@ -1,11 +1,11 @@
 """Who is alive and what they are at: ranks beat, the driver listens.
 
 Each rank's side thread sends a datagram every `BEAT_S`: its name, the marks of `types.doing` and
-their ages. A process that is stopped, or blocked in native code with the interpreter's lock held,
-sends none. The driver's thread keeps the last words of each rank and when they came:
+their ages and bounds. A process that is stopped, or blocked in native code with the interpreter's
+lock held, sends none. The driver's thread keeps the last words of each rank and when they came:
 
     silent for `SILENCE_S`       the rank is lost: `check` raises, naming it and what all were at
-    waits for a peer `OVERDUE_S` a line in `logs/driver.log`, once for each operation
+    a mark older than its bound  a line in `logs/driver.log`, see `Patience`
 
 Datagrams cost next to nothing, need no connection and may get lost; words of other runs, and of a
 rank's predecessor, do not carry the listener's token. Ends nobody: that is `rank_group`'s.
@@ -20,24 +20,32 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mega_agentrl.runtime.remote import DiedError
 from mega_agentrl.types.doing import under_way
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 BEAT_S = 1.0
 SILENCE_S = 15.0
 """A rank is lost after so long; the interpreter's lock is never held for so long by what works."""
 
-OVERDUE_S = 20.0
 _NAP_S = 4 * BEAT_S
 """A listener that did not run for so long cannot say that others were silent meanwhile."""
 
 _MAX_BYTES = 4096
 _logger = logging.getLogger(__name__)
+
+
+class Said(NamedTuple):
+    """A mark of `types.doing` as a beat tells it: with its age, as clocks differ."""
+
+    operation: str
+    peer: str
+    age_s: float
+    bound_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,9 @@ class Heart:
 
     def _words(self) -> bytes:
         now = time.monotonic()
-        marks = [(m.operation, m.peer, round(now - m.since_s, 1)) for m in under_way()]
+        marks = [
+            Said(m.operation, m.peer, round(now - m.since_s, 1), m.bound_s) for m in under_way()
+        ]
         words = {"token": self._station.token, "name": self._name, "marks": marks}
         return json.dumps(words).encode()
 
@@ -83,7 +93,36 @@ class Heart:
 @dataclass(slots=True)
 class _Heard:
     at_s: float
-    marks: list[tuple[str, str, float]]
+    marks: list[Said]
+
+
+class Patience:
+    """Which marks are overdue, each told once while it goes on.
+
+    One that was told and ended all the same is told again only beyond twice that age: what is
+    always slow soon goes unmentioned, what then hangs does not.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str, str], float] = {}
+        self._ended: dict[tuple[str, str, str], float] = {}
+
+    def overdue(self, name: str, marks: Sequence[Said]) -> list[str]:
+        """What is to be told of a rank by these words: operation, peer and seconds of each."""
+        ages = {(name, mark.operation, mark.peer): mark.age_s for mark in marks}
+        for key, age_s in list(self._told.items()):
+            if key[0] == name and ages.get(key, 0.0) < age_s:
+                self._ended[key] = self._told.pop(key)
+        lines = []
+        for at, mark in enumerate(marks):
+            key = (name, mark.operation, mark.peer)
+            is_told = key in self._told
+            if is_told or mark.age_s > max(mark.bound_s, 2 * self._ended.get(key, 0.0)):
+                self._told[key] = mark.age_s
+            if key in self._told and not is_told:
+                peer = next((inner.peer for inner in marks[at:] if inner.peer), "nobody else")
+                lines.append(f"{mark.operation} with {peer} for {mark.age_s:.0f} s")
+        return lines
 
 
 class Listener:
@@ -97,7 +136,7 @@ class Listener:
         self.station = Station(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()
         self._heard: dict[str, _Heard] = {}
-        self._warned: set[tuple[str, str]] = set()
+        self._patience = Patience()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="heartbeats", daemon=True)
         self._thread.start()
@@ -162,28 +201,26 @@ class Listener:
         name, marks = words
         with self._lock:
             self._heard[name] = _Heard(now, marks)
-        if marks and marks[-1][1] and marks[-1][2] > OVERDUE_S:
-            operation = f"{marks[-1][0]} {marks[-1][1]}"
-            if (name, operation) not in self._warned:
-                self._warned.add((name, operation))
-                _logger.warning("overdue: %s: %s", name, _shown(marks))
+        for line in self._patience.overdue(name, marks):
+            _logger.warning("overdue: %s: %s. It is at: %s", name, line, _shown(marks))
 
 
-def _read(data: bytes, token: str) -> tuple[str, list[tuple[str, str, float]]] | None:
+def _read(data: bytes, token: str) -> tuple[str, list[Said]] | None:
     """Who says that they are at what; None for anything that is no beat of this run."""
     try:
         words: Any = json.loads(data)
         if words["token"] != token:
             return None
-        return str(words["name"]), [(str(a), str(b), float(c)) for a, b, c in words["marks"]]
+        marks = [Said(str(a), str(b), float(c), float(d)) for a, b, c, d in words["marks"]]
+        return str(words["name"]), marks
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _shown(marks: list[tuple[str, str, float]]) -> str:
+def _shown(marks: list[Said]) -> str:
     if not marks:
         return "idle"
     return ", ".join(
-        f"{operation}{f' with {peer}' if peer else ''} for {age_s:.0f} s"
-        for operation, peer, age_s in marks
+        f"{mark.operation}{f' with {mark.peer}' if mark.peer else ''} for {mark.age_s:.0f} s"
+        for mark in marks
     )

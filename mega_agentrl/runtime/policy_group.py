@@ -92,7 +92,8 @@ class PolicyActor(RankActor):
         from mega_agentrl.estimate.measured import PROCESS
 
         PROCESS.begin()
-        self._policy = PolicyRank(self._config, self._seat(master_address, master_port))
+        with doing("start"):
+            self._policy = PolicyRank(self._config, self._seat(master_address, master_port))
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of the rank."""
@@ -125,7 +126,7 @@ class PolicyActor(RankActor):
 
         layout = self.layout()
         witness = Witness(layout, regions, link.plan.dtype_of)
-        with doing("meeting for the weight transfer"):
+        with doing("meeting for the weight transfer", "the ranks of the link"):
             courier = join(link, self._rank, layout, store=self._store)
         self._links[link.key] = (courier, witness)
 

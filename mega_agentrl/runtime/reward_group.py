@@ -13,6 +13,7 @@ import ray
 import torch
 
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
+from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
     from mega_agentrl.data.codec import HFCodec
@@ -41,12 +42,14 @@ class RewardActor(RankActor):
 
         source = self._config.reward.model.source
         seat = self._seat(master_address, master_port)
-        self._model = RewardRank(self._config, seat, model_path=source)
-        self._model.load(source)
+        with doing("start"):
+            self._model = RewardRank(self._config, seat, model_path=source)
+            self._model.load(source)
 
     def scores(self, batch: TrainBatch) -> tuple[list[int], torch.Tensor] | None:
         """See `RewardRank.scores`."""
-        scored: tuple[list[int], torch.Tensor] | None = self._model.scores(batch)
+        with doing("scores"):
+            scored: tuple[list[int], torch.Tensor] | None = self._model.scores(batch)
         return scored
 
 

@@ -1,6 +1,7 @@
 """A run that was cut short goes on: policy, prompts, engines and metrics as at its last pause.
 
 The newest checkpoint whose contents are whole decides; where all are damaged, the warm start's.
+Before the first step a critic is as at its start, whatever it learned in this process meanwhile.
 The reference of the KL term is what it was: the warm start's weights, or `model.path` or
 `model.reference`, which the policy has loaded already.
 """
@@ -40,6 +41,9 @@ def take_up(parts: Parts, config: TrainConfig) -> RunState | None:
     if past and parts.demonstrations and lost:
         _make_reference(parts, config, folders)
     found = run_state.restore_newest(parts.policy, folders, parts.critic)
+    if parts.critic is not None and (found is None or not found[1].step):
+        # Of steps that are lost with the policy, or of a checkpoint whose other half is damaged.
+        parts.critic.reset()
     if found is None:
         # Of a run that was killed before its first checkpoint.
         (run_dir / METRICS).unlink(missing_ok=True)

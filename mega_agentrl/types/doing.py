@@ -1,11 +1,12 @@
 """What this process is doing now, with whom and since when; told by the threads that work.
 
-    with doing("update"):                            # operation
-        with doing("receive", peer="policy rank 2"):  # a part of it that waits for somebody
+    with doing("update"):                                     # operation
+        with doing("passes", "tensor ranks 0, 1"):             # work with others
+            with doing("receive", "rank 2", bound_s=WAIT_S):   # a part that only waits
 
-Marks nest within a thread, the innermost one counts as the operation under way. Reading is safe
-from any thread, costs the workers nothing, and never waits. Knows nobody who reads
-(`runtime.heartbeat` does).
+Marks nest within a thread, the innermost one counts as the operation under way. Each says after
+how long it is overdue, which is worth a warning and ends nothing. Reading is safe from any thread,
+costs the workers nothing, and never waits. Knows nobody who reads (`runtime.heartbeat` does).
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+WAIT_S = 20.0
+"""Bound of a mark that only waits for a peer's part of the same work."""
+
+WORK_S = 300.0
+"""Bound of a mark that works as well: an update of a large model takes minutes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
     """An operation under way. peer: whom it waits for, empty for nobody in particular.
 
-    since_s: when it began, on `time.monotonic`.
+    since_s: when it began, on `time.monotonic`. bound_s: its age from which it is overdue.
     """
 
     operation: str
     peer: str
     since_s: float
+    bound_s: float
 
 
 _marks: dict[int, tuple[Mark, ...]] = {}
@@ -35,11 +43,11 @@ _marks: dict[int, tuple[Mark, ...]] = {}
 
 
 @contextmanager
-def doing(operation: str, peer: str = "") -> Iterator[None]:
+def doing(operation: str, peer: str = "", *, bound_s: float = WORK_S) -> Iterator[None]:
     """The body is this operation of the calling thread."""
     thread = threading.get_ident()
     before = _marks.get(thread, ())
-    _marks[thread] = (*before, Mark(operation, peer, time.monotonic()))
+    _marks[thread] = (*before, Mark(operation, peer, time.monotonic(), bound_s))
     try:
         yield
     finally:

@@ -293,6 +293,9 @@ class Critic(Protocol):
     def resume(self, folder: Path) -> dict[str, Any]:
         """Take up a checkpoint; as `Policy.resume`."""
 
+    def reset(self) -> None:
+        """Forget all that was learned or taken up: as at the start. Free where that is nothing."""
+
     def close(self) -> None:
         """End every rank; safe to call twice."""
 

@@ -8,6 +8,7 @@ import time
 
 from mega_agentrl.actor.network import Seat
 from mega_agentrl.actor.policy import PolicyRank
+from mega_agentrl.types import doing
 from tests.parallel.policy_jobs import poisoned
 
 
@@ -30,6 +31,33 @@ def scheduled_steps(seat, config, batch, spoiled):
         with poisoned(policy.network, "dense" if step in spoiled and not seat["rank"] else ""):
             stats.append(policy.update(batch))
     return stats, policy.network.num_steps
+
+
+class _Noting(dict):
+    """The marks of this process, which notes each that is made."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self._noted = noted
+
+    def __setitem__(self, thread, marks):
+        super().__setitem__(thread, marks)
+        if (marks[-1].operation, marks[-1].peer) not in self._noted:
+            self._noted.append((marks[-1].operation, marks[-1].peer))
+
+
+def marks_of_a_step(seat, config, batch, folder):
+    """Operation and peer of all marks of start, step and export, without their repetitions."""
+    noted, before = [], doing._marks
+    doing._marks = _Noting(noted)
+    try:
+        policy = PolicyRank(config, Seat(**seat))
+        policy.load(config.model.path)
+        policy.supervise(batch, 1e-3)
+        policy.export(folder)
+    finally:
+        doing._marks = before
+    return noted
 
 
 def threads_left_behind(seat, config, batch):

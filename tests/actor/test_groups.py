@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from mega_agentrl.actor.groups import Position, join, leave, partition
+from mega_agentrl.actor.groups import Position, join, leave, named_ranks, partition
 from mega_agentrl.config.schema import ParallelConfig
 
 
@@ -35,6 +35,11 @@ def test_groups_are_rows_of_the_grid():
     assert data == [[0, 2], [1, 3], [4, 6], [5, 7]]
     model = partition(layout, lambda at: (at.data_rank,))
     assert model == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_of_many_ranks_the_first_and_the_last_are_named():
+    assert named_ranks(range(0, 64, 8)) == "ranks 0, 8, 16, 24, 32, 40, 48, 56"
+    assert named_ranks(range(0, 72, 8)) == "ranks 0, 8, ... 64 (9 in all)"
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "data": 4, "expert": 4}, {"context": 4}])
@@ -72,6 +77,7 @@ def test_one_rank_has_every_group_and_can_leave_twice(one_rank):
     for name in ("tp", "pp", "dp", "cp", "mp", "embd", "dp_cp", "ep", "expt_tp", "tp_ep_pp"):
         assert getattr(collection, name).size() == 1
     assert one_rank.last_stage_rank == 0
+    assert one_rank.peers("tensor", "data", "all") == ""
     leave()
     leave()
     assert not dist.is_initialized()

@@ -49,6 +49,21 @@ def test_more_data_ranks_than_rows_take_the_same_step(rank_pool, train_config, c
     torch.testing.assert_close(logp_BT, alone[1][1], rtol=0, atol=1e-4)
 
 
+def test_marks_say_whom_a_rank_waits_for(rank_pool, tmp_path, train_config, checkpoints, batch):
+    config = train_config(checkpoints[False], tensor=2, data=2)
+    job = network_jobs.marks_of_a_step
+    ranks = rank_pool.run(job, 4, config, batch, str(tmp_path / "model"))
+    # Tensor first: ranks 2 and 3 are the second data rank's.
+    assert ranks[3] == [
+        ("meeting of the process groups", "all ranks 0, 1, 2, 3"),
+        ("passes of micro-batches", "tensor ranks 2, 3"),
+        ("gradient reduction", "data ranks 1, 3 and tensor ranks 2, 3"),
+        ("optimizer step", "all ranks 0, 1, 2, 3"),
+        ("sum of the metrics", "data ranks 1, 3"),
+        ("writing of the model", "all ranks 0, 1, 2, 3"),
+    ]
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_a_closed_network_leaves_no_thread(rank_pool, tmp_path, train_config, batch, model):
     folder = make_tiny_model(model, tmp_path / model)

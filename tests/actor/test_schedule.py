@@ -9,7 +9,7 @@ from mega_agentrl.actor.loss import SupervisedObjective
 from mega_agentrl.actor.model import vocab_shard
 from mega_agentrl.actor.packing import pack_rows
 from mega_agentrl.actor.schedule import NamedCommunicator, Schedule
-from mega_agentrl.types.doing import under_way
+from mega_agentrl.types.doing import WAIT_S, under_way
 
 CPU = torch.device("cpu")
 
@@ -69,6 +69,7 @@ def test_who_waits_between_stages_says_for_whom(monkeypatch):
             tensor_send_next=send_next,
             tensor_shape=(1,),
         )
+    assert {mark.bound_s for mark in seen} == {WAIT_S}
     assert [(mark.operation, mark.peer) for mark in seen] == [
         ("micro-batch receive", "rank 3"),
         ("micro-batch send/receive", "rank 5"),

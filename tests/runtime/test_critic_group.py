@@ -45,6 +45,11 @@ def test_rows_of_all_ranks_come_together(ray_local):
     group.close()
 
 
+def test_a_critic_that_learned_nothing_is_as_at_its_start_already():
+    # Not launched: a new start of its ranks would be an error.
+    CriticGroup([], TrainConfig()).reset()
+
+
 def test_real_ranks_learn_save_and_go_on(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=str(make_tiny_model("qwen3", tmp_path / "policy"))),
@@ -66,5 +71,8 @@ def test_real_ranks_learn_save_and_go_on(ray_local, tmp_path):
         assert group.resume(tmp_path / "critic" / "step-000001") == {"step": 1}
         assert torch.equal(group.add_values(given).value_BT, learned.value_BT)
         assert group.update(learned).loss == pytest.approx(second.loss, abs=1e-7)
+        group.reset()
+        assert not group.add_values(given).value_BT.any(), "it has forgotten"
+        assert group.update(given).loss == pytest.approx(first.loss, abs=1e-7)
     finally:
         group.close()

@@ -181,6 +181,9 @@ class LearningCritic(FilePolicy):
         super().save(folder, extra, keep)
         self._moments.pass_by("critic saved")
 
+    def reset(self):
+        self.weight = 0.25
+
 
 def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2, staleness=0):
     """warm: a warm start comes first. ares: it steers, after a bootstrap; else the adaptive KL."""

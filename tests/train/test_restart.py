@@ -21,15 +21,17 @@ def lose():
     raise RankLostError("policy rank 1 died")
 
 
+@pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("warm", [True, False])
-def test_lost_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, warm):
+def test_lost_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, warm, critic):
     moments = Moments()
-    make = partial(make_config, config, warm=warm, ares=False)
+    make = partial(make_config, config, warm=warm, ares=False, critic=critic)
     parts = start(make(tmp_path / "whole"), moments)
     assert parts.policy.num_restarts == 0
     expected = outcome(make(tmp_path / "whole"), parts)
     # A policy that is lost says so when it is asked for something.
-    chosen = [at for at, name in enumerate(moments.names) if name != "generate"]
+    others = ("generate", "critic", "critic saved")
+    chosen = [at for at, name in enumerate(moments.names) if name not in others]
     assert len(chosen) > 15
     for at in chosen:
         settings = make(tmp_path / f"lost-{at}")

@@ -108,6 +108,15 @@ def test_a_checkpoint_without_its_critics_half_is_passed_over(config, tmp_path, 
     assert "step-000002 is passed over" in caplog.text
 
 
+def test_where_every_policys_half_is_damaged_the_critic_begins_anew_too(config, tmp_path):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False, critic=True)
+    for folder in run_state.whole_ones(Path(made.run_dir)):
+        # As long as before: the critic's half is taken up before reading this one tells.
+        half = folder / WEIGHT
+        half.write_text("9" * len(half.read_text()))
+    assert outcome(made, start(made, Moments())) == expected
+
+
 def test_a_signal_loses_no_finished_step(config, tmp_path):
     moments = Moments()
     make = partial(make_config, config, warm=False, ares=False, save_every=0)

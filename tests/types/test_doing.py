@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mega_agentrl.types import doing as module
-from mega_agentrl.types.doing import doing, under_way
+from mega_agentrl.types.doing import WAIT_S, WORK_S, doing, under_way
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +19,14 @@ def test_marks_nest_and_end_whatever_happens():
     assert under_way() == ()
     start_s = time.monotonic()
     with doing("update"):
-        with pytest.raises(OSError, match="gone"), doing("receive", "rank 2"):
+        with pytest.raises(OSError, match="gone"), doing("receive", "rank 2", bound_s=WAIT_S):
             outer, inner = under_way()
             raise OSError("gone")
         assert [mark.operation for mark in under_way()] == ["update"]
     assert under_way() == ()
     assert (outer.operation, outer.peer) == ("update", "")
     assert (inner.operation, inner.peer) == ("receive", "rank 2")
+    assert (outer.bound_s, inner.bound_s) == (WORK_S, WAIT_S)
     assert start_s <= outer.since_s <= inner.since_s
 
 
