@@ -4,6 +4,7 @@ A folder with an unfinished run of the same settings goes on (`train.run_folder`
 
 Exit codes: 0 done, 2 bad input (one screen, nothing was started), 1 a failure during the
 run, 130 (INT), 143 (TERM) or 75 (USR1) interrupted and, where there was something to save, saved.
+75 as well where a process of critic or reward model was lost and a new start goes on behind it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.train import sweep
 from mega_agentrl.train.run_folder import METRICS, make_room
 from mega_agentrl.train.stopping import PROCESS, Stopped, Stopper
+from mega_agentrl.types.faults import ModelLostError
 
 FAILED = 1
 BAD_INPUT = 2
+START_AGAIN = 75
 
 
 def _fail(message: object, code: int) -> NoReturn:
@@ -119,12 +122,22 @@ def _train(config: TrainConfig, run_dir: Path) -> float:
         logging.exception("the run failed")
         if isinstance(error, ValueError) and not is_built:
             _give_up(error, BAD_INPUT)
-        _give_up(f"{error}\nTraceback and messages of all processes: {run_dir / 'logs'}", FAILED)
+        said, code = verdict(error, run_dir)
+        _give_up(f"{said}\nTraceback and messages of all processes: {run_dir / 'logs'}", code)
     finally:
         if owes_page:
             deadline_s = FAILED_S if PROCESS.asked is None else STOPPED_S
             write_last_page(run_dir, deadline_s=deadline_s)
     return reward
+
+
+def verdict(error: Exception, run_dir: Path) -> tuple[str, int]:
+    """What to say of a run that failed, and its exit code."""
+    from mega_agentrl.train.run_state import whole_ones
+
+    if not isinstance(error, ModelLostError) or not (folders := whole_ones(run_dir)):
+        return str(error), FAILED
+    return f"{error}\nThe run is kept: the same command goes on from {folders[0]}.", START_AGAIN
 
 
 def farewell(run_dir: Path, stopper: Stopper) -> str:

@@ -18,7 +18,9 @@
 # Logs: slurm-<jobid>/ beside the run's folder: driver.log, ray-<node>.log.
 # Exit code: the driver's, 130 or 143 where it was asked to end. 69 where a node did not come or went away; one line names it.
 # USR1, which comes 120 s before the time limit (--signal=B:USR1@600 for more), goes to the driver,
-# which saves and exits with 75; then the job is put back into the queue. So
+# which saves and exits with 75; then the job is put back into the queue. The driver exits with 75 as
+# well where it lost a process and a checkpoint is there to go on from; so often and not more:
+# MEGA_AGENTRL_MAX_LOST. So
 #   scancel --batch --signal=USR1 <jobid>    saves and requeues
 #   scancel --batch --signal=TERM <jobid>    lets the driver end in order
 #   scancel <jobid>                          ends everything at once
@@ -26,12 +28,13 @@
 # Read from the environment, besides what slurm/env.sh names:
 #   MEGA_AGENTRL_START_DEADLINE_S   seconds for all nodes to join (300)
 #   MEGA_AGENTRL_STOP_DEADLINE_S    seconds for the driver to end once a node is lost (30)
+#   MEGA_AGENTRL_MAX_LOST           how often a job starts again after a lost process (10)
 #   MEGA_AGENTRL_DRIVER             the driver's command (python -m mega_agentrl), for tests. It gets
 #                                   the overrides and cluster.address=<head>; with the overrides and
 #                                   `--cfg job --package run_dir` it prints the run's folder.
 set -euo pipefail
 
-readonly LOST=69 REQUEUE=75 BAD_INPUT=2
+readonly FAILED=1 LOST=69 REQUEUE=75 BAD_INPUT=2
 
 say() { printf 'slurm/train.sh: %s\n' "$*" >&2; }
 
@@ -127,6 +130,13 @@ wait_for_nodes() {
     done
 }
 
+count_lost() { # a start that ended by itself with $REQUEUE; beyond the limit it stays ended
+    local limit=${MEGA_AGENTRL_MAX_LOST:-10} file=$log_dir/lost
+    echo "start ${SLURM_RESTART_COUNT:-0}" >>"$file"
+    [ "$(wc -l <"$file")" -le "$limit" ] ||
+        fail "$FAILED" "the driver lost a process and could go on, but this job began again $limit times for that already; the same command goes on from the last checkpoint"
+}
+
 finish() { # the driver has ended: its code, unless a lost node is the reason
     local code=0 deadline=$((SECONDS + 4))
     wait "$driver_pid" || code=$?
@@ -143,6 +153,7 @@ finish() { # the driver has ended: its code, unless a lost node is the reason
             ;;
     esac
     say "the driver ended with exit code $code"
+    [ "$code" -ne "$REQUEUE" ] || [ -n "$asked" ] || count_lost
     exit "$code"
 }
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl import command_line
-from mega_agentrl.command_line import farewell
+from mega_agentrl.command_line import FAILED, START_AGAIN, farewell, verdict
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.runtime.remote import DiedError, ModelGoneError
 from mega_agentrl.train import run_state
 from mega_agentrl.train.last_page import FAILED_S, STOPPED_S
 from mega_agentrl.train.run_state import RunState
@@ -141,3 +142,15 @@ def test_a_run_that_ends_by_itself_or_never_began_has_no_page_of_this_kind(start
     with pytest.raises(SystemExit) as left:
         start(lambda _: 0.5, build=lambda config: raises(ValueError("no such model")))
     assert (left.value.code, order) == (2, ["closed"])
+
+
+def test_a_lost_critic_lets_the_job_start_again_only_where_there_is_a_checkpoint(tmp_path):
+    lost = ModelGoneError("critic update: critic rank 1 died", "critic rank 1")
+    assert verdict(lost, tmp_path) == (str(lost), FAILED)
+    run_state.save(FilePolicy(), tmp_path, RunState(step=2, controllers={}, sampler={}))
+    said, code = verdict(lost, tmp_path)
+    assert code == START_AGAIN == CODES[signal.SIGUSR1]
+    assert said.startswith("critic update: critic rank 1 died\n")
+    assert f"the same command goes on from {tmp_path}/checkpoints/step-000002." in said
+    for other in (DiedError("engine 0 died", "engine 0"), ValueError("optim.lr=-1")):
+        assert verdict(other, tmp_path) == (str(other), FAILED)

@@ -25,7 +25,7 @@ import ray
 import torch
 
 from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
-from mega_agentrl.runtime.remote import DiedError, RankGoneError, RemoteError
+from mega_agentrl.runtime.remote import ModelGoneError, RankGoneError, RemoteError
 from mega_agentrl.runtime.turns import Holder
 from mega_agentrl.types.doing import doing
 
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.ports import Generator
 
-
-_LOOK_AROUND_S = 5.0
-"""How long ranks get to turn out dead after one of them has failed."""
 
 _OPERATIONS = {"logprobs": "log-prob pass", "supervise": "supervised step", "load": "load weights"}
 """What words of the ranks call a method, where its name is not plain enough."""
@@ -179,22 +176,8 @@ class PolicyGroup(RankGroup):
 
     def explain(self, error: RemoteError) -> Exception:
         """`RankLostError` where a rank is dead or silent."""
-        if isinstance(error, DiedError) and error.name.startswith(self.kind):
-            return RankGoneError(str(error))
-        if dead := self._dead():
-            return RankGoneError(f"{', '.join(dead)} died; {error}")
-        return super().explain(error)
-
-    def _dead(self) -> list[str]:
-        calls = {actor.address.remote(): self.name(k) for k, actor in enumerate(self._actors)}
-        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_LOOK_AROUND_S)
-        dead = []
-        for call in ready:
-            try:
-                ray.get(call)
-            except ray.exceptions.RayActorError:
-                dead.append(calls[call])
-        return sorted(dead)
+        explained = super().explain(error)
+        return RankGoneError(str(explained)) if isinstance(explained, ModelGoneError) else explained
 
     def attach(self, bridge: WeightBridge) -> None:
         """Give the policy its way to the engines."""

@@ -18,7 +18,14 @@ import ray
 
 from mega_agentrl.runtime.heartbeat import Heart, Listener
 from mega_agentrl.runtime.placement import PolicyPlacement
-from mega_agentrl.runtime.remote import DiedError, RemoteError, free_port, gather, redirect_output
+from mega_agentrl.runtime.remote import (
+    DiedError,
+    ModelGoneError,
+    RemoteError,
+    free_port,
+    gather,
+    redirect_output,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +34,10 @@ if TYPE_CHECKING:
     from mega_agentrl.actor.network import Seat
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.runtime.heartbeat import Station
+
+
+_LOOK_AROUND_S = 5.0
+"""How long ranks get to turn out dead after one of them has failed."""
 
 
 class RankActor:
@@ -170,10 +181,25 @@ class RankGroup:
             self._listener.check([self.name(rank) for rank in range(len(self._actors))])
 
     def explain(self, error: RemoteError) -> Exception:
-        """The error with what the ranks were at, of the type that callers expect."""
+        """The error with what the ranks were at; `ModelGoneError` where one is dead or silent."""
+        if isinstance(error, DiedError) and error.name.startswith(self.kind):
+            return ModelGoneError(str(error), error.name)
+        if dead := self._dead():
+            return ModelGoneError(f"{', '.join(dead)} died; {error}", dead[0])
         if self._listener is None or isinstance(error, DiedError):
             return error
         return RemoteError(f"{error}\nRanks, by their last words: {self._listener.described()}")
+
+    def _dead(self) -> list[str]:
+        calls = {actor.address.remote(): self.name(k) for k, actor in enumerate(self._actors)}
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_LOOK_AROUND_S)
+        dead = []
+        for call in ready:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayActorError:
+                dead.append(calls[call])
+        return sorted(dead)
 
     def name(self, rank: int) -> str:
         """What errors call a rank."""

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from mega_agentrl.types.faults import EngineLostError, RankLostError
+from mega_agentrl.types.faults import EngineLostError, ModelLostError, RankLostError
 
 LOOK_S = 1.0
 """How often a wait looks whether those it waits for are still alive."""
@@ -33,6 +33,10 @@ class DiedError(RemoteError):
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
         self.name = name
+
+
+class ModelGoneError(DiedError, ModelLostError):
+    """The same of a rank of a model that is not the policy."""
 
 
 class RankGoneError(RemoteError, RankLostError):

@@ -29,5 +29,12 @@ class RankLostError(RuntimeError):
     """A rank of the policy died or hangs: what the others hold of the policy is of no use."""
 
 
+class ModelLostError(RuntimeError):
+    """A rank of the critic or of the reward model died or hangs, which ends this process's run.
+
+    Nothing is wrong with the run's settings: a new start goes on from its last checkpoint.
+    """
+
+
 class EngineLostError(RuntimeError):
     """An engine that answers for itself no more, although its process may still be there."""

@@ -1,5 +1,6 @@
 """The main job on this machine's GPUs, as a user starts it: Ray, NCCL, CUDA IPC and vLLM's V2
-runner together, in layouts from two GPUs up; with three or more the command as it stands.
+runner together, in layouts from one GPU up, where the engine sleeps; with three or more the
+command as it stands.
 """
 
 from __future__ import annotations

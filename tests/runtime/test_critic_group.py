@@ -1,5 +1,7 @@
 """The group of a critic: its ranks' rows put together, and the real ranks beside it."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from mega_agentrl.config.choices import Advantage
 from mega_agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
 from mega_agentrl.runtime.critic_group import CriticGroup
 from mega_agentrl.runtime.remote import RemoteError
+from mega_agentrl.types.faults import ModelLostError
 from tests.runtime.test_policy_group import batch
 from tests.tiny_models import make_tiny_model
 
@@ -22,7 +25,14 @@ class Rank:
     def __init__(self, rank):
         self.rank = rank
 
+    def address(self):
+        return "here", 1
+
     def call(self, method, *args):
+        if method == "update" and args[0].num_rows == 1:
+            if self.rank == 1:
+                os._exit(1)
+            time.sleep(1)
         if method == "values":
             rows = list(range(self.rank, args[0].num_rows, 2))
             return rows, args[0].response_BT[rows] / 2
@@ -42,6 +52,19 @@ def test_rows_of_all_ranks_come_together(ray_local):
     with pytest.raises(RemoteError, match=r"critic update failed on critic rank \d"):
         group.update(filled)
     group.close()
+    group.close()
+
+
+def test_a_dead_rank_is_named_whatever_the_others_fell_over(ray_local):
+    group = CriticGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
+    one = batch().select([0])
+    # Its death shows first or the other's failure; both are told as the same loss.
+    with pytest.raises(ModelLostError, match="critic rank 1 died"):
+        group.update(one)
+    failed = RemoteError("critic update failed on critic rank 0: OSError('lost its peer')")
+    found = group.explain(failed)
+    assert isinstance(found, ModelLostError)
+    assert str(found).startswith("critic rank 1 died; critic update failed on critic rank 0")
     group.close()
 
 

@@ -20,6 +20,9 @@ class Rank:
     def __init__(self, rank):
         self.rank = rank
 
+    def address(self):
+        return "here", 1
+
     def scores(self, given):
         if given.num_rows == 1:
             raise OSError("lost its GPU")

@@ -72,6 +72,15 @@ def test_usr1_saves_and_requeues_and_the_second_start_goes_on(jobs):
     assert output.count("goes back into the queue") == 1
 
 
+def test_a_driver_that_lost_a_process_starts_again_but_not_for_ever(jobs):
+    code, output = jobs.end(jobs.tiny("end-75", MEGA_AGENTRL_MAX_LOST="1"), 2 * START_S)
+    assert code == 1, output
+    assert output.count("goes back into the queue") == 1
+    assert "began again 1 times for that already" in output
+    assert (jobs.run_dir / "start-1.json").exists()
+    assert not (jobs.run_dir / "start-2.json").exists()
+
+
 def test_a_node_that_goes_away_is_named(jobs):
     job = jobs.tiny("hold")
     jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
