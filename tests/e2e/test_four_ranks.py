@@ -5,11 +5,13 @@ Policy and engine take turns as on shared GPUs: between them lie all weights and
 
 import json
 
+import pytest
 from safetensors import safe_open
 
 from mega_agentrl.reshard.model_shape import ModelShape
 from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
+from tests.report.chromium import Chromium, needs_browser
 from tests.reshard.rollout_cuts import rollout_layout
 
 
@@ -23,8 +25,10 @@ def own_bytes(folder, tensor):
     )
 
 
-def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
-    run_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def finished_run(assets, tmp_path_factory):
+    """Its folder, and what it said."""
+    run_dir = tmp_path_factory.mktemp("four") / "run"
     child = start(
         "experiment=smoke_ci",
         "parallel=tp2_pp2",
@@ -40,6 +44,11 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
     )
     code, output = finish(child, 420)
     assert code == 0, output[-3000:]
+    return run_dir, output
+
+
+def test_tp2_pp2_policy_with_a_tp2_engine(assets, finished_run):
+    run_dir, output = finished_run
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["num_steps"] == 2
     assert 0 <= summary["mismatch_mean_abs"] < 1e-3
@@ -61,3 +70,14 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, tmp_path):
     ):
         name = "model.layers.0.mlp.down_proj.weight"
         assert not before.get_tensor(name).equal(after.get_tensor(name)), "nothing was learned"
+
+
+@needs_browser
+def test_its_page_shows_a_tree_in_a_browser(finished_run, tmp_path):
+    page = (finished_run[0] / "report.html").as_uri()
+    with Chromium(tmp_path) as browser:
+        browser.open(page)
+        assert browser.run("document.querySelectorAll('.tree .path').length") == 8
+        assert browser.run("document.querySelector('.tree').getBoundingClientRect().height") > 100
+        assert browser.requests() == [page]
+        assert browser.errors == []

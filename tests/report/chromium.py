@@ -16,8 +16,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 BROWSER = Path("/usr/bin/chromium")
 DEADLINE_S = 60
+
+needs_browser = pytest.mark.skipif(
+    not BROWSER.is_file(), reason=f"{BROWSER} is missing: apt-get install chromium"
+)
 
 
 def _pipe():

@@ -14,12 +14,9 @@ import pytest
 
 from mega_agentrl.report.metric_log import MetricLog
 from mega_agentrl.report.page import Page, render_page
-from tests.report.chromium import BROWSER, Chromium
+from tests.report.chromium import Chromium, needs_browser
 from tests.report.pages import HOSTILE, large_page, small_page
 
-needs_browser = pytest.mark.skipif(
-    not BROWSER.is_file(), reason=f"{BROWSER} is missing: apt-get install chromium"
-)
 OPEN_LIMIT_S = 6.0
 """Twice the time in which 5,000 trajectories should be on the screen."""
 
