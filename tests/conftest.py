@@ -1,5 +1,6 @@
 """The smoke run's input in small, shared by all tests that need a model and data."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,16 @@ settings.load_profile("tests")
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def _end_run(signum, frame):
+    raise KeyboardInterrupt(f"ended by {signal.Signals(signum).name}, a deadline passed?")
+
+
 def pytest_runtest_setup(item):
-    """Tests of GPUs skip where there is none, whatever they say of their own needs."""
+    """Ending the run by SIGTERM still shows its failures; tests of GPUs skip without one.
+
+    The handler is set for each test, as Ray sets one of its own.
+    """
+    signal.signal(signal.SIGTERM, _end_run)
     if item.get_closest_marker("gpu") is not None:
         import torch  # not for tests that do without
 

@@ -376,7 +376,7 @@ def test_ranks_that_do_not_come_are_named_and_the_engine_serves_on(
     engine, update, trainer, new_folder
 ):
     update(new_folder, 1)
-    short = FakeTrainer(new_folder, timeout_s=2.0)
+    short = FakeTrainer(new_folder, timeout_s=6.0)
     try:
         link = short.connect([update.layouts[0][0]], away=[2])
         with pytest.raises(RuntimeError, match=r"joining .* failed: .*missing: rank 2"):
