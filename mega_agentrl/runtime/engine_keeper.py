@@ -145,6 +145,7 @@ class EngineKeeper:
             self.fresh.difference_update(self._engines.admitted)
             for index in self._engines.admitted:
                 self._num_losses[index] = 0
+            if not self.fresh:
                 self._without_policy = None
             waiting, self._waiting = self._waiting, []
             self._lock.notify_all()
@@ -227,8 +228,7 @@ class EngineKeeper:
                 continue  # it got them with another one
             actor = self._engines.actor(index)
             try:
-                if not self._bridge.welcome([index]):
-                    continue
+                welcomed = self._bridge.welcome([index])
             except RankGoneError as error:
                 if self._without_policy is None:
                     _logger.warning("engine %d waits for a new policy: %s", index, error)
@@ -237,7 +237,8 @@ class EngineKeeper:
             except (RuntimeError, ValueError) as error:
                 self.lost(index, actor, f"it could not be given the weights: {error}")
                 continue
-            if index in self.fresh:
+            self._without_policy = None
+            if welcomed and index in self.fresh:
                 self._engines.admit(index)
                 _logger.warning("engine %d is back with the weights that are served", index)
         self.wake()

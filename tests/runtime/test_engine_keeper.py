@@ -167,6 +167,20 @@ async def test_a_lost_policy_is_told_to_who_waits_and_is_not_the_engines_fault(k
     assert await ask(engines, "b/0")
 
 
+async def test_that_an_engine_waits_for_a_policy_is_said_once_though_another_one_serves(
+    kept, caplog
+):
+    engines, bridge, keeper = kept
+    bridge.orphan = True
+    await engines._ask(1, "die")
+    await until(lambda: keeper.fresh == {1})
+    await asyncio.sleep(4)
+    assert caplog.text.count("engine 1 waits for a new policy") == 1
+    assert await ask(engines, "a/0")
+    bridge.orphan = False
+    await until(lambda: engines.admitted == [0, 1])
+
+
 def test_mend_waits_for_the_successor_and_says_whether_there_was_one(kept):
     engines, bridge, keeper = kept
     assert not keeper.mend()
