@@ -267,3 +267,15 @@ def check_layout(chunks: Sequence[torch.nn.Module], shards: Sequence[ShardLayout
         for name, parameter in chunk.named_parameters()
     }
     assert got == expected, f"model and mapping differ: {set(got.items()) ^ set(expected.items())}"
+
+
+def forget_routing(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let go of the graph behind the last routing of tokens to experts.
+
+    It holds mcore's gradient hooks through C++, where Python's collector cannot see it: a model
+    that nobody needs, and its groups of processes, would stay.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if dispatcher := getattr(module, "token_dispatcher", None):
+                dispatcher.probs = None

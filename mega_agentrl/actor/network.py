@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mega_agentrl.actor import device, groups
 from mega_agentrl.actor.export import export_folder
 from mega_agentrl.actor.learning_rate import learning_rate
-from mega_agentrl.actor.model import build_chunks, check_layout, wrap_data_parallel
+from mega_agentrl.actor.model import build_chunks, check_layout, forget_routing, wrap_data_parallel
 from mega_agentrl.actor.offload import Offload, require_on_device
 from mega_agentrl.actor.optimizer import PolicyOptimizer
 from mega_agentrl.actor.packing import MicroBatch, pack_rows, row_lengths
@@ -221,12 +221,7 @@ class Network:
 
     def close(self) -> None:
         """Leave the process groups; safe to call twice."""
-        for chunk in self.chunks:
-            for module in chunk.modules():
-                # The graph behind the last routing holds mcore's gradient hooks through C++,
-                # where Python's collector cannot see it: network and groups would stay.
-                if dispatcher := getattr(module, "token_dispatcher", None):
-                    dispatcher.probs = None
+        forget_routing(self.chunks)
         groups.leave()
 
     def _make_optimizer(self) -> PolicyOptimizer:

@@ -55,6 +55,7 @@ def differentiate(seat, folder, layout, batch):
     shares = Schedule(wrapped, joined).train(
         micro_batches(batch, layout, position), head, objective
     )
+    model.forget_routing(chunks)
     return Differentiated(
         values=[share["values"] for share in shares],
         gradients=[
