@@ -5,6 +5,8 @@ EXPERIMENT ?= smoke
 ARGS ?=
 RUN ?= runs/smoke
 RUNS ?=
+# Two processes take the files of tests in turn: most of them wait for a start or a deadline.
+LANES ?= 2
 
 .PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
 
@@ -32,8 +34,8 @@ report: env ## the page of a run: make report RUN=runs/smoke
 compare: env ## one table over runs or sweeps: make compare RUNS="runs/a runs/b"
 	@$(PY) tools/compare_runs.py $(RUNS)
 
-test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." goes to pytest)
-	@$(PY) -m pytest -m "not gpu and not slurm and not slow" $(ARGS)
+test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=2 processes)
+	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)
 
 test-gpu: env ## the tests that need GPUs, each where there are enough of them (says what it skips and why)
 	@$(PY) -m pytest -m "gpu and not slurm" -rs $(ARGS)

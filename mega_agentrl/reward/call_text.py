@@ -56,20 +56,20 @@ def read_calls(text: str) -> list[Call]:
     """
     if len(text) > MAX_CHARS:
         raise CallError(f"got {len(text)} characters, expected at most {MAX_CHARS}")
+    try:
+        return _whole(text.strip())  # before tags are looked for: an argument may hold some
+    except CallError as error:
+        not_whole = error
     pieces = _TAGGED.findall(text)
     if not pieces and "<tool_call>" in text:
         raise CallError("the closing tool_call tag is missing")
-    if not pieces:
-        pieces = _FENCED.findall(text)
+    pieces = pieces or _FENCED.findall(text)
     if pieces:
         return [call for piece in pieces for call in _whole(piece.strip())]
-    try:
-        return _whole(text.strip())
-    except CallError:
-        calls = [call for piece in _bracketed(text) for call in piece]
-        if not calls and re.search(r"\[\s*[\w.]+\s*\(|\"(name|function)\"\s*:", text):
-            raise
-        return calls
+    calls = [call for piece in _bracketed(text) for call in piece]
+    if not calls and re.search(r"\[\s*[\w.]+\s*\(|\"(name|function)\"\s*:", text):
+        raise not_whole
+    return calls
 
 
 def normal(value: Any) -> Value:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mega_agentrl.reward.call_text import Call, CallError, normal, read_calls
@@ -120,6 +120,8 @@ def _keyword(name):
 
 
 @given(NAMES, st.dictionaries(NAMES, VALUES, max_size=4))
+@example("a", {"a": "<tool_call>"})
+@example("a", {"a": "<tool_call>[]</tool_call>", "b": "```json\n[]\n```"})
 def test_json_and_python_say_the_same(name, arguments):
     """Every JSON value, written either way."""
     as_json = json.dumps([{"name": name, "arguments": arguments}])
