@@ -57,14 +57,12 @@ class EngineKeeper:
         engines: GeneratorGroup,
         bridge: WeightBridge,
         *,
-        silence_s: float = SILENCE_S,
         turns: Turns | None = None,
     ) -> None:
         self.fresh: set[int] = set()
         self.num_replaced = 0
         self._engines = engines
         self._bridge = bridge
-        self._silence_s = silence_s
         self._turns = turns
         self._lock = threading.Condition()
         self._closing = threading.Event()
@@ -132,7 +130,7 @@ class EngineKeeper:
         with self._lock:
             before = self.num_replaced + len(self._given_up)
             pending = bool(self._lost)
-        self._look(wait_s=self._silence_s)
+        self._look(wait_s=SILENCE_S)
         with self._lock:
             pending = pending or bool(self._lost)
             self._lock.wait_for(lambda: not self._lost or self._closing.is_set())
@@ -178,11 +176,11 @@ class EngineKeeper:
             sent, since_s = self._pulses.pop(index, (None, 0.0))
             if sent is None or wait_s:  # an old answer says nothing of now
                 sent, since_s = actor.call.remote("pulse"), time.monotonic()
-            left_s = max(0.0, min(ends_at, since_s + self._silence_s) - time.monotonic())
+            left_s = max(0.0, min(ends_at, since_s + SILENCE_S) - time.monotonic())
             ready, _ = ray.wait([sent], timeout=left_s)
             if not ready:
                 silent_s = time.monotonic() - since_s
-                if silent_s >= self._silence_s:
+                if silent_s >= SILENCE_S:
                     why = f"it takes requests and has not answered for {silent_s:.0f} s"
                     self.lost(index, actor, why)
                 else:

@@ -16,12 +16,12 @@ PLAN = [
 STEPS = 6
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_a_run_that_loses_one_of_each_kind_ends_as_if_undisturbed(assets, tmp_path):
     inputs = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir=")]
     settings = [*SETTINGS, *inputs, f"total_steps={STEPS}"]
-    whole = Run(tmp_path / "whole", settings, []).go(360)
-    story = Run(tmp_path / "disturbed", settings, PLAN).go(540)
+    whole = Run(tmp_path / "whole", settings, []).go(600)
+    story = Run(tmp_path / "disturbed", settings, PLAN).go(900)
     expected, found = read_outcome(whole.folder), read_outcome(story.folder)
     assert [blow for _, blow in story.dealt] == PLAN
     assert story.num_failures == 0, "all but the driver mends by itself"

@@ -70,7 +70,7 @@ def kept(ray_local, request):
     )
     engines = GeneratorGroup([Engine.remote() for _ in range(2)], config, spawn)
     bridge = Bridge()
-    keeper = EngineKeeper(engines, bridge, silence_s=8.0)
+    keeper = EngineKeeper(engines, bridge)
     engines.keep(keeper)
     keeper.start()
     yield engines, bridge, keeper
@@ -120,13 +120,18 @@ async def test_with_no_engine_left_requests_wait_for_the_successor(kept):
     assert not old & set(await asyncio.gather(*running))
 
 
-async def test_an_engine_that_is_stopped_is_lost_though_its_process_is_there(kept):
+async def test_an_engine_that_is_stopped_is_lost_though_its_process_is_there(
+    kept, record_property, caplog
+):
     engines, _, keeper = kept
     stopped = pid(engines, 1)
     start_s = time.monotonic()
     os.kill(stopped, signal.SIGSTOP)
+    await until(lambda: "engine 1 is lost and replaced: it takes requests and" in caplog.text)
+    took_s = time.monotonic() - start_s
+    record_property("named_after_s", took_s)
+    assert took_s < 60, "twice the promised thirty seconds, as the machine may be busy"
     await until(lambda: keeper.num_replaced == 1)
-    assert time.monotonic() - start_s < 60
     await until(lambda: engines.admitted == [0, 1])
     assert pid(engines, 1) != stopped
 

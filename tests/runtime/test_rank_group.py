@@ -72,7 +72,9 @@ def is_running(pid):
         return False
 
 
-def test_a_stopped_rank_is_named_long_before_the_deadline_and_replaced(ray_local, tmp_path):
+def test_a_stopped_rank_is_named_long_before_the_deadline_and_replaced(
+    ray_local, tmp_path, record_property
+):
     config = TrainConfig(
         parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(call_deadline_s=300.0)
     )
@@ -84,8 +86,9 @@ def test_a_stopped_rank_is_named_long_before_the_deadline_and_replaced(ray_local
         start_s = time.monotonic()
         with pytest.raises(DiedError, match="echo model rank 1 has not been heard of") as found:
             group.gather("talk", group.start_each("say", [("sleep",), ("a",)]))
-        # Twice the promised thirty seconds, as the machine may be busy.
-        assert time.monotonic() - start_s < 60
+        took_s = time.monotonic() - start_s
+        record_property("named_after_s", took_s)
+        assert took_s < 60, "twice the promised thirty seconds, as the machine may be busy"
         assert "echo model rank 0: talk with rank 1" in str(found.value)
         group.restart()
         said = group.gather("talk", group.start_on_ranks("say", "a"))
