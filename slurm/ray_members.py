@@ -98,6 +98,7 @@ class Directory:
                 timeout=ANSWER_S, state_filter=GcsNodeInfo.GcsNodeState.ALIVE
             )
         except (RayError, OSError):
+            self._client = None  # it would not know a head that was started again
             return None
         return {info.node_name for info in nodes.values()}
 

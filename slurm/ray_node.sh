@@ -25,8 +25,13 @@ tagged() { # pids of the processes Ray started here: they inherited the tag
         cut -d / -f 3
 }
 
+end_tagged() {
+    local pid
+    for pid in $(tagged); do kill -KILL "$pid" 2>/dev/null; done
+}
+
 clean_up() {
-    local code=$? pid
+    local code=$?
     trap '' TERM INT HUP USR2
     if [ -n "$ray_pid" ]; then
         kill -TERM "$ray_pid" 2>/dev/null
@@ -35,14 +40,13 @@ clean_up() {
             sleep 0.1
         done
     fi
-    for pid in $(tagged); do kill -KILL "$pid" 2>/dev/null; done
+    end_tagged
     rm -rf "$folder"
     exit "$code"
 }
 
 trap clean_up EXIT
 trap 'exit 143' TERM INT HUP USR2 # USR2 is how train.sh ends a node
-mkdir -p "$folder" || exit 1
 export MEGA_AGENTRL_NODE_TAG=$tag RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 
 host=${address%:*} port=${address##*:}
@@ -57,14 +61,32 @@ else
         wait $!
     done
 fi
-# In a session of its own, so that signals to this script do not reach Ray's processes as well.
-# shellcheck disable=SC2086  # the options are words
-setsid ray start --log-color=false --block "${place[@]}" --node-name="$node" --temp-dir="$folder" \
-    --num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 --max-worker-port=0 \
-    --dashboard-agent-listen-port=0 --disable-usage-stats ${MEGA_AGENTRL_RAY_OPTIONS:-} &
-ray_pid=$!
-wait "$ray_pid"
-code=$?
-ray_pid=''
-echo "ray_node.sh: Ray on $node ended with exit code $code"
+
+run_ray() { # to its end, with its exit code; what it says is kept for `has_stood`
+    local code=0
+    mkdir -p "$folder" || exit 1
+    # In a session of its own, so that signals to this script do not reach Ray's processes as well.
+    # shellcheck disable=SC2086  # the options are words
+    setsid ray start --log-color=false --block "${place[@]}" --node-name="$node" \
+        --temp-dir="$folder" --num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 \
+        --max-worker-port=0 --dashboard-agent-listen-port=0 --disable-usage-stats \
+        ${MEGA_AGENTRL_RAY_OPTIONS:-} > >(exec env -u MEGA_AGENTRL_NODE_TAG tee "$folder/said") 2>&1 &
+    ray_pid=$!
+    wait "$ray_pid" || code=$?
+    ray_pid=''
+    return "$code"
+}
+
+has_stood() { grep -qs 'Ray runtime started' "$folder/said"; }
+
+# Ray gives itself 30 s to start, which a busy node may not keep. Once it has stood, its end is final.
+for try in 1 2 3; do
+    code=0
+    run_ray || code=$?
+    echo "ray_node.sh: Ray on $node ended with exit code $code"
+    if [ "$code" -eq 0 ] || [ "$try" -eq 3 ] || has_stood; then break; fi
+    echo "ray_node.sh: it did not start; try $((try + 1)) of 3"
+    end_tagged
+    rm -rf "$folder"
+done
 exit "$code"

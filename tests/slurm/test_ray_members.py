@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from ray.exceptions import RpcError
 
 from slurm import ray_members
 from slurm.ray_members import follow, free_ports, place, wait, watch
@@ -70,3 +71,24 @@ def test_follow_says_one_line_with_the_names(tmp_path, monkeypatch):
 
 def test_a_head_that_is_not_there_does_not_answer():
     assert ray_members.Directory(f"127.0.0.1:{free_ports(9)}").alive() is None
+
+
+def test_a_head_that_was_started_again_is_asked_by_a_new_client(monkeypatch):
+    made = []
+
+    class Client:
+        def __init__(self, address):
+            made.append(address)
+            self.calls = 0
+
+        def get_all_node_info(self, **_):
+            self.calls += 1
+            if self.calls > 1:
+                raise RpcError("not the cluster this client knows", rpc_code=0)
+            return {}
+
+    monkeypatch.setattr(ray_members, "GcsClient", Client)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        directory = ray_members.Directory(f"127.0.0.1:{head.getsockname()[1]}")
+        assert [directory.alive() for _ in range(3)] == [set(), None, set()]
+    assert len(made) == 2

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,39 @@ def test_a_node_that_does_not_come_is_named_at_the_deadline(jobs):
     assert code == LOST, output
     assert "missing after 20 s: node n2;" in output or "node n2 went away" in output
     assert not jobs.run_dir.exists()
+
+
+def root_with_ray_that_fails(folder, node, times):
+    """A copy of the repository by links, where `ray start` on the node fails so many times."""
+    root, here = folder / "root", Path(__file__).parents[2]
+    (root / "slurm").mkdir(parents=True)
+    for path in (*here.iterdir(), *(here / "slurm").iterdir()):
+        if path.name not in ("slurm", "env.sh"):
+            (root / path.relative_to(here)).symlink_to(path)
+    wrapper = root / "programs" / "ray"
+    wrapper.parent.mkdir()
+    wrapper.write_text(
+        "#!/bin/bash\n"
+        f'if [[ "$*" == *--node-name={node}* ]] && [ "$(cat {root}/tries | wc -l)" -lt {times} ]\n'
+        f"then echo again >>{root}/tries; echo too slow; exit 3; fi\n"
+        f'exec {Path(sys.executable).parent}/ray "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    (root / "tries").touch()
+    (root / "slurm" / "env.sh").write_text(
+        f"source {here}/slurm/env.sh\nexport PATH={wrapper.parent}:$PATH\n"
+    )
+    return str(root)
+
+
+@pytest.mark.parametrize(("node", "times", "expected"), [("n1", 1, 0), ("n2", 2, 0), ("n2", 3, 69)])
+def test_ray_that_does_not_start_is_tried_three_times(node, times, expected, jobs, tmp_path):
+    root = root_with_ray_that_fails(tmp_path, node, times)
+    code, output = jobs.end(jobs.tiny("end-0", MEGA_AGENTRL_ROOT=root), START_S)
+    assert code == expected, output
+    (log,) = jobs.run_dir.parent.glob(f"slurm-*/ray-{node}.log")
+    assert log.read_text().count("too slow") == times
+    assert ("node n2 went away" in output) == bool(expected)
 
 
 def test_a_cancelled_job_leaves_nothing(jobs):
