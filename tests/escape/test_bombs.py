@@ -71,25 +71,27 @@ MEMORY_TOGETHER = """
 import os, signal, time
 reader, writer = os.pipe()
 children = []
-for _ in range(processes):
+for index in range(processes):
     children.append(os.fork())
     if children[-1] == 0:
         block = bytearray(mib << 20)
         for i in range(0, len(block), 4096):
             block[i] = 1
-        os.write(writer, b'x')
+        os.write(writer, bytes([index]))
         time.sleep(60)
 os.close(writer)
 os.set_blocking(reader, False)
-there = 0
+full = set()
 deadline = time.monotonic() + wait_s
-while there < processes and time.monotonic() < deadline:
+while len(full) < processes and time.monotonic() < deadline:
     try:
-        there += len(os.read(reader, processes))
+        full.update(os.read(reader, processes))
     except BlockingIOError:
         time.sleep(0.01)
-print(there)
-for pid in children:
+# One that was killed after it had filled its block made room for the next.
+alive = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+print(sum(children[index] in alive for index in full))
+for pid in alive:
     os.kill(pid, signal.SIGKILL)
 """
 

@@ -11,6 +11,7 @@ import pytest
 from mega_agentrl.config.data_files import DataFile
 from mega_agentrl.config.data_schema import DataConfig
 from mega_agentrl.data.dataset import load_prompts
+from mega_agentrl.reward.call_text import MAX_CHARS
 
 ROOT = Path(__file__).parents[2]
 TOOLS = json.dumps([{"name": "f", "parameters": {"a": {"type": "str"}}}])
@@ -121,8 +122,7 @@ def test_limit_force_and_determinism(tool, tmp_path):
 
 
 def test_a_ground_truth_the_reward_cannot_read_is_left_out_and_named(tool, tmp_path, capsys):
-    # The reward takes the tag, though it is an argument, for the start of a call.
-    source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="<tool_call>")])
+    source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="x" * MAX_CHARS)])
     assert run(tool, "function_calling", [source], tmp_path / "o.parquet") == 0
     assert len(load(tmp_path / "o.parquet")) == 1
     said = capsys.readouterr()
