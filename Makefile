@@ -5,6 +5,7 @@ EXPERIMENT ?= smoke
 ARGS ?=
 RUN ?= runs/smoke
 RUNS ?=
+PART ?=
 # Two processes take the files of tests in turn: most of them wait for a start or a deadline.
 LANES ?= 2
 
@@ -43,14 +44,15 @@ test-gpu: env ## the tests that need GPUs, each where there are enough of them (
 test-slurm: env ## launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
 	@$(PY) -m pytest -m slurm tests/slurm $(ARGS)
 
-test-slow: env ## the tests that take minutes
-	@$(PY) -m pytest -m "slow and not gpu and not slurm" $(ARGS)
+test-slow: env ## the tests that take minutes (PART=K/N: every N-th of them, from number K on)
+	@$(PY) -m pytest -m "slow and not gpu and not slurm" $(if $(PART),--part $(PART)) $(ARGS)
 
-lint: env ## ruff, mypy, import contracts
+lint: env ## ruff, mypy, import contracts; whether every process collects the same tests
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports
+	@$(PY) tools/check_collection.py
 
 clean: ## remove what was made here, except .venv and runs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

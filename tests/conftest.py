@@ -1,5 +1,6 @@
 """The smoke run's input in small, shared by all tests that need a model and data."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,11 +9,40 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# How long an example takes says more about the machine than about the code.
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")
+# How long an example takes says more about the machine than about the code. The quick profile tries
+# the same examples on every machine; `--hypothesis-profile=thorough` looks for new ones.
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
+settings.load_profile("quick")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", help="K/N: every N-th of the chosen tests, beginning with number K")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep the part of the tests that `--part` names, once markers have chosen among them."""
+    if part := config.getoption("part"):
+        first, step = map(int, part.split("/"))
+        kept = set(items[first % step :: step])
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """Name a test after its parameters only where they are short words or whole numbers.
+
+    Anything else (bytes, floats, paths, error texts) is called by the name of the argument, with a
+    number where that is not unique: ids must be equal in all processes and on all machines, which
+    `tools/check_collection.py` checks. None: pytest's own choice.
+    """
+    is_word = isinstance(val, str) and re.fullmatch(r"[\w .,:=+-]{1,30}", val, re.ASCII)
+    if val is None or is_word or isinstance(val, (bool, int, type)) or hasattr(val, "__name__"):
+        return None
+    return argname
 
 
 def _end_run(signum, frame):

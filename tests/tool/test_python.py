@@ -37,12 +37,12 @@ def stateful():
     made.close_now()
 
 
-@pytest.mark.parametrize("row", GOLDEN["preprocess"], ids=lambda row: repr(row["code"]))
+@pytest.mark.parametrize("row", GOLDEN["preprocess"])
 def test_released_rewriting(row):
     assert print_last_expression(row["code"]) == row["rewritten"]
 
 
-@pytest.mark.parametrize("row", GOLDEN["execute"], ids=lambda row: repr(row["code"]))
+@pytest.mark.parametrize("row", GOLDEN["execute"])
 async def test_released_execution(tool, row):
     answer = await tool.execute(None, {"code": row["code"]}, {"timeout_s": row["timeout"]})
     if row["code"] == "while True: pass":  # the released text is Chinese

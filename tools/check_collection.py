@@ -1,0 +1,122 @@
+"""Check that pytest collects the same tests on every machine and in every process.
+
+The tests are collected twice, side by side, in circumstances that differ as machines and workers of
+pytest-xdist do: time of day, hash seed, locale, working directory, and the folder of the checkout,
+whose files are created in another order. Both must give the same ids in the same order. An id that
+holds bytes of a compressed file, the address of an object or the order of a set makes this fail.
+
+    python tools/check_collection.py    # exit code 1, and the first differences, where they differ
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 240.0
+MAX_SHOWN = 20
+OFFSET_S = 100_000.0
+"""How far the clock of the second collection is ahead: more than a day."""
+
+# Shifts the clock, then collects. Arguments: seconds, pytest's.
+_COLLECT = """
+import sys, time
+offset_s = float(sys.argv[1])
+now, now_ns = time.time, time.time_ns
+time.time = lambda: now() + offset_s
+time.time_ns = lambda: now_ns() + int(offset_s * 1e9)
+import pytest
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+def copy_checkout(source: Path, target: Path) -> None:
+    """Copy the files that git tracks or would track, in reversed order."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    ).stdout.decode()
+    for name in sorted(filter(None, names.split("\0")), reverse=True):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name)
+
+
+def start(
+    root: Path, working_directory: Path, *, offset_s: float, hash_seed: int, locale: str
+) -> subprocess.Popen[str]:
+    """Begin to collect the tests of the checkout at `root`."""
+    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+    arguments += ["--strict-markers", "--import-mode=importlib", "-W", "ignore"]
+    arguments += [f"--rootdir={root}", "-c", str(root / "pyproject.toml"), str(root / "tests")]
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": str(hash_seed),
+        "LC_ALL": locale,
+        "PYTHONPATH": str(root),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", _COLLECT, str(offset_s), *arguments],
+        cwd=working_directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="backslashreplace",
+    )
+
+
+def ids_of(child: subprocess.Popen[str]) -> list[str]:
+    """Ids of the collected tests in their order; raises RuntimeError where collecting failed."""
+    try:
+        output, _ = child.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        output, _ = child.communicate()
+        raise RuntimeError(
+            f"collecting took more than {DEADLINE_S:g} s:\n{output[-2000:]}"
+        ) from None
+    if child.returncode != 0:
+        raise RuntimeError(f"collecting failed with {child.returncode}:\n{output[-4000:]}")
+    return [line for line in output.splitlines() if "::" in line]
+
+
+def main() -> int:
+    """Collect twice and compare."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "elsewhere"
+        copy_checkout(ROOT, copy)
+        here = start(ROOT, ROOT, offset_s=0.0, hash_seed=1, locale="C")
+        there = start(copy, Path(folder), offset_s=OFFSET_S, hash_seed=2, locale="C.UTF-8")
+        try:
+            first, second = ids_of(here), ids_of(there)
+        finally:
+            for child in (here, there):
+                child.kill()
+                child.wait()
+    # With another working directory ids start at that of the checkout.
+    second = [line[line.index("tests/") :] for line in second]
+    if first == second:
+        print(f"{len(first)} tests collected twice, the same")
+        return 0
+    changes = difflib.unified_diff(first, second, "first", "second", lineterm="", n=0)
+    shown = [line for line in changes if not line.startswith("@@")][: MAX_SHOWN + 2]
+    print("two collections of the same tests differ, so pytest-xdist would refuse to run them;")
+    print("expected ids that are fixed words: pytest.param(..., id='...')")
+    print("\n".join(shown))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""Measure how many injected faults the quick tests find.
+
+The product code is changed in one random place at a time: a condition is negated, a comparison or
+an arithmetic operator is replaced, a number is changed, a statement is dropped. For each change the
+quick tests that import the changed module run, nearest in the import graph first, until one fails
+or `--budget-s` is used up. A fault that no test finds within the budget counts as not found, so the
+share printed is a lower bound.
+
+    python tools/mutation_check.py --out build/mutation.jsonl                  # 160 mutations
+    python tools/mutation_check.py --out build/after.jsonl --again build/before.jsonl
+
+With `--again` the mutations of an earlier result are repeated, so that two states of the tests can
+be compared on the same faults. A mutation whose function has since been changed is skipped and
+counted.
+
+The tree is copied first; the checkout is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "mega_agentrl"
+QUICK = "not gpu and not slurm and not slow"
+LIBRARIES = ("torch", "transformers", "pandas", "hypothesis", "hydra", "numba", "sympy", "httpx")
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One change of one place.
+
+    Attributes:
+        path: file below the root of the repository.
+        definition: source text of the enclosing top-level definition, by which the place is found
+            again in a file that has changed elsewhere.
+        line: first line of the changed node, counted from the definition's.
+        column: column of the node's first character, in bytes.
+        kind: what is done to the node.
+        before: source text of the changed node.
+        after: source text that replaces it.
+    """
+
+    path: str
+    definition: str
+    line: int
+    column: int
+    kind: str
+    before: str
+    after: str
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _skipped(node: ast.AST) -> bool:
+    """Whether nothing below the node is code whose change could be noticed."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return True
+    return isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr))
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node whose change may alter behaviour; annotations and messages are left out."""
+    todo = deque([tree])
+    while todo:
+        node = todo.popleft()
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in {"annotation", "returns", "decorator_list"}:
+                continue
+            children = value if isinstance(value, list) else [value]
+            todo.extend(c for c in children if isinstance(c, ast.AST) and not _skipped(c))
+
+
+def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
+    """Kind of change, the node it replaces, and the new source text."""
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        yield "condition", node.test, f"(not ({ast.unparse(node.test)}))"
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        other = _COMPARISONS[type(node.ops[0])]()
+        changed = ast.Compare(node.left, [other], node.comparators)
+        yield "comparison", node, f"({ast.unparse(changed)})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        changed_op = ast.BinOp(node.left, _OPERATORS[type(node.op)](), node.right)
+        yield "operator", node, f"({ast.unparse(changed_op)})"
+    elif isinstance(node, ast.Constant) and type(node.value) in {int, float}:
+        yield "number", node, repr(node.value + 1)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "boolean", node, repr(not node.value)
+    elif isinstance(node, (ast.Expr, ast.AugAssign)) and not _is_docstring(node):
+        yield "dropped statement", node, "pass"
+
+
+def mutations_of(path: str, source: str) -> list[Mutation]:
+    """All mutations of one file."""
+    found = []
+    for top in ast.parse(source).body:
+        if _skipped(top) or _is_docstring(top):
+            continue
+        definition = ast.get_source_segment(source, top) or ""
+        for node in _nodes(top):
+            for kind, target, after in _replacements(node):
+                before = ast.get_source_segment(source, target)
+                if before is None:
+                    continue
+                found.append(
+                    Mutation(
+                        path=path,
+                        definition=definition,
+                        line=target.lineno - top.lineno,
+                        column=target.col_offset,
+                        kind=kind,
+                        before=before,
+                        after=after,
+                    )
+                )
+    return found
+
+
+def sample(root: Path, count: int, seed: int) -> list[Mutation]:
+    """Draw `count` mutations, shared out over the packages by their lines of code."""
+    by_package: dict[str, list[Mutation]] = {}
+    num_lines: dict[str, int] = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        relative = path.relative_to(root)
+        package = relative.parts[1] if len(relative.parts) > 2 else ""
+        source = path.read_text()
+        by_package.setdefault(package, []).extend(mutations_of(str(relative), source))
+        num_lines[package] = num_lines.get(package, 0) + len(source.splitlines())
+    stream = random.Random(seed)
+    total = sum(num_lines.values())
+    chosen = []
+    for package in sorted(by_package):
+        share = min(len(by_package[package]), round(count * num_lines[package] / total))
+        chosen += stream.sample(by_package[package], share)
+    stream.shuffle(chosen)
+    return chosen
+
+
+def apply(mutation: Mutation, source: str) -> str | None:
+    """The source with the mutation, or None where its definition has changed or is not unique."""
+    if source.count(mutation.definition) != 1:
+        return None
+    start = source.index(mutation.definition)
+    lines = mutation.definition.splitlines(keepends=True)
+    start += sum(len(line) for line in lines[: mutation.line])
+    start += len(lines[mutation.line].encode()[: mutation.column].decode())
+    end = start + len(mutation.before)
+    assert source[start:end] == mutation.before
+    return source[:start] + mutation.after + source[end:]
+
+
+def _module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """For each module of the package, tests and tools: those that import it, by name."""
+    files = [
+        path.relative_to(root)
+        for folder in (PACKAGE, "tests", "tools", "examples")
+        for path in sorted((root / folder).rglob("*.py"))
+    ]
+    modules = {_module_of(path): path for path in files}
+    importers: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse((root / path).read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets.append(node.module)
+            else:
+                continue
+            for target in targets:
+                if target in importers:
+                    importers[target].add(name)
+    return importers
+
+
+def tests_of(module: str, importers: dict[str, set[str]]) -> list[str]:
+    """Test files that reach `module` through imports, nearest first; all others after them."""
+    distance = {module: 0}
+    todo = deque([module])
+    while todo:
+        name = todo.popleft()
+        for importer in importers.get(name, ()):
+            if importer not in distance:
+                distance[importer] = distance[name] + 1
+                todo.append(importer)
+    words = set(module.split("."))
+
+    def rank(test: str) -> tuple[int, bool, int, str]:
+        parts = test.split(".")
+        return distance[test], "e2e" in parts, -len(words & set(parts)), test
+
+    reached = [name for name in distance if name.rsplit(".", 1)[-1].startswith("test_")]
+    return [name.replace(".", "/") + ".py" for name in sorted(reached, key=rank)]
+
+
+def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]:
+    """'found' with the first failure, 'missed', or 'budget' where time ran out first.
+
+    The tests run in a fork of this process, which has the slow libraries imported already.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        child = multiprocessing.get_context("fork").Process(
+            target=_pytest, args=(root, files, output)
+        )
+        child.start()
+        child.join(budget_s)
+        if child.is_alive():
+            # pytest ends its fixtures' processes; whoever is left dies with the process group.
+            child.terminate()
+            child.join(20)
+            _kill_group(child.pid)
+            child.join()
+            return "budget", ""
+        _kill_group(child.pid)
+        text = output.read_text(errors="replace")
+    if child.exitcode in {0, 5}:
+        return "missed", ""
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "found", failed[0][:300] if failed else text[-300:]
+
+
+def _pytest(root: Path, files: list[str], output: Path) -> None:
+    """Run the files in this process until the first failure; exits with pytest's code."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(root)
+    # The tree under test comes before an editable install of another checkout.
+    os.environ["PYTHONPATH"] = str(root)
+    sys.path.insert(0, str(root))
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
+    code = pytest.main([*options, "-rfE", "-m", QUICK, *files])
+    sys.stdout.flush()
+    os._exit(int(code))
+
+
+def _kill_group(pid: int | None) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid or 0, signal.SIGKILL)
+
+
+def _import_libraries() -> None:
+    """What most tests import first, so that each fork has it; none of it is under test."""
+    sys.dont_write_bytecode = True
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=source, check=True, capture_output=True, timeout=60
+    ).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name)
+
+
+def _measure(
+    mutation: Mutation, root: Path, importers: dict[str, set[str]], budget_s: float
+) -> dict[str, object]:
+    path = root / mutation.path
+    source = path.read_text()
+    changed = apply(mutation, source)
+    if changed is None:
+        return {"outcome": "changed", "by": "", "seconds": 0.0}
+    files = tests_of(_module_of(Path(mutation.path)), importers)
+    start_s = time.monotonic()
+    path.write_text(changed)
+    try:
+        outcome, by = _run_tests(root, files, budget_s) if files else ("missed", "")
+    finally:
+        path.write_text(source)
+    return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - start_s, 1)}
+
+
+def main() -> None:
+    """Draw or read the mutations, run the tests on each, print the share that was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--count", type=int, default=160)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--again", type=Path, help="result whose mutations are repeated")
+    parser.add_argument("--part", default="0/1", help="I/N: only mutations I, I+N, I+2N, ...")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    if options.again is None:
+        mutations = sample(options.root, options.count, options.seed)
+    else:
+        rows = map(json.loads, options.again.read_text().splitlines())
+        mutations = [Mutation(**row["mutation"]) for row in rows]
+    first, step = map(int, options.part.split("/"))
+    outcomes: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder, options.out.open("w") as out:
+        root = Path(folder)
+        _copy_tree(options.root, root)
+        importers = import_graph(root)
+        _import_libraries()
+        for mutation in mutations[first::step]:
+            result = _measure(mutation, root, importers, options.budget_s)
+            outcome = str(result["outcome"])
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            print(json.dumps({"mutation": asdict(mutation), **result}), file=out, flush=True)
+            print(
+                f"{outcome:8} {result['seconds']:6} s  {mutation.path}: {mutation.kind}", flush=True
+            )
+    counted = sum(outcomes.values()) - outcomes.get("changed", 0)
+    print(f"found {outcomes.get('found', 0)} of {counted}: {outcomes}")
+
+
+if __name__ == "__main__":
+    main()
