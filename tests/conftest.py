@@ -52,9 +52,12 @@ def _end_run(signum, frame):
 def pytest_runtest_setup(item):
     """Ending the run by SIGTERM still shows its failures; tests of GPUs skip without one.
 
-    The handler is set for each test, as Ray sets one of its own.
+    The handlers are set for each test, as Ray sets some of its own. A shell that starts the tests in
+    the background has them ignore Ctrl-C, which tests of Ctrl-C must not inherit.
     """
     signal.signal(signal.SIGTERM, _end_run)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if item.get_closest_marker("gpu") is not None:
         import torch  # not for tests that do without
 
