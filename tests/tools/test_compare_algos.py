@@ -1,8 +1,6 @@
 """The command line: what is refused, and that finished runs make table and plot at once."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,17 +11,12 @@ from tests.e2e.overrides import asset_overrides
 from tools import compare_algos
 from tools.compare.run import RESULT, claim, write_json
 
-ROOT = Path(__file__).parents[2]
 
-
-def compare(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tools" / "compare_algos.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def exit_code(arguments):
+    try:
+        return compare_algos.main(arguments)
+    except SystemExit as ended:  # as argparse ends it
+        return ended.code
 
 
 @pytest.mark.parametrize(
@@ -37,11 +30,12 @@ def compare(*arguments):
         (["algo.ares.bootstrap=true", "algo.ares.mode=paper"], "ares.bootstrap=True: expected"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(arguments, message, assets, tmp_path):
+def test_bad_input_is_refused_before_anything_starts(arguments, message, assets, tmp_path, capsys):
     given = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir")]
-    done = compare("--out", str(tmp_path / "out"), *given, *arguments)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert message in done.stderr
+    assert exit_code(["--out", str(tmp_path / "out"), *given, *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
     assert not (tmp_path / "out").exists()
 
 
