@@ -1,7 +1,6 @@
 """The bridge over real process groups: two tensor-parallel ranks to sinks, without vLLM."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,8 +19,43 @@ from tests.reshard.rollout_cuts import rollout_layout
 from tests.runtime.two_sides import NUM_RANKS, Rank, Sink, hf_tensors
 
 
-@pytest.fixture
-def sides(ray_local, tmp_path):
+class Processes:
+    """Ranks and engines that one test after the other uses; who was ended is made anew."""
+
+    def __init__(self, config, folder):
+        self.config, self.folder = config, folder
+        self.ranks, self.sinks, self.spares = [None] * NUM_RANKS, [], []
+
+    def begin(self):
+        """Both ranks, and two engines, as if they had just been started."""
+        for rank, actor in enumerate(self.ranks):
+            log_file = str(self.folder / f"{rank}.log")
+            self.ranks[rank] = actor or REMOTE_RANK.remote(self.config, rank, NUM_RANKS, log_file)
+        self.spares, self.sinks = self.sinks, []
+        ray.get([actor.start.remote("", 0) for actor in self.ranks], timeout=300)
+        ray.get([actor.forget.remote() for actor in self.spares], timeout=300)
+        return self.ranks, [self.spawn(index) for index in range(2)]
+
+    def spawn(self, index):
+        self.sinks.append(self.spares.pop() if self.spares else Sink.remote(self.folder))
+        return self.sinks[-1]
+
+    def end(self, actor):
+        self.ranks = [None if actor is one else one for one in self.ranks]
+        self.sinks = [one for one in self.sinks if one is not actor]
+        ray.kill(actor)
+
+    def over(self, engines):
+        """Engines whose place was taken are dead."""
+        self.sinks = [one for one in self.sinks if one in engines._actors] + self.spares
+
+
+REMOTE_RANK = ray.remote(num_cpus=0)(Rank)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bridge")
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -38,33 +72,35 @@ def sides(ray_local, tmp_path):
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
     }
-    (tmp_path / "config.json").write_text(json.dumps(sizes | config_json))
+    (path / "config.json").write_text(json.dumps(sizes | config_json))
+    return path
+
+
+@pytest.fixture(scope="module")
+def processes(ray_local, folder):
     config = TrainConfig(
-        model=ModelConfig(path=str(tmp_path)),
+        model=ModelConfig(path=str(folder)),
         engine=EngineConfig(tensor=1),
         cluster=ClusterConfig(num_engines=2, call_deadline_s=100),
     )
-    rank_class = ray.remote(num_cpus=0)(Rank)
-    ranks = [
-        rank_class.remote(config, rank, NUM_RANKS, str(tmp_path / f"{rank}.log"))
-        for rank in range(NUM_RANKS)
-    ]
-    ray.get([rank.start.remote("", 0) for rank in ranks], timeout=60)
-    made = []
+    made = Processes(config, folder)
+    yield made
+    for actor in [*made.ranks, *made.sinks]:
+        if actor is not None:
+            ray.kill(actor)
 
-    def spawn(index):
-        made.append(Sink.remote(tmp_path))
-        return made[-1]
 
-    sinks = [spawn(0), spawn(1)]
-    policy, engines = PolicyGroup(ranks, config), GeneratorGroup(sinks, config, spawn)
+@pytest.fixture
+def sides(processes):
+    ranks, sinks = processes.begin()
+    config = processes.config
+    policy, engines = PolicyGroup(ranks, config), GeneratorGroup(sinks, config, processes.spawn)
     yield policy, engines, WeightBridge(policy, engines, config, dtype="float32")
-    for actor in [*ranks, *made]:
-        ray.kill(actor)
+    processes.over(engines)
 
 
 def ask(engines, index, method, *args):
-    (answer,) = ray.get(list(engines.start_call(method, *args, only=[index]).values()), timeout=30)
+    (answer,) = ray.get(list(engines.start_call(method, *args, only=[index]).values()), timeout=300)
     return answer
 
 
@@ -78,9 +114,9 @@ def check_received(engines, folder, version, only=(0, 1)):
             assert torch.equal(received[name], tensor), name
 
 
-def test_every_engine_gets_its_bytes_of_each_version(sides, tmp_path):
+def test_every_engine_gets_its_bytes_of_each_version(sides, folder):
     policy, engines, bridge = sides
-    own = sum(4 * t.numel() for t in hf_tensors(tmp_path, 1).values())
+    own = sum(4 * t.numel() for t in hf_tensors(folder, 1).values())
     for version in (1, 2):
         policy.call_all("set_version", version)
         sent = bridge.send(engines, version)
@@ -88,13 +124,13 @@ def test_every_engine_gets_its_bytes_of_each_version(sides, tmp_path):
         assert sent["bytes_per_worker"] == own
         assert sent["probe_gap"] == 0
         assert sent["seconds"] > 0
-        check_received(engines, tmp_path, version)
+        check_received(engines, folder, version)
     order = ["layout", "connect_weights"]
     order += ["pause", "receive_weights", "confirm_weights", "probe", "resume"] * 2
     assert [word for word in ask(engines, 0, "history") if word != "received"] == order
 
 
-def test_an_engine_that_holds_something_else_is_refused_and_recovers(sides, tmp_path):
+def test_an_engine_that_holds_something_else_is_refused_and_recovers(sides, folder):
     policy, engines, bridge = sides
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
@@ -107,7 +143,7 @@ def test_an_engine_that_holds_something_else_is_refused_and_recovers(sides, tmp_
     ask(engines, 1, "mutilate", None)
     policy.call_all("set_version", 3)
     bridge.send(engines, 3)
-    check_received(engines, tmp_path, 3)
+    check_received(engines, folder, 3)
 
 
 def test_replicas_that_drifted_apart_are_named(sides):
@@ -130,7 +166,7 @@ def test_the_probe_sees_what_digests_cannot(sides):
     assert bridge.send(engines, 1)["probe_gap"] == 0
 
 
-def test_new_and_replaced_engines_get_the_current_version_and_the_others_go_on(sides, tmp_path):
+def test_new_and_replaced_engines_get_the_current_version_and_the_others_go_on(sides, folder):
     policy, engines, bridge = sides
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
@@ -141,13 +177,13 @@ def test_new_and_replaced_engines_get_the_current_version_and_the_others_go_on(s
     added, starting = engines.begin_replace()
     engines.finish_start(starting)
     bridge.welcome([replaced, added])
-    check_received(engines, tmp_path, 1, only=(1, 2))
+    check_received(engines, folder, 1, only=(1, 2))
     assert ask(engines, 0, "history") == before
     engines.admit(replaced)
     engines.admit(added)
     policy.call_all("set_version", 2)
     bridge.send(engines, 2)
-    check_received(engines, tmp_path, 2, only=(0, 1, 2))
+    check_received(engines, folder, 2, only=(0, 1, 2))
 
 
 class Keeper:
@@ -171,21 +207,21 @@ class Keeper:
         self.fresh.difference_update(self.engines.admitted)
 
 
-def test_an_engine_that_dies_before_a_send_gets_the_weights_as_a_new_one(sides, tmp_path):
+def test_an_engine_that_dies_before_a_send_gets_the_weights_as_a_new_one(sides, processes, folder):
     policy, engines, bridge = sides
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
     keeper = Keeper(engines)
     bridge.keep(keeper)
-    ray.kill(engines._actors[1])
+    processes.end(engines._actors[1])
     policy.call_all("set_version", 2)
     bridge.send(engines, 2)
     assert keeper.num_mended == 1
     assert engines.admitted == [0, 1]
-    check_received(engines, tmp_path, 2)
+    check_received(engines, folder, 2)
 
 
-def test_where_all_engines_are_lost_a_send_waits_for_a_new_one(sides, tmp_path):
+def test_where_all_engines_are_lost_a_send_waits_for_a_new_one(sides, folder):
     policy, engines, bridge = sides
     policy.call_all("set_version", 1)
     for index in (0, 1):
@@ -196,10 +232,10 @@ def test_where_all_engines_are_lost_a_send_waits_for_a_new_one(sides, tmp_path):
     bridge.keep(keeper)
     bridge.send(engines, 1)
     assert (keeper.num_mended, engines.admitted) == (1, [1])
-    check_received(engines, tmp_path, 1, only=(1,))
+    check_received(engines, folder, 1, only=(1,))
 
 
-def test_a_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, tmp_path):
+def test_a_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, folder):
     policy, engines, bridge = sides
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
@@ -211,20 +247,18 @@ def test_a_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, tmp_path):
     assert bridge.welcome([1])
 
 
-def test_a_dead_policy_rank_is_named_and_the_engines_refuse(sides):
+def test_a_dead_policy_rank_is_named_and_the_engines_refuse(sides, processes):
     policy, engines, bridge = sides
     bridge.connect()
-    ray.kill(policy._actors[1])
-    start = time.monotonic()
+    processes.end(policy._actors[1])
     with pytest.raises(RemoteError, match=r"rank 1"):
         bridge.send(engines, 1)
-    assert time.monotonic() - start < 60
 
 
-def test_a_dead_engine_is_named_and_the_others_get_the_reason(sides):
+def test_a_dead_engine_is_named_and_the_others_get_the_reason(sides, processes):
     _, engines, bridge = sides
     bridge.connect()
-    ray.kill(engines._actors[1])
+    processes.end(engines._actors[1])
     with pytest.raises(ray.exceptions.RayActorError):
         while True:  # calls still get through for a moment
             ask(engines, 1, "history")
@@ -259,21 +293,21 @@ def since(engines, index, before):
     return new[len(before) :]
 
 
-def test_on_shared_gpus_the_policy_leaves_before_the_cache_wakes(shared, tmp_path):
+def test_on_shared_gpus_the_policy_leaves_before_the_cache_wakes(shared, folder):
     policy, engines, bridge, turns = shared
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
-    check_received(engines, tmp_path, 1)
+    check_received(engines, folder, 1)
     told = [word for word in ask(engines, 0, "history") if word != "received"]
     assert told == ["wake", "weights", "layout", "connect_weights", *UPDATE[2:], *SERVE]
     assert policy.call_all("occupied") == [frozenset(), frozenset()]
     assert turns.holder is Holder.engines
     bridge.send_again()
-    check_received(engines, tmp_path, 1)
+    check_received(engines, folder, 1)
     assert since(engines, 0, told) == ["sleep", *UPDATE, *SERVE]
 
 
-def test_on_shared_gpus_a_new_engine_gets_its_weights_with_all_others(shared, tmp_path):
+def test_on_shared_gpus_a_new_engine_gets_its_weights_with_all_others(shared, folder):
     policy, engines, bridge, turns = shared
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
@@ -285,7 +319,7 @@ def test_on_shared_gpus_a_new_engine_gets_its_weights_with_all_others(shared, tm
         keeper.mend()
     assert bridge.welcome([1])
     assert engines.admitted == [0, 1]
-    check_received(engines, tmp_path, 1)
+    check_received(engines, folder, 1)
     assert since(engines, 0, before) == [
         "sleep",
         "wake",
@@ -298,7 +332,7 @@ def test_on_shared_gpus_a_new_engine_gets_its_weights_with_all_others(shared, tm
     assert not bridge.welcome([1]), "the policy has the GPUs"
 
 
-def test_on_shared_gpus_the_policy_leaves_for_the_start_of_an_engine(shared, tmp_path):
+def test_on_shared_gpus_the_policy_leaves_for_the_start_of_an_engine(shared, processes, folder):
     policy, engines, bridge, turns = shared
     policy.call_all("set_version", 1)
     bridge.send(engines, 1)
@@ -314,9 +348,9 @@ def test_on_shared_gpus_the_policy_leaves_for_the_start_of_an_engine(shared, tmp
             return mend()
 
     keeper.mend = watched
-    ray.kill(engines._actors[1])
+    processes.end(engines._actors[1])
     policy.call_all("set_version", 2)
     bridge.send(engines, 2)
     assert seen == [frozenset(), frozenset()]
     assert engines.admitted == [0, 1]
-    check_received(engines, tmp_path, 2)
+    check_received(engines, folder, 2)

@@ -1,6 +1,7 @@
 """The policy group assembles what its ranks answer, with small Ray actors in place of Megatron."""
 
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,10 @@ class Rank:
 
     def __init__(self, rank):
         self.rank = rank
-        self.methods = []
+        self.forget()
+
+    def forget(self):
+        self.methods, self.given = [], None
 
     def call(self, method, *args):
         self.methods.append(method)
@@ -84,12 +88,23 @@ def batch():
     )
 
 
-def group(**algo):
-    actors = [Rank.remote(rank) for rank in range(2)]
+def group_of(actors, **algo):
     return PolicyGroup(actors, TrainConfig(algo=AlgoConfig(**algo))), actors
 
 
-def test_rows_of_all_ranks_come_together(ray_local):
+@pytest.fixture(scope="module")
+def ranks(ray_local):
+    """Two processes for all tests that leave them alive."""
+    return [Rank.remote(rank) for rank in range(2)]
+
+
+@pytest.fixture
+def group(ranks):
+    ray.get([rank.forget.remote() for rank in ranks])
+    return partial(group_of, ranks)
+
+
+def test_rows_of_all_ranks_come_together(group):
     policy, _ = group()
     filled = policy.add_logprobs(batch())
     assert filled.old_logp_BT.tolist() == [[-1, -2], [-3, -4], [-5, -6]]
@@ -98,24 +113,24 @@ def test_rows_of_all_ranks_come_together(ray_local):
 
 
 @pytest.mark.parametrize("algo", [{"kl_coef": 0.1}, {"ares": AresConfig(mode=AresMode.paper)}])
-def test_the_reference_is_asked_where_the_objective_needs_it(algo, ray_local):
+def test_the_reference_is_asked_where_the_objective_needs_it(algo, group):
     policy, _ = group(**algo)
     assert torch.equal(policy.add_logprobs(batch()).ref_logp_BT, -batch().response_BT.float() - 10)
 
 
-def test_start_joins_all_ranks_at_the_address_of_the_first(ray_local):
+def test_start_joins_all_ranks_at_the_address_of_the_first(group):
     policy, actors = group()
     policy.start()
     for actor in actors:
         assert ray.get(actor.seen.remote()) == ["start 127.0.0.1:1", "load"]
 
 
-def test_stats_are_those_of_rank_zero(ray_local):
+def test_stats_are_those_of_rank_zero(group):
     policy, _ = group()
     assert policy.update(batch()).loss == 0.0
 
 
-def test_a_trace_is_taken_on_the_first_rank_alone(ray_local, tmp_path, monkeypatch):
+def test_a_trace_is_taken_on_the_first_rank_alone(group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy, actors = group()
     policy.begin_profile()
@@ -125,23 +140,30 @@ def test_a_trace_is_taken_on_the_first_rank_alone(ray_local, tmp_path, monkeypat
     assert ray.get(actors[0].last.remote()) == (str(tmp_path / "profile" / "a.json"),)
 
 
-def test_a_failing_rank_is_named(ray_local, tmp_path):
+def test_a_failing_rank_is_named(group, tmp_path):
     policy, _ = group()
     with pytest.raises(RemoteError, match=r"policy export failed on policy rank \d: OSError"):
         policy.export(tmp_path)
 
 
-def test_a_dead_rank_is_told_apart_from_a_failure(ray_local, tmp_path):
-    policy, actors = group()
+def test_a_dead_rank_is_told_apart_from_a_failure_and_close_ends_the_others(ray_local, tmp_path):
+    policy, actors = group_of([Rank.remote(rank) for rank in range(2)])
     ray.kill(actors[1])
     with pytest.raises(RankLostError, match="policy rank 1 died"):
         policy.update(batch())
     # Rank 0 answers first here, with what it fell over.
     with pytest.raises(RankLostError, match=r"policy rank 1 died"):
         policy.export(tmp_path)
+    policy.close()
+    policy.close()
+    # The kill is on its way when close returns; a call may still get through before it.
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actors[0].seen.remote())
+            time.sleep(0.1)
 
 
-def test_it_is_ahead_of_the_engines_from_its_first_change_on(ray_local, tmp_path):
+def test_it_is_ahead_of_the_engines_from_its_first_change_on(group, tmp_path):
     policy, _ = group()
     policy.add_logprobs(batch())
     assert not policy.is_ahead
@@ -149,7 +171,7 @@ def test_it_is_ahead_of_the_engines_from_its_first_change_on(ray_local, tmp_path
     assert policy.is_ahead
 
 
-def test_every_rank_saves_under_the_same_full_name(ray_local, tmp_path, monkeypatch):
+def test_every_rank_saves_under_the_same_full_name(group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy, actors = group()
     policy.save(Path("checkpoints/step-1"), {"step": 1}, 2)
@@ -159,20 +181,20 @@ def test_every_rank_saves_under_the_same_full_name(ray_local, tmp_path, monkeypa
         assert (extra, keep) == ({"step": 1}, 2)
 
 
-def test_resume_gives_back_what_was_saved_beside(ray_local, tmp_path):
+def test_resume_gives_back_what_was_saved_beside(group, tmp_path):
     policy, actors = group()
     assert policy.resume(tmp_path) == {"step": 7, "from": str(tmp_path)}
     assert [ray.get(actor.seen.remote()) for actor in actors] == [["resume"], ["resume"]]
 
 
-def test_a_damaged_checkpoint_is_named(ray_local, tmp_path):
+def test_a_damaged_checkpoint_is_named(group, tmp_path):
     policy, _ = group()
     message = r"policy resume failed on policy rank \d: .*damaged: data has 3 bytes, expected 4"
     with pytest.raises(RemoteError, match=message):
         policy.resume(tmp_path / "damaged")
 
 
-def test_another_objective_reaches_group_and_ranks(ray_local):
+def test_another_objective_reaches_group_and_ranks(group):
     policy, actors = group()
     algo = AlgoConfig(kl_coef=0.1)
     policy.set_objective(algo, 0.7)
@@ -183,20 +205,7 @@ def test_another_objective_reaches_group_and_ranks(ray_local):
     assert policy.add_logprobs(batch()).ref_logp_BT is None
 
 
-def test_close_ends_the_ranks_and_can_be_repeated(ray_local):
-    policy, actors = group()
-    ray.get([actor.seen.remote() for actor in actors])
-    policy.close()
-    policy.close()
-    # The kill is on its way when close returns; a call may still get through before it.
-    ends_at = time.monotonic() + 30
-    with pytest.raises(ray.exceptions.RayActorError):
-        while time.monotonic() < ends_at:
-            ray.get(actors[0].seen.remote(), timeout=30)
-            time.sleep(0.1)
-
-
-def test_an_engine_that_shares_is_told_the_gpus_of_its_ranks(ray_local):
+def test_an_engine_that_shares_is_told_the_gpus_of_its_ranks(group):
     policy, _ = group()
     policy._placement = SimpleNamespace(of_engine=lambda index: f"beside {index}")
     assert [policy.lodging(index) for index in (0, 1)] == [("beside 0", "4"), ("beside 1", "5")]
@@ -204,7 +213,7 @@ def test_an_engine_that_shares_is_told_the_gpus_of_its_ranks(ray_local):
     assert policy.lodging(0) == ("beside 0", "4,5")
 
 
-def test_what_needs_the_model_takes_the_gpus_and_gives_them_back_as_they_were(ray_local):
+def test_what_needs_the_model_takes_the_gpus_and_gives_them_back_as_they_were(group):
     policy, actors = group()
     turns = Turns(policy, SimpleNamespace(sleep=lambda: None, wake=lambda part, only: None))
     sent = []

@@ -70,6 +70,9 @@ class Shards:
 
 class Rank(PolicyActor):
     def start(self, host, port):
+        """Be as new."""
+        for key in list(self._links):
+            self.leave(key)
         self._policy = Shards(self._config.model.path, self._rank)
 
 
@@ -79,8 +82,16 @@ class Sink:
 
     def __init__(self, folder):
         self.wanted = rollout_layout(ModelShape.from_folder(folder), 0, 1)
+        self.courier = None
+        self.forget()
+
+    def forget(self):
+        """Be as new."""
+        if self.courier is not None:
+            self.courier.close()
+        self.courier = self.mutilated = None
         self.landing = PlainLanding(self.wanted)
-        self.told, self.mutilated = [], None
+        self.told = []
 
     def start(self, model_path, seed, deadline_s):
         self.told.append("start")
