@@ -12,6 +12,7 @@ from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 
 
+@pytest.mark.slow
 def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(assets, tmp_path):
     run_dir = tmp_path / "run"
     child = start(

@@ -63,15 +63,8 @@ def command(*arguments, folder):
     assert child.returncode == 0, output[-4000:]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3_moe",
-        pytest.param("llama", marks=pytest.mark.slow),
-        pytest.param("qwen2", marks=pytest.mark.slow),
-        pytest.param("qwen3", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_vllm_scores_the_exported_weights_alike(name, tmp_path, rank_pool):
     # vLLM has CPU attention from head width 32 on, which its Qwen2 takes for hidden over heads.
     model = make_tiny_model(name, tmp_path / "model", hidden_size=128, head_dim=32)
