@@ -13,7 +13,7 @@ import logging
 import sys
 from pathlib import Path
 from signal import Signals
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -32,6 +32,9 @@ from mega_agentrl.train import sweep
 from mega_agentrl.train.run_folder import METRICS, make_room
 from mega_agentrl.train.stopping import PROCESS, Stopped, Stopper
 from mega_agentrl.types.faults import ModelLostError
+
+if TYPE_CHECKING:
+    from mega_agentrl.runtime.inputs import Inputs
 
 FAILED = 1
 BAD_INPUT = 2
@@ -93,24 +96,39 @@ def run(composed: DictConfig) -> float:
     if earlier is not None:
         print(f"the earlier run in {run_dir} is now {earlier}")
     _log_to_file(run_dir)
-    return _train(config, run_dir)
-
-
-def _train(config: TrainConfig, run_dir: Path) -> float:
-    """Build the run and train; where it ends before its end, the page is written last of all."""
-    # Ray, torch and the rest load only once the configuration is known to be good.
-    from mega_agentrl.runtime.build import build
-    from mega_agentrl.train.last_page import FAILED_S, STOPPED_S, write_last_page
-    from mega_agentrl.train.own_advantage import load
-    from mega_agentrl.train.restart import train_to_the_end
-
     # Again: a launcher of sweeps starts `run` without `__main__`.
     PROCESS.listen()
-    is_built = owes_page = False
+    return _train(config, _read(config, run_dir), run_dir)
+
+
+def _read(config: TrainConfig, run_dir: Path) -> Inputs:
+    """Read and check what the configuration names; nothing is started."""
+    from mega_agentrl.runtime.inputs import read_inputs
+
     try:
         if config.algo.is_own:
+            from mega_agentrl.train.own_advantage import load
+
             load(config.algo.advantage)
-        with build(config) as parts:
+        return read_inputs(config)
+    except ValueError as error:
+        logging.exception("the input is bad")
+        _give_up(error, BAD_INPUT)
+    except (RuntimeError, OSError) as error:
+        logging.exception("the input cannot be read")
+        _give_up(f"{error}\n{_logs(run_dir)}", FAILED)
+
+
+def _train(config: TrainConfig, inputs: Inputs, run_dir: Path) -> float:
+    """Build the run and train; where it ends before its end, the page is written last of all."""
+    # Ray, torch and the rest load only once the input is known to be good.
+    from mega_agentrl.runtime.build import build
+    from mega_agentrl.train.last_page import FAILED_S, STOPPED_S, write_last_page
+    from mega_agentrl.train.restart import train_to_the_end
+
+    is_built = owes_page = False
+    try:
+        with build(config, inputs) as parts:
             is_built = owes_page = True
             reward = train_to_the_end(parts, config, PROCESS)
         owes_page = False
@@ -123,12 +141,16 @@ def _train(config: TrainConfig, run_dir: Path) -> float:
         if isinstance(error, ValueError) and not is_built:
             _give_up(error, BAD_INPUT)
         said, code = verdict(error, run_dir)
-        _give_up(f"{said}\nTraceback and messages of all processes: {run_dir / 'logs'}", code)
+        _give_up(f"{said}\n{_logs(run_dir)}", code)
     finally:
         if owes_page:
             deadline_s = FAILED_S if PROCESS.asked is None else STOPPED_S
             write_last_page(run_dir, deadline_s=deadline_s)
     return reward
+
+
+def _logs(run_dir: Path) -> str:
+    return f"Traceback and messages of all processes: {run_dir / 'logs'}"
 
 
 def verdict(error: Exception, run_dir: Path) -> tuple[str, int]:

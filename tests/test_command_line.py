@@ -75,7 +75,7 @@ def started(tmp_path, monkeypatch):
     order = []
 
     @contextmanager
-    def build(config):
+    def build(config, inputs):
         try:
             yield None
         finally:
@@ -93,7 +93,7 @@ def started(tmp_path, monkeypatch):
     def start(ends, build=build):
         monkeypatch.setattr("mega_agentrl.runtime.build.build", build)
         monkeypatch.setattr("mega_agentrl.train.restart.train_to_the_end", lambda *_: ends(stopper))
-        return command_line._train(TrainConfig(run_dir=str(tmp_path)), tmp_path)
+        return command_line._train(TrainConfig(run_dir=str(tmp_path)), None, tmp_path)
 
     return start, order
 
@@ -140,7 +140,7 @@ def test_a_run_that_ends_by_itself_or_never_began_has_no_page_of_this_kind(start
     assert start(lambda _: 0.5) == 0.5
     assert order == ["closed"]
     with pytest.raises(SystemExit) as left:
-        start(lambda _: 0.5, build=lambda config: raises(ValueError("no such model")))
+        start(lambda _: 0.5, build=lambda config, inputs: raises(ValueError("no such model")))
     assert (left.value.code, order) == (2, ["closed"])
 
 

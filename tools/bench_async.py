@@ -105,6 +105,7 @@ class LateSession:
 def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str, Any]]:
     """The metrics of each step of a whole run but the first and the last."""
     from mega_agentrl.runtime.build import build
+    from mega_agentrl.runtime.inputs import read_inputs
     from mega_agentrl.train.loop import train
 
     config = compose_config(
@@ -128,7 +129,7 @@ def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[st
             *given.overrides,
         ]
     )
-    with build(config) as parts:
+    with build(config, read_inputs(config)) as parts:
         train(replace(parts, tools=LateTools(parts.tools, given.slowest)), config)
     return read_steps(folder / "metrics.jsonl")
 

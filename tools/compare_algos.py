@@ -126,10 +126,11 @@ def _run_all(
 ) -> None:
     """Add the curves of the missing runs to those there are."""
     from mega_agentrl.runtime.build import build
+    from mega_agentrl.runtime.inputs import read_inputs
     from tools.compare.run import Bench, evaluate_warm, run_once, warm_up
 
     start_s = time.monotonic()
-    with build(base) as parts:
+    with build(base, read_inputs(base)) as parts:
         warm = warm_up(parts, base, settings, out / "warm")
         before = evaluate_warm(parts, base, warm, out / "warm")
         bench = Bench(parts=parts, base=base, warm=warm, before=before)

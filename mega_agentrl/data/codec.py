@@ -9,14 +9,21 @@ read as plain text, so a tool's answer cannot end a turn. Sampled text keeps tag
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from mega_agentrl.data.chat import ChatTemplate
 from mega_agentrl.types.records import Message
+
+_CLASSES = {
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer": "Qwen2Tokenizer",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+}
+"""Class that `AutoTokenizer` loads, by `tokenizer_class` in tokenizer_config.json."""
 
 
 class HFCodec:
@@ -29,7 +36,7 @@ class HFCodec:
                 f"model.path={path}: no tokenizer_config.json there, expected a Hugging Face "
                 "checkpoint folder with its tokenizer; was it made or copied completely?"
             )
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self._tokenizer = _load_tokenizer(path)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
                 f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
@@ -107,3 +114,34 @@ class HFCodec:
     def end_text(self) -> str:
         """What the template writes behind the text of the last assistant turn."""
         return self._chat.end_text()
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """Load what `AutoTokenizer` loads, where its class is known without importing it.
+
+    `AutoTokenizer` imports torch and the classes of models, which takes several seconds; the
+    tokenizers themselves need neither. Whatever is not in `_CLASSES` goes through it.
+    """
+    # Its modules are imported on first use, so that this import alone is fast.
+    import transformers
+
+    loader = getattr(transformers, _class_name(folder) or "AutoTokenizer")
+    return loader.from_pretrained(folder, local_files_only=True)
+
+
+def _class_name(folder: Path) -> str | None:
+    """The tokenizer's class in a folder of a supported model; None where it is another one."""
+    if not (folder / "config.json").is_file():
+        return None
+    model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    name = _CLASSES.get(settings.get("tokenizer_class"))
+    if name is None or "auto_map" in settings:
+        return None
+    match model.get("model_type"):
+        case "qwen2":
+            # Folders of this type may name a wrong class, which `AutoTokenizer` overrules.
+            return "Qwen2Tokenizer"
+        case "llama" | "qwen3" | "qwen3_moe":
+            return name
+    return None

@@ -54,12 +54,15 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A prompt without its token ids, its tools as the chat template gets them, and its row."""
+class UnencodedPrompt:
+    """A prompt as its row gives it: without token ids and tool schemas."""
 
     prompt: Prompt
-    tools: tuple[str, ...]
-    row: _Row
+    where: str
+    """The setting, the file and the row, for errors."""
+
+    weight: float
+    """Of the file."""
 
 
 def load_prompts(
@@ -71,33 +74,70 @@ def load_prompts(
     tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
     cache_folder: Path | None = None,
 ) -> PromptSet:
-    """Read, tokenize and check the prompts of some files; `key` is the setting that named them.
+    """Read, tokenize and check the prompts of some files: `read_prompts`, then `encode_prompts`."""
+    unencoded = read_prompts(files, config, key=key, cache_folder=cache_folder)
+    return encode_prompts(unencoded, codec, config, key=key, tool_schemas=tool_schemas)
 
-    tool_schemas: by tool name; those of a prompt's tools are rendered by the chat template.
+
+def read_prompts(
+    files: Sequence[DataFile], config: DataConfig, *, key: str, cache_folder: Path | None = None
+) -> list[UnencodedPrompt]:
+    """Read the prompts of some files; `key` is the setting that named them.
+
     cache_folder: for copies of files with a scheme; None refuses these. Raises ValueError, see
-    `read_rows`, `local_copy`, `PromptTemplate` and `own_dataset`, and for a malformed row, two
-    rows with one id, a prompt that is too long under `Truncation.error`, and when nothing is left.
+    `read_rows`, `local_copy`, `PromptTemplate` and `own_dataset`, and for a malformed row and two
+    rows with one id.
     """
     template = PromptTemplate(config.template) if config.template else None
-    schemas = tool_schemas or {}
-    drafts: dict[str, _Draft] = {}
+    found: dict[str, UnencodedPrompt] = {}
     for row in _rows(files, config, key, cache_folder):
-        draft = _draft(row, config, template, schemas)
-        if (first := drafts.setdefault(draft.prompt.prompt_id, draft)) is not draft:
+        one = UnencodedPrompt(_prompt(row, config, template), row.where, row.weight)
+        if (first := found.setdefault(one.prompt.prompt_id, one)) is not one:
             raise ValueError(
-                f"{row.where}: id {draft.prompt.prompt_id} occurs twice, first in "
-                f"{first.row.where}; expected extra_info.index to be unique within a "
-                f"{config.reward_fn_key}, over all files"
+                f"{row.where}: id {one.prompt.prompt_id} occurs twice, first in {first.where}; "
+                f"expected extra_info.index to be unique within a {config.reward_fn_key}, over "
+                "all files"
             )
-    given = tuple(drafts.values())
+    return list(found.values())
+
+
+def encode_prompts(
+    unencoded: Sequence[UnencodedPrompt],
+    codec: ChatEncoder,
+    config: DataConfig,
+    *,
+    key: str,
+    tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PromptSet:
+    """Tokenize the prompts that `read_prompts` read.
+
+    tool_schemas: by tool name; those of a prompt's tools are rendered by the chat template.
+    Raises ValueError for a prompt that is too long under `Truncation.error`, and when nothing is
+    left.
+    """
+    schemas = tool_schemas or {}
+    tools = [_tools_of(one.prompt, schemas) for one in unencoded]
     encoded = encode_all(
-        codec, [(draft.prompt.messages, draft.tools) for draft in given], schemas, key=key
+        codec,
+        [(one.prompt.messages, names) for one, names in zip(unencoded, tools, strict=True)],
+        schemas,
+        key=key,
     )
     full = [
-        replace(draft.prompt, token_ids=tuple(ids))
-        for draft, ids in zip(given, encoded, strict=True)
+        replace(
+            one.prompt,
+            token_ids=tuple(ids),
+            tool_schemas=tuple(schemas[name] for name in names),
+        )
+        for one, names, ids in zip(unencoded, tools, encoded, strict=True)
     ]
-    return _fit(full, [draft.row.weight for draft in given], codec, config, key)
+    return _fit(full, [one.weight for one in unencoded], codec, config, key)
+
+
+def _tools_of(prompt: Prompt, schemas: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the tools that the chat template shows: the prompt's, or all of them."""
+    chosen = [name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None]
+    return tuple(name for name in chosen or schemas if name in schemas)
 
 
 def _rows(
@@ -130,12 +170,7 @@ def _local(file: DataFile, key: str, cache_folder: Path | None) -> str:
     return str(local_copy(file.path, cache_folder, key=key))
 
 
-def _draft(
-    row: _Row,
-    config: DataConfig,
-    template: PromptTemplate | None,
-    tool_schemas: Mapping[str, Mapping[str, Any]],
-) -> _Draft:
+def _prompt(row: _Row, config: DataConfig, template: PromptTemplate | None) -> Prompt:
     cell, where = row.values[config.prompt_key], row.where
     if isinstance(cell, str) and cell:
         cell = [{"role": "user", "content": cell}]
@@ -149,24 +184,20 @@ def _draft(
         )
     extra = without_nulls(row.values.get("extra_info") or {})
     tools_kwargs = extra.pop("tools_kwargs", {})
-    chosen = [name for name, kwargs in tools_kwargs.items() if kwargs is not None]
     if extra.get("need_tools_kwargs") and not tools_kwargs:
         _log.warning(
             "%s: no tools_kwargs, expected some; index %s, data source %s",
             *(where, extra.get("index", row.number), source),
         )
-    tools = tuple(name for name in chosen or tool_schemas if name in tool_schemas)
-    prompt = Prompt(
+    return Prompt(
         prompt_id=f"{source}/{extra.get('index', row.number)}",
         data_source=source,
         messages=messages,
         ground_truth=_ground_truth(row.values["reward_model"], where),
         token_ids=(),
         tools_kwargs=tools_kwargs,
-        tool_schemas=tuple(tool_schemas[name] for name in tools),
         extra_info=extra,
     )
-    return _Draft(prompt, tools, row)
 
 
 def _fit(

@@ -17,9 +17,10 @@ import os
 import tempfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-import aiohttp
-import fsspec
+if TYPE_CHECKING:
+    import fsspec
 
 _MARKS = (
     *("size", "etag", "ETag", "Content-MD5", "Digest", "md5Hash", "generation", "blob_id", "lfs"),
@@ -37,6 +38,9 @@ def local_copy(url: str, folder: Path, *, key: str) -> Path:
     Keeps the end of the file's name, which says what it holds. Raises ValueError for a URL that
     cannot be read.
     """
+    import aiohttp
+    import fsspec
+
     try:
         fs, path = fsspec.url_to_fs(url)
         told = fs.info(path)

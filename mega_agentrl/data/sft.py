@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mega_agentrl.data.dataset import check_messages
 from mega_agentrl.data.shuffle import ShuffledStream
 from mega_agentrl.data.table import read_rows
-from mega_agentrl.types.batch import TrainBatch
 from mega_agentrl.types.records import Message
+
+if TYPE_CHECKING:
+    from mega_agentrl.types.batch import TrainBatch
 
 
 class TurnEncoder(Protocol):
@@ -46,6 +46,15 @@ class TurnEncoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """The chat messages of a row."""
+
+    messages: tuple[Message, ...]
+    where: str
+    """The setting, the file and the row, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
 class Demonstration:
     """One conversation. mask: per response token, 1 where the assistant wrote it."""
 
@@ -61,18 +70,35 @@ def load_demonstrations(
     key: str = "sft.data",
     max_tokens: int | None = None,
 ) -> list[Demonstration]:
-    """Read and tokenize a table of chat messages, parquet or JSONL; `key` is its setting.
+    """Read and tokenize a table: `read_conversations`, then `encode_demonstrations`."""
+    return encode_demonstrations(read_conversations(path, key=key), codec, max_tokens=max_tokens)
 
-    Raises ValueError, see `read_rows`, and for a conversation that does not end with the
-    assistant or has more than `max_tokens` tokens in all.
+
+def read_conversations(path: str | Path, *, key: str = "sft.data") -> list[Conversation]:
+    """Read a table of chat messages, parquet or JSONL; `key` is its setting.
+
+    Raises ValueError, see `read_rows` and `check_messages`.
     """
-    rows = read_rows(path, key=key, columns=("messages",))
-    demonstrations: list[Demonstration] = []
-    for number, row in enumerate(rows):
+    conversations = []
+    for number, row in enumerate(read_rows(path, key=key, columns=("messages",))):
         where = f"{key}={path} row {number}"
-        demonstration = encode_demonstration(
-            check_messages(row["messages"], f"{where}, column messages"), codec, where
-        )
+        messages = check_messages(row["messages"], f"{where}, column messages")
+        conversations.append(Conversation(messages, where))
+    return conversations
+
+
+def encode_demonstrations(
+    conversations: Sequence[Conversation], codec: TurnEncoder, *, max_tokens: int | None = None
+) -> list[Demonstration]:
+    """Tokenize conversations.
+
+    Raises ValueError for one that does not end with the assistant or has more than `max_tokens`
+    tokens in all.
+    """
+    demonstrations: list[Demonstration] = []
+    for conversation in conversations:
+        where = conversation.where
+        demonstration = encode_demonstration(conversation.messages, codec, where)
         num_tokens = len(demonstration.prompt_ids) + len(demonstration.response_ids)
         if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(
@@ -138,6 +164,10 @@ class DemonstrationSampler:
 
 def to_batch(demonstrations: Sequence[Demonstration]) -> TrainBatch:
     """A batch without rewards or log-probs; every demonstration is a group of its own."""
+    import torch
+
+    from mega_agentrl.types.batch import TrainBatch
+
     num_rows = len(demonstrations)
     num_positions = max(len(item.response_ids) for item in demonstrations)
     response_BT = torch.zeros(num_rows, num_positions, dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""Builds the parts of a run from its configuration, and ends them all.
+"""Builds the parts of a run from its configuration and its input, and ends them all.
 
-Order: everything that can be wrong in the input is read first (`inputs`, trackers, then corpus and
-sandbox), then Ray starts, then policy and engines start side by side, or on shared GPUs the engines
-before the policy. Only where
-sandboxes are on other nodes (`tool.python.hosts`) the tools start after Ray, before the rest.
+Order: what can still be wrong in the input is opened first (trackers, then corpus and sandbox),
+then Ray starts, then policy and engines start side by side, or on shared GPUs the engines before
+the policy. Only where sandboxes are on other nodes (`tool.python.hosts`) the tools start after
+Ray, before the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from mega_agentrl.runtime.critic_group import CriticGroup
 from mega_agentrl.runtime.engine_keeper import EngineKeeper
 from mega_agentrl.runtime.generator_group import GeneratorGroup
 from mega_agentrl.runtime.gpu_watch import ClusterGpus
-from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.loop_thread import LoopThread
 from mega_agentrl.runtime.memory_watch import GroupMemory
 from mega_agentrl.runtime.policy_group import PolicyGroup
@@ -41,21 +40,21 @@ from mega_agentrl.types.watch import Watch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.runtime.inputs import Inputs
 
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def build(config: TrainConfig) -> Iterator[Parts]:
+def build(config: TrainConfig, inputs: Inputs) -> Iterator[Parts]:
     """All parts, ready; every process is ended on the way out, whatever happened.
 
-    Raises `ValueError` for bad input before an engine starts, and before Ray does where it needs
-    no cluster to be found.
+    inputs: what `read_inputs` read for this configuration. Raises `ValueError` for bad input
+    before an engine starts, and before Ray does where it needs no cluster to be found.
     """
     start_s = time.perf_counter()
     run_dir = Path(config.run_dir)
-    given = read_inputs(config)
-    tools, hosted = given.tools, config.tool.python.hosts > 0
+    tools, hosted = inputs.tools, config.tool.python.hosts > 0
     with ExitStack() as stack:
         trackers = stack.enter_context(open_trackers(run_dir, config.report))
         spans = stack.enter_context(_open_spans(config))
@@ -85,21 +84,21 @@ def build(config: TrainConfig) -> Iterator[Parts]:
             policy=policy,
             generator=generator,
             tools=tools,
-            codec=given.codec,
+            codec=inputs.codec,
             rubric=rubric,
             reward_model=reward_model,
             prompts=PromptSampler(
-                given.prompts, config.seed, weights=given.weights, order=config.data.order
+                inputs.prompts, config.seed, weights=inputs.weights, order=config.data.order
             ),
             critic=critic,
-            validation=given.validation,
-            dev=given.dev,
-            demonstrations=given.demonstrations,
-            start_s=time.perf_counter() - start_s,
+            validation=inputs.validation,
+            dev=inputs.dev,
+            demonstrations=inputs.demonstrations,
+            start_s=inputs.read_s + time.perf_counter() - start_s,
             wait=runner.run,
-            interactions=given.interactions,
-            cot_markers=given.cot_markers,
-            trigger_ids=given.trigger_ids,
+            interactions=inputs.interactions,
+            cot_markers=inputs.cot_markers,
+            trigger_ids=inputs.trigger_ids,
             watch=Watch(
                 trackers=trackers,
                 gpus=gpus,

@@ -1,4 +1,8 @@
-"""The Ray cluster of a run: joined, or started on this machine, and checked for size."""
+"""The Ray cluster of a run: joined, or started on this machine, and checked for size.
+
+Ray and torch are imported where they are used: whether a run fits this machine is checked before
+anything that takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,8 @@ import logging
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import ray
-import torch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -17,7 +19,25 @@ if TYPE_CHECKING:
 MOST_TO_A_CORE = 4
 """Ranks that may share a core of this machine."""
 
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""One of them is there where NVIDIA's driver is, the second under WSL."""
+
 _logger = logging.getLogger(__name__)
+
+
+def check_local_size(config: TrainConfig) -> None:
+    """Raise `ValueError` where the layout needs more than this machine has."""
+    check_size(config, num_cores=os.cpu_count() or 1, num_gpus=num_local_gpus())
+
+
+def num_local_gpus() -> int:
+    """Number of this machine's GPUs that torch can use, without those that are hidden from it."""
+    if not any(Path(name).exists() for name in DRIVER_FILES):
+        return 0
+    import torch
+
+    # As NVML counts, without a CUDA context; not those that CUDA_VISIBLE_DEVICES hides.
+    return torch.cuda.device_count()
 
 
 def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
@@ -72,6 +92,8 @@ def check_size(config: TrainConfig, *, num_cores: int, num_gpus: int) -> None:
 def check_build(num_gpus: int, cuda: str | None) -> None:
     """Raise `ValueError` for a cluster with GPUs and a torch without CUDA. cuda: its version."""
     if num_gpus and cuda is None:
+        import torch
+
         raise ValueError(
             f"cluster.address: the cluster has {num_gpus} GPUs, and torch {torch.__version__} is a "
             "build for CPUs; expected one with CUDA (make env DEVICE=gpu), or a cluster without "
@@ -82,10 +104,13 @@ def check_build(num_gpus: int, cuda: str | None) -> None:
 def connect(config: TrainConfig) -> bool:
     """Join or start the cluster; True where it has GPUs.
 
-    A cluster that is started here has the GPUs that this environment's torch can use.
-    Raises `ValueError` when the layout does not fit it, and where a joined cluster has GPUs that
-    this environment cannot use.
+    A cluster that is started here has the GPUs that this environment's torch can use; that the
+    layout fits them was checked before (`check_local_size`). Raises `ValueError` when it does not
+    fit a joined cluster, and where that has GPUs that this environment cannot use.
     """
+    import ray
+    import torch
+
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["RAY_DEDUP_LOGS"] = "0"
     at_sigterm = signal.getsignal(signal.SIGTERM)
@@ -93,14 +118,11 @@ def connect(config: TrainConfig) -> bool:
     if config.cluster.address:
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     else:
-        # As NVML counts, without a CUDA context; not those that CUDA_VISIBLE_DEVICES hides.
-        local_gpus = torch.cuda.device_count()
-        check_size(config, num_cores=num_cores, num_gpus=local_gpus)
         ranks = config.parallel.num_ranks + config.cluster.num_engines
         ranks += config.parallel.num_ranks * len(_others(config))
         ray.init(
             num_cpus=max(num_cores, ranks),
-            num_gpus=local_gpus,
+            num_gpus=num_local_gpus(),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -2,7 +2,7 @@
 
 It is cut as the policy is (`parallel`) and has ranks, and on a GPU devices, of its own. Every rank
 gets the whole batch and reads its own part of it. Token ids go to it as they are, so that its
-tokenizer must be the policy's; `check_tokenizers` sees to that.
+tokenizer must be the policy's; `inputs.check_tokenizers` sees to that.
 """
 
 from __future__ import annotations
@@ -16,21 +16,7 @@ from mega_agentrl.runtime.rank_group import RankActor, RankGroup, rows_of
 from mega_agentrl.types.doing import doing
 
 if TYPE_CHECKING:
-    from mega_agentrl.data.codec import HFCodec
     from mega_agentrl.types.batch import TrainBatch
-
-_PROBE = "<think> 12,345.6 \\boxed{x^2}\n</think> Größe 数学 </search> def f():\n    return 1"
-
-
-def check_tokenizers(policy: HFCodec, judge: HFCodec, source: str) -> None:
-    """Raise `ValueError` where the two do not give the same ids. source: key and value."""
-    if policy.vocab_size != judge.vocab_size or policy.encode(_PROBE) != judge.encode(_PROBE):
-        raise ValueError(
-            f"{source}: its tokenizer has {judge.vocab_size} tokens and the "
-            f"policy's {policy.vocab_size}, or they give different ids; expected the same, token "
-            "ids go to it as they are; probable cause: another family (a reward model can "
-            "be served by an OpenAI-compatible server: give its address instead)"
-        )
 
 
 class RewardActor(RankActor):

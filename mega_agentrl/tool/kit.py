@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from mega_agentrl.config.choices import CallProtocol
-from mega_agentrl.tool.browse import BrowseTool
 from mega_agentrl.tool.cache import SIZE_BYTES, TTL_S, DiskCache
 from mega_agentrl.tool.hermes import HermesProtocol
 from mega_agentrl.tool.own import load_tools
@@ -183,6 +182,8 @@ def build_toolkit(
             )
         )
     if config.browse.enabled:
+        from mega_agentrl.tool.browse import BrowseTool
+
         tools.append(
             BrowseTool(
                 config.browse, config.web, codec, answer_tokens=config.answer_tokens, cache=cache

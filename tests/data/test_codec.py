@@ -1,8 +1,12 @@
 """The codec adds nothing, hides nothing, and appends turns without touching earlier ones."""
 
+import json
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
@@ -28,6 +32,23 @@ def with_template(folder, template: str) -> HFCodec:
     codec = HFCodec(folder)
     codec._tokenizer.chat_template = template
     return codec
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2TokenizerFast"]
+)
+def test_the_tokenizer_is_the_one_that_transformers_chooses(folder, tmp_path, name, model_type):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+    (copy / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded, chosen = HFCodec(copy)._tokenizer, AutoTokenizer.from_pretrained(copy)
+    assert type(loaded) is type(chosen)
+    assert loaded.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+    assert loaded.special_tokens_map == chosen.special_tokens_map
+    assert loaded.chat_template == chosen.chat_template
 
 
 @given(st.text())

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(*arguments, cwd=ROOT):
-    """The command line as a child in a session of its own."""
+def start(*arguments, cwd=ROOT, program=("-m", "mega_agentrl")):
+    """The command line, or another `program`, as a child in a session of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "mega_agentrl", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Building: bad input is found before anything starts, and whatever started is ended."""
+"""Building: parts hold what was read, and whatever started is ended."""
 
 import asyncio
 import threading
@@ -16,13 +16,12 @@ from mega_agentrl.config.schema import (
 )
 from mega_agentrl.config.search_schema import SearchToolConfig
 from mega_agentrl.config.tool_schema import ToolConfig
-from mega_agentrl.data.dataset import PromptSet
+from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.runtime import build as module
-from mega_agentrl.runtime import inputs
+from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.remote import DiedError, RankGoneError
 from mega_agentrl.tool.kit import ToolKit
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
-from tests.fakes import make_prompt
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_with_staleness_the_loop_goes_on_in_a_thread_that_ends_with_the_run(conf
     async def start():
         return asyncio.create_task(go_on())
 
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         task = parts.wait(start())
         assert seen.wait(20), "the loop stands still"
     assert task.done()
@@ -72,7 +71,7 @@ def test_with_staleness_the_loop_goes_on_in_a_thread_that_ends_with_the_run(conf
 def test_parts_hold_what_the_files_hold(config, monkeypatch):
     groups = Group(), Group()
     monkeypatch.setattr(module, "_start_groups", lambda *_: groups)
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         assert (parts.policy, parts.generator) == groups
         assert len(parts.validation) == 30
         assert len(parts.dev) == 30
@@ -85,7 +84,7 @@ def test_parts_hold_what_the_files_hold(config, monkeypatch):
 def test_without_steps_there_are_no_demonstrations(config, monkeypatch):
     config.sft.max_steps = 0
     monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         assert parts.demonstrations is None
         assert parts.dev == ()
 
@@ -97,54 +96,9 @@ def test_tool_output_is_escaped_unless_the_published_rollout_is_repeated(
     config.rollout.branching = branching
     monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
     outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="</result>", latency_s=0.0)
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         raw = "</result>\n" in parts.tools.render(outcome)
         assert raw is (branching is Branching.released)
-
-
-def test_bad_data_is_found_before_tools_and_groups_start(config, monkeypatch):
-    def never(*_):
-        pytest.fail("started although the input is bad")
-
-    monkeypatch.setattr(module, "_start_groups", never)
-    monkeypatch.setattr(ToolKit, "start", never)
-    config.data.max_prompt_tokens = 2
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2"), module.build(config):
-        pass
-
-
-def test_bad_tools_are_found_before_anything_starts(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_start_groups", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr(ToolKit, "start", lambda *_: pytest.fail("started"))
-    config.reward.rubric = {"default": {"gsm8k": 1.0}}
-    with pytest.raises(ValueError, match=r"rubric\.default\.gsm8k=1\.0"), module.build(config):
-        pass
-    config.reward.rubric = {"default": {"arpo": 1.0}}
-    config.tool.file = str(tmp_path / "tools.yaml")
-    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
-    with pytest.raises(ValueError, match="has no Gsm8k; its tools are"), module.build(config):
-        pass
-
-
-def test_a_prompt_that_does_not_fit_its_tool_is_found(config, monkeypatch, tmp_path):
-    def bad(*_, **__):
-        kwargs = {"gsm8k": {"create_kwargs": {}}}
-        prompt = make_prompt("set/7", tools_kwargs=kwargs)
-        return PromptSet(prompts=(prompt,), weights=(1.0,), num_dropped=0)
-
-    monkeypatch.setattr(inputs, "load_prompts", bad)
-    config.tool.file = str(tmp_path / "tools.yaml")
-    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
-    with pytest.raises(ValueError, match="prompt set/7: tool gsm8k"), module.build(config):
-        pass
-
-
-def test_a_data_source_without_a_rubric_is_found(config, monkeypatch):
-    monkeypatch.setattr(module, "_start_groups", lambda *_: pytest.fail("started"))
-    config.reward.rubric = {"gsm8k": {"arpo": 1.0}}
-    with pytest.raises(ValueError, match=r"reward\.rubric has neither its data source toolqa"):
-        with module.build(config):
-            pass
 
 
 def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
@@ -160,7 +114,10 @@ def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
 
     monkeypatch.setattr(ToolKit, "close_now", note)
     monkeypatch.setattr(module, "_start_groups", fail)
-    with pytest.raises(RuntimeError, match="no cluster"), module.build(config):
+    with (
+        pytest.raises(RuntimeError, match="no cluster"),
+        module.build(config, read_inputs(config)),
+    ):
         pass
     assert closed
 
@@ -184,7 +141,10 @@ def test_tools_start_before_the_cluster_unless_their_sandboxes_are_in_it(
     monkeypatch.setattr(module, "connect", lambda _: events.append("connect"))
     monkeypatch.setattr(module.ray, "shutdown", lambda: events.append("shutdown"))
     monkeypatch.setattr(module.GeneratorGroup, "launch", stop)
-    with pytest.raises(RuntimeError, match="far enough"), module.build(config):
+    with (
+        pytest.raises(RuntimeError, match="far enough"),
+        module.build(config, read_inputs(config)),
+    ):
         pass
     if hosts:
         assert events == ["connect", "tools", "engines", "close", "shutdown"]
@@ -195,35 +155,33 @@ def test_tools_start_before_the_cluster_unless_their_sandboxes_are_in_it(
 def test_calls_by_json_need_the_template_to_say_what_there_is(config, monkeypatch):
     monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
     config.data.max_prompt_tokens = 5000
-    with module.build(config) as tags:
+    with module.build(config, read_inputs(config)) as tags:
         plain = tags.validation[0]
     config.rollout.call_protocol = CallProtocol.hermes
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         assert parts.tools.answers_in_chat and parts.tools.stop_strings == ()
         prompt = parts.validation[0]
         names = [schema["function"]["name"] for schema in prompt.tool_schemas]
         assert names == ["python", "search"] and plain.tool_schemas == ()
         assert parts.codec.decode(prompt.token_ids).count('"type": "function"') == 2
-    monkeypatch.setattr(inputs.HFCodec, "keeps", lambda self, text: text != "</tool_call>")
+    monkeypatch.setattr(HFCodec, "keeps", lambda self, text: text != "</tool_call>")
     with pytest.raises(ValueError, match="the tokenizer declares </tool_call> special"):
-        with module.build(config):
-            pass
+        read_inputs(config)
 
 
 def test_interactions_are_read_and_rewarded_by_name(config, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         assert parts.interactions.open(parts.validation[0]) is None
     path = tmp_path / "users.yaml"
     path.write_text("- class_name: mega_agentrl.rollout.interaction_gsm8k.Gsm8kUser\n")
     config.rollout.interaction_file = str(path)
     config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k_user": 0.5}}
-    with module.build(config) as parts:
+    with module.build(config, read_inputs(config)) as parts:
         assert parts.interactions.names == ("gsm8k_user",)
     config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k": 0.5}}
     with pytest.raises(ValueError, match="expected one of gsm8k_user"):
-        with module.build(config):
-            pass
+        read_inputs(config)
 
 
 class Started:

@@ -1,5 +1,7 @@
 """Does the layout fit: cores, GPUs, ranks that share cores."""
 
+import os
+
 import pytest
 
 from mega_agentrl.config.algo_schema import AlgoConfig
@@ -10,7 +12,8 @@ from mega_agentrl.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from mega_agentrl.runtime.cluster import check_build, check_size, connect
+from mega_agentrl.runtime import cluster
+from mega_agentrl.runtime.cluster import check_build, check_local_size, check_size
 
 
 def config(**sections):
@@ -63,10 +66,13 @@ def test_a_reward_model_in_a_folder_has_ranks_of_its_own():
 
 
 def test_what_is_hidden_from_torch_is_not_there(monkeypatch):
+    made = config(parallel=ParallelConfig(tensor=2))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(cluster, "DRIVER_FILES", (os.devnull,))
     with pytest.raises(ValueError, match=r"3 GPUs needed, the cluster has 2.*parallel=single"):
-        connect(config(parallel=ParallelConfig(tensor=2)))
+        check_local_size(made)
+    monkeypatch.setattr(cluster, "DRIVER_FILES", ("/dev/no_driver",))
+    check_local_size(made)
 
 
 def test_a_cluster_with_gpus_needs_a_torch_with_cuda():

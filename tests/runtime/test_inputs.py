@@ -12,6 +12,7 @@ from mega_agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
 from mega_agentrl.config.search_schema import SearchToolConfig
 from mega_agentrl.config.tool_schema import ToolConfig
 from mega_agentrl.runtime.inputs import data_cache, read_inputs
+from mega_agentrl.tool.kit import ToolKit
 
 
 @pytest.fixture
@@ -67,6 +68,51 @@ def test_cut_prompts_end_as_whole_ones_do(config, assets, truncation, capsys):
     assert {len(prompt.token_ids) for prompt in prompts} == {12}
     assert all(prompt.token_ids[-len(behind) :] == tuple(behind) for prompt in prompts)
     assert "data.train: 200 of 200 prompts were overlong and are cut" in capsys.readouterr().out
+
+
+def test_bad_data_is_found_before_tools_start(config, monkeypatch):
+    monkeypatch.setattr(ToolKit, "start", lambda *_: pytest.fail("started"))
+    config.data.max_prompt_tokens = 2
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2"):
+        read_inputs(config)
+
+
+def test_bad_tools_are_found(config, tmp_path):
+    config.reward.rubric = {"default": {"gsm8k": 1.0}}
+    with pytest.raises(ValueError, match=r"rubric\.default\.gsm8k=1\.0"):
+        read_inputs(config)
+    config.reward.rubric = {"default": {"arpo": 1.0}}
+    config.tool.file = str(tmp_path / "tools.yaml")
+    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
+    with pytest.raises(ValueError, match="has no Gsm8k; its tools are"):
+        read_inputs(config)
+
+
+def test_a_prompt_that_does_not_fit_its_tool_is_found(config, assets, tmp_path):
+    config.tool.file = str(tmp_path / "tools.yaml")
+    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
+    row = pd.read_parquet(assets / "train.parquet").iloc[0].to_dict()
+    row["extra_info"] = {"index": 7, "tools_kwargs": {"gsm8k": {"create_kwargs": {"k": 1}}}}
+    config.data.train = f"{tmp_path}/train.parquet"
+    pd.DataFrame([row]).to_parquet(config.data.train)
+    with pytest.raises(ValueError, match=r"prompt \w+/7: tool gsm8k"):
+        read_inputs(config)
+
+
+def test_a_data_source_without_a_rubric_is_found(config):
+    config.reward.rubric = {"gsm8k": {"arpo": 1.0}}
+    with pytest.raises(ValueError, match=r"reward\.rubric has neither its data source toolqa"):
+        read_inputs(config)
+
+
+def test_overlong_prompts_can_be_dropped_and_are_counted(config, assets, tmp_path, capsys):
+    table = pd.read_parquet(assets / "train.parquet").head(2)
+    table["prompt"] = [[{"role": "user", "content": "7" * length}] for length in (10, 500)]
+    table.to_parquet(tmp_path / "train.parquet")
+    config.data.train = f"{tmp_path}/train.parquet"
+    config.data.truncation, config.data.max_prompt_tokens = Truncation.drop, 100
+    assert len(read_inputs(config).prompts) == 1
+    assert "data.train: 1 overlong prompts dropped, 1 kept" in capsys.readouterr().out
 
 
 def test_where_copies_of_remote_files_are_kept(monkeypatch, tmp_path):

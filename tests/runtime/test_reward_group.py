@@ -6,8 +6,9 @@ import torch
 
 from mega_agentrl.config.reward_schema import RewardConfig, RewardModelConfig
 from mega_agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
+from mega_agentrl.runtime.inputs import check_tokenizers
 from mega_agentrl.runtime.remote import RemoteError
-from mega_agentrl.runtime.reward_group import RewardGroup, check_tokenizers
+from mega_agentrl.runtime.reward_group import RewardGroup
 from tests.fakes import CharCodec
 from tests.runtime.test_policy_group import batch
 from tests.tiny_models import make_tiny_model
