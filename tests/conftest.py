@@ -52,8 +52,8 @@ def _end_run(signum, frame):
 def pytest_runtest_setup(item):
     """Ending the run by SIGTERM still shows its failures; tests of GPUs skip without one.
 
-    The handlers are set for each test, as Ray sets some of its own. A shell that starts the tests in
-    the background has them ignore Ctrl-C, which tests of Ctrl-C must not inherit.
+    The handlers are set for each test, as Ray sets some of its own. A shell that starts the tests
+    in the background has them ignore Ctrl-C, which tests of Ctrl-C must not inherit.
     """
     signal.signal(signal.SIGTERM, _end_run)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
