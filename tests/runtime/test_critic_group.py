@@ -43,7 +43,7 @@ class Rank:
         raise OSError("lost its GPU")
 
 
-def test_rows_of_all_ranks_come_together(ray_local):
+def test_rows_of_all_ranks_come_together_and_a_dead_rank_is_named_whatever_others_say(ray_local):
     group = CriticGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
     filled = group.add_values(batch())
     assert filled.value_BT.tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]]
@@ -51,12 +51,6 @@ def test_rows_of_all_ranks_come_together(ray_local):
     group.save(Path("/run/critic/step-000002"), {}, 3)
     with pytest.raises(RemoteError, match=r"critic update failed on critic rank \d"):
         group.update(filled)
-    group.close()
-    group.close()
-
-
-def test_a_dead_rank_is_named_whatever_the_others_fell_over(ray_local):
-    group = CriticGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
     one = batch().select([0])
     # Its death shows first or the other's failure; both are told as the same loss.
     with pytest.raises(ModelLostError, match="critic rank 1 died"):
@@ -65,6 +59,7 @@ def test_a_dead_rank_is_named_whatever_the_others_fell_over(ray_local):
     found = group.explain(failed)
     assert isinstance(found, ModelLostError)
     assert str(found).startswith("critic rank 1 died; critic update failed on critic rank 0")
+    group.close()
     group.close()
 
 
@@ -78,7 +73,7 @@ def test_real_ranks_learn_save_and_go_on(ray_local, tmp_path):
         model=ModelConfig(path=str(make_tiny_model("qwen3", tmp_path / "policy"))),
         algo=AlgoConfig(advantage=Advantage.gae),
         optim=OptimConfig(micro_batch_tokens=64, critic_lr=3e-3),
-        cluster=ClusterConfig(call_deadline_s=120.0),
+        cluster=ClusterConfig(call_deadline_s=300.0),
     )
     group = CriticGroup.launch(config, on_gpu=False, log_folder=tmp_path / "logs")
     try:
