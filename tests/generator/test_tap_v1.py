@@ -1,4 +1,4 @@
-"""The V1 adapter follows vLLM's batch updates; the processor itself runs in `test_engine`."""
+"""The V1 adapter follows vLLM's batch updates; the processor itself runs in `test_live_engine`."""
 
 from __future__ import annotations
 

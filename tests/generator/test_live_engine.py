@@ -1,0 +1,491 @@
+"""A live engine: what it generates against a recomputation in transformers; weights come into it
+from trainer processes, and broken ones do not serve.
+
+One file, so that one process starts one engine for all of it. Two tensor ranks, faults of every
+kind, wrong names and comparison bit for bit are in `tests/e2e`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.generator.engine_args import CPU_BLOCK_TOKENS
+from mega_agentrl.generator.trace import trace_destinations
+from mega_agentrl.rollout.collector import collect
+from mega_agentrl.rollout.estimate import EntropyGap
+from mega_agentrl.rollout.hold import HeldGenerator
+from mega_agentrl.types.records import Finish, GenerateRequest
+from tests.fakes import FakeRubric, FakeTools, make_prompt
+from tests.generator.live_transfer import LiveTransfer
+from tests.generator.tiny_model import (
+    EOS_ID,
+    check_against_transformers,
+    logits_of,
+    write_model,
+)
+from tests.reshard.fake_trainer import FakeTrainer
+from tests.reshard.faults import Fault
+
+# --- What it generates ---
+
+
+def make_requests(name, count, **settings):
+    rng = random.Random(name)
+    return [
+        GenerateRequest(
+            request_id=f"{name}/{index}",
+            token_ids=tuple(rng.randrange(5, 300) for _ in range(rng.randrange(3, 40))),
+            **({"max_tokens": rng.randrange(1, 30)} | settings),
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 20), (0.0, 1.0, 0)]
+)
+def test_logps_and_entropies_are_those_of_the_model(
+    engine, model_folder, temperature, top_p, top_k
+):
+    requests = make_requests(
+        f"exact{temperature}", 6, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+        assert got.request_id == request.request_id
+        assert 1 <= len(got.token_ids) <= request.max_tokens
+        assert got.version == engine.call("version")
+        check_against_transformers(model_folder, request, got)
+        if temperature == 0.0:
+            assert got.token_ids == got.argmax_ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_the_most_probable_alternatives_are_those_of_the_model(engine, model_folder, temperature):
+    requests = make_requests(f"top{temperature}", 4, temperature=temperature, num_top_logps=10)
+    plain = make_requests("beside", 4)
+    results = engine.call("generate_many", [*requests, *plain])
+    assert all(got.top_logps == () for got in results[4:])
+    for request, got in zip(requests, results, strict=False):
+        check_against_transformers(model_folder, request, got)
+        logp_TV = logits_of(model_folder, request.token_ids, got.token_ids).log_softmax(-1)
+        for logp_V, token, listed in zip(logp_TV, got.token_ids, got.top_logps, strict=True):
+            best = logp_V.topk(10)
+            expected = best.values.tolist()
+            if token not in best.indices.tolist():
+                expected.append(logp_V[token].item())
+            assert sorted(listed, reverse=True) == pytest.approx(expected, abs=1e-3)
+
+
+def test_requests_of_different_temperature_share_a_batch(engine, model_folder):
+    requests = [
+        request
+        for temperature in (0.0, 0.5, 1.0, 2.0)
+        for request in make_requests(f"mixed{temperature}", 8, temperature=temperature)
+    ]
+    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+        check_against_transformers(model_folder, request, got)
+
+
+def test_a_seeded_request_repeats(engine):
+    first, second = (
+        engine.call("generate", make_requests("seed", 1, max_tokens=20, seed=7)[0])
+        for _ in range(2)
+    )
+    assert first.token_ids == second.token_ids
+
+
+def stopping_request(engine, stop):
+    """A seeded request that samples the token `stop` before its length is reached."""
+    for seed in range(200):
+        request = GenerateRequest(
+            request_id=f"find/{seed}",
+            token_ids=(9, 8, 7),
+            max_tokens=100,
+            temperature=2.0,
+            seed=seed,
+        )
+        if stop in engine.call("generate", request).token_ids:
+            return request
+    raise AssertionError("no seed samples it")
+
+
+def test_a_single_token_stop_string_ends_generation_and_stays(engine):
+    request = stopping_request(engine, stop=3)
+    settings = {name: getattr(request, name) for name in ("token_ids", "max_tokens", "seed")}
+    got = engine.call(
+        "generate",
+        GenerateRequest(
+            request_id="stop", temperature=2.0, stop=("</python>", "</search>"), **settings
+        ),
+    )
+    assert (got.finish, got.stop_string) in [(Finish.stop, "</python>"), (Finish.stop, "</search>")]
+    assert got.token_ids[-1] in (3, 4)
+    assert not {3, 4} & set(got.token_ids[:-1])
+
+
+def test_a_stop_string_of_several_tokens_ends_generation(engine, model_folder):
+    plain = make_requests("several", 1, max_tokens=12, seed=3)[0]
+    ids = engine.call("generate", plain).token_ids
+    stop = f"w{ids[4]} w{ids[5]}"
+    got = engine.call(
+        "generate",
+        GenerateRequest(
+            request_id="stop2", token_ids=plain.token_ids, max_tokens=12, seed=3, stop=(stop,)
+        ),
+    )
+    assert got.finish is Finish.stop
+    assert got.stop_string == stop
+    assert got.token_ids == ids[:6]
+    check_against_transformers(model_folder, plain, got)
+
+
+def test_end_of_text_and_length_are_told_apart(engine):
+    request = stopping_request(engine, stop=EOS_ID)
+    got = engine.call("generate", request)
+    assert got.finish is Finish.eos
+    assert got.token_ids[-1] == EOS_ID
+    short = make_requests("length", 1, max_tokens=1, temperature=0.0)[0]
+    assert engine.call("generate", short).finish is Finish.length
+
+
+def test_abort_returns_what_there_is(engine, model_folder):
+    request = make_requests("abort", 1, max_tokens=200, temperature=0.0)[0]
+    running = engine.begin("generate", request)
+    while not (seen := engine.call("entropies", request.request_id)):
+        pass
+    engine.call("abort", request.request_id)
+    got = running.result(60)
+    if got.finish is Finish.aborted:
+        assert len(got.token_ids) >= len(seen) - 1
+        assert got.entropies[: len(seen)] == seen[: len(got.entropies)]
+    check_against_transformers(model_folder, request, got)
+    engine.call("abort", "never heard of")
+
+
+def test_prompts_beyond_one_step_wait_or_are_measured_at_their_end_only(engine, model_folder):
+    rng = random.Random(0)
+    # Together more than the 8,192 tokens of one step. Seeded requests that were cut there would
+    # end the engine of a CPU.
+    requests = [
+        GenerateRequest(
+            request_id=f"long/{index}",
+            token_ids=tuple(rng.randrange(5, 300) for _ in range(250)),
+            max_tokens=4,
+            seed=index,
+        )
+        for index in range(40)
+    ]
+    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+        check_against_transformers(model_folder, request, got)
+
+
+def test_the_prefix_of_a_fork_is_not_computed_again(engine, model_folder):
+    rng, block = random.Random("fork"), CPU_BLOCK_TOKENS
+    prompt = tuple(rng.randrange(5, 300) for _ in range(10 * block + 5))
+    parent = GenerateRequest(request_id="parent", token_ids=prompt, max_tokens=2 * block, seed=1)
+    (grown,) = engine.call("generate_many", [parent])
+    assert grown.num_cached == 0
+    whole = prompt + grown.token_ids
+    assert len(whole) > 11 * block, "the seed's answer ends too early for this test"
+    lengths = (10 * block, 10 * block + 7, 11 * block, len(whole))
+    forks = [
+        GenerateRequest(request_id=f"fork/{size}", token_ids=whole[:size], max_tokens=4, seed=size)
+        for size in lengths
+    ]
+    for fork, got in zip(forks, engine.call("generate_many", forks), strict=True):
+        assert 0 < len(fork.token_ids) - got.num_cached <= block
+        check_against_transformers(model_folder, fork, got)
+
+
+class Remote:
+    """The engine's host as a generator."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def generate(self, request):
+        return await asyncio.wrap_future(self.engine.begin("generate", request))
+
+    async def abort(self, request_id):
+        await asyncio.wrap_future(self.engine.begin("abort", request_id))
+
+    async def entropies(self, request_id):
+        return await asyncio.wrap_future(self.engine.begin("entropies", request_id))
+
+
+class Words:
+    """A token a word; ids as text, which tools never find a call in."""
+
+    eos_id, vocab_size = EOS_ID, 300
+
+    def encode(self, text):
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, token_ids):
+        return " ".join(f"w{token}" for token in token_ids)
+
+
+async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(engine):
+    rng = random.Random("trees")
+    prompts = [
+        make_prompt(f"p{n}", token_ids=tuple(rng.randrange(5, 300) for _ in range(20 + n)))
+        for n in range(4)
+    ]
+
+    async def trees_of(asked, temperature):
+        config = RolloutConfig(num_trajectories=4, max_response_tokens=24)
+        trees = await collect(
+            asked,
+            generator=Remote(engine),
+            tools=FakeTools(),
+            codec=Words(),
+            rubric=FakeRubric(),
+            config=config,
+            max_model_len=512,
+            seed=3,
+            step=1,
+            temperature=temperature,
+        )
+        return [[one.token_ids for one in tree.trajectories] for tree in trees]
+
+    for temperature in (0.0, 1.0):
+        together = await trees_of(prompts, temperature)
+        alone = [tree for prompt in prompts for tree in await trees_of([prompt], temperature)]
+        assert together == alone
+        assert all(len(token_ids) > 0 for tree in together for token_ids in tree)
+    assert len({tuple(map(tuple, tree)) for tree in together}) == 4
+
+
+async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine, model_folder):
+    request = make_requests("held", 1, max_tokens=120, temperature=0.0)[0]
+    (whole,) = engine.call("generate_many", [request])
+    held = HeldGenerator(Remote(engine), Words())
+    running = asyncio.create_task(held.generate(request))
+    seen = ()
+    while not seen and not running.done():
+        with suppress(RuntimeError):  # it may not have come to the engine yet
+            seen = await held.entropies(request.request_id)
+        await asyncio.sleep(0)
+    await held.hold()
+    while not held.num_waiting and not running.done():
+        await asyncio.sleep(0.01)
+    assert held.num_waiting == 1, "it was over before it could be held"
+    held.go_on()
+    got = await running
+    assert got.token_ids == whole.token_ids and got.finish is whole.finish
+    assert len(got.versions) == len(got.token_ids)
+    check_against_transformers(model_folder, request, got)
+
+
+def test_the_longer_the_engines_list_the_nearer_is_the_estimate(engine):
+    requests = make_requests("listed", 4, num_top_logps=20, max_tokens=12)
+    gaps = [EntropyGap(top_k) for top_k in (1, 5, 20)]
+    for got in engine.call("generate_many", requests):
+        for gap in gaps:
+            gap.add(got)
+    # The more is listed the nearer; these distributions are nearly flat over 300 tokens.
+    one, five, twenty = (gap.mean for gap in gaps)
+    assert one > five > twenty > 0
+
+
+def test_nothing_stays_in_the_tap(engine):
+    engine.call("generate_many", make_requests("clean", 20))
+    assert engine.call("rpc", "tap_size") == [0]
+    long = make_requests("cancelled", 1, max_tokens=200, seed=1)[0]
+    assert engine.call("start_and_cancel", long)
+    engine.call("generate_many", make_requests("after", 3))
+    assert engine.call("rpc", "tap_size") == [0]
+
+
+def test_pause_holds_new_requests_back(engine):
+    engine.call("pause")
+    waiting = engine.begin("generate", make_requests("paused", 1)[0])
+    with pytest.raises(TimeoutError):
+        waiting.result(0.5)
+    engine.call("resume")
+    assert waiting.result(60).token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token_ids": ()}, "prompt of 0 tokens"),
+        ({"token_ids": (5,) * 512}, "engine.max_model_len is 512"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ],
+)
+def test_bad_requests_are_refused(engine, settings, message):
+    request = GenerateRequest(
+        **({"request_id": "bad", "token_ids": (5,), "max_tokens": 4} | settings)
+    )
+    with pytest.raises(RuntimeError, match=message):
+        engine.call("generate", request)
+
+
+# --- Weights that come into it ---
+
+PROMPT = tuple(range(5, 85))
+
+
+@pytest.fixture(scope="module")
+def new_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("new"), seed=1, scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def trainer(model_folder):
+    trainer = FakeTrainer(model_folder)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def update(engine, trainer, model_folder):
+    """Connected; leaves the engine with the weights that other tests expect."""
+    update = LiveTransfer(trainer, [engine])
+    update.connect()
+    yield update
+    update.connect()
+    update(model_folder, 100)
+
+
+def request(name, prompt=PROMPT):
+    return GenerateRequest(request_id=name, token_ids=prompt, max_tokens=20)
+
+
+def check_serves(engine, folder, name):
+    """The engine's numbers are those of the model in `folder`."""
+    got = engine.call("generate", request(name))
+    assert got.version == engine.call("version")
+    check_against_transformers(folder, request(name), got)
+
+
+def prompt_logps(folder):
+    """Of the tokens of PROMPT after the first, by transformers."""
+    logp_TV = logits_of(folder, PROMPT[:1], PROMPT[1:]).log_softmax(-1)
+    return logp_TV.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+def check_refuses_at_once(engine, message):
+    refusal = engine.begin("generate", request("refused")).exception(60.0)
+    assert "refuses to generate" in str(refusal)
+    assert message in str(refusal)
+
+
+def test_updates_take_effect_though_the_prompt_was_cached(engine, update, model_folder, new_folder):
+    check_serves(engine, model_folder, "before")
+    check_serves(engine, model_folder, "cached")
+    for version, folder in enumerate((new_folder, model_folder, new_folder), 1):
+        update(folder, version)
+        assert engine.call("version") == version
+        check_serves(engine, folder, f"after {version}")
+
+
+def test_the_probe_gives_the_log_probs_of_the_model(engine, update, new_folder):
+    update(new_folder, 1)
+    for _ in range(2):
+        found_T = torch.tensor(engine.call("probe", PROMPT))
+        torch.testing.assert_close(found_T, prompt_logps(new_folder), rtol=0, atol=1e-3)
+
+
+def test_the_worker_s_layout_is_the_traced_one(engine, update, model_folder):
+    assert update.layouts == [trace_destinations(model_folder, 1, "float32")]
+
+
+def test_a_request_during_an_update_waits_for_it(engine, update, new_folder):
+    results = update.move(new_folder, 5)
+    waiting = engine.begin("generate", request("waits"))
+    with pytest.raises(TimeoutError):
+        waiting.result(1.0)
+    update.prove(5, results)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.5)
+    engine.call("resume")
+    got = waiting.result(60)
+    assert got.version == 5
+    check_against_transformers(new_folder, request("waits"), got)
+
+
+def test_a_failed_update_is_refused_until_a_good_one(engine, update, trainer, new_folder):
+    update(new_folder, 1)
+    fault = Fault(kind="flip", rank=1, frame=1, bit=77)
+    waiting = []
+    with pytest.raises(RuntimeError, match=r"proof failed: \S+ Rect.* rank 4 .*rank 1 in bucket"):
+        results = update.move(new_folder, 2, fault=fault)
+        waiting.append(engine.begin("generate", request("waited")))
+        update.prove(2, results)
+    assert any(name in str(waiting[0].exception(60.0)) for name in trainer.hit.names)
+    check_refuses_at_once(engine, "the update to version 2 failed: worker 0: weight version 2")
+    with pytest.raises(RuntimeError, match="cannot serve: the update to version 2 failed"):
+        engine.call("resume")
+    assert engine.call("version") == 1
+    update.connect()
+    check_refuses_at_once(engine, "the update to version 2 failed")
+    update(new_folder, 3)
+    check_serves(engine, new_folder, "recovered")
+
+
+def test_refused_by_the_driver_and_served_again(engine, update, new_folder):
+    update(new_folder, 1)
+    engine.call("refuse", "the probe differs")
+    check_refuses_at_once(engine, "the probe differs")
+    engine.call("pause")
+    waiting = engine.begin("generate", request("waits for the next"))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.5)
+    with pytest.raises(RuntimeError, match="cannot serve: the probe differs"):
+        engine.call("resume")
+    assert "the probe differs" in str(waiting.exception(60.0))
+    update.connect()
+    update(new_folder, 2)
+    check_serves(engine, new_folder, "served again")
+
+
+def test_steps_out_of_order_are_refused(engine, update, new_folder):
+    none = [np.zeros((0, 2), dtype=np.uint32)]
+    with pytest.raises(RuntimeError, match=r"begins with pause\(\)"):
+        engine.call("receive_weights", 1)
+    with pytest.raises(RuntimeError, match="no weights to confirm"):
+        engine.call("confirm_weights", 1, none)
+    update.move(new_folder, 2)
+    with pytest.raises(RuntimeError, match=r"cannot serve: .* in the middle of a weight update"):
+        engine.call("resume")
+    check_refuses_at_once(engine, "in the middle of a weight update")
+    update.connect()
+    update(new_folder, 3)
+    check_serves(engine, new_folder, "in order")
+
+
+def test_an_update_that_was_left_unfinished_does_not_hinder_the_next(engine, update, new_folder):
+    update.move(new_folder, 1)
+    with pytest.raises(RuntimeError, match="an update is under way"):
+        engine.call("receive_weights", 2)
+    update.connect()
+    check_refuses_at_once(engine, "an update was left unfinished")
+    update(new_folder, 3)
+    check_serves(engine, new_folder, "the next")
+
+
+def test_ranks_that_do_not_come_are_named_and_the_engine_serves_on(
+    engine, update, trainer, new_folder
+):
+    update(new_folder, 1)
+    short = FakeTrainer(new_folder, timeout_s=6.0)
+    try:
+        link = short.connect([update.layouts[0][0]], away=[2])
+        with pytest.raises(RuntimeError, match=r"joining .* failed: .*missing: .*rank 2"):
+            engine.call("connect_weights", link)
+    finally:
+        short.close()
+    check_serves(engine, new_folder, "as before")
+    update.connect()
+    update(new_folder, 2)
