@@ -13,9 +13,9 @@ from mega_agentrl.config.choices import PythonMode
 from mega_agentrl.config.sandbox_schema import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
-LIMIT_S = 5.0
-OVERTIME_S = 2.0
-"""Twice what is promised: a machine under load is no escape."""
+LIMIT_S = 30.0
+OVERTIME_S = 20.0
+"""Far more than what is promised: a machine under load is no escape."""
 
 
 class Target:

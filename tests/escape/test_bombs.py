@@ -37,15 +37,14 @@ if hold:
 """
 
 FORK_BOMB = """
-import os
+import os, time
 open('/proc/self/comm', 'w').write(name)
 for _ in range(bound):
     try:
         os.fork()
     except OSError:
         pass
-while True:
-    pass
+time.sleep(60)
 """
 
 THREADS = """
@@ -83,13 +82,14 @@ os.close(writer)
 os.set_blocking(reader, False)
 full = set()
 deadline = time.monotonic() + wait_s
-while len(full) < processes and time.monotonic() < deadline:
+alive = children
+# Until all have filled theirs, or the limit has ended one.
+while len(full) < processes == len(alive) and time.monotonic() < deadline:
     try:
         full.update(os.read(reader, processes))
     except BlockingIOError:
         time.sleep(0.01)
-# One that was killed after it had filled its block made room for the next.
-alive = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    alive = [pid for pid in alive if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 print(sum(children[index] in alive for index in full))
 for pid in alive:
     os.kill(pid, signal.SIGKILL)
@@ -139,13 +139,13 @@ async def test_many_children(target, tmp_path, marker):
     assert "made 200" not in result.output
     assert most < before + 200
     # A session that is still there goes by the name that it gave itself.
-    assert vanish(marker) or (target.session and len(pids_named(marker)) == 1)
+    assert vanish(marker, num_left=1 if target.session else 0)
 
 
 async def test_fork_bomb(target, tmp_path, marker):
     bounded = with_values(FORK_BOMB, name=marker, bound=8)
     with started(bounded, tmp_path):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(pids_named(marker)) < 2**8 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert end_all(marker) == 2**8
@@ -190,11 +190,11 @@ def _controllers():
 async def test_memory_of_several_processes(target, tmp_path):
     if not can_limit_memory():
         pytest.skip("a machine whose cgroups we may not use: the limits are per process")
-    code = with_values(MEMORY_TOGETHER, processes=12, mib=100, wait_s=2.5)
+    code = with_values(MEMORY_TOGETHER, processes=12, mib=60, wait_s=60)
     assert outside(code, tmp_path) == "12"
-    result = await target.attack(code)
+    result = await target.attack(code, 60.0)
     assert result.output != "12"
-    assert not result.output.isdigit() or int(result.output) * 100 <= 600
+    assert not result.output.isdigit() or int(result.output) * 60 <= 600
 
 
 @pytest.mark.parametrize("fd", [1, 2])
@@ -207,7 +207,7 @@ async def test_output_without_end(target, tmp_path, fd):
             assert part
             seen += len(part)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = await target.attack(code, 2.0)
+    result = await target.attack(code, 0.7)
     assert result.status.value in ("ok", "timeout")
     assert len(result.output) < 5000
     if sys.platform == "linux":

@@ -101,7 +101,7 @@ async def test_killing(target, victim, tmp_path):
     child, _ = victim
     with subprocess.Popen(["/bin/sleep", "60"]) as other:
         assert outside(with_values(KILL, pids=[other.pid]), tmp_path) == "sent 2"
-        assert other.wait(5) == -9
+        assert other.wait(20) == -9
     near = [*range(max(2, child.pid - 200), child.pid + 200)]
     pids = [child.pid, os.getpid(), os.getppid(), -child.pid, *near]
     result = await target.attack(with_values(KILL, pids=pids))
@@ -135,13 +135,11 @@ async def test_leaving_processes_behind(target, tmp_path, marker, close):
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path
     ) as child:
         assert child.stdout.readline() == b"left\n"
-        child.wait(5)
+        child.wait(20)
         assert len(pids_named(marker)) == 3
         assert end_all(marker) == 3
-    begin = time.monotonic()
-    result = await target.attack(code)
-    assert result.output == "left"
-    assert time.monotonic() - begin < 4  # it does not wait for them
+    result = await target.attack(code, 30.0)
+    assert result.output == "left"  # it does not wait for them: each sleeps for a minute
     assert vanish(marker)
 
 
@@ -158,7 +156,7 @@ async def test_leaving_a_thread_behind(target, marker):
     )
     assert (await target.attack(code)).output == "left"
     before = cpu_ticks(pids_named(marker))
-    time.sleep(0.5)
+    time.sleep(0.3)
     # A session stays, but stopped: what it left runs only while a call runs.
     assert cpu_ticks(pids_named(marker)) == before
     if target.session is None:
@@ -182,7 +180,7 @@ async def test_idle_sessions_use_no_processor(pool, marker):
     assert (await session.run(spin)).output == "left"
     before = cpu_ticks(pids_named(marker))
     assert before
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert cpu_ticks(pids_named(marker)) == before
     await session.close()
     assert vanish(marker)

@@ -40,7 +40,7 @@ for pid in [*filter(str.isdigit, os.listdir('/proc')), *map(str, pids)]:
             pass
 print('seen', seen)
 """
-WAIT = "import time\ntime.sleep(1.0)\nprint('still here')"
+WAIT = "import time\ntime.sleep(wait_s)\nprint('still here')"
 
 LISTEN = """
 import socket
@@ -93,15 +93,16 @@ async def end(*runners):
 
 @pytest.mark.parametrize("mode", ["stateless", "stateful"])
 async def test_killing_a_sibling(two, tmp_path, mode):
-    with subprocess.Popen([sys.executable, "-c", WAIT], stdout=subprocess.PIPE) as other:
+    wait = with_values(WAIT, wait_s=60)
+    with subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE) as other:
         look = outside(with_values(LOOK_INTO, pids=[other.pid]), tmp_path)
         assert int(look.split()[1]) >= 6
         assert outside(with_values(KILL_RANGE, pids=[other.pid]), tmp_path) == "sent 2"
-        assert other.communicate(timeout=5)[0] == b""
+        assert other.communicate(timeout=20)[0] == b""
     attack = with_values(KILL_RANGE, pids=[-1, *range(2, 600)])
     victim, attacker = two
-    running = asyncio.create_task(victim.run(WAIT))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(victim.run(with_values(WAIT, wait_s=0.7)))
+    await asyncio.sleep(0.2)
     results = [await attacker.run(attack) for _ in range(3)]
     assert (await running).output == "still here"
     # kill(-1) leaves out the caller and process 1: there is nobody else.
@@ -118,8 +119,9 @@ async def test_killing_a_fork_or_its_parent(pool):
     families = [parent, child, other]
     for attacker in families:
         victims = [session for session in families if session is not attacker]
-        running = [asyncio.create_task(victim.run(WAIT)) for victim in victims]
-        await asyncio.sleep(0.3)
+        wait = with_values(WAIT, wait_s=0.5)
+        running = [asyncio.create_task(victim.run(wait)) for victim in victims]
+        await asyncio.sleep(0.2)
         assert (await attacker.run(attack)).output == "sent 0"
         assert [(await task).output for task in running] == ["still here"] * 2
         look = with_values(LOOK_INTO, pids=[])

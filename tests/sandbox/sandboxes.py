@@ -1,6 +1,8 @@
 """Pools for the tests of sandboxes, and what became of their processes."""
 
 import asyncio
+import itertools
+import os
 import time
 from pathlib import Path
 
@@ -22,6 +24,30 @@ def make_stateful_pool(**changes):
     return make_pool(**({"mode": PythonMode.stateful, "workers": 2} | changes))
 
 
+_numbers = itertools.count()
+
+
+def named(code):
+    """`code` that names its process first, and the name: nobody else's, at most 15 characters."""
+    name = f"sbx{os.getpid() % 100000}x{next(_numbers)}"
+    return f"open('/proc/self/comm', 'w').write({name!r})\n{code}", name
+
+
+def wait_until_running(name, number=1, timeout_s=30.0):
+    """Return once so many processes are called `name`: code made by `named` has begun."""
+    deadline = time.monotonic() + timeout_s
+    while sum(map(_is_called, Path("/proc").glob("[0-9]*"), itertools.repeat(name))) < number:
+        assert time.monotonic() < deadline, f"{number} processes {name} within {timeout_s:g} s"
+        time.sleep(0.01)
+
+
+def _is_called(folder, name):
+    try:
+        return (folder / "comm").read_text(encoding="utf-8", errors="replace").strip() == name
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def is_alive(pid):
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
@@ -30,7 +56,7 @@ def is_alive(pid):
     return ") Z " not in stat
 
 
-def gone(pids, *, timeout_s=2.0):
+def gone(pids, *, timeout_s=20.0):
     """True as soon as none of them is alive: the kernel needs a moment after the kill."""
     deadline = time.monotonic() + timeout_s
     while any(map(is_alive, pids)):

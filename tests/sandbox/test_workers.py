@@ -158,18 +158,19 @@ def test_a_fork_that_comes_back_answers_once(pool):
 
 
 def test_a_hanging_worker_is_killed_and_replaced_and_its_call_runs_once(tmp_path):
-    notes = tmp_path / "notes"
-    with running(2, deadline_s=3.0) as pool:
-        begin = time.monotonic()
-        hanging = pool.submit(name("note_and_sleep"), {"file": str(notes), "sleep_s": 600})
+    """With all that its function started."""
+    file = tmp_path / "pids"
+    with running(2, deadline_s=2.0) as pool:
+        call(pool, "add", a=1)
+        hanging = pool.submit(name("sleeper"), {"file": str(file)})
         others = [pool.submit(name("add"), {"a": i}) for i in range(20)]
         assert [other.result(WAIT_S) for other in others] == list(range(20))
         assert not hanging.done()
-        with pytest.raises(DeadlineError, match=r"did not return within 3 s; .* it wrote: going"):
+        with pytest.raises(DeadlineError, match=r"did not return within 2 s; .* it wrote: going"):
             hanging.result(WAIT_S)
-        assert time.monotonic() - begin < 2 * (3.0 + 5.0)
-        (pid,) = map(int, notes.read_text().split())
-        assert is_gone(pid)
+        pids = [int(pid) for pid in file.read_text().split()]
+        assert len(pids) == 3
+        assert all(map(is_gone, pids))
         assert pool.num_replaced == 1
         assert call(pool, "add", a=1) == 1
 
@@ -213,8 +214,7 @@ def test_no_call_runs_twice_while_workers_are_killed(tmp_path):
     outcomes = {"done": 0, "lost": 0}
     with running(3) as pool:
         futures = [
-            pool.submit(name("note_and_work"), {"file": str(notes), "number": i})
-            for i in range(200)
+            pool.submit(name("note_and_work"), {"file": str(notes), "number": i}) for i in range(80)
         ]
         for i, future in enumerate(futures):
             try:
@@ -224,21 +224,14 @@ def test_no_call_runs_twice_while_workers_are_killed(tmp_path):
                 continue
             assert number == i
             outcomes["done"] += 1
-            if i % 10 == 0:
+            if i % 8 == 0:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     ran = notes.read_text().split()
     assert len(ran) == len(set(ran))
-    assert outcomes["done"] <= len(ran) <= 200
-    assert outcomes["done"] >= 170
+    assert outcomes["done"] <= len(ran) <= 80
+    assert outcomes["done"] >= 60
     assert pool.num_replaced > 0
-
-
-def test_what_a_function_started_ends_with_its_worker(tmp_path):
-    file = tmp_path / "pids"
-    with running(deadline_s=2.0) as pool, pytest.raises(DeadlineError):
-        call(pool, "sleeper", file=str(file))
-    assert all(is_gone(int(pid)) for pid in file.read_text().split())
 
 
 def test_close_fails_what_is_open_and_leaves_nothing(tmp_path):
@@ -331,8 +324,10 @@ def test_a_worker_that_does_not_come_up_in_time():
     with pytest.raises(ValueError, match="time:sleep: TypeError"):
         pool.start()
     slow = new_call(name("note_and_sleep"), {"file": os.devnull, "sleep_s": 60})
-    pool = WorkerPool(1, 1.0, warm_up=[slow], start_deadline_s=2.0)
-    with pytest.raises(ValueError, match=r"note_and_sleep: did not return within 2 s"):
+    pool = WorkerPool(1, 1.0, warm_up=[slow], start_deadline_s=1.0)
+    # On a slow machine the interpreter itself, or the import, is what does not come up in time.
+    late = r"note_and_sleep: (did not return|was not imported)|its start: was not imported"
+    with pytest.raises(ValueError, match=rf"({late}) within 1 s"):
         pool.start()
 
 

@@ -102,4 +102,5 @@ def sleeper(file):
     command = ["/bin/sh", "-c", "/usr/bin/setsid /bin/sleep 600 >/dev/null & echo $!"]
     orphan = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     Path(file).write_text(f"{os.getpid()} {os.getppid()} {orphan}")
+    print("going to sleep")
     time.sleep(600)

@@ -15,7 +15,7 @@ from mega_agentrl.sandbox.isolation import open_command, staged, walled_command
 from mega_agentrl.sandbox.process import end_child, start_child
 from mega_agentrl.sandbox.syscall_filter import encoded_filter
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Program:
