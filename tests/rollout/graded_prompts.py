@@ -14,6 +14,7 @@ from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.rollout.collector import make_context
 from mega_agentrl.rollout.groups import GroupCollector
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+from tests.rollout.virtual_time import run_virtually
 
 
 def make_prompts(kinds):
@@ -107,7 +108,7 @@ def run(scenario):
         assert not others, others
         return result
 
-    return asyncio.run(checked())
+    return run_virtually(checked())
 
 
 async def collect_steps(kinds, config, num_groups, *, num_steps=1, generator=None, tools=None):

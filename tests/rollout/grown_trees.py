@@ -22,6 +22,7 @@ from tests.fakes import (
     turns,
     unit,
 )
+from tests.rollout.virtual_time import run_virtually
 
 CALL = "<search>q1</search>"
 END = f"<answer>1</answer>{EOS}"
@@ -50,7 +51,7 @@ def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1):
         make_prompt(f"set/{i}", "Q", extra_info={"index": i}, tools_kwargs={"python": {"a": [1]}})
         for i in range(num_prompts)
     ]
-    return asyncio.run(
+    return run_virtually(
         asyncio.wait_for(
             collect(
                 prompts,

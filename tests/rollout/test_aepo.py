@@ -15,6 +15,7 @@ from mega_agentrl.rollout.branching import ForkPoint, NoBranching
 from mega_agentrl.rollout.context import RolloutContext
 from mega_agentrl.rollout.tree import grow_tree
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_prompt, turns
+from tests.rollout.virtual_time import run_virtually
 
 CALL = "<search>q1</search>"
 END = f"<answer>1</answer>{EOS}"
@@ -41,7 +42,7 @@ def _grow(generator, *, num_trajectories=12, branching=Branching.aepo, **branch)
         seed=1,
         step=0,
     )
-    return asyncio.run(asyncio.wait_for(grow_tree(context, make_prompt(), "p0"), 20))
+    return run_virtually(asyncio.wait_for(grow_tree(context, make_prompt(), "p0"), 20))
 
 
 def _entropies(root, after):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given
@@ -51,10 +50,10 @@ async def test_calls_run_at_once_and_are_answered_in_order():
 
 async def test_a_bug_arrives_as_itself_and_ends_the_others():
     sleeper = Sleeper()
-    begin = time.monotonic()
+    begin_s = asyncio.get_running_loop().time()
     with pytest.raises(KeyError, match="wrong_name"):
         await run_calls(sleeper, [*_calls(10_000), *_calls(1, tool="bug")])
-    assert time.monotonic() - begin < 5
+    assert asyncio.get_running_loop().time() - begin_s < 1
 
 
 def test_a_refusal_says_why_and_keeps_what_it_refuses():

@@ -14,6 +14,7 @@ from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools
 from tests.rollout.bare_trajectory import bare_trajectory
 from tests.rollout.graded_prompts import make_config, make_prompts, write
 from tests.rollout.stepped_engine import SteppedGenerator
+from tests.rollout.virtual_time import run_virtually
 
 
 def _grow(generator, *, with_greedy, hold=False, tools=None, **changes):
@@ -37,11 +38,11 @@ def _grow(generator, *, with_greedy, hold=False, tools=None, **changes):
             await hold_groups([group])
             assert group.rests
             group.go_on()
-        await asyncio.wait({group.task}, timeout=5)
+        await asyncio.wait({group.task})
         assert not group.rests
         return group
 
-    group = asyncio.run(scenario())
+    group = run_virtually(scenario())
     assert all(session.released == 1 for session in tools.sessions)
     return group.tree
 
@@ -96,7 +97,7 @@ def test_an_ended_group_leaves_no_greedy_answer_behind():
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return tools
 
-    assert all(session.released == 1 for session in asyncio.run(scenario()).sessions)
+    assert all(session.released == 1 for session in run_virtually(scenario()).sessions)
 
 
 def test_metrics_by_hand():

@@ -25,6 +25,7 @@ from tests.rollout.graded_prompts import (
     write,
 )
 from tests.rollout.stepped_engine import SteppedGenerator
+from tests.rollout.virtual_time import run_virtually
 
 
 @pytest.mark.parametrize("branching", [Branching.none, Branching.after_result, Branching.released])
@@ -37,7 +38,7 @@ def test_without_any_of_it_the_trees_are_those_of_collect(branching):
         groups = make_collector(Books(prompts), config, generator, tools, num_groups=5)
         return await groups.collect("train-1")
 
-    plain = asyncio.run(
+    plain = run_virtually(
         collect(
             prompts,
             generator=FakeGenerator(),

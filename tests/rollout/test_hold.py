@@ -60,7 +60,7 @@ async def test_it_says_whether_a_request_is_at_the_engine_and_whether_one_serves
     assert not held.is_running
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(TEXTS),
     st.integers(1, 30),

@@ -24,7 +24,7 @@ from tests.fakes import make_prompt
 from tests.rollout.grown_trees import grown, nested_tree
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(grown())
 def test_leaves_become_the_trajectories_again(tree):
     nodes = to_nodes(tree)
@@ -37,7 +37,7 @@ def test_leaves_become_the_trajectories_again(tree):
     assert all(node.parent is None or node.parent < i for i, node in enumerate(nodes.nodes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(grown())
 def test_every_token_leads_to_the_decision_that_made_it(tree):
     nodes = to_nodes(tree)
@@ -56,7 +56,7 @@ def test_every_token_leads_to_the_decision_that_made_it(tree):
                 assert origin.decision.num_forks > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(grown(rounds=False))
 def test_decisions_account_for_every_fork_and_every_probe(tree):
     for one in tree.trajectories:

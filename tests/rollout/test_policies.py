@@ -32,6 +32,7 @@ from tests.fakes import (
     turns,
     unit,
 )
+from tests.rollout.virtual_time import run_virtually
 
 WAYS = (Branching.after_result, Branching.aepo, Branching.released)
 PROMPTS = [make_prompt("p0", question="Q0"), make_prompt("p1", question="Q1")]
@@ -69,7 +70,7 @@ def _collect(config, *, seed=1, generator=None, tools=None, **options):
         step=0,
         **options,
     )
-    return asyncio.run(asyncio.wait_for(work, 20))
+    return run_virtually(asyncio.wait_for(work, 20))
 
 
 def _all(trees):
@@ -99,7 +100,7 @@ def test_policy_by_name():
     assert make_policy(RolloutConfig(branch=BranchConfig(probe_tokens=7))).probe_tokens == 7
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(configs, seeds, st.sampled_from([0.0, 0.2]))
 def test_n_trajectories_always_each_with_a_prefix_of_its_parent(config, seed, share):
     tools = FakeTools()

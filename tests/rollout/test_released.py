@@ -23,6 +23,7 @@ from tests.rollout.released_script import (
     runs,
     shown,
 )
+from tests.rollout.virtual_time import run_virtually
 
 
 def _replay(scenario, row, baselines):
@@ -38,7 +39,7 @@ def _replay(scenario, row, baselines):
     keys = [prompt.prompt_id for prompt in prompts]
     batch = ReleasedBatch(context_of(scenario, engine, tools), prompts, keys, faults)
     engine.batch = batch
-    trees = asyncio.run(asyncio.wait_for(batch.run(), 20))
+    trees = run_virtually(asyncio.wait_for(batch.run(), 20))
     return batch, trees, tools, list(uniforms)
 
 
@@ -135,12 +136,12 @@ def _batch(generator, *, tools=None, faults=None, num_prompts=2, **options):
 
 
 def _run(generator, **options):
-    return asyncio.run(asyncio.wait_for(_batch(generator, **options).run(), 20))
+    return run_virtually(asyncio.wait_for(_batch(generator, **options).run(), 20))
 
 
 def test_missing_trajectories_are_made_one_after_the_other():
     batch = _batch(FakeGenerator(turns(END)), branch={"initial_rollouts": 2}, num_prompts=1)
-    (tree,) = asyncio.run(batch.run())
+    (tree,) = run_virtually(batch.run())
     assert [round_.active for round_ in batch.rounds] == [(0, 1), (2,), (3,), (4,), (5,)]
     assert tree.num_top_ups == 4 and tree.num_forks == 0
     assert [one.path for one in tree.trajectories] == [(index,) for index in range(6)]
@@ -226,7 +227,7 @@ def test_an_engine_without_log_probs_is_named():
 
     tools = FakeTools()
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(_outer(_batch(Bare(turns(CALL, END)), tools=tools)))
+        run_virtually(_outer(_batch(Bare(turns(CALL, END)), tools=tools)))
     assert "expected 10 per position" in str(caught.value.exceptions[0])
     assert all(session.released == 1 for session in tools.sessions)
 

@@ -16,6 +16,7 @@ from mega_agentrl.rollout.trajectory import RolloutContext
 from mega_agentrl.rollout.tree import grow_tree
 from mega_agentrl.types.records import Author
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_prompt, turns
+from tests.rollout.virtual_time import run_virtually
 
 CALL = "<search>q1</search>"
 END = f"<answer>1</answer>{EOS}"
@@ -52,7 +53,7 @@ def _context(config, generator, tools, *, seed=1, max_model_len=140):
 
 def _grow(config, *, seed=1, generator=None, tools=None):
     context = _context(config, generator or FakeGenerator(), tools or FakeTools(), seed=seed)
-    return asyncio.run(asyncio.wait_for(grow_tree(context, make_prompt(), "p0"), 20))
+    return run_virtually(asyncio.wait_for(grow_tree(context, make_prompt(), "p0"), 20))
 
 
 def _check_tree(tree, config, tools):

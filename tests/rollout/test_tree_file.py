@@ -84,7 +84,7 @@ def _bits(values):
     return np.asarray(values, dtype=np.float64).tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.one_of(st.lists(singles), st.lists(doubles), st.lists(st.sampled_from([0.0, -0.0]))))
 def test_floats_come_back_bit_for_bit(values):
     packed = json.loads(json.dumps(tree_file._pack_floats(values)))

@@ -21,6 +21,7 @@ from mega_agentrl.tool.protocol import Tool, ToolAnswer
 from mega_agentrl.types.records import Author, Finish, Generation, StopReason
 from tests.chat_models import save_tokenizer
 from tests.fakes import FakeRubric, make_prompt, unit
+from tests.rollout.virtual_time import run_virtually
 
 MAX_MODEL_LEN = 2500
 
@@ -134,7 +135,7 @@ def codecs(tmp_path_factory):
     return [HFCodec(save_tokenizer(name, folder / name)) for name in ("qwen25", "qwen3", "llama3")]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(configs, st.integers(0, 10_000), st.integers(0, 2), st.booleans())
 def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, with_user):
     codec, say, nag = codecs[family], Say(), Nag()
@@ -146,7 +147,7 @@ def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, wit
         extra_info={"interaction_kwargs": {}} if with_user else {},
     )
     generator = Random(codec, seed)
-    (tree,) = asyncio.run(
+    (tree,) = run_virtually(
         asyncio.wait_for(
             collect(
                 [prompt],
