@@ -105,16 +105,20 @@ def test_a_seeded_request_repeats(engine):
 
 def stopping_request(engine, stop):
     """A seeded request that samples the token `stop` before its length is reached."""
-    for seed in range(200):
-        request = GenerateRequest(
-            request_id=f"find/{seed}",
-            token_ids=(9, 8, 7),
-            max_tokens=100,
-            temperature=2.0,
-            seed=seed,
-        )
-        if stop in engine.call("generate", request).token_ids:
-            return request
+    for start in range(0, 200, 20):
+        requests = [
+            GenerateRequest(
+                request_id=f"find/{seed}",
+                token_ids=(9, 8, 7),
+                max_tokens=100,
+                temperature=2.0,
+                seed=seed,
+            )
+            for seed in range(start, start + 20)
+        ]
+        for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+            if stop in got.token_ids:
+                return request
     raise AssertionError("no seed samples it")
 
 
