@@ -12,13 +12,7 @@ and the same network whole, stepped by torch's own AdamW.
 from __future__ import annotations
 
 import math
-import os
-import socket
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -26,11 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mega_agentrl.actor import device, groups
 from mega_agentrl.config.schema import OptimConfig, ParallelConfig
+from tests.parallel.pool import free_port
 
 SHAPES = {"matrix": (8, 6), "vector": (5,), "router": (3, 6), "tied": (4, 6), "expert": (4, 6)}
 SETTINGS = OptimConfig(lr=0.05, weight_decay=0.5, betas=[0.8, 0.9], grad_clip=2.0)
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
 
 
 def whole(name, step=None):
@@ -133,48 +126,8 @@ def alone():
             rank=0,
             world_size=1,
             master_address="127.0.0.1",
-            master_port=_port(),
+            master_port=free_port(),
             timeout_s=30.0,
         )
     finally:
         groups.leave()
-
-
-def run_two(script, folder):
-    """What `script RANK PORTS RESULT` saved on each of two ranks; ports: some free ones."""
-    ports = ",".join(str(_port()) for _ in range(16))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    processes = []
-    for rank in range(2):
-        with (folder / f"{rank}.log").open("w") as log:
-            command = [
-                sys.executable,
-                "-W",
-                "ignore",
-                script,
-                str(rank),
-                ports,
-                folder / f"{rank}.pt",
-            ]
-            processes.append(
-                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            )
-    ends_at = time.monotonic() + DEADLINE_S
-    try:
-        while time.monotonic() < ends_at:
-            codes = [process.poll() for process in processes]
-            if None not in codes or any(codes):
-                break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-    logs = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(2)]
-    assert codes == [0, 0], "\n".join(logs)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def _port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

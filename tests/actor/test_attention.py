@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,14 +120,15 @@ def share_of_context(rank, group):
         return attend(q, k, v, rows, context_group=group)
 
     blocks = run(compute, [part[held] for part in parts], grad[held])
-    attention.varlen_attn = varlen_by_rows
-    attention._has_ragged_kernel = lambda query: True
-    return blocks, run(compute, [part[held] for part in parts], grad[held])
+    with patch.multiple(
+        attention, varlen_attn=varlen_by_rows, _has_ragged_kernel=lambda query: True
+    ):
+        return blocks, run(compute, [part[held] for part in parts], grad[held])
 
 
-def test_two_context_ranks_give_what_one_gives():
+def test_two_context_ranks_give_what_one_gives(rank_pool):
     held = torch.cat([held_tokens(STARTS, rank, 2) for rank in range(2)])
-    for kernel in zip(*run_ranks(share_of_context, 2), strict=True):
+    for kernel in zip(*run_ranks(rank_pool, share_of_context, 2), strict=True):
         for whole, *parts in zip(expected(), *kernel, strict=True):
             torch.testing.assert_close(torch.cat(parts), whole[held])
 

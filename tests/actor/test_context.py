@@ -52,7 +52,7 @@ def exchange(rank, group):
     return gathered_W.flatten().tolist(), value_S.grad.flatten().tolist()
 
 
-def test_all_ranks_see_all_tokens_and_their_gradients_add_up():
-    results = run_ranks(exchange, 2)
+def test_all_ranks_see_all_tokens_and_their_gradients_add_up(rank_pool):
+    results = run_ranks(rank_pool, exchange, 2)
     assert [gathered for gathered, _ in results] == 2 * [[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]]
     assert [grad for _, grad in results] == [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]

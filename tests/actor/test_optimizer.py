@@ -1,35 +1,22 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from mega_agentrl.actor.optimizer import PolicyOptimizer
-from tests.actor.small_network import SETTINGS, SHAPES, Reference, alone, fill, run_two, whole, wrap
+from tests.actor.optimizer_jobs import CASES, step_cases
+from tests.actor.small_network import SETTINGS, SHAPES, Reference, alone, fill, whole, wrap
+from tests.parallel.pool import free_port
 
 BF16 = torch.bfloat16
-CASES = (
-    "data",
-    "data, distributed",
-    "data, bf16",
-    "data, bf16, distributed",
-    "tensor",
-    "tensor, distributed",
-    "pipeline",
-    "pipeline, distributed",
-    "expert",
-    "expert, distributed",
-    "expert in tensor",
-)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(rank_pool):
     """Per rank and case: norms and whether taken, parameters by name, number of steps."""
-    script = Path(__file__).parent / "optimizer_process.py"
-    return run_two(script, tmp_path_factory.mktemp("optimizer"))
+    return rank_pool.run(step_cases, 2, [free_port() for _ in CASES])
 
 
 @pytest.fixture(

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from mega_agentrl.actor import optimizer_state
 from mega_agentrl.actor.optimizer import PolicyOptimizer
-from tests.actor.small_network import SETTINGS, alone, fill, run_two, wrap
+from tests.actor.small_network import SETTINGS, alone, fill, wrap
 
 BF16 = torch.bfloat16
 KINDS = ("param", *optimizer_state.MOMENTS)
@@ -112,9 +110,10 @@ def test_steps_are_counted_per_parameter_after_loading():
         assert {state["step"].item() for state in part.optimizer.state.values()} == {2.0}
 
 
-def test_shares_of_two_ranks_make_up_the_whole_and_are_cut_again(tmp_path):
-    script = Path(__file__).parent / "optimizer_state_process.py"
-    for results in run_two(script, tmp_path):
+def test_shares_of_two_ranks_make_up_the_whole_and_are_cut_again(rank_pool):
+    from tests.actor.optimizer_state_jobs import resume  # which imports this module
+
+    for results in rank_pool.run(resume, 2):
         expected = results.pop("uninterrupted")
         assert set(results) == {"distributed", "plain"}
         for parameters in results.values():

@@ -21,8 +21,8 @@ def gather_and_scatter(rank, group):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(gather_and_scatter, 3)
+def ranks(rank_pool):
+    return run_ranks(rank_pool, gather_and_scatter, 3)
 
 
 def test_everyone_gets_all_parts_in_the_order_of_ranks(ranks):

@@ -17,6 +17,8 @@ from mega_agentrl.actor.vocab_parallel import (
     _kernel,
     logp_and_entropy,
 )
+from tests.actor.vocab_cases import CHECKS
+from tests.actor.vocab_rank import check_all, check_exchanges
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 500.0
@@ -54,9 +56,13 @@ def run_checks(folder, kernel, size, **environment):
     assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_two_tensor_ranks(kernel, tmp_path):
-    run_checks(tmp_path, kernel, 2, TRITON_INTERPRET="1")
+def test_two_tensor_ranks(rank_pool):
+    first, second = rank_pool.run(check_all, 2, "torch")
+    assert first == second == [check.__name__ for check in (*CHECKS, check_exchanges)]
+
+
+def test_two_tensor_ranks_with_triton(tmp_path):
+    run_checks(tmp_path, "triton", 2, TRITON_INTERPRET="1")
 
 
 def test_two_tokens_by_hand():

@@ -1,19 +1,20 @@
-"""Every check of `vocab_cases` in a process of its own, as one of some tensor ranks over gloo.
+"""Every check of `vocab_cases` as one of some tensor ranks over gloo.
 
-``python vocab_rank.py KERNEL RANK SIZE PORT``; fails with the check's traceback.
+``python vocab_rank.py KERNEL RANK SIZE PORT`` runs them in a process of its own, where Triton's
+interpreter can be chosen; it fails with the check's traceback.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from mega_agentrl.actor.vocab_parallel import Kernel, _kernel
+from tests.actor.gloo_ranks import join_gloo
 from tests.actor.vocab_cases import CHECKS, VOCAB, Place, close, given, reference, run
 
 SCRATCH_BYTES = 4_000
@@ -46,25 +47,22 @@ def check_exchanges(place: Place) -> None:
     close(sums[False], expected_ND, 5e-6)
 
 
-def main() -> None:
-    kernel, rank, size, port = Kernel(sys.argv[1]), *map(int, sys.argv[2:])
-    torch.set_num_threads(1)
-    group = None
-    if size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=60),
-        )
-        group = dist.group.WORLD
-    place = Place(kernel, rank=rank, size=size, group=group)
-    for check in (*CHECKS, *([check_exchanges] if size > 1 else [])):
+def check_all(seat, kernel):
+    """Every check on this rank; names of those that passed, which are all."""
+    group = join_gloo(seat) if seat["world_size"] > 1 else None
+    place = Place(Kernel(kernel), rank=seat["rank"], size=seat["world_size"], group=group)
+    checks = (*CHECKS, *([check_exchanges] if group else []))
+    for check in checks:
         check(place)
-        sys.stdout.write(f"{check.__name__} passed\n")
-    if size > 1:
-        dist.destroy_process_group()
+    return [check.__name__ for check in checks]
+
+
+def main() -> None:
+    kernel, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    seat = {"rank": rank, "world_size": size, "master_address": "127.0.0.1", "master_port": port}
+    for name in check_all(seat | {"timeout_s": 60.0}, kernel):
+        sys.stdout.write(f"{name} passed\n")
     sys.stdout.flush()
     # Threads that torch leaves running can abort the process in the interpreter's own exit.
     os._exit(0)

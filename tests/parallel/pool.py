@@ -19,24 +19,23 @@ import io
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.parallel.fork_server import fork_server
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.context import ForkServerProcess
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("rank_process.py")
 START_DEADLINE_S = 300.0
 COLLECTIVE_DEADLINE_S = 60.0
-STACK_WAIT_S = 1.0
+STACK_WAIT_S = 10.0
 LOG_TAIL = 4000
 
 
@@ -46,14 +45,14 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     connection: Connection
     log: Path
 
     def end(self) -> None:
         self.connection.close()
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 class RankPool:
@@ -155,29 +154,29 @@ def unpacked(data: bytes) -> Any:
 
 
 def _spawn(log: Path) -> _Rank:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
-    here, there = Pipe()
-    with there, log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(there.fileno())],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=[there.fileno()],
-        )
+    from tests.parallel.rank_process import serve
+
+    log.touch()
+    context = fork_server()
+    here, there = context.Pipe()
+    with there:
+        process = context.Process(target=serve, args=(there, str(log)), daemon=True)
+        process.start()
     return _Rank(process, here, log)
 
 
 def _ask_where(ranks: list[_Rank]) -> None:
-    """Have each process write its stack into its log."""
+    """Have each process write its stack into its log, and wait until all have begun to."""
+    sizes = {rank.log: rank.log.stat().st_size for rank in ranks if rank.process.is_alive()}
     for rank in ranks:
-        rank.process.send_signal(signal.SIGUSR1)
-    time.sleep(STACK_WAIT_S)
+        if rank.log in sizes:
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    ends_at = time.monotonic() + STACK_WAIT_S
+    while any(log.stat().st_size == size for log, size in sizes.items()):
+        if time.monotonic() > ends_at:
+            return
+        time.sleep(0.1)
+    time.sleep(0.1)  # for the rest of the stacks
 
 
 def _logs(ranks: list[_Rank]) -> str:

@@ -1,23 +1,23 @@
-"""One rank of `pool.RankPool`: runs the functions it is sent until its pool hangs up.
-
-``python rank_process.py DESCRIPTOR``, of the pool's pipe, which it inherits.
-"""
+"""One rank of `pool.RankPool`: runs the functions it is sent until its pool hangs up."""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
 import importlib
+import os
 import signal
-import sys
 import traceback
-from multiprocessing.connection import Connection
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from tests.parallel.pool import packed, unpacked
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 def answer(name: str, seat: dict[str, Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
@@ -34,18 +34,19 @@ def answer(name: str, seat: dict[str, Any], arguments: tuple[Any, ...]) -> tuple
     return "", result
 
 
-def main() -> None:
+def serve(connection: Connection, log: str) -> None:
+    """Answer jobs until the connection ends; all output goes to the file `log`."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     faulthandler.register(signal.SIGUSR1)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with Connection(int(sys.argv[1])) as connection:
-        connection.send_bytes(packed(("", None)))
-        while True:
-            try:
-                job = unpacked(connection.recv_bytes())
-            except EOFError:
-                return
-            connection.send_bytes(packed(answer(*job)))
-
-
-if __name__ == "__main__":
-    main()
+    gc.freeze()  # so that the collection after each job leaves the libraries' objects alone
+    connection.send_bytes(packed(("", None)))
+    while True:
+        try:
+            job = unpacked(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(packed(answer(*job)))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.parallel.pool import RankError, RankPool
 
 @pytest.fixture
 def pool(tmp_path):
-    found = RankPool(tmp_path, deadline_s=20.0)
+    found = RankPool(tmp_path)
     yield found
     found.close()
 
@@ -36,16 +35,16 @@ def test_a_failing_rank_ends_its_waiting_peers_and_the_next_job_runs(pool):
     assert not set(before) & set(after)
 
 
-def test_a_dead_or_late_rank_is_named_with_its_log(tmp_path):
+def test_a_dead_rank_is_named_with_its_log(pool):
+    with pytest.raises(RankError, match=r"rank 0 died[\s\S]*last words"):
+        pool.run(pool_jobs.die, 1)
+
+
+def test_a_late_rank_is_named_with_its_stack(tmp_path):
     pool = RankPool(tmp_path, deadline_s=3.0)
     try:
-        with pytest.raises(RankError, match=r"rank 0 died[\s\S]*last words"):
-            pool.run(pool_jobs.die, 1)
-        pool.run(pool_jobs.pid, 1)
-        started = time.monotonic()
         with pytest.raises(RankError, match=r"rank 0 still busy after 3\.0 s[\s\S]*in sleep"):
             pool.run(pool_jobs.sleep, 1)
-        assert time.monotonic() - started < 20
     finally:
         pool.close()
 

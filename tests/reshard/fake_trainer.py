@@ -9,7 +9,6 @@ digest_of = trainer.digests()           # of every region, or raises what a rank
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,6 +26,7 @@ from mega_agentrl.reshard.place import Place
 from mega_agentrl.reshard.plan import plan_delivery
 from mega_agentrl.reshard.proof import Court, Witness, all_regions
 from mega_agentrl.reshard.transport import WeightLink, join, open_store
+from tests.parallel.fork_server import fork_server
 from tests.reshard.faults import TOLD_FAULTS, Fault, Hit, cut, inject, told_hit
 
 if TYPE_CHECKING:
@@ -168,9 +168,7 @@ class FakeTrainer:
             process.join(10)
 
     def _start(self, rank: int) -> None:
-        # Not fork: this process has threads. Not spawn: torch is imported once for all.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context = fork_server()
         self._pipes[rank], theirs = context.Pipe()
         self.processes[rank] = context.Process(target=_run_rank, args=(rank, theirs), daemon=True)
         self.processes[rank].start()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import torch
 
 from mega_agentrl.reshard.links import Link, Location, link_between
 from mega_agentrl.reshard.whereabouts import Whereabouts, here, locations
+from tests.parallel.fork_server import fork_server
 
 
 def test_numbers_go_by_first_appearance():
@@ -48,7 +47,7 @@ def test_ranks_without_a_device_share_none():
 
 
 def test_processes_of_this_machine_find_each_other():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with fork_server().Pool(1) as pool:
         other = pool.apply(here)
     assert other == here()
     assert here().host

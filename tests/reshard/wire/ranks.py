@@ -9,7 +9,6 @@ A job is a function of a module, called with the rank's `Seat`; what it raises c
 
 from __future__ import annotations
 
-import multiprocessing
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from mega_agentrl.reshard.transport import open_store
+from tests.parallel.fork_server import fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,9 +49,7 @@ class Group:
     """The processes, by rank."""
 
     def __init__(self, world_size: int) -> None:
-        # Not fork: this process has threads. Not spawn: torch is imported once for all.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context = fork_server()
         self.store = open_store(ADDRESS, JOIN_S)
         self.processes, self._pipes = [], []
         for rank in range(world_size):

@@ -1,12 +1,6 @@
-"""One of two data ranks: train with the distributed optimizer, save, resume with and without it.
-
-``python optimizer_state_process.py RANK PORTS RESULT``; saved are the parameters after one more
-step, of the first run and of the resumed ones.
-"""
+"""What each of two data ranks does to resume with and without the distributed optimizer."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -16,17 +10,10 @@ from mega_agentrl.config.schema import ParallelConfig
 from tests.actor.test_optimizer_state import build, restore, saved
 
 
-def main() -> None:
-    rank, ports = int(sys.argv[1]), sys.argv[2].split(",")
-    device.choose_device(rank)
-    joined = groups.join(
-        ParallelConfig(data=2),
-        rank=rank,
-        world_size=2,
-        master_address="127.0.0.1",
-        master_port=int(ports[0]),
-        timeout_s=30.0,
-    )
+def resume(seat):
+    """Train with it, save, resume: parameters after one more step, of the first and later runs."""
+    device.choose_device(seat["rank"])
+    joined = groups.join(ParallelConfig(data=2), **seat)
     chunk, optimizer, step = build(joined, torch.float32, distributed=True)
     step(0)
     step(1)
@@ -46,13 +33,9 @@ def main() -> None:
         restore(chunk, optimizer, [*both[0], *both[1]], num_steps)
         step(2)
         results[name] = weights_of(chunk)
-    torch.save(results, sys.argv[3])
     groups.leave()
+    return results
 
 
 def weights_of(chunk):
     return {name: value.detach().clone() for name, value in chunk.module.named_parameters()}
-
-
-if __name__ == "__main__":
-    main()

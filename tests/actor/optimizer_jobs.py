@@ -1,13 +1,11 @@
-"""One of two ranks that step the small network under several layouts.
+"""What each of two ranks does to step the small network under several layouts.
 
-``python optimizer_process.py RANK PORTS RESULT``. Each layout takes step 0, one with a NaN on
-rank 1, then steps 1 and 2; saved are norms, whether taken, and the parameters.
+Each layout takes step 0, one with a NaN on rank 1, then steps 1 and 2.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 
 import torch
 
@@ -54,23 +52,12 @@ def run(joined, dtype, distributed, poisoned, late=False):
     return results, parameters, optimizer.num_steps
 
 
-def main() -> None:
-    rank, ports = int(sys.argv[1]), sys.argv[2].split(",")
-    device.choose_device(rank)
+def step_cases(seat, ports):
+    """Norms and whether taken, parameters, number of steps, by case; ports: one for each."""
+    device.choose_device(seat["rank"])
     results = {}
-    for port, (name, (layout, *settings)) in zip(ports, CASES.items(), strict=False):
-        joined = groups.join(
-            ParallelConfig(**layout),
-            rank=rank,
-            world_size=2,
-            master_address="127.0.0.1",
-            master_port=int(port),
-            timeout_s=30.0,
-        )
+    for port, (name, (layout, *settings)) in zip(ports, CASES.items(), strict=True):
+        joined = groups.join(ParallelConfig(**layout), **seat | {"master_port": port})
         results[name] = run(joined, *settings)
         groups.leave()
-    torch.save(results, sys.argv[3])
-
-
-if __name__ == "__main__":
-    main()
+    return results
