@@ -50,15 +50,20 @@ class RollCall:
         *,
         beat_s: float = BEAT_S,
         silence_s: float = SILENCE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """store: under the save's own prefix, not used by anyone who blocks on it."""
+        """store: under the save's own prefix, not used by anyone who blocks on it.
+
+        clock: seconds; how long a rank has been silent is measured on it.
+        """
         self._store = store
         self._rank = rank
         self._what = what
         self._beat_s = beat_s
         self._silence_s = silence_s
         self._watched = [r for r in range(num_ranks) if r != rank] if rank == 0 else [0]
-        self._heard = {r: (b"", time.monotonic()) for r in self._watched}
+        self._clock = clock
+        self._heard = {r: (b"", clock()) for r in self._watched}
         self._silent: list[int] = []
         self._stands = False
         self._error: str | None = None
@@ -163,7 +168,7 @@ class RollCall:
 
     def _listen(self) -> list[int]:
         """Ranks that have been silent for too long."""
-        now = time.monotonic()
+        now = self._clock()
         for rank in self._watched:
             key = f"beat/{rank}"
             beat = self._store.get(key) if self._has(key) else b""
