@@ -75,7 +75,13 @@ def test_the_cut_into_micro_batches_leaves_the_gradient(cell, grid):
 
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=() if model in ("llama", "qwen3_moe") else pytest.mark.slow)
+        for model in MODELS
+    ],
+)
 def test_data_ranks_leave_the_gradient(model, distributed_optimizer, grid):
     (alone, shared) = (
         next(
