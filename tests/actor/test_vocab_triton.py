@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "actor" / "vocab_rank.py"
 
 
+@pytest.mark.slow  # two tensor ranks do all of it too, in `test_vocab_parallel.py`
 def test_parity_under_the_interpreter():
     # The interpreter is chosen when the kernels' module is imported: a process of its own.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
