@@ -32,7 +32,7 @@ def test_places_are_free_again_after_release(ray_local):
         def inside():
             return True
 
-        assert ray.get(inside.options(scheduling_strategy=places.of(3)).remote(), timeout=30)
+        assert ray.get(inside.options(scheduling_strategy=places.of(3)).remote(), timeout=300)
         places.release()
 
 

