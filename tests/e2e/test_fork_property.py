@@ -165,7 +165,7 @@ def separate_run(folder, codes):
         input=json.dumps(codes),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
         cwd=folder,
     )

@@ -178,10 +178,10 @@ async def test_whenever_a_collection_is_cancelled_no_state_stays_open(seed):
     )
     await asyncio.sleep(0.004 + rng.random() * 0.04)
     collecting.cancel()
-    await asyncio.wait({collecting}, timeout=5)
+    await asyncio.wait({collecting}, timeout=60)
     assert collecting.done()
     # A state that was made at the very moment is released behind the cancellation.
-    deadline = asyncio.get_running_loop().time() + 2
+    deadline = asyncio.get_running_loop().time() + 60
     while any(tool.num_open for tool in tools) and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.005)
     assert [tool.num_open for tool in tools] == [0, 0]
