@@ -1,6 +1,7 @@
 """A whole run out of fakes: every part of the loop without Ray, Megatron or vLLM."""
 
 import asyncio
+import os
 
 import pytest
 
@@ -14,6 +15,7 @@ from mega_agentrl.config.schema import (
     TrainConfig,
 )
 from mega_agentrl.data.sft import Demonstration, DemonstrationSampler
+from mega_agentrl.train import session
 from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.parts import Parts
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
@@ -112,6 +114,14 @@ def config(tmp_path):
         evaluate=EvaluateConfig(num_samples=2),
         report=ReportConfig(trackers=[]),
     )
+
+
+@pytest.fixture
+def bare_runs(monkeypatch):
+    """Runs without page and picture, which take longer than the rest, and that no disk slows."""
+    monkeypatch.setattr(session, "write_report", lambda folder: folder)
+    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from mega_agentrl.config.choices import FilterKey
 from mega_agentrl.data.sampler import PromptSampler
 from mega_agentrl.rollout.collected import Collected
 from mega_agentrl.runtime.loop_thread import LoopThread
-from mega_agentrl.train import session
 from mega_agentrl.train.ahead import Ahead
 from mega_agentrl.train.loop import train
 from mega_agentrl.train.stopping import Stopped, Stopper
@@ -25,14 +23,8 @@ from tests.rollout.stepped_engine import SteppedGenerator
 from tests.train.conftest import FakePolicy
 from tests.train.mortal_run import Killed, Moments, die, make_config, outcome, start
 
-DEADLINE_S = 20
-
-
-@pytest.fixture(autouse=True)
-def no_pages(monkeypatch):
-    """The page and the picture take longer than all the rest and decide on nothing."""
-    monkeypatch.setattr(session, "write_report", lambda folder: folder)
-    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+DEADLINE_S = 120
+pytestmark = pytest.mark.usefixtures("bare_runs")
 
 
 def steps_of(parts, config, *, staleness, **changes):
@@ -112,7 +104,8 @@ def test_a_collection_begins_as_soon_as_the_bound_allows(parts):
 def test_at_most_so_many_collections_are_under_way_and_the_end_leaves_none(parts):
     async def open_gate(groups, step):
         groups.gates[step].set()
-        await asyncio.sleep(0.01)
+        for _ in range(20):
+            await asyncio.sleep(0)
         return [step for step, *_ in groups.begun]
 
     with asyncio.Runner() as runner:
@@ -166,12 +159,24 @@ def test_no_token_is_older_than_the_bound_whatever_is_slow(parts, config, seed):
 
 
 def test_with_an_engine_that_is_faster_than_the_policy_the_bound_is_reached(parts, config):
+    sampled = {step: threading.Event() for step in range(1, 6)}
+
+    class Watching(FakeGenerator):
+        async def generate(self, request):
+            for step, event in sampled.items():
+                if f"/train-{step}/" in request.request_id:
+                    event.set()
+            return await super().generate(request)
+
     class Slow(FakePolicy):
+        num_updates = 0
+
         def update(self, batch, kl_weight_BT=None):
-            time.sleep(0.2)
+            self.num_updates += 1
+            assert sampled[min(self.num_updates + 2, 5)].wait(DEADLINE_S)
             return super().update(batch, kl_weight_BT)
 
-    parts.policy = Slow()
+    parts.generator, parts.policy = Watching(), Slow()
     ages = [line["rollout/staleness_max"] for line in steps_of(parts, config, staleness=2)]
     assert ages[:2] == [0.0, 1.0] and max(ages) == 2.0
 
@@ -245,8 +250,9 @@ MORTAL = {
 }
 
 
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MORTAL)
-def test_killed_at_any_verb_it_ends_as_if_undisturbed(config, tmp_path, kind):
+def test_killed_at_any_verb_it_ends_as_if_undisturbed(config, tmp_path, kind, first):
     """One step off a step is sampled by one version, and its trees are kept until it is saved."""
     make = partial(make_config, config, staleness=1, **MORTAL[kind])
     moments = Moments()
@@ -254,7 +260,7 @@ def test_killed_at_any_verb_it_ends_as_if_undisturbed(config, tmp_path, kind):
     names = [name for name in moments.names if name != "generate"]
     chosen = [(name, names[: at + 1].count(name)) for at, name in enumerate(names)]
     assert len(chosen) > 15
-    for name, number in chosen:
+    for name, number in chosen[first::2]:
         made = make(tmp_path / f"killed-{name}-{number}")
         with pytest.raises(Killed):
             start(made, Moments((name, number), die))

@@ -4,25 +4,26 @@ from functools import partial
 
 import pytest
 
-from mega_agentrl.train import session
 from mega_agentrl.train.restart import MAX_WITHOUT_PROGRESS
 from mega_agentrl.types.faults import RankLostError
 from tests.train.mortal_run import Moments, make_config, outcome, start
 
-
-@pytest.fixture(autouse=True)
-def no_pages(monkeypatch):
-    """The page and the picture take longer than all the rest and decide on nothing."""
-    monkeypatch.setattr(session, "write_report", lambda folder: folder)
-    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+pytestmark = pytest.mark.usefixtures("bare_runs")
 
 
 def lose():
     raise RankLostError("policy rank 1 died")
 
 
-@pytest.mark.parametrize("critic", [False, True])
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize(
+    ("warm", "critic"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_lost_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, warm, critic):
     moments = Moments()
     make = partial(make_config, config, warm=warm, ares=False, critic=critic)

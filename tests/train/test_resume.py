@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.train import run_state, session
+from mega_agentrl.train import run_state
 from mega_agentrl.train.resume import take_up
 from mega_agentrl.train.stopping import Stopped, Stopper
 from tests.train.file_policy import WEIGHT
@@ -19,13 +19,7 @@ KINDS = {
     "no warm start, adaptive KL": {"warm": False, "ares": False},
     "a critic with its warm-up": {"warm": False, "ares": False, "critic": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_pages(monkeypatch):
-    """The page and the picture take longer than all the rest and decide on nothing."""
-    monkeypatch.setattr(session, "write_report", lambda folder: folder)
-    monkeypatch.setattr(session, "write_curve", lambda *args: None)
+pytestmark = pytest.mark.usefixtures("bare_runs")
 
 
 def run_on(config, first, stopper=None):
@@ -39,8 +33,10 @@ def run_on(config, first, stopper=None):
     return outcome(config, parts), num_ended
 
 
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind):
+def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind, first):
+    """first: every second moment from here on; a signal comes at the others."""
     moments = Moments()
     make = partial(make_config, config, **KINDS[kind])
     expected, _ = run_on(make(tmp_path / "whole"), moments)
@@ -48,19 +44,20 @@ def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind):
     assert expected["lines"][-1]["stage"] == "held_out_after"
     chosen = [at for at, name in enumerate(moments.names) if name != "generate"]
     assert len(chosen) > 20
-    for at in chosen:
+    for at in chosen[first::2]:
         found, num_ended = run_on(make(tmp_path / f"killed-{at}"), Moments(at, die))
         assert num_ended == 1
         assert found == expected, f"killed at moment {at}, {moments.names[at]}"
 
 
+@pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_at_any_moment_saves_and_it_goes_on(config, tmp_path, kind):
+def test_a_signal_at_any_moment_saves_and_it_goes_on(config, tmp_path, kind, first):
     moments = Moments()
     make = partial(make_config, config, **KINDS[kind])
     expected, _ = run_on(make(tmp_path / "whole"), moments)
     chosen = [at for at, name in enumerate(moments.names) if name != "generate" or at % 9 == 0]
-    for at in chosen:
+    for at in chosen[first::2]:
         folder, stopper = tmp_path / f"stopped-{at}", Stopper()
         ask = partial(stopper.on_signal, signal.SIGUSR1)
         found, num_ended = run_on(make(folder), Moments(at, ask), stopper)
