@@ -189,7 +189,7 @@ async def check(pool, node, folder):
 
 
 @settings(
-    max_examples=25,
+    max_examples=15,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(node=nodes())
