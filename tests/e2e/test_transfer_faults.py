@@ -50,12 +50,13 @@ class Case:
 
 
 CASES = [
-    Case("qwen3", 2, 1, "float32", one_target=True),
     Case("qwen3", 1, 2, "bfloat16", one_target=True),
     Case("qwen3_moe", 2, 1, "bfloat16"),
+    Case("qwen3", 2, 1, "float32", one_target=True),
     Case("qwen3_moe", 1, 2, "float32", one_target=True),
     Case("qwen3", 4, 1, "bfloat16"),
 ]
+QUICK = CASES[:2]
 
 
 def faults_of(case):
@@ -155,7 +156,17 @@ def bits(values):
     return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.model}-{c.engines}xTP{c.tensor}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.model}-{case.engines}xTP{case.tensor}",
+            marks=() if case in QUICK else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
+)
 def test_every_fault_is_caught_and_named_and_the_next_transfer_is_right(case, trainer, folders):
     line = Line(case, trainer, folders[case.model])
     caught = Counter()
