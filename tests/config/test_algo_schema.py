@@ -1,6 +1,7 @@
 """Ranges of the objective's settings, and what its presets set."""
 
 import math
+from functools import cache
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -27,6 +28,7 @@ from mega_agentrl.config.schema import TrainConfig
 PRESETS = known_groups(config_folder())["algo"]
 
 
+@cache
 def preset(name):
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         composed = compose(overrides=[f"+algo={name}"])

@@ -5,11 +5,19 @@ import pytest
 from mega_agentrl.data import encode as module
 from mega_agentrl.data.codec import HFCodec
 from mega_agentrl.data.encode import encode_all
+from tests.chat_models import save_tokenizer
 
 SCHEMAS = {
     name: {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("python", "search")
 }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer's; that of a model of a known type is loaded without torch."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return save_tokenizer("qwen25", tmp_path)
 
 
 def asked(number):
@@ -23,10 +31,10 @@ def asked(number):
     ]
 
 
-def test_processes_give_what_one_gives(assets, monkeypatch):
+def test_processes_give_what_one_gives(folder, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_ROWS", 5)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
-    codec = HFCodec(assets / "model")
+    codec = HFCodec(folder)
     expected = encode_all(codec, asked(23), SCHEMAS, key="data.train")
     assert len({tuple(ids) for ids in expected}) == 23
     assert len(expected[1]) > len(expected[0])
@@ -34,10 +42,10 @@ def test_processes_give_what_one_gives(assets, monkeypatch):
     assert found == expected
 
 
-def test_a_process_that_fails_is_an_error_of_the_data(assets, monkeypatch):
+def test_a_process_that_fails_is_an_error_of_the_data(folder, monkeypatch):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
-    codec = HFCodec(assets / "model")
-    codec.folder = str(assets / "nowhere")
+    codec = HFCodec(folder)
+    codec.folder = str(folder / "nowhere")
     with pytest.raises(ValueError, match=r"data\.train: a process that tokenizes .*nowhere"):
         encode_all(codec, asked(2), SCHEMAS, key="data.train", min_rows=2)
 

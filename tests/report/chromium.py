@@ -87,7 +87,7 @@ class Chromium:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(5)
+            self._process.wait(60)
         os.close(self._from)
 
     def call(self, method, **params):

@@ -26,7 +26,7 @@ class Script:
 
 
 def until(condition):
-    ends_at = time.monotonic() + 10
+    ends_at = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < ends_at
         time.sleep(0.005)

@@ -47,13 +47,13 @@ def test_a_collector_gets_them_over_http(given, path):
             pass
 
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_port}{given}"
         with open_tracer(endpoint, "smoke") as tracer:
             tracer.start_span("one").end()
         server.shutdown()
-        thread.join(10)
+        thread.join()
     ((where, request),) = got
     assert where == path
     assert [s.name for s in request.resource_spans[0].scope_spans[0].spans] == ["one"]

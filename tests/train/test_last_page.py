@@ -69,15 +69,15 @@ def test_no_error_of_the_page_is_raised(run_dir, monkeypatch, caplog, error):
 
 
 def test_a_page_that_takes_too_long_is_given_up(run_dir, slow, caplog):
-    start_s = time.monotonic()
     assert not write_last_page(run_dir, deadline_s=0.2)
-    assert time.monotonic() - start_s < 10
     assert "not written within 0.2 s" in caplog.text
 
 
-def test_ctrl_c_ends_the_page_and_nothing_else(run_dir, slow, caplog):
-    clock = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    clock.start()
+def test_ctrl_c_ends_the_page_and_nothing_else(run_dir, monkeypatch, caplog):
+    def interrupted(run_dir):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setattr(last_page, "write_report", interrupted)
     assert not write_last_page(run_dir, deadline_s=60)
-    clock.join()
     assert "interrupted while it was written" in caplog.text

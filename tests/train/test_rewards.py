@@ -1,6 +1,8 @@
 """Rewards that come later: overlapped with the log-prob pass, masked where there is none, a model's
 part over the packed batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,7 +85,7 @@ def gated(tmp_path, gate):
         functions={"gated": f"{tmp_path}/gated.py"},
         environment=["GATE"],
         workers=2,
-        deadline_s=3.0,
+        deadline_s=120.0,
     )
 
 
@@ -116,14 +118,14 @@ def test_functions_that_hang_or_die_mask_their_trajectory(parts, gate, gated, ca
     texts = ["good \\boxed{1}", "hang", "die", "good \\boxed{2}"]
     rows = [row(f"t{index}", prompt, text) for index, text in enumerate(texts)]
     trees = [RolloutTree(prompt=prompt, trajectories=rows)]
-    with open_rubric(gated) as rubric:
+    with open_rubric(replace(gated, deadline_s=2.0)) as rubric:
         collected = collected_of(trees, rubric)
         batch = pack(trees)
         collected, batch = settle_rewards(parts, collected, batch)
     assert batch.reward_B.tolist() == [2.0, 0.0, 0.0, 1.0]
     assert batch.mask_BT.any(dim=1).tolist() == [True, False, False, True]
     assert batch.group_B.tolist() == [0, 1, 2, 0]
-    assert "did not return within 3 s" in rows[1].no_reward
+    assert "did not return within 2 s" in rows[1].no_reward
     assert "exit code 9" in rows[2].no_reward
     assert "2 trajectories have no reward and are not trained on; the first, t1" in caplog.text
     assert collected.metrics()["rollout/reward_seen"] == 1.5

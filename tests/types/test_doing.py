@@ -45,12 +45,12 @@ def test_threads_that_work_at_the_same_time_end_their_own_marks_only():
     def receive():
         with doing("receive", "rank 1"):
             inside.set()
-            assert leave.wait(10)
+            assert leave.wait(120)
 
     other = threading.Thread(target=receive)
     with doing("send", "rank 2"):
         other.start()
-        assert inside.wait(10)
+        assert inside.wait(120)
         assert [mark.operation for mark in under_way()] == ["send", "receive"]
     assert [mark.operation for mark in under_way()] == ["receive"]
     leave.set()

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -10,6 +11,7 @@ from mega_agentrl.data.toolqa.names import Inventory, Split, deal
 from mega_agentrl.data.toolqa.questions import Kind, make_questions
 
 
+@cache
 def made(num_questions: int = 300) -> dict[Split, list]:
     inventories = deal(0)
     facts = make_facts(inventories, 0)

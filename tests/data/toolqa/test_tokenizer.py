@@ -66,8 +66,3 @@ def test_the_chat_template_renders_roles_and_tools_only_when_given(tokenizer):
     )
     start = '<|im_start|>system\nTools:\n{"name": "python"}<|im_end|>\n'
     assert with_tools == start + plain
-
-
-def test_training_is_reproducible(tokenizer):
-    again = train_tokenizer(dialogues(), vocab_size=448)
-    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

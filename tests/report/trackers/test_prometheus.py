@@ -1,12 +1,19 @@
 """The endpoint, scraped over HTTP."""
 
 import socket
+from socketserver import BaseServer
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mega_agentrl.report.trackers.prometheus import PrometheusTracker
+
+
+@pytest.fixture(autouse=True)
+def quick_ends(monkeypatch):
+    """A server looks for its end twice a second, which every test would wait for."""
+    monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (0.01,))
 
 
 @pytest.fixture
@@ -24,7 +31,7 @@ def tracker(port):
 
 
 def scrape(port):
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     return {
