@@ -70,6 +70,7 @@ class Bridge:
 @pytest.fixture
 def kept(ray_local, request, monkeypatch):
     monkeypatch.setattr(module, "_TICK_S", 0.1)
+    monkeypatch.setattr(module, "SILENCE_S", 300.0)  # a slow machine is not taken for a dead engine
     made = []
     starts = getattr(request, "param", True)
 
@@ -78,9 +79,11 @@ def kept(ray_local, request, monkeypatch):
         return made[-1]
 
     config = TrainConfig(
-        cluster=ClusterConfig(num_engines=2, call_deadline_s=60.0),
+        cluster=ClusterConfig(num_engines=2, call_deadline_s=300.0),
     )
-    engines = GeneratorGroup([Engine.remote(holds=True) for _ in range(2)], config, spawn)
+    actors = [Engine.remote(holds=True) for _ in range(2)]
+    ray.get([actor.call.remote("probe") for actor in actors], timeout=300)
+    engines = GeneratorGroup(actors, config, spawn)
     bridge = Bridge()
     keeper = EngineKeeper(engines, bridge)
     engines.keep(keeper)
