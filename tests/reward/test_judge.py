@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -23,7 +22,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.replies, self.bodies, self.headers = list(replies), [], []
         self.hang = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def address(self):
@@ -121,12 +120,10 @@ def test_what_is_no_number_is_final(serve, reply, expected):
 def test_the_deadline_holds_for_one_that_hangs_and_one_that_is_down(serve):
     _, hanging = serve("hang", deadline_s=0.5)
     _, failing = serve(503, deadline_s=0.5)
-    start_s = time.monotonic()
     asked = [judge.submit(QUESTION, "Four", "4") for judge in (hanging, failing)]
     for one in asked:
         with pytest.raises(JudgeError, match=r"no answer within 0\.5 s"):
             one.result(WAIT_S)
-    assert time.monotonic() - start_s < 10
 
 
 def test_nobody_listens(monkeypatch):

@@ -87,9 +87,9 @@ def test_no_number(one, other):
 
 @pytest.mark.parametrize("text", SLOW)
 def test_what_would_take_long_never_gets_to_the_parser(text):
-    start_s = time.monotonic()
+    start_s = time.process_time()
     assert not same_number(text, "1/2")
-    assert time.monotonic() - start_s < 10
+    assert time.process_time() - start_s < 10
 
 
 @given(st.text(alphabet="0123456789.,/%$-^{}()\\frac sqrtpi", max_size=40))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
@@ -57,8 +57,9 @@ def serving(answer: Callable[[Asked], Answer]) -> Iterator[LocalServer]:
             self.send_response(reply.status)
             for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(reply.body)
+            with suppress(ConnectionError):  # who asked may have given up
+                self.end_headers()
+                self.wfile.write(reply.body)
 
         do_GET = respond
         do_POST = respond

@@ -125,6 +125,6 @@ def test_no_marker_comes_about_where_an_answer_meets_its_frame(before, after):
 
 @pytest.mark.parametrize("unit", ["<", "< ", " ", "</", "<\n", "[", "\uff1c", "\u200b", "<|"])
 def test_long_texts_take_no_time(unit):
-    begin = time.monotonic()
+    begin = time.process_time()
     ESCAPE("<" + unit * 100_000)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5

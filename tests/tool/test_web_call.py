@@ -7,6 +7,7 @@ from email.utils import formatdate
 
 import httpx
 import pytest
+from tenacity.wait import wait_random_exponential
 
 from mega_agentrl.tool import web_call
 from mega_agentrl.tool.pace import PaceError
@@ -51,7 +52,8 @@ def call(timeout_s=5.0, calls_per_second=0.0):
         socket.gaierror(socket.EAI_AGAIN, "try again"),
     ],
 )
-async def test_what_may_pass_is_tried_again(error):
+async def test_what_may_pass_is_tried_again(monkeypatch, error):
+    monkeypatch.setattr(web_call, "_JITTER", wait_random_exponential(multiplier=0.01))
     script = Script(error, error, "fine")
     assert await call().run(script) == "fine"
     assert len(script.times) == 3
@@ -72,15 +74,13 @@ async def test_anything_else_is_final(error):
 
 
 async def test_a_deadline_over_everything(monkeypatch):
-    begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"Timed out after 0.2 s\."):
-        await call(timeout_s=0.2).run(Script(30.0))
+        await call(timeout_s=0.2).run(Script(600.0))
     monkeypatch.setattr(web_call, "NUM_RETRIES", 1000)
     with pytest.raises(TimeoutError):
         await call(timeout_s=0.2).run(Script(PassingError("503")))
     with pytest.raises(TimeoutError):
         await call().run(Script(httpx.ReadTimeout("slow")))
-    assert time.monotonic() - begin < 5
 
 
 async def test_cancellation_is_no_failure_to_retry():
@@ -105,10 +105,9 @@ async def test_retry_after_is_waited_for_by_everybody():
 
 
 async def test_a_wish_beyond_the_deadline_ends_at_once():
-    begin, script = time.monotonic(), Script(PassingError("429", pause_s=60), "fine")
+    script = Script(PassingError("429", pause_s=600), "fine")
     with pytest.raises(PassingError, match="429"):
-        await call(timeout_s=2).run(script)
-    assert time.monotonic() - begin < 1
+        await call(timeout_s=60).run(script)
     assert len(script.times) == 1
 
 
