@@ -79,10 +79,14 @@ def end_leftovers(pid: int, *, spare: set[int]) -> None:
     """
     deadline = time.monotonic() + _STOP_DEADLINE_S
     stopped: set[int] = set()
+    still: set[int] | None = None
     while True:
         alive = {one for one in _descendants(pid, spare) if state(one) not in "ZX"}
-        if all(one in stopped and _is_still(one) for one in alive):
+        # A process that stops while it is listed may have forked behind the list's back: only a
+        # list made while all of them were still, and none of them new, is complete.
+        if alive == still:
             break
+        still = alive if all(one in stopped and _is_still(one) for one in alive) else None
         for one in alive - stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGSTOP)
