@@ -27,7 +27,7 @@
 #
 # Read from the environment, besides what slurm/env.sh names:
 #   MEGA_AGENTRL_START_DEADLINE_S   seconds for all nodes to join (300)
-#   MEGA_AGENTRL_STOP_DEADLINE_S    seconds for the driver to end once a node is lost (30)
+#   MEGA_AGENTRL_STOP_DEADLINE_S    seconds for the driver to end, then for Ray on the nodes (30)
 #   MEGA_AGENTRL_MAX_LOST           how often a job starts again after a lost process (10)
 #   MEGA_AGENTRL_DRIVER             the driver's command (python -m mega_agentrl), for tests. It gets
 #                                   the overrides and cluster.address=<head>; with the overrides and
@@ -88,7 +88,7 @@ tear_down() {
     [ -z "$driver_pid" ] || stop TERM "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "$driver_pid"
     [ -z "$members_pid" ] || stop TERM 5 "$members_pid"
     # srun passes USR2 on; at TERM it would kill ray_node.sh before that could clean up.
-    [ "${#ray_pid[@]}" -eq 0 ] || stop USR2 20 "${ray_pid[@]}"
+    [ "${#ray_pid[@]}" -eq 0 ] || stop USR2 "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "${ray_pid[@]}"
     [ -z "$work" ] || rm -rf "$work"
     [ "$code" -ne "$REQUEUE" ] || requeue
     exit "$code"

@@ -40,6 +40,12 @@ class Jobs:
         self.output = folder / "job.out"
         self.run_dir = folder / "runs" / "mine"
 
+    def beside(self, name):
+        """More jobs of the same test, with output and runs of their own."""
+        folder = self.folder / name
+        folder.mkdir()
+        return Jobs(self.slurm, folder, self.marker)
+
     def submit(self, *words, driver=None, script="slurm/train.sh", nodes=2, options=(), **more):
         """Job id of `sbatch`; more: environment."""
         environment = {
@@ -55,8 +61,13 @@ class Jobs:
         return done.stdout.strip()
 
     def tiny(self, do, **more):
-        """Submits the tiny driver."""
+        """Submits the tiny driver, on a Ray without what it does not use."""
         driver = f"python {ROOT}/tests/slurm/tiny_driver.py"
+        more = {
+            "MEGA_AGENTRL_RAY_OPTIONS": f"{RAY_OPTIONS} --include-log-monitor=false",
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_enable_worker_prestart": "0",
+        } | more
         return self.submit(f"run_dir={self.run_dir}", f"do={do}", driver=driver, **more)
 
     def wait_for(self, path, timeout_s):

@@ -30,9 +30,9 @@ def test_smoke_ci_by_sbatch(jobs, assets):
     job = jobs.submit(
         "experiment=smoke_ci",
         "total_steps=1",
-        "sft.max_steps=4",
+        "sft.max_steps=2",
         "data.prompts_per_step=4",
-        "evaluate.num_questions=8",
+        "evaluate.num_questions=2",
         *asset_overrides(assets, jobs.run_dir),
     )
     places = set()

@@ -12,18 +12,17 @@ from tests.slurm.conftest import ROOT
 pytestmark = pytest.mark.slurm
 
 
-def test_a_sweep_is_an_array_of_jobs(jobs, assets):
+def sweep(jobs, assets, *words):
+    """Two runs, seeds 1 and 2: the ended command, and the folders of the runs by seed."""
     words = [
         "-m",
         "hydra/launcher=submitit_slurm",
         "hydra.launcher.timeout_min=10",
         "experiment=smoke_ci",
         "parallel=single",
-        "total_steps=0",
-        "sft.max_steps=0",
-        "evaluate.num_questions=2",
         "seed=1,2",
         *asset_overrides(assets, jobs.run_dir),
+        *words,
     ]
     done = subprocess.run(
         [sys.executable, "-m", "mega_agentrl", *words],
@@ -31,16 +30,39 @@ def test_a_sweep_is_an_array_of_jobs(jobs, assets):
         env={**jobs.slurm.environment, "MEGA_AGENTRL_LOCAL_DIR": jobs.marker},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    runs = sorted(path.parent.name for path in jobs.run_dir.glob("*/summary.json"))
-    assert len(runs) == 2, list(jobs.run_dir.iterdir())
-    seeds = [
-        json.loads((jobs.run_dir / name / "summary.json").read_text())["seed"] for name in runs
-    ]
-    assert seeds == [1, 2]
+    folders = {}
+    for path in sorted(jobs.run_dir.glob("*/sweep_job.json")):
+        (seed,) = [
+            word.removeprefix("seed=")
+            for word in json.loads(path.read_text())["overrides"]
+            if word.startswith("seed=")
+        ]
+        folders[int(seed)] = path.parent
     tasks = {path.name for path in (jobs.run_dir / ".submitit").glob("[0-9]*_[0-9]*")}
     (array,) = {name.split("_")[0] for name in tasks}
     assert tasks == {f"{array}_0", f"{array}_1"}
+    return done, folders
+
+
+def test_a_sweep_is_an_array_of_jobs_of_which_each_says_why_it_failed(jobs, assets):
+    missing = jobs.folder / "missing.parquet"
+    done, folders = sweep(jobs, assets, f"data.train={missing}")
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    assert sorted(folders) == [1, 2]
+    # The command may end at the first failure, while the other job still runs.
+    jobs.slurm.wait_for(lambda: not jobs.slurm.command("squeue", "-h").stdout.strip(), 120, "end")
+    for folder in folders.values():
+        assert str(missing) in json.loads((folder / "sweep_job.json").read_text())["failed"]
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_in_each_of_its_jobs(jobs, assets):
+    words = ["total_steps=0", "sft.max_steps=0", "evaluate.num_questions=2"]
+    done, folders = sweep(jobs, assets, *words)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for seed, folder in folders.items():
+        assert json.loads((folder / "summary.json").read_text())["seed"] == seed
+    assert sorted(folders) == [1, 2]

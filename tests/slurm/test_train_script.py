@@ -5,6 +5,7 @@ Most of it with a tiny driver (`tiny_driver.py`): what is tested is the shell ar
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -40,50 +41,47 @@ def parent(pid):
     return int(status.rsplit(")", 1)[1].split()[1])
 
 
-def test_ray_spans_both_nodes_and_the_drivers_exit_code_is_the_jobs(jobs):
-    code, output = jobs.end(jobs.tiny("end-7"), START_S)
-    assert code == 7, output
-    seen = json.loads((jobs.run_dir / "start-0.json").read_text())
-    assert seen["nodes"] == {"n1": True, "n2": True}
-    assert seen["cpus"] == 4
-    logs = jobs.run_dir.parent / f"slurm-{seen['job']}"
-    assert {path.name for path in logs.iterdir()} == {"driver.log", "ray-n1.log", "ray-n2.log"}
-    assert "the driver ended with exit code 7" in output
-
-
 def test_bad_input_ends_the_job_before_ray_starts(jobs):
     job = jobs.submit("experiment=smoke_ci", "optm.lr=1")
-    code, output = jobs.end(job, 60)
+    code, output = jobs.end(job, START_S)
     assert code == 2
     assert "optm.lr" in output and "optim.lr" in output
     assert "head" not in output
 
 
-def test_usr1_saves_and_requeues_and_the_second_start_goes_on(jobs):
-    job = jobs.tiny("hold")
-    jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
-    jobs.slurm.command("scancel", "--batch", "--signal=USR1", job)
-    jobs.wait_for(jobs.run_dir / "saved", 30)
+def test_usr1_requeues_always_and_a_lost_process_so_often(jobs, tmp_path):
+    """Three starts: the driver ends by itself with 75, at USR1, and by itself once too often.
+
+    The first one's Ray needs two tries.
+    """
+    root = root_with_ray_that_fails(tmp_path, "n1", 1)
+    job = jobs.tiny("end-75,hold,end-75", MEGA_AGENTRL_MAX_LOST="1", MEGA_AGENTRL_ROOT=root)
     jobs.wait_for(jobs.run_dir / "start-1.json", START_S)
-    code, output = jobs.end(job, 60)
-    assert code == 0, output
-    assert (jobs.run_dir / "saved").read_text() == "0"
-    shown = jobs.slurm.command("scontrol", "show", "job", job).stdout
-    assert "Restarts=1" in shown
-    assert output.count("goes back into the queue") == 1
-
-
-def test_a_driver_that_lost_a_process_starts_again_but_not_for_ever(jobs):
-    code, output = jobs.end(jobs.tiny("end-75", MEGA_AGENTRL_MAX_LOST="1"), 2 * START_S)
+    seen = json.loads((jobs.run_dir / "start-0.json").read_text())
+    assert seen["nodes"] == {"n1": True, "n2": True}
+    assert seen["cpus"] == 4
+    jobs.slurm.command("scancel", "--batch", "--signal=USR1", job)
+    jobs.wait_for(jobs.run_dir / "start-2.json", START_S)
+    code, output = jobs.end(job, START_S)
     assert code == 1, output
-    assert output.count("goes back into the queue") == 1
+    assert (jobs.run_dir / "saved").read_text() == "1"
+    assert output.count("USR1: the driver saves and ends") == 1
+    assert output.count("goes back into the queue") == 2
     assert "began again 1 times for that already" in output
-    assert (jobs.run_dir / "start-1.json").exists()
-    assert not (jobs.run_dir / "start-2.json").exists()
+    shown = jobs.slurm.command("scontrol", "show", "job", job).stdout
+    assert "Restarts=2" in shown
+    assert "went away" not in output
+    logs = jobs.run_dir.parent / f"slurm-{job}"
+    expected = {"driver.log", "ray-n1.log", "ray-n2.log", "lost"}
+    assert {path.name for path in logs.iterdir()} == expected
+    assert (logs / "ray-n1.log").read_text().count("too slow") == 1
+    assert not (jobs.run_dir / "start-3.json").exists()
 
 
 def test_a_node_that_goes_away_is_named(jobs):
-    job = jobs.tiny("hold")
+    # Ray's head asks its nodes more often, and nobody waits long for what ran on the lost one.
+    more = {"RAY_health_check_period_ms": "1000", "MEGA_AGENTRL_STOP_DEADLINE_S": "10"}
+    job = jobs.tiny("hold", **more)
     jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
     slurm = jobs.slurm
     try:
@@ -93,11 +91,11 @@ def test_a_node_that_goes_away_is_named(jobs):
         slurm.stop_daemon("n2", signal.SIGKILL)
         for pid in [step, script, *process_ids(environment=f"MEGA_AGENTRL_NODE_TAG={job}-0-n2")]:
             os.kill(pid, signal.SIGKILL)
-        slurm.wait_for(lambda: "went away" in jobs.output.read_text(), 30, "message", jobs.output)
+        slurm.wait_for(lambda: "went away" in jobs.output.read_text(), 120, "message", jobs.output)
     finally:
         if "n2" not in slurm.daemons:
             slurm.start_node("n2")
-    code, output = jobs.end(job, 90)
+    code, output = jobs.end(job, START_S)
     assert code == LOST, output
     assert [line for line in output.splitlines() if "went away" in line and "node n2" in line]
     assert "node n1" not in output
@@ -109,7 +107,7 @@ def test_a_node_that_does_not_come_is_named_at_the_deadline(jobs):
     slurm = jobs.slurm
     os.kill(slurm.daemons["n2"].pid, signal.SIGSTOP)
     try:
-        job = jobs.tiny("end-0", MEGA_AGENTRL_START_DEADLINE_S="20")
+        job = jobs.tiny("end-0", MEGA_AGENTRL_START_DEADLINE_S="8")
         slurm.wait_for(
             lambda: (
                 jobs.output.exists() and "n2" in jobs.output.read_text().partition("logs in")[2]
@@ -120,9 +118,10 @@ def test_a_node_that_does_not_come_is_named_at_the_deadline(jobs):
         )
     finally:
         os.kill(slurm.daemons["n2"].pid, signal.SIGCONT)
-    code, output = jobs.end(job, 90)
+    code, output = jobs.end(job, START_S)
     assert code == LOST, output
-    assert "missing after 20 s: node n2;" in output or "node n2 went away" in output
+    # On a slow machine Ray does not stand on n1 either by then.
+    assert re.search(r"missing after 8 s: node (n1, )?n2;|node n2 went away", output), output
     assert not jobs.run_dir.exists()
 
 
@@ -149,29 +148,33 @@ def root_with_ray_that_fails(folder, node, times):
     return str(root)
 
 
-@pytest.mark.parametrize(("node", "times", "expected"), [("n1", 1, 0), ("n2", 3, 69)])
-def test_ray_that_does_not_start_is_tried_three_times(node, times, expected, jobs, tmp_path):
-    root = root_with_ray_that_fails(tmp_path, node, times)
+def test_a_node_whose_ray_does_not_start_at_three_tries_is_named(jobs, tmp_path):
+    root = root_with_ray_that_fails(tmp_path, "n2", 3)
     code, output = jobs.end(jobs.tiny("end-0", MEGA_AGENTRL_ROOT=root), START_S)
-    assert code == expected, output
-    (log,) = jobs.run_dir.parent.glob(f"slurm-*/ray-{node}.log")
-    assert log.read_text().count("too slow") == times
-    assert ("node n2 went away" in output) == bool(expected)
+    assert code == LOST, output
+    assert "node n2 went away" in output
+    (log,) = jobs.run_dir.parent.glob("slurm-*/ray-n2.log")
+    assert log.read_text().count("too slow") == 3
 
 
-def test_a_cancelled_job_leaves_nothing(jobs):
-    job = jobs.tiny("hold")
+def test_term_reaches_the_driver_alone_and_a_cancelled_job_leaves_nothing(jobs):
+    """Two jobs at once, one on each node.
+
+    At `scancel --batch --signal=TERM` the driver ends while Ray still runs; its exit code is the
+    job's. `scancel` ends all.
+    """
+    other = jobs.beside("other")
+    asked, cancelled = (one.tiny("hold", nodes=1) for one in (jobs, other))
     jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
-    jobs.slurm.command("scancel", job)
-    jobs.slurm.wait_for(lambda: jobs.slurm.state(job) == "CANCELLED", 60, "end", jobs.output)
-
-
-def test_term_reaches_the_driver_alone(jobs):
-    """`scancel --batch --signal=TERM`: the driver ends while Ray still runs."""
-    job = jobs.tiny("hold")
-    jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
-    jobs.slurm.command("scancel", "--batch", "--signal=TERM", job)
-    code, output = jobs.end(job, 60)
+    other.wait_for(other.run_dir / "start-0.json", START_S)
+    jobs.slurm.command("scancel", "--batch", "--signal=TERM", asked)
+    code, output = jobs.end(asked, START_S)
     assert code == 9, output
     assert "TERM: the driver is asked to end" in output
+    assert "the driver ended with exit code 9" in output
     assert "went away" not in output
+    assert jobs.slurm.state(cancelled) == "RUNNING"
+    jobs.slurm.command("scancel", cancelled)
+    jobs.slurm.wait_for(
+        lambda: jobs.slurm.state(cancelled) == "CANCELLED", START_S, "end", other.output
+    )

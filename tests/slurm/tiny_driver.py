@@ -2,8 +2,8 @@
 
 `python tiny_driver.py run_dir=FOLDER do=WHAT cluster.address=HOST:PORT`. Each start writes
 `start-<n>.json` with the names of the Ray nodes, in FOLDER. WHAT:
-`end-<code>`: exit with that code. `hold`: wait for USR1, write `saved` and exit with 75; where
-`saved` is there already, exit with 0; at TERM exit with 9.
+`end-<code>`: exit with that code. `hold`: wait for USR1, write the start's number into `saved` and
+exit with 75; at TERM exit with 9. Several, with commas between: one for each start.
 """
 
 import json
@@ -40,15 +40,13 @@ def main() -> int:
     }
     (folder / "start.part").write_text(json.dumps(seen))
     (folder / "start.part").rename(folder / f"start-{start}.json")
-    if settings["do"].startswith("end-"):
-        return int(settings["do"].removeprefix("end-"))
-    saved = folder / "saved"
-    if saved.exists():
-        return 0
+    do = settings["do"].split(",")[start]
+    if do.startswith("end-"):
+        return int(do.removeprefix("end-"))
     end_s = time.monotonic() + HOLD_S
     while not asked and time.monotonic() < end_s:
         time.sleep(0.1)
-    saved.write_text(str(start))
+    (folder / "saved").write_text(str(start))
     return 75 if asked else 1
 
 

@@ -42,7 +42,7 @@ MpiDefault=none
 SwitchType=switch/none
 JobCompType=jobcomp/none
 FirstJobId={first_job}
-SchedulerParameters=defer,sched_min_interval=100000,bf_interval=2
+SchedulerParameters=defer,sched_min_interval=100000,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=15
