@@ -27,7 +27,7 @@ from mega_agentrl.sandbox.workers import (
     WorkerPool,
 )
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 VALUES = {"data_source": "qa", "solution_str": "four", "ground_truth": "4", "extra_info": {}}
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 
@@ -63,14 +63,19 @@ def file(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def function(tmp_path_factory):
+def general(tmp_path_factory):
+    """Where the general reward function is."""
     folder = tmp_path_factory.mktemp("general")
     (folder / "beside.py").write_text("WORTH = 0.5")
     (folder / "mine.py").write_text(GENERAL)
-    path = f"{folder}/mine.py:compute_score"
-    pool = WorkerPool(2, 2.0, warm_up=[warm_up(path)])
+    return f"{folder}/mine.py:compute_score"
+
+
+@pytest.fixture(scope="module")
+def function(general):
+    pool = WorkerPool(2, 120.0, warm_up=[warm_up(general)])
     pool.start()
-    yield UserFunction(pool, path)
+    yield UserFunction(pool, general)
     pool.close()
 
 
@@ -99,7 +104,6 @@ def test_several_ground_truths_arrive_as_a_list(function):
     ("solution", "cause", "expected"),
     [
         ("raise", FunctionFailedError, "KeyError: 'no such answer'"),
-        ("hang", DeadlineError, "did not return within 2 s"),
         ("die", WorkerLostError, r"exit code 9\); it wrote: scoring die"),
         ("nan", FunctionFailedError, "returned the score nan of type float, expected a finite"),
     ],
@@ -110,6 +114,17 @@ def test_what_goes_wrong_names_the_function(function, solution, cause, expected)
     assert "mine.py:compute_score" in str(caught.value)
     assert isinstance(caught.value.__cause__, cause)
     assert ask(function, "4").result(WAIT_S).value == 0.5
+
+
+def test_one_that_hangs_is_ended_at_its_deadline(general):
+    pool = WorkerPool(1, 2.0, warm_up=[warm_up(general)])
+    pool.start()
+    try:
+        with pytest.raises(UserFunctionError, match="did not return within 2 s") as caught:
+            ask(UserFunction(pool, general), "hang").result(WAIT_S)
+        assert isinstance(caught.value.__cause__, DeadlineError)
+    finally:
+        pool.close()
 
 
 def test_a_call_can_be_cancelled_until_it_begins(file):
