@@ -19,6 +19,8 @@ _PREFIX = "mega_agentrl"
 _MIB = 1 << 20
 _REMOVE_DEADLINE_S = 2.0
 _number = itertools.count()
+_late: list[Path] = []
+"""Folders of this process whose last process took longer than the deadline to end."""
 
 
 class Cgroup:
@@ -43,7 +45,10 @@ class Cgroup:
             Path(entrance).write_text(str(pid), encoding="ascii")
 
     def close(self) -> None:
-        """Remove it; its processes must have been killed. Safe twice."""
+        """Remove it; its processes must have been killed. Safe twice.
+
+        What cannot be removed within 2 s is left to `remove_late`.
+        """
         deadline = time.monotonic() + _REMOVE_DEADLINE_S
         while self._folders:
             try:
@@ -54,11 +59,13 @@ class Cgroup:
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
+                _late.append(self._folders[-1])
             self._folders.pop()
 
 
 def new_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
     """A group with these limits of memory (page cache and tmpfs included) and processes."""
+    remove_late()
     name = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_number)}"
     version_2 = {"memory.max": memory_mib * _MIB, "pids.max": num_processes, "memory.swap.max": 0}
     for base in _bases("", _unified()):
@@ -74,6 +81,16 @@ def new_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
                 folders.append(made)
                 break
     return Cgroup(folders)
+
+
+def remove_late() -> None:
+    """Remove the groups that were not empty when they were closed, and are now."""
+    for folder in tuple(_late):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        if not folder.exists():
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _late.remove(folder)
 
 
 def remove_leftovers() -> None:

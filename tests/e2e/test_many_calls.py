@@ -11,6 +11,7 @@ import pytest
 
 from mega_agentrl.config.choices import PythonMode
 from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.sandbox import cgroup
 from mega_agentrl.sandbox.pool import SandboxPool
 from tests.escape.outside import descendants
 
@@ -133,12 +134,14 @@ async def test_many_calls(count, tmp_path, monkeypatch):
     assert not wrong, f"{len(wrong)} wrong: {wrong[:5]}"
     assert not await grown(warm)
     assert sorted(tmp_path.rglob("*")) == folders
+    cgroup.remove_late()  # as the next sandbox does
     assert cgroups_of_ours() == groups
     assert pool.num_replaced == 0
     await pool.close()
     gc.collect()
     assert not await grown(before_start)
     assert not list(tmp_path.rglob("*"))
+    cgroup.remove_late()
     assert cgroups_of_ours() == groups_before
 
 
@@ -152,11 +155,13 @@ async def test_many_sessions(tmp_path, monkeypatch):
     warm, groups = await at_rest(), cgroups_of_ours()
     await trajectories(pool, 60)
     assert not await grown(warm)
+    cgroup.remove_late()  # as the next session does
     assert cgroups_of_ours() == groups
     await pool.close()
     gc.collect()
     assert not await grown(before_start)
     assert not list(tmp_path.rglob("*"))
+    cgroup.remove_late()
     assert cgroups_of_ours() == groups_before
 
 

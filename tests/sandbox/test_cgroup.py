@@ -36,6 +36,21 @@ def test_limits_bind_and_the_group_goes(group):
     assert not any(folder.exists() for folder in folders)
 
 
+def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypatch):
+    if not group.is_real:
+        pytest.skip("no control group can be written here")
+    monkeypatch.setattr(cgroup, "_REMOVE_DEADLINE_S", 0.0)
+    folders = [Path(entrance).parent for entrance in group.entrances]
+    with subprocess.Popen(["/bin/sleep", "600"]) as child:
+        group.add(child.pid)
+        group.close()
+        new_cgroup(memory_mib=64, num_processes=5).close()
+        assert all(folder.exists() for folder in folders)
+        child.kill()
+    new_cgroup(memory_mib=64, num_processes=5).close()
+    assert not any(folder.exists() for folder in folders)
+
+
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(group):
     if not group.is_real:
         pytest.skip("no control group can be written here")
