@@ -44,7 +44,7 @@ test-gpu: env ## the tests that need GPUs, each where there are enough of them (
 test-slurm: env ## launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
 	@$(PY) -m pytest -m "slurm and not slow" tests/slurm $(ARGS)
 
-test-slow: env ## the tests that take minutes (PART=K/N: every N-th of them, from number K on)
+test-slow: env ## the tests that take minutes (PART=K/N: part K, from 0 on, of N)
 	@$(PY) -m pytest -m "slow and not gpu" $(if $(PART),--part $(PART)) $(ARGS)
 
 lint: env ## ruff, mypy, import contracts; whether every process collects the same tests

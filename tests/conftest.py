@@ -19,15 +19,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", help="K/N: every N-th of the chosen tests, beginning with number K")
+    parser.addoption("--part", help="K/N: every N-th group of the chosen tests, from number K on")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Keep the part of the tests that `--part` names, once markers have chosen among them."""
+    """Keep the part of the tests that `--part` names, once markers have chosen among them.
+
+    Tests of one file that have the same parameters stay together: they share what takes long, as
+    all tests of a layout do.
+    """
     if part := config.getoption("part"):
         first, step = map(int, part.split("/"))
-        kept = set(items[first % step :: step])
+        groups = {}
+        for item in items:
+            parameters = getattr(item, "callspec", None)
+            key = (item.path, parameters.id) if parameters else item.nodeid
+            groups.setdefault(key, []).append(item)
+        kept = {item for group in list(groups.values())[first % step :: step] for item in group}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

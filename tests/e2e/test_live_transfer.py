@@ -236,6 +236,8 @@ def cases():
 @pytest.mark.parametrize(("name", "fault"), cases())
 def test_no_token_after_a_fault_until_a_good_update(sides, trainer, name, fault):
     side = sides(name)
+    if side.version == 0:
+        side.recover(0)  # a fault may repeat what an earlier update sent
     index = side.version % 2
     trainer.revive()
     side.reconnect(fault=fault)
