@@ -289,7 +289,7 @@ def _kill_group(pid: int | None) -> None:
 
 
 def _import_libraries() -> None:
-    """What most tests import first, so that each fork has it; none of it is under test."""
+    """Import the libraries that most tests need, so that each fork has them already."""
     sys.dont_write_bytecode = True
     for name in LIBRARIES:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What a run reads before it starts anything: data, tokenizer, tools, users, all of it checked.
+"""Reads and checks the input of a run before anything starts: data, tokenizer, tools, users.
 
 Every error here is a `ValueError` about the input, and nothing has to be ended after it. What the
 parts become is `build`'s business. Importing this module imports neither torch nor Ray.
@@ -45,7 +45,7 @@ _PROBE = "<think> 12,345.6 \\boxed{x^2}\n</think> Größe 数学 </search> def f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """As `types.parts.Parts` has them; tools are not started yet.
+    """The checked input of a run, field by field as in `types.parts.Parts`; no tool is started.
 
     weights: of the prompts. read_s: seconds it took to read them all.
     """

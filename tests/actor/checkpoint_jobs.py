@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run on each rank: a policy that trains, saves and resumes."""
+"""Jobs of the checkpoint tests, run on each rank: a policy trains, saves and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of two ranks does to step the small network under several layouts.
+"""Jobs that run on each of two ranks to step the small network under several layouts.
 
 Each layout takes step 0, one with a NaN on rank 1, then steps 1 and 2.
 """

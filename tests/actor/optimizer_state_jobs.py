@@ -1,4 +1,4 @@
-"""What each of two data ranks does to resume with and without the distributed optimizer."""
+"""Jobs that run on each of two data ranks to resume with and without the distributed optimizer."""
 
 from __future__ import annotations
 

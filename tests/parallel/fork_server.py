@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ["torch", "safetensors.torch", "mega_agentrl.reshard.transport"]
 ACTOR = ["mega_agentrl.actor.policy", "mega_agentrl.actor.critic"]
-"""What the server imports: five seconds of processor time, against some milliseconds a fork."""
+"""Modules that the server imports: 5 s of processor time once, some milliseconds for each fork."""
 
 
 def fork_server() -> ForkServerContext:

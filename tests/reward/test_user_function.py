@@ -64,7 +64,7 @@ def file(tmp_path):
 
 @pytest.fixture(scope="module")
 def general(tmp_path_factory):
-    """Where the general reward function is."""
+    """Write the general reward function and return its path and name."""
     folder = tmp_path_factory.mktemp("general")
     (folder / "beside.py").write_text("WORTH = 0.5")
     (folder / "mine.py").write_text(GENERAL)

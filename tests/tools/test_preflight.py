@@ -91,7 +91,7 @@ def test_a_model_must_be_named(capsys):
 
 
 def smoke(assets, *arguments):
-    """What the smoke run's preflight is asked for."""
+    """Arguments of the smoke run's preflight."""
     paths = {
         "model.path": "model",
         "data.train": "train.parquet",
