@@ -47,15 +47,20 @@ SIZES = {"num_hidden_layers": 2, "head_dim": 32, "vocab_size": VOCAB, "eos_token
 
 @dataclass
 class Side:
-    """Engines with one model, and its folders: `folders[0]` is what they have started with."""
+    """Engines with one model, and its folders: `folders[0]` is what they have started with.
+
+    index: of the folder that was sent last.
+    """
 
     transfer: LiveTransfer
     folders: list
     version: int = 0
+    index: int = 0
 
     def update(self, index, **fault):
         self.transfer.trainer.use(self.folders[index])
         self.version += 1
+        self.index = index
         self.transfer(self.folders[index], self.version, **fault)
 
     def reconnect(self, **fault):
@@ -238,11 +243,11 @@ def test_no_token_after_a_fault_until_a_good_update(sides, trainer, name, fault)
     side = sides(name)
     if side.version == 0:
         side.recover(0)  # a fault may repeat what an earlier update sent
-    index = side.version % 2
+    index = side.index
     trainer.revive()
     side.reconnect(fault=fault)
     with pytest.raises(RuntimeError) as failure:
-        side.update(1 - index, fault=fault)
+        side.update(1 if index == 0 else 0, fault=fault)
     for number, engine in enumerate(side.transfer.engines):
         assert "update to version" in check_refuses(engine, f"{fault.kind}/{number}")
     check_names(str(failure.value), fault, trainer.hit)
