@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 
@@ -66,6 +67,14 @@ def test_a_failure_the_agent_was_not_told_of_is_there():
     calls = [turn["call"] for turn in path["turns"] if "call" in turn]
     assert [call["status"] for call in calls] == ["infra_error"]
     assert path["failed"] and path["stop"] == "tool_failure" and path["reward"] is None
+
+
+def test_a_message_without_text_is_empty_and_one_of_parts_is_spelled_out():
+    tree = nested_tree()
+    parts = [{"type": "text", "text": "Q"}]
+    messages = ({"role": "user", "content": None}, {"role": "user", "content": parts})
+    view = tree_view(replace(tree, prompt=replace(tree.prompt, messages=messages)))
+    assert [one["text"] for one in view["question"]] == ["", str(parts)]
 
 
 def test_extras_are_there_only_where_they_are():
