@@ -1,4 +1,4 @@
-# Everyday commands. `make smoke` and `make test` make the environment first when it is missing.
+# Everyday commands. `make smoke` and `make test` create the environment if it is missing.
 SHELL := /bin/bash
 PY := .venv/bin/python
 EXPERIMENT ?= smoke
@@ -6,53 +6,53 @@ ARGS ?=
 RUN ?= runs/smoke
 RUNS ?=
 PART ?=
-# Two processes take the files of tests in turn: most of them wait for a start or a deadline.
+# Test files run in two processes, because most of them wait for process starts or timeouts.
 LANES ?= 2
 
 .PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
 
-help: ## this list
+help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-env: ## make .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTHON=..., TORCH_INDEX_URL=...)
+env: ## create .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTHON=..., TORCH_INDEX_URL=...)
 	@tools/setup_env.sh
 
-model: env ## make the tiny model and the data of the smoke run under runs/toolqa
+model: env ## create the tiny model and the data of the smoke run under runs/toolqa
 	@$(PY) tools/make_tiny_model.py --out runs/toolqa
 
-smoke: model ## the main job on this machine: an agent learns to use its tools
+smoke: model ## run the main job on this machine: an agent learns to use its tools
 	@$(PY) -m mega_agentrl experiment=$(EXPERIMENT) $(ARGS)
 
-train: env ## any run: make train ARGS="experiment=... key=value ..."
+train: env ## run any training: make train ARGS="experiment=... key=value ..."
 	@$(PY) -m mega_agentrl $(ARGS)
 
-preflight: env ## whether a configuration can run: make preflight ARGS="experiment=... model.path=..."
+preflight: env ## check whether a configuration can run: make preflight ARGS="experiment=... model.path=..."
 	@$(PY) tools/preflight.py $(ARGS)
 
-report: env ## the page of a run: make report RUN=runs/smoke
+report: env ## write the report page of a run: make report RUN=runs/smoke
 	@$(PY) tools/report.py $(RUN)
 
-compare: env ## one table over runs or sweeps: make compare RUNS="runs/a runs/b"
+compare: env ## print one table over runs or sweeps: make compare RUNS="runs/a runs/b"
 	@$(PY) tools/compare_runs.py $(RUNS)
 
-test: env ## the tests, without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=2 processes)
+test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=2 processes)
 	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)
 
-test-gpu: env ## the tests that need GPUs, each where there are enough of them (says what it skips and why)
+test-gpu: env ## run the GPU tests for which there are enough GPUs (lists skipped ones with the reason)
 	@$(PY) -m pytest -m "gpu and not slurm" -rs $(ARGS)
 
-test-slurm: env ## launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
+test-slurm: env ## test launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
 	@$(PY) -m pytest -m "slurm and not slow" tests/slurm $(ARGS)
 
-test-slow: env ## the tests that take minutes (PART=K/N: part K, from 0 on, of N)
+test-slow: env ## run the tests that take minutes (PART=K/N: part K of N, from 0)
 	@$(PY) -m pytest -m "slow and not gpu" $(if $(PART),--part $(PART)) $(ARGS)
 
-lint: env ## ruff, mypy, import contracts; whether every process collects the same tests
+lint: env ## run ruff, mypy and the import contracts; check that all processes collect the same tests
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports
 	@$(PY) tools/check_collection.py
 
-clean: ## remove what was made here, except .venv and runs
+clean: ## remove build files and caches, except .venv and runs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,6 +1,7 @@
-"""Puts the top-level configs/ folder into the wheel as mega_agentrl/configs, and the parts of the
-report page with its package; all else is in pyproject.toml.
-`mega_agentrl.config.places.config_folder` finds either place.
+"""Packaging steps that pyproject.toml cannot express.
+
+Puts the top-level configs/ folder into the wheel as mega_agentrl/configs, and the assets of the
+report page into their package. `mega_agentrl.config.paths.find_config_dir` finds either place.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""An advantage in one file, `algo.advantage=examples/my_algorithm.py`: docs/own_algorithm.md."""
+"""An advantage in one file (`algo.advantage=examples/my_algorithm.py`): docs/own_algorithm.md."""
 
 import torch
 
-from mega_agentrl.config.algo_schema import AlgoConfig
+from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.types.batch import TrainBatch
 
 
 def advantage(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:
-    """[B, T] reward less the group's median, more of it where the policy was unsure."""
-    centred_B = torch.zeros_like(batch.reward_B)
+    """Return the [B, T] reward minus the group's median, scaled up where the entropy is high."""
+    centered_B = torch.zeros_like(batch.reward_B)
     for group in batch.group_B.unique():
         rows = batch.group_B == group
-        centred_B[rows] = batch.reward_B[rows] - batch.reward_B[rows].quantile(0.5)
+        centered_B[rows] = batch.reward_B[rows] - batch.reward_B[rows].quantile(0.5)
     assert batch.entropy_BT is not None
-    return centred_B[:, None] * (1 + batch.entropy_BT.clamp(max=1.0))
+    return centered_B[:, None] * (1 + batch.entropy_BT.clamp(max=1.0))

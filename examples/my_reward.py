@@ -1,4 +1,4 @@
-"""A reward in one function: right answers, a little less for long ones. See docs/own_reward.md."""
+"""A reward in one function, with a penalty for long answers; see docs/own_reward.md."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ FREE_CHARACTERS = 400
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str | list[str], extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """1 for a boxed answer that is right, less 0.1 for each 400 characters beyond the first."""
+    """Return 1 for a correct boxed answer, minus 0.1 per 400 characters beyond the first 400."""
     found = re.findall(r"\\boxed\{([^{}]*)\}", solution_str)
     accepted = [ground_truth] if isinstance(ground_truth, str) else list(ground_truth)
     right = bool(found) and found[-1].strip() in accepted

@@ -1,4 +1,4 @@
-"""A tool in one function: `tool.file=examples/my_tools.yaml`."""
+"""A tool in one function: `tool.user_tools_file=examples/my_tools.yaml`."""
 
 from mega_agentrl.tool.function import tool
 

@@ -1,25 +1,26 @@
-"""`python -m mega_agentrl`: listens for signals first, as everything else takes seconds to import.
+"""Entry point of `python -m mega_agentrl`.
 
-A USR1 that nobody listened for would kill the process, and the queue would think it failed.
+Installs the signal handlers before anything else is imported, because the imports take seconds: an
+unhandled USR1 during that time would kill the process, and Slurm would count the job as failed.
 """
 
 from __future__ import annotations
 
 import sys
 
-from mega_agentrl.train.stopping import PROCESS, Stopped
+from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted
 
 
 def main() -> None:
-    """Entry point."""
-    PROCESS.listen()
+    """Install the signal handlers, then run the command line."""
+    PROCESS_SIGNAL_HANDLER.install()
     try:
-        from mega_agentrl import command_line
+        from mega_agentrl import cli
 
-        command_line.main()
-    except Stopped as stop:
+        cli.main()
+    except RunInterrupted as stop:
         print(f"mega_agentrl: interrupted ({stop}) before anything was started", file=sys.stderr)
-        sys.exit(PROCESS.exit_code)
+        sys.exit(PROCESS_SIGNAL_HANDLER.exit_code)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@
 
 # module load cuda/13.0
 
-# What NCCL and gloo should talk over, where a node has several networks:
+# Network interface of NCCL and gloo, if a node has several:
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-# The head node's address for Ray, where the route to the other nodes is not the right one:
+# The head node's address for Ray, if the route to the other nodes is the wrong network:
 # export MEGA_AGENTRL_HEAD_ADDRESS=10.0.0.1
-# More options of `ray start`, for every node:
+# Additional options of `ray start` on every node:
 # export MEGA_AGENTRL_RAY_OPTIONS="--object-store-memory=50000000000"
-# A fast local disk for Ray's sockets and logs (a short path: sockets below it have 107 bytes):
+# A fast local disk for Ray's sockets and logs (a short path: socket paths may have 107 bytes):
 # export MEGA_AGENTRL_LOCAL_DIR=/local
 
-# `make env` made it; an environment of your own works as well.
+# Created by `make env`; another environment works as well.
 source "$MEGA_AGENTRL_ROOT/.venv/bin/activate"

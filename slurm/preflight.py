@@ -1,17 +1,17 @@
-"""Checks every node of an allocation, and the nodes against each other.
+"""Check every node of an allocation, and the connections between them.
 
-`head ADDRESS NODE...` collects and prints a table, nodes by checks; exit code 1 where a check
-failed or a node did not answer. `node ADDRESS NAME` runs on each node, under srun.
+`head ADDRESS NODE...` collects the results and prints a table of nodes by checks; the exit code is
+1 if a check failed or a node did not answer. `node ADDRESS NAME` runs on each node, under srun.
 
-Protocol: one TCP connection from each node to the head, a JSON object a line.
+Protocol: one TCP connection from each node to the head, one JSON object per line.
 
     node -> head  {key, node, port}        the node listens at `port` for the others
-    head -> node  {now}, node -> head {now}    three times: the clock
-    head -> node  {peers, token_file, token}   once all nodes are there, or the deadline has passed
+    head -> node  {now}, node -> head {now}    three times, to compare the clocks
+    head -> node  {peers, token_file, token}   when all nodes are there or the deadline has passed
     node -> head  {findings}
-    head closes                             when all have answered: the listeners may go
+    head closes                             when all have answered: the listeners may close
 
-`MEGA_AGENTRL_PREFLIGHT_KEY` holds the key, which keeps other people's connections out.
+`MEGA_AGENTRL_PREFLIGHT_KEY` holds the key that keeps foreign connections out.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from slurm.node_checks import FAIL, OK, WARN, Finding, all_checks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-JOIN_S = 90
-CHECK_S = 300
-REACH_S = 5
-TOKEN_S = 30  # shared file systems may show a new file late
+JOIN_TIMEOUT_S = 90
+CHECK_TIMEOUT_S = 300
+CONNECT_TIMEOUT_S = 5
+TOKEN_TIMEOUT_S = 30  # shared file systems may show a new file late
 WARN_SKEW_S, MAX_SKEW_S = 1.0, 30.0
 # What must be the same on all nodes.
-SAME = ("python", "torch", "nccl", "ray", "driver", "gpus", "nvlink", "ib")
+MUST_MATCH = ("python", "torch", "nccl", "ray", "driver", "gpus", "nvlink", "ib")
 COLUMNS = (
     *("python", "imports", "torch", "nccl", "ray", "driver", "gpus", "ecc", "nvlink", "ib"),
     *("shared", "disk", "limits", "clock", "tcp", "bwrap"),
@@ -59,62 +59,76 @@ async def _receive(reader: asyncio.StreamReader, timeout_s: float) -> dict[str, 
     return message
 
 
-class Head:
-    """Collects the findings of `nodes`. folder: shared by all nodes, for the token."""
+class PreflightHead:
+    """Collects the findings of all nodes."""
 
     def __init__(self, nodes: Sequence[str], folder: Path, key: str) -> None:
-        self._nodes = list(nodes)
+        """Create the head; `collect` starts listening.
+
+        Args:
+            nodes: names of the expected nodes.
+            folder: folder that all nodes share, for the token file.
+            key: key that the nodes must send.
+        """
+        self._node_names = list(nodes)
         self._key = key
         self._token = os.urandom(8).hex()
-        self._file = folder / f".preflight-{self._token}"
+        self._token_file = folder / f".preflight-{self._token}"
         self._peers: dict[str, tuple[str, int]] = {}
-        self._all_here = asyncio.Event()
+        self._all_joined = asyncio.Event()
         self._all_done = asyncio.Event()
         self.findings: dict[str, Findings] = {}
 
     async def collect(self, address: str) -> dict[str, Findings]:
-        """Findings by node; a node that did not come or answer has only `tcp`, which says so."""
+        """Listen at `address` and return the findings by node.
+
+        A node that did not connect or answer has only the column `tcp`, with the reason.
+        """
         host, _, port = address.rpartition(":")
-        self._file.write_text(self._token)
+        self._token_file.write_text(self._token)
         try:
-            async with await asyncio.start_server(self._serve, host, int(port)):
-                await self._until(self._all_here, JOIN_S)
-                self._all_here.set()
+            async with await asyncio.start_server(self._handle_node, host, int(port)):
+                await self._wait_for(self._all_joined, JOIN_TIMEOUT_S)
+                self._all_joined.set()
                 if self._peers:
-                    await self._until(self._all_done, CHECK_S)
+                    await self._wait_for(self._all_done, CHECK_TIMEOUT_S)
         finally:
-            self._file.unlink(missing_ok=True)
-        for node in self._nodes:
-            came = "came, but did not finish" if node in self._peers else "did not reach the head"
-            silent = Finding("no answer", FAIL, f"{came} at {address}; see its output below")
+            self._token_file.unlink(missing_ok=True)
+        for node in self._node_names:
+            status = (
+                "connected, but did not finish" if node in self._peers else "did not reach the head"
+            )
+            silent = Finding("no answer", FAIL, f"{status} at {address}; see its output below")
             self.findings.setdefault(node, {"tcp": silent})
         return self.findings
 
-    async def _until(self, event: asyncio.Event, timeout_s: float) -> None:
+    async def _wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
         try:
             await asyncio.wait_for(event.wait(), timeout_s)
         except TimeoutError:
             return
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_node(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            hello = await _receive(reader, REACH_S)
-            if hello.get("key") != self._key or hello.get("node") not in self._nodes:
+            greeting = await _receive(reader, CONNECT_TIMEOUT_S)
+            if greeting.get("key") != self._key or greeting.get("node") not in self._node_names:
                 return
-            node = hello["node"]
-            skew_s = await self._skew(reader, writer)
-            if self._all_here.is_set():
+            node = greeting["node"]
+            skew_s = await self._measure_clock_skew(reader, writer)
+            if self._all_joined.is_set():
                 return
-            self._peers[node] = (writer.get_extra_info("peername")[0], hello["port"])
-            if len(self._peers) == len(self._nodes):
-                self._all_here.set()
-            await self._all_here.wait()
-            token = {"token_file": str(self._file), "token": self._token}
+            self._peers[node] = (writer.get_extra_info("peername")[0], greeting["port"])
+            if len(self._peers) == len(self._node_names):
+                self._all_joined.set()
+            await self._all_joined.wait()
+            token = {"token_file": str(self._token_file), "token": self._token}
             await _send(writer, {"peers": self._peers, **token})
-            found = (await _receive(reader, CHECK_S))["findings"]
-            self.findings[node] = {name: Finding(**cell) for name, cell in found.items()}
-            self.findings[node]["clock"] = clock(skew_s)
-            if len(self.findings) == len(self._peers):  # nobody joins after `_all_here`
+            reply = (await _receive(reader, CHECK_TIMEOUT_S))["findings"]
+            self.findings[node] = {name: Finding(**cell) for name, cell in reply.items()}
+            self.findings[node]["clock"] = check_clock(skew_s)
+            if len(self.findings) == len(self._peers):  # no node joins after `_all_joined`
                 self._all_done.set()
             await self._all_done.wait()
         except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
@@ -122,20 +136,22 @@ class Head:
         finally:
             writer.close()
 
-    async def _skew(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
-        """Seconds the node's clock is ahead; from the fastest of three exchanges."""
+    async def _measure_clock_skew(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> float:
+        """Return how many seconds the node's clock is ahead, by the fastest of three exchanges."""
         best = (float("inf"), 0.0)
         for _ in range(3):
             before_s = time.time()
             await _send(writer, {"now": before_s})
-            there_s = float((await _receive(reader, REACH_S))["now"])
+            node_time_s = float((await _receive(reader, CONNECT_TIMEOUT_S))["now"])
             after_s = time.time()
-            best = min(best, (after_s - before_s, there_s - (before_s + after_s) / 2))
+            best = min(best, (after_s - before_s, node_time_s - (before_s + after_s) / 2))
         return best[1]
 
 
-def clock(skew_s: float) -> Finding:
-    """How far a node's clock is from the head's."""
+def check_clock(skew_s: float) -> Finding:
+    """Check the difference between a node's clock and the head's."""
     value = f"{skew_s:+.2f} s"
     if abs(skew_s) < WARN_SKEW_S:
         return Finding(value)
@@ -143,124 +159,132 @@ def clock(skew_s: float) -> Finding:
     return Finding(value, state, f"the clock is {skew_s:+.1f} s from the head's; is NTP running?")
 
 
-async def visit(address: str, node: str, key: str, shared: Path) -> None:
-    """The node's side."""
+async def run_node_checks(address: str, node: str, key: str, shared: Path) -> None:
+    """Run all checks on this node and send the findings to the head."""
     host, _, port = address.rpartition(":")
     async with await asyncio.start_server(
         lambda _, writer: writer.close(), "0.0.0.0", 0
     ) as listener:
         reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, int(port)), timeout=JOIN_S
+            asyncio.open_connection(host, int(port)), timeout=JOIN_TIMEOUT_S
         )
         own_port = listener.sockets[0].getsockname()[1]
         await _send(writer, {"key": key, "node": node, "port": own_port})
-        while "peers" not in (message := await _receive(reader, 2 * JOIN_S)):
+        while "peers" not in (message := await _receive(reader, 2 * JOIN_TIMEOUT_S)):
             await _send(writer, {"now": time.time()})
         cells: Findings = {
-            "tcp": await reach(message["peers"]),
-            "shared": await read_token(Path(message["token_file"]), message["token"]),
+            "tcp": await check_connectivity(message["peers"]),
+            "shared": await check_shared_folder(Path(message["token_file"]), message["token"]),
         }
-        for part in await asyncio.gather(
-            *(_within(name, check) for name, check in all_checks(shared).items())
+        for cells_of_check in await asyncio.gather(
+            *(_run_with_timeout(name, check) for name, check in all_checks(shared).items())
         ):
-            cells |= part
+            cells |= cells_of_check
         await _send(writer, {"findings": {name: asdict(cell) for name, cell in cells.items()}})
-        await asyncio.wait_for(reader.read(), CHECK_S)
+        await asyncio.wait_for(reader.read(), CHECK_TIMEOUT_S)
 
 
-async def _within(name: str, check: Any) -> Findings:
-    """A check with a deadline: a sick GPU or file system may hold it for ever."""
+async def _run_with_timeout(name: str, check: Any) -> Findings:
+    """Run a check with a timeout, because a broken GPU or file system may block it forever."""
     try:
-        found: Findings = await asyncio.wait_for(asyncio.to_thread(check), CHECK_S - 20)
+        findings: Findings = await asyncio.wait_for(asyncio.to_thread(check), CHECK_TIMEOUT_S - 20)
     except TimeoutError:
-        return {name: Finding("stuck", FAIL, f"{name}: no answer within {CHECK_S - 20} s")}
-    return found
+        return {name: Finding("stuck", FAIL, f"{name}: no answer within {CHECK_TIMEOUT_S - 20} s")}
+    return findings
 
 
-async def reach(peers: Mapping[str, Sequence[Any]]) -> Finding:
-    """How many of the nodes this one can connect to, at the ports they chose."""
+async def check_connectivity(peers: Mapping[str, Sequence[Any]]) -> Finding:
+    """Check how many nodes this one can connect to, at the ports that they chose."""
 
     async def try_one(host: str, port: int) -> bool:
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), REACH_S)
+            _, writer = await asyncio.wait_for(
+                asyncio.open_connection(host, port), CONNECT_TIMEOUT_S
+            )
         except (OSError, TimeoutError):
             return False
         writer.close()
         return True
 
-    answers = await asyncio.gather(*(try_one(*place) for place in peers.values()))
-    lost = [
-        f"{node} ({place[0]}:{place[1]})"
-        for (node, place), came in zip(peers.items(), answers, strict=True)
-        if not came
+    answers = await asyncio.gather(*(try_one(*address) for address in peers.values()))
+    unreachable = [
+        f"{node} ({address[0]}:{address[1]})"
+        for (node, address), is_reachable in zip(peers.items(), answers, strict=True)
+        if not is_reachable
     ]
-    why = f"cannot connect to {', '.join(lost)}; probable cause: a firewall" if lost else ""
-    return Finding(f"{sum(answers)}/{len(peers)}", FAIL if lost else OK, why)
+    reason = (
+        f"cannot connect to {', '.join(unreachable)}; probable cause: a firewall"
+        if unreachable
+        else ""
+    )
+    return Finding(f"{sum(answers)}/{len(peers)}", FAIL if unreachable else OK, reason)
 
 
-async def read_token(file: Path, token: str) -> Finding:
-    """Whether the file the head has just written is here, with what is in it."""
-    end_s = time.monotonic() + TOKEN_S
+async def check_shared_folder(file: Path, token: str) -> Finding:
+    """Check that the file which the head has just written is visible here with its content."""
+    end_s = time.monotonic() + TOKEN_TIMEOUT_S
     while True:
         try:
-            found = await asyncio.to_thread(file.read_text)
+            content = await asyncio.to_thread(file.read_text)
         except OSError as error:
             if time.monotonic() < end_s:
                 await asyncio.sleep(0.5)
                 continue
-            why = f"{file.parent} is not the head's: {error}; put the repository on a shared disk"
-            return Finding("no", FAIL, why)
-        if found == token:
+            reason = (
+                f"{file.parent} is not the head's: {error}; put the repository on a shared disk"
+            )
+            return Finding("no", FAIL, reason)
+        if content == token:
             return Finding("yes")
         return Finding("other", FAIL, f"{file} differs from the head's")
 
 
-def compare(findings: Mapping[str, Findings]) -> dict[str, Findings]:
-    """The same, with a failure where a node differs from most in what must be equal."""
+def flag_mismatches(findings: Mapping[str, Findings]) -> dict[str, Findings]:
+    """Return the findings with failures where a node differs from most others."""
     result = {node: dict(cells) for node, cells in findings.items()}
-    for name in SAME:
+    for name in MUST_MATCH:
         values = Counter(cells[name].value for cells in findings.values() if name in cells)
         if len(values) < 2:
             continue
-        usual = max(sorted(values), key=lambda value: values[value])
+        common = max(sorted(values), key=lambda value: values[value])
         for cells in result.values():
-            if name in cells and cells[name].value != usual:
-                why = f"{name} is {cells[name].value}, {usual} on {values[usual]} other nodes"
-                cells[name] = Finding(cells[name].value, FAIL, why)
+            if name in cells and cells[name].value != common:
+                reason = f"{name} is {cells[name].value}, {common} on {values[common]} other nodes"
+                cells[name] = Finding(cells[name].value, FAIL, reason)
     return result
 
 
-def table(findings: Mapping[str, Findings]) -> str:
-    """Nodes by checks; `!` marks a failure, `?` a warning, and a line below says why."""
-    marks = {OK: "", WARN: "?", FAIL: "!"}
-    names = [name for name in COLUMNS if any(name in cells for cells in findings.values())]
-    rows = [["node", *names]]
+def format_table(findings: Mapping[str, Findings]) -> str:
+    """Return the table as text; `!` marks a failure, `?` a warning, and a line below says why."""
+    suffix_by_state = {OK: "", WARN: "?", FAIL: "!"}
+    columns = [name for name in COLUMNS if any(name in cells for cells in findings.values())]
+    rows = [["node", *columns]]
     for node, cells in findings.items():
-        shown = (cells.get(name, Finding("-")) for name in names)
-        rows.append([node, *(cell.value + marks[cell.state] for cell in shown)])
+        shown = (cells.get(name, Finding("-")) for name in columns)
+        rows.append([node, *(cell.value + suffix_by_state[cell.state] for cell in shown)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     for node, cells in findings.items():
-        lines += [f"{c.state} {node} {name}: {c.why}" for name, c in cells.items() if c.why]
+        lines += [f"{c.state} {node} {name}: {c.reason}" for name, c in cells.items() if c.reason]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See the module."""
+    """Run the command line of the module docstring; return the exit code."""
     key = os.environ.get("MEGA_AGENTRL_PREFLIGHT_KEY", "")
     match arguments:
         case ["head", address, *nodes]:
-            head = Head(nodes, Path.cwd(), key)
+            head = PreflightHead(nodes, Path.cwd(), key)
             collected = asyncio.run(head.collect(address))
-            findings = compare({node: collected[node] for node in nodes})
-            print(table(findings))
+            findings = flag_mismatches({node: collected[node] for node in nodes})
+            print(format_table(findings))
             states = Counter(cell.state for cells in findings.values() for cell in cells.values())
             print(f"{len(nodes)} nodes: {states[FAIL]} failures, {states[WARN]} warnings")
             return 1 if states[FAIL] else 0
         case ["node", address, node]:
-            asyncio.run(visit(address, node, key, Path.cwd()))
+            asyncio.run(run_node_checks(address, node, key, Path.cwd()))
             sys.stdout.flush()
-            os._exit(0)  # a check that hangs has a thread that never ends
+            os._exit(0)  # a hanging check leaves a thread that would block the exit
         case _:
             print(__doc__, file=sys.stderr)
             return 2

@@ -4,16 +4,16 @@
 #SBATCH --exclusive
 #SBATCH --time=15
 #
-# Minutes that save hours: every node of an allocation, and the nodes against each other.
+# Check every node of an allocation and the connections between them, in a few minutes.
 #
 #   sbatch -N8 --gpus-per-node=8 slurm/preflight.sh
 #   salloc -N8 --gpus-per-node=8 bash slurm/preflight.sh
 #
-# A table of nodes by checks: the environment imports; versions of Python, torch, NCCL, Ray and
-# driver are the same everywhere; GPUs by NVML (number, kind, uncorrected errors, Xids, NVLinks) and
-# InfiniBand ports; the shared folder is the same; free GiB of shared, local and /dev/shm; open files
-# and locked memory; clocks; connections from each node to each; bubblewrap. Exit code 1 where
-# something failed; `!` marks it, and a line below says why.
+# Prints a table of nodes by checks: imports of the environment; equal versions of Python, torch, NCCL,
+# Ray and driver; GPUs by NVML (number, model, uncorrected errors, Xids, NVLinks); InfiniBand ports;
+# the shared folder; free GiB of shared folder, local folder and /dev/shm; limits on open files and
+# locked memory; clocks; connections between all nodes; bubblewrap. `!` marks a failure, explained in
+# a line below the table; the exit code is then 1.
 set -euo pipefail
 
 export MEGA_AGENTRL_ROOT=${MEGA_AGENTRL_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
@@ -23,7 +23,7 @@ if ! [ -f "$MEGA_AGENTRL_ROOT/slurm/env.sh" ] || [ -z "${SLURM_JOB_ID:-}" ]; the
     exit 2
 fi
 cd "$MEGA_AGENTRL_ROOT"
-set +eu # site scripts and modules are rarely written for these
+set +eu # site scripts and modules rarely support these options
 source slurm/env.sh
 set -eu
 
@@ -34,7 +34,7 @@ fi
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MEGA_AGENTRL_PREFLIGHT_KEY
 MEGA_AGENTRL_PREFLIGHT_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-address=$(python -m slurm.ray_members place "$SLURM_JOB_ID" "${nodes[@]}")
+address=$(python -m slurm.ray_cluster place "$SLURM_JOB_ID" "${nodes[@]}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

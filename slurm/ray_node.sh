@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Ray on one node of a job, in the foreground; run by slurm/train.sh under srun.
+# Run Ray on one node of a job, in the foreground; started by slurm/train.sh under srun.
 #
 #   ray_node.sh NODE INDEX ADDRESS     index 0 is the head; address is the head's, host:port
 #
-# All ports but the head's are chosen by the system, and Ray's files are in a folder of this node and
-# this start: two nodes may share a host (Slurm's virtual nodes do), and so may two jobs. For the same
-# reason nothing here calls `ray stop`, which would end every Ray on the host. When it ends, for
-# whatever reason but SIGKILL, every process it started is gone and so is the folder.
+# The system chooses all ports except the head's, and Ray's files are in a folder of this node and
+# this start, because two nodes may share a host (Slurm's virtual nodes do), and so may two jobs. For
+# the same reason the script does not call `ray stop`, which would end every Ray on the host. When it
+# ends, for any reason except SIGKILL, every process that it started and the folder are gone.
 set -uo pipefail
 
 node=$1 index=$2 address=$3
-set +u # site scripts and modules are rarely written for it
+set +u # site scripts and modules rarely support it
 source "$MEGA_AGENTRL_ROOT/slurm/env.sh"
 set -u
 cd "$MEGA_AGENTRL_ROOT" || exit 1
 
-# Short: Ray puts Unix sockets about 60 characters below it, and their paths have 107 bytes.
+# A short path: Ray's Unix sockets add about 60 characters, and their paths may have 107 bytes.
 folder=${MEGA_AGENTRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$index
 tag=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$node
 ray_pid=''
 
-tagged() { # pids of the processes Ray started here: they inherited the tag
+tagged() { # prints the pids of processes started by Ray here, which inherit the tag
     env -u MEGA_AGENTRL_NODE_TAG grep -lzsx "MEGA_AGENTRL_NODE_TAG=$tag" /proc/[0-9]*/environ |
         cut -d / -f 3
 }
@@ -62,29 +62,29 @@ else
     done
 fi
 
-run_ray() { # to its end, with its exit code; what it says is kept for `has_stood`
+run_ray() { # runs Ray to its end and returns its exit code; stores the output for `has_started`
     local code=0
     mkdir -p "$folder" || exit 1
-    # In a session of its own, so that signals to this script do not reach Ray's processes as well.
+    # In a separate session, so that signals to this script do not reach Ray's processes.
     # shellcheck disable=SC2086  # the options are words
     setsid ray start --log-color=false --block "${place[@]}" --node-name="$node" \
         --temp-dir="$folder" --num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 \
         --max-worker-port=0 --dashboard-agent-listen-port=0 --disable-usage-stats \
-        ${MEGA_AGENTRL_RAY_OPTIONS:-} > >(exec env -u MEGA_AGENTRL_NODE_TAG tee "$folder/said") 2>&1 &
+        ${MEGA_AGENTRL_RAY_OPTIONS:-} > >(exec env -u MEGA_AGENTRL_NODE_TAG tee "$folder/output") 2>&1 &
     ray_pid=$!
     wait "$ray_pid" || code=$?
     ray_pid=''
     return "$code"
 }
 
-has_stood() { grep -qs 'Ray runtime started' "$folder/said"; }
+has_started() { grep -qs 'Ray runtime started' "$folder/output"; }
 
-# Ray gives itself 30 s to start, which a busy node may not keep. Once it has stood, its end is final.
+# Ray's own start timeout of 30 s may be too short on a busy node. Once Ray has started, its end is final.
 for try in 1 2 3; do
     code=0
     run_ray || code=$?
     echo "ray_node.sh: Ray on $node ended with exit code $code"
-    if [ "$code" -eq 0 ] || [ "$try" -eq 3 ] || has_stood; then break; fi
+    if [ "$code" -eq 0 ] || [ "$try" -eq 3 ] || has_started; then break; fi
     echo "ray_node.sh: it did not start; try $((try + 1)) of 3"
     end_tagged
     rm -rf "$folder"

@@ -1,9 +1,9 @@
-"""Tokenizer folders in the manner of three families, and a hand-fed engine that talks in ids.
+"""Tokenizer folders that imitate three model families, and an engine with scripted turns.
 
-The vocabulary is bytes, so ids are easy to follow; special tokens and tags are as the families
-have them. The templates are our own short versions with the families' habits: Qwen 2.5 groups
-tools' answers, Qwen 3 drops old reasoning and adds empty reasoning to the last turn, Llama 3 has
-a bos, trims messages and quotes tools' answers.
+The vocabulary is bytes plus the special tokens and tags of the family. The templates are short
+versions with the families' characteristics: Qwen 2.5 groups tool answers, Qwen 3 drops old
+reasoning and adds empty reasoning to the last turn, Llama 3 has a bos token, trims messages and
+quotes tool answers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mega_agentrl.data.codec import HFCodec
-from mega_agentrl.types.records import Finish, Generation
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.types.records import FinishReason, Generation
 
 FAMILIES = ("qwen25", "qwen3", "llama3")
 TEMPLATES = Path(__file__).parent / "data" / "templates"
@@ -30,7 +30,7 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
 
 
 def save_tokenizer(family: str, folder: Path, change=lambda template: template) -> Path:
-    """A folder that `HFCodec` reads. change: makes another template of the family's."""
+    """Save a folder that `HFCodec` loads; `change` edits the family's chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +52,7 @@ def save_tokenizer(family: str, folder: Path, change=lambda template: template) 
 
 
 class Script:
-    """Says one turn after the other, each ended by eos unless it ends in `CUT`."""
+    """An engine with one scripted turn per request, ended by eos unless it ends in `CUT`."""
 
     CUT = "\0"
     version = 1
@@ -68,16 +68,16 @@ class Script:
     async def generate(self, request):
         token_ids, is_cut = self._turns[len(self.requests)]
         self.requests.append(request)
-        finish = Finish.stop if is_cut else Finish.eos
+        finish = FinishReason.stop if is_cut else FinishReason.eos
         if len(token_ids) > request.max_tokens:
-            token_ids, finish = token_ids[: request.max_tokens], Finish.length
+            token_ids, finish = token_ids[: request.max_tokens], FinishReason.length
         return Generation(
             request_id=request.request_id,
             token_ids=tuple(token_ids),
             logps=(-1.0,) * len(token_ids),
             entropies=(1.0,) * len(token_ids),
             argmax_ids=tuple(token_ids),
-            finish=finish,
+            finish_reason=finish,
             stop_string=None,
             version=1,
         )

@@ -1,9 +1,9 @@
-"""Tiny deterministic stand-ins for the ports: an engine, tools, a codec, a rubric.
+"""Deterministic fakes of the protocols in `types.protocols`: an engine, tools, a codec, a rubric.
 
-One token is one character, id = code point; id 0 ends a turn. A prompt ends in ``?``, what
-follows is the response. The engine writes what `write(response, request)` returns, cut at
-stop strings and at `max_tokens`; `random_text` makes that a random language of words, tool
-calls and answers, drawn from the request's seed alone.
+One token is one character, its id the code point; id 0 ends a turn. A prompt ends in ``?``; what
+follows is the response. The engine writes what `write(response, request)` returns, up to a stop
+string or `max_tokens`. `random_text` writes a random language of words, tool calls and answers
+that depends on the request's seed alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from mega_agentrl.types.records import (
-    Finish,
+    FinishReason,
     Generation,
     Prompt,
     Score,
@@ -43,7 +43,7 @@ def make_prompt(name: str = "p0", question: str = "Q", **changes) -> Prompt:
 
 
 def unit(*parts: object) -> float:
-    """A number in [0, 1) that depends on the parts alone."""
+    """Hash the parts to a number in [0, 1)."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big") / 2**48
 
 
@@ -61,7 +61,7 @@ class CharCodec:
 
 
 def random_text(response: str, request) -> Iterator[str]:
-    """An endless turn in the language of `ITEMS`, drawn from the seed."""
+    """Write an endless turn of `ITEMS`, drawn from the seed."""
     begun = max((i for i in ITEMS if _ends_in(response, i)), key=len, default="")
     text = response
     yield from begun[_ends_in(response, begun) :]
@@ -72,33 +72,34 @@ def random_text(response: str, request) -> Iterator[str]:
 
 
 def _ends_in(text: str, item: str) -> int:
-    """How many characters of a tag item the text ends in."""
+    """Return the length of the longest proper prefix of a tag item that the text ends in."""
     if not item.startswith("<"):
         return 0
     return max((n for n in range(1, len(item)) if text.endswith(item[:n])), default=0)
 
 
 def turns(*texts: str) -> Callable:
-    """Writes the given turns whatever is sampled; tool answers end in ``</result>``."""
+    """Write the given turns in order; tool answers end in ``</result>``."""
 
     def write(response, request):
-        *results, spoken = response.split("</result>")
-        return texts[len(results)][len(spoken) :]
+        *results, written = response.split("</result>")
+        return texts[len(results)][len(written) :]
 
     return write
 
 
 @dataclass
 class FakeGenerator:
-    """The engine. delays: seed of random waits, None for none. breaks: raises on a request.
-
-    entropy(response, request): of the token that ends `response`.
-    """
+    """An engine that writes the text of `write`."""
 
     write: Callable = random_text
+    """write(response, request): iterable of the characters that follow the response."""
     entropy: Callable = lambda response, request: 3 * unit(response, request.seed)
+    """entropy(response, request): entropy of the last token of the response, nats."""
     delays: int | None = None
+    """Seed of random waits; None disables them."""
     breaks: Callable = lambda request: False
+    """breaks(request): whether the engine dies on the request."""
     version: int = 1
     can_serve: bool = True
     requests: list = field(default_factory=list)
@@ -124,13 +125,13 @@ class FakeGenerator:
 
     def _finish(self, request):
         before = "".join(map(chr, request.token_ids)).partition("?")[2]
-        text, entropies, finish, stopped = "", [], Finish.length, None
+        text, entropies, finish, stopped = "", [], FinishReason.length, None
         for char in self.write(before, request):
             text += char
             entropies.append(self.entropy(before + text, request))
             stopped = next((stop for stop in request.stop if text.endswith(stop)), None)
             if char == EOS or stopped:
-                finish = Finish.eos if char == EOS else Finish.stop
+                finish = FinishReason.eos if char == EOS else FinishReason.stop
                 break
             if len(text) == request.max_tokens:
                 break
@@ -141,7 +142,7 @@ class FakeGenerator:
             logps=tuple(-unit(request.seed, i) for i in range(len(text))),
             entropies=tuple(entropies),
             argmax_ids=token_ids,
-            finish=finish,
+            finish_reason=finish,
             stop_string=stopped,
             version=self.version,
             # -p ln p of this alternative rises with the entropy.
@@ -165,7 +166,7 @@ class FakeGenerator:
 
 @dataclass
 class FakeSession:
-    """Tools that answer ``ok:<argument>`` and remember what was asked before them."""
+    """A tool session that records the texts of its calls in `history`."""
 
     provider: FakeTools
     history: list = field(default_factory=list)
@@ -198,13 +199,17 @@ class FakeSession:
 
 @dataclass
 class FakeTools:
-    """The tool provider; `sessions` are all that were created or forked."""
+    """A tool provider whose tools answer ``ok:<text>``."""
 
     answer: Callable = lambda text: f"ok:{text}"
+    """answer(text): the answer to a call with this text."""
     status: Callable = lambda text: ToolStatus.ok
+    """status(text): the status of the call."""
     delays: int | None = None
+    """Seed of random waits; None disables them."""
     fork_fails: bool = False
     sessions: list = field(default_factory=list)
+    """All sessions that were created or forked."""
 
     stop_strings = ("</search>", "</python>")
 
@@ -215,27 +220,27 @@ class FakeTools:
         if self.delays is not None:
             await asyncio.sleep(self._waits.random() * 0.002)
 
-    def open(self):
+    def open_session(self):
         return FakeSession(self)
 
-    answers_in_chat = False
+    uses_tool_messages = False
 
-    def read(self, turn_text):
-        call = self.parse(turn_text)
+    def parse_calls(self, turn_text):
+        call = self.parse_final_call(turn_text)
         return () if call is None else (call,)
 
-    def parse(self, turn_text):
+    def parse_final_call(self, turn_text):
         found = CALL.search(turn_text)
         if found is None or not found[2]:
             return None
         return ToolCall(tool=found[1], arguments={"text": found[2]})
 
-    def render(self, outcome):
+    def render_outcome(self, outcome):
         return f"<result>{outcome.answer}</result>"
 
 
 class FakeRubric:
-    """Right where an answer was given; the reward is a number drawn from the text."""
+    """Correct if the response holds the answer 1; the reward is a hash of the text."""
 
     def score(self, trajectory):
         text = trajectory.response_text

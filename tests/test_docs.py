@@ -1,4 +1,4 @@
-"""What the guides say of messages and metrics, against the texts that the package holds."""
+"""Messages and metrics in the guides occur in the package."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ GUIDES = ("quick_start.md", "troubleshooting.md")
 
 @cache
 def texts():
-    """Every string of the package, a line each, with dots for what is filled in."""
+    """Every string of the package, one per line, with dots for formatted values."""
     found = []
     for path in sorted((ROOT / "mega_agentrl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -28,7 +28,7 @@ def texts():
 
 
 def first_cells():
-    """The code in the first cell of each row, with the file."""
+    """Code in the first cell of each table row, with the file."""
     for guide in GUIDES:
         for line in (ROOT / "docs" / guide).read_text().splitlines():
             if line.startswith("| `"):
@@ -42,7 +42,7 @@ MESSAGES = [one for one in first_cells() if " " in one[1]]
 
 
 @pytest.mark.parametrize(("guide", "metric"), METRICS)
-def test_metrics_of_the_guides_are_written_somewhere(guide, metric):
+def test_metrics_of_the_guides_are_in_the_package(guide, metric):
     name = metric.rpartition("/")[2]
     counted = name.startswith("num_") and name.removeprefix("num_") in set(ToolStatus)
     assert name in texts() or counted, f"{guide}: no text of the package has {name}"

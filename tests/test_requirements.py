@@ -1,4 +1,4 @@
-"""The pinned environments hold what pyproject.toml asks for, and nothing that breaks them."""
+"""The pinned environments satisfy pyproject.toml."""
 
 import tomllib
 from pathlib import Path
@@ -20,12 +20,12 @@ def pins(device):
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_every_requirement_is_pinned_to_a_version_it_allows(device):
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *extras[device], *extras["sweep"], *extras["dev"]]
-    held = pins(device)
-    for requirement in map(Requirement, asked):
+    required = [*PROJECT["dependencies"], *extras[device], *extras["sweep"], *extras["dev"]]
+    pinned = pins(device)
+    for requirement in map(Requirement, required):
         name = str(canonicalize_name(requirement.name))
-        assert name in held, f"{name} is not in requirements/{device}.txt"
-        assert requirement.specifier.contains(held[name]), f"{requirement} against {held[name]}"
+        assert name in pinned, f"{name} is not in requirements/{device}.txt"
+        assert requirement.specifier.contains(pinned[name]), f"{requirement} against {pinned[name]}"
 
 
 def test_the_cpu_environment_leaves_out_what_breaks_it():

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every supported architecture, written by transformers itself.
+"""Tiny random checkpoints of every supported architecture, written by transformers.
 
     folder = make_tiny_model("llama", tmp_path / "llama", tied=True, num_hidden_layers=2)
 
@@ -7,8 +7,8 @@ Four layers, hidden width 32, four heads over two key/value heads of width 16, a
 normal with standard deviation 0.3, biases too; norms lie around 1. Any key of the architecture's
 config can be changed by name. `qwen3_moe` has four experts of width 16, two per token.
 
-Rope: `llama` has Llama 3's scaling, `qwen2` yarn, the others none; the numbers are such that
-some frequencies are kept, some scaled and some in between.
+Rope: `llama` has Llama 3's scaling, `qwen2` yarn, the others none; with these numbers some
+frequencies are unchanged, some scaled and some in between.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
-# By name: the classes' common prefix in transformers and what differs from SIZES.
+# By name: the common prefix of the classes in transformers, and the differences from SIZES.
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": ("Qwen2", {"rope_parameters": YARN_ROPE}),
@@ -68,9 +68,9 @@ REWARDS = ("llama_reward", "qwen2_reward", "qwen3_reward")
 def make_tiny_model(
     name: str, folder: str | Path, *, tied: bool = False, seed: int = 7, **changes: Any
 ) -> Path:
-    """Write the model `name` (one of POLICIES or REWARDS) and return its folder.
+    """Write the model `name`, one of `POLICIES` or `REWARDS`, and return its folder.
 
-    changes: keys of the config, in place of those above (`head_dim=32`, `rope_parameters=...`).
+    `changes` override keys of the config, for example `head_dim=32`.
     """
     import transformers
 

@@ -1,31 +1,32 @@
-"""Steps of RL with slow tools: rollouts ahead of the learning step against the synchronous loop.
+"""Benchmarks asynchronous rollouts against the synchronous loop, with slow tools.
 
     python tools/bench_async.py [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
         [--slowest SECONDS] [key=value ...]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. Both sides are
-whole runs, one after the other, with a real policy and a real engine from the same weights, and
-the real tools, whose answers are held back as in `bench_rollout`: log-normal, median 0.2 s, and
-`--slowest` at most. Ours has `rollout.staleness=K`, the baseline 0; both correct by
-`algo.correction=token_truncate`. The first step and the last one, which is collected and learned
-alone, are left out. The policy is one process and the engine has one worker, so that on two cores
-each side has its own, as it has GPUs of its own elsewhere; with `parallel.tensor=2` learning takes
-from the engine what it wins. Cases:
+complete runs, one after the other, with a real policy, a real engine and real tools, from the same
+weights. Tool answers are delayed as in `bench_rollout`: log-normal with median 0.2 s, at most
+`--slowest`. Ours has `rollout.max_staleness=K`, the baseline 0; both use
+`algo.rollout_correction=token_truncate`. The first and the last step are left out; nothing overlaps
+with the last one. The policy is one process and the engine has one worker, so that on two cores
+each has its own core, as each has its own GPUs elsewhere; with `parallel.tensor=2` training would
+take the engine's core. Cases:
 
-    step/wall         seconds a step; the ratio is that of the steps per hour
-    step/waiting      of them, seconds that the learning step waited for rollouts
-    step/learning     of them, seconds of everything else
-    mismatch/mean     mean |difference| of policy's and engine's log-probs in nats
-    mismatch/max      the largest
-    mismatch/ess      effective share of the samples under the importance weights, 1 is all
-    correction/capped share of the tokens whose weight is beyond algo.correction_cap, and cut
-    staleness/mean    age of the tokens in versions
-    staleness/max     of the oldest
+    step/wall         seconds per step
+    step/waiting      of these, seconds that the training step waited for rollouts
+    step/learning     of these, seconds of everything else
+    mismatch/mean     mean |difference| of the policy's and the engine's log-probs in nats
+    mismatch/max      the largest difference
+    mismatch/ess      effective sample size under the importance weights as a fraction, 1 is all
+    rollout_correction/capped_fraction
+                      fraction of tokens whose weight exceeds algo.rollout_correction_cap
+    staleness/mean    mean age of the tokens in weight versions
+    staleness/max     largest age
 
-One step off, a step takes the longer one of rollout and learning instead of both, so most is won
-where they are alike: with `--prompts` learning grows, with `--slowest` waiting.
-
-The model must call tools: by default what `make smoke` leaves in runs/smoke/model.
+With one step of staleness, a step takes the longer of rollout and training instead of their sum, so
+the gain is largest when both take equally long: `--prompts` increases training time, `--slowest`
+waiting time. The model must call tools: by default the one that `make smoke` leaves in
+runs/smoke/model.
 """
 
 from __future__ import annotations
@@ -50,63 +51,63 @@ from tools.bench_rollout import latency_s  # noqa: E402
 from tools.preflight_parts.compose import compose_config  # noqa: E402
 
 if TYPE_CHECKING:
-    from mega_agentrl.types.ports import ToolProvider, ToolSession
+    from mega_agentrl.types.protocols import ToolProvider, ToolSession
     from mega_agentrl.types.records import ToolOutcome
 
 line = partial(bench_line, "async")
-MEANS = {
+MEAN_METRICS = {
     "mismatch/mean": ("nats", "mismatch/logp_mean_abs"),
     "mismatch/max": ("nats", "mismatch/logp_max_abs"),
     "mismatch/ess": ("share", "mismatch/ess"),
-    "correction/capped": ("share", "correction/capped"),
+    "rollout_correction/capped_fraction": ("share", "rollout_correction/capped_fraction"),
     "staleness/mean": ("versions", "rollout/staleness_mean"),
     "staleness/max": ("versions", "rollout/staleness_max"),
 }
 
 
-class LateTools:
-    """The tools, whose answers are held back."""
+class DelayedTools:
+    """Tools whose answers are delayed."""
 
     def __init__(self, tools: ToolProvider, slowest_s: float) -> None:
         self._tools = tools
         self._slowest_s = slowest_s
 
-    def open(self) -> ToolSession:
-        """See `ToolProvider.open`."""
-        return LateSession(self._tools.open(), self._slowest_s)
+    def open_session(self) -> ToolSession:
+        """Open a session whose answers are delayed."""
+        return DelayedToolSession(self._tools.open_session(), self._slowest_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tools, name)
 
 
-class LateSession:
-    """One trajectory's tools."""
+class DelayedToolSession:
+    """A tool session whose answers are delayed."""
 
     def __init__(self, session: ToolSession, slowest_s: float) -> None:
         self._session = session
         self._slowest_s = slowest_s
 
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
-        """See `ToolSession.execute`; answers when the latency has passed."""
+        """Execute the call and return its outcome once the simulated latency has passed."""
         begin = time.perf_counter()
         wanted_s = min(self._slowest_s, latency_s(f"{tool} {dict(arguments)}"))
         outcome = await self._session.execute(tool, arguments)
         await asyncio.sleep(begin + wanted_s - time.perf_counter())
         return outcome
 
-    async def fork(self) -> LateSession:
-        """See `ToolSession.fork`."""
-        return LateSession(await self._session.fork(), self._slowest_s)
+    async def fork(self) -> DelayedToolSession:
+        """Fork the session; the child delays its answers too."""
+        return DelayedToolSession(await self._session.fork(), self._slowest_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
 
 def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of each step of a whole run but the first and the last."""
+    """Run the training loop and return the metrics of all steps but the first and the last."""
     from mega_agentrl.runtime.build import build
     from mega_agentrl.runtime.inputs import read_inputs
-    from mega_agentrl.train.loop import train
+    from mega_agentrl.train.trainer import train
 
     config = compose_config(
         [
@@ -119,32 +120,38 @@ def run(given: argparse.Namespace, staleness: int, folder: Path) -> list[dict[st
             f"tool.search.source={given.data}/corpus.jsonl",
             f"data.prompts_per_step={given.prompts}",
             f"total_steps={given.steps}",
-            f"rollout.staleness={staleness}",
-            "algo.correction=token_truncate",
+            f"rollout.max_staleness={staleness}",
+            "algo.rollout_correction=token_truncate",
             "sft.max_steps=0",
-            "save_every=0",
+            "save_every_steps=0",
             "evaluate.num_questions=4",
-            "report.trees_every=0",
+            "report.save_trees_every_steps=0",
             "report.trackers=[]",
             *given.overrides,
         ]
     )
     with build(config, read_inputs(config)) as parts:
-        train(replace(parts, tools=LateTools(parts.tools, given.slowest)), config)
+        train(replace(parts, tools=DelayedTools(parts.tools, given.slowest)), config)
     return read_steps(folder / "metrics.jsonl")
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The metrics of RL steps but the first and the last; `ValueError` for fewer than three."""
+    """Return the metrics of all RL steps but the first and the last.
+
+    Raises:
+        ValueError: the file has fewer than three RL steps.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["stage"] == "rl"]
     if len(steps) < 3:
-        raise ValueError(f"--steps={len(steps)}: expected at least 3, the ends are left out")
+        raise ValueError(
+            f"--steps={len(steps)}: expected at least 3, the first and the last step are left out"
+        )
     return steps[1:-1]
 
 
 def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of all cases."""
+    """Return the JSON lines of all cases."""
 
     def wall_s(step: Mapping[str, float]) -> float:
         return sum(value for name, value in step.items() if name.startswith("time/"))
@@ -162,14 +169,14 @@ def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[
             *(fmean(wall_s(step) - waiting_s(step) for step in side) for side in sides),
         ),
     ]
-    for case, (unit, name) in MEANS.items():
+    for case, (unit, name) in MEAN_METRICS.items():
         of = max if case.endswith("/max") else fmean
         lines.append(line(case, unit, *(of(step[name] for step in side) for side in sides)))
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the lines."""
+    """Run both sides and print one JSON line per case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

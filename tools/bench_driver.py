@@ -1,20 +1,20 @@
-"""What the driver computes between rollout and update: advantages, EGPO, ARES, on one core.
+"""Benchmarks the driver's computations between rollout and update on one core.
 
     python tools/bench_driver.py [--rows 4096] [--tokens 8192] [--share 64] [--cases PATTERN ...]
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is
-better. The baseline computes the same in plain Python, a trajectory and a token at a time, as
-released code does for much of this; it gets one trajectory in `--share`, and its seconds are
-multiplied. Both must agree there. Cases, all for groups of 8 whose forks share a third:
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is better.
+The baseline computes the same in plain Python, one trajectory and token at a time, as released code
+often does; it gets one trajectory in `--share`, and its seconds are multiplied. Both must agree
+there. All cases have groups of 8 whose forks share a third:
 
     seconds/advantages   GRPO, RLOO, both REINFORCE++, GAE, the hard advantage, EGPO with its
                          chain of thought, AEPO's scale
-    seconds/ares         as a step has it, from the trajectories' records: windows, percentiles,
-                         counts, shaping, KL weights, measured KL, the controllers' step
-    seconds/corrections  truncated weights of the tokens, and all figures of the mismatch
+    seconds/ares         from the trajectories' records: windows, percentiles, counts, shaping, KL
+                         weights, measured KL, the controllers' step
+    seconds/corrections  truncated importance weights, and all mismatch metrics
     seconds/together     the sum of the three
-    memory/together      MiB at the peak beyond the batch; the baseline is one float64 copy of
-                         each of the batch's nine [B, T] fields
+    memory/together      peak MiB beyond the batch; the baseline is one float64 copy of each of the
+                         batch's nine [B, T] fields
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from mega_agentrl.algo import ares
 from mega_agentrl.algo.aepo import entropy_scaled
 from mega_agentrl.algo.correction import importance_weights
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
-from mega_agentrl.train import ares as wired
+from mega_agentrl.train.ares import shaping as ares_shaping
+from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.controllers import Controllers
-from mega_agentrl.train.seen import observe
 from mega_agentrl.types.batch import TrainBatch
 from mega_agentrl.types.records import Prompt, RolloutTree, Score, StopReason, Trajectory
 
@@ -59,11 +59,11 @@ CASES = (
 )
 AGREEMENT = 1e-4
 
-Found = TypeVar("Found")
+ResultT = TypeVar("ResultT")
 
 
-class Given:
-    """The arrays of a batch: 16 turns with a tool's answer behind each, forks share a third."""
+class SyntheticBatch:
+    """The arrays of a batch: 16 turns, each with a tool's answer; forks share a third."""
 
     def __init__(self, num_rows: int, num_tokens: int) -> None:
         random = torch.Generator().manual_seed(0)
@@ -81,15 +81,15 @@ class Given:
         shared = num_tokens // 3
         self.node_BT[1::2, :shared] = self.node_BT[0::2, :shared]
 
-    def part(self, num_rows: int) -> Given:
-        """The first rows."""
-        made = object.__new__(Given)
+    def slice_rows(self, num_rows: int) -> SyntheticBatch:
+        """Return the batch of the first rows."""
+        made = object.__new__(SyntheticBatch)
         made.__dict__ = {name: value[:num_rows] for name, value in vars(self).items()}
         return made
 
 
-def advantages(given: Given) -> dict[str, torch.Tensor]:
-    """Everything of `train.advantages`, by name."""
+def advantages(given: SyntheticBatch) -> dict[str, torch.Tensor]:
+    """Compute all advantages, by name."""
     reward_B, group_B, mask_BT = given.reward_B, given.group_B, given.mask_BT
     grpo_B = estimators.grpo(reward_B, group_B)
     last_BT = torch.zeros_like(given.entropy_BT)
@@ -112,18 +112,18 @@ def advantages(given: Given) -> dict[str, torch.Tensor]:
     }
 
 
-def corrections(given: Given) -> dict[str, torch.Tensor]:
-    """Everything of `train.advantages.add_corrections`, by name."""
+def corrections(given: SyntheticBatch) -> dict[str, torch.Tensor]:
+    """Compute the rollout corrections, by name."""
     weight_BT, figures = importance_weights(
         given.logp_BT, given.rollout_BT, given.mask_BT, level="token", mode="truncated", cap=1.02
     )
     return {"weight": weight_BT.sum(1), "kl_k3": figures["kl_k3"].unsqueeze(0)}
 
 
-class Step:
-    """The records of the trajectories, and the batch that is packed of them."""
+class PackedStep:
+    """The records of the trajectories, and the batch packed from them."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: SyntheticBatch) -> None:
         num_rows, num_tokens = given.mask_BT.shape
         unread = [0] * num_tokens
         self.trees = [
@@ -149,8 +149,8 @@ class Step:
         )
 
 
-def _record(given: Given, row: int, unread: list[int]) -> Trajectory:
-    """One trajectory; unread: a list in place of those that shaping does not look at."""
+def _record(given: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
+    """Return one trajectory; `unread` stands for the lists that shaping does not read."""
     num_tokens = given.mask_BT.shape[1]
     reward = float(given.reward_B[row])
     return Trajectory(
@@ -175,20 +175,22 @@ def _record(given: Given, row: int, unread: list[int]) -> Trajectory:
     )
 
 
-def shaping(step: Step) -> dict[str, torch.Tensor]:
-    """Everything of `train.ares`, as a step calls it, by name."""
+def shaping(step: PackedStep) -> dict[str, torch.Tensor]:
+    """Compute ARES's shaping as a training step does, by name."""
     before = Controllers()
-    seen = observe(step.trees, None)
-    found = wired.begin_step(seen, before.ares, ares.PAPER, filtered=False)
-    batch = wired.shape_rewards(step.batch, step.trees, found)
-    weight_BT = wired.kl_weights(batch, step.trees, found)
-    after = wired.ares_update(before, found, wired.measured_kl(batch, step.trees, found, "k3"))
+    seen = collect_entropy_stats(step.trees, None)
+    found = ares_shaping.start_ares_step(seen, before.ares, ares.PAPER_HYPERPARAMS, filtered=False)
+    batch = ares_shaping.add_entropy_rewards(step.batch, step.trees, found)
+    weight_BT = ares_shaping.token_kl_weights(batch, step.trees, found)
+    after = ares_shaping.update_controllers(
+        before, found, ares_shaping.mean_ref_kl(batch, step.trees, found, "k3")
+    )
     assert weight_BT is not None and after.ares.threshold is not None
-    return {"hwe": found.stats.hwe_B, "p95": seen.p95_B, "weight": weight_BT.sum(1)}
+    return {"hwe": found.ares_stats.hwe_B, "p95": seen.entropy_p95_B, "weight": weight_BT.sum(1)}
 
 
-def plain_advantages(given: Given) -> dict[str, list[float]]:
-    """A trajectory and a token at a time: the most costly of the advantages."""
+def reference_advantages(given: SyntheticBatch) -> dict[str, list[float]]:
+    """Compute the most expensive advantages one trajectory and token at a time."""
     rewards, groups = given.reward_B.tolist(), given.group_B.tolist()
     mask, entropy = given.mask_BT.tolist(), given.entropy_BT.tolist()
     tokens, nodes = given.token_BT.tolist(), given.node_BT.tolist()
@@ -216,8 +218,8 @@ def plain_advantages(given: Given) -> dict[str, list[float]]:
     return {"grpo": scalars, "hard": hard, "egpo": with_bonus}
 
 
-def plain_shaping(given: Given, threshold: float) -> dict[str, list[float]]:
-    """Windows and counts, a token at a time."""
+def reference_shaping(given: SyntheticBatch, threshold: float) -> dict[str, list[float]]:
+    """Compute entropy windows and their counts one token at a time."""
     counts = []
     for values, there in zip(given.entropy_BT.tolist(), given.mask_BT.tolist(), strict=True):
         windows = [
@@ -229,8 +231,8 @@ def plain_shaping(given: Given, threshold: float) -> dict[str, list[float]]:
     return {"hwe": counts}
 
 
-def plain_corrections(given: Given) -> dict[str, list[float]]:
-    """A token at a time."""
+def reference_corrections(given: SyntheticBatch) -> dict[str, list[float]]:
+    """Compute the corrections one token at a time."""
     weights, k3, number = [], 0.0, 0
     for train, sampled, there in zip(
         given.logp_BT.tolist(), given.rollout_BT.tolist(), given.mask_BT.tolist(), strict=True
@@ -242,8 +244,10 @@ def plain_corrections(given: Given) -> dict[str, list[float]]:
     return {"weight": weights, "kl_k3": [k3 / number]}
 
 
-def check(ours: dict[str, torch.Tensor], plain: dict[str, list[float]], slack: float) -> None:
-    """Raise where the two differ."""
+def check_agreement(
+    ours: dict[str, torch.Tensor], plain: dict[str, list[float]], slack: float
+) -> None:
+    """Raise `RuntimeError` if the two sides differ."""
     for name, values in plain.items():
         expected_B = torch.tensor(values, dtype=torch.float64)
         gap_B = (ours[name].double() - expected_B).abs() / expected_B.abs().clamp(min=1)
@@ -251,41 +255,42 @@ def check(ours: dict[str, torch.Tensor], plain: dict[str, list[float]], slack: f
             raise RuntimeError(f"{name}: ours and the baseline differ by {float(gap_B.max()):.3g}")
 
 
-def timed(function: Callable[..., Found], *arguments: Any) -> tuple[float, Found]:
-    """Processor seconds, and what it gave."""
+def measure_cpu_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[float, ResultT]:
+    """Return the processor seconds of a call and its result."""
     start_s = time.process_time()
     found = function(*arguments)
     return time.process_time() - start_s, found
 
 
 def peak_mib() -> float:
+    """Return the peak resident memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float, float]]:
-    """Ours and the baseline by case."""
-    given = Given(num_rows, num_tokens)
-    part = given.part(max(GROUP, num_rows // share // GROUP * GROUP))
+    """Return our value and the baseline's by case."""
+    given = SyntheticBatch(num_rows, num_tokens)
+    part = given.slice_rows(max(GROUP, num_rows // share // GROUP * GROUP))
     scale = num_rows / len(part.reward_B)
-    step = Step(given)
+    step = PackedStep(given)
     before_mib = peak_mib()
     ours = {
-        "seconds/advantages": timed(advantages, given)[0],
-        "seconds/ares": timed(shaping, step)[0],
-        "seconds/corrections": timed(corrections, given)[0],
+        "seconds/advantages": measure_cpu_s(advantages, given)[0],
+        "seconds/ares": measure_cpu_s(shaping, step)[0],
+        "seconds/corrections": measure_cpu_s(corrections, given)[0],
     }
     added_mib = peak_mib() - before_mib
-    del step  # whose millions of numbers Python's collector would visit during the baseline
-    plain_s, plain = timed(plain_advantages, part)
-    check(advantages(part), plain, AGREEMENT)
-    found = shaping(Step(part))
+    del step  # otherwise the garbage collector would visit it during the baseline
+    plain_s, plain = measure_cpu_s(reference_advantages, part)
+    check_agreement(advantages(part), plain, AGREEMENT)
+    found = shaping(PackedStep(part))
     state = ares.update_threshold(ares.AresState(), found["p95"])
     assert state.threshold is not None
-    plain_ares_s, plain = timed(plain_shaping, part, state.threshold)
+    plain_ares_s, plain = measure_cpu_s(reference_shaping, part, state.threshold)
     # A window at the threshold itself falls on either side of it by rounding.
-    check(found, plain, 0.01)
-    plain_corrections_s, plain = timed(plain_corrections, part)
-    check(corrections(part), plain, AGREEMENT)
+    check_agreement(found, plain, 0.01)
+    plain_corrections_s, plain = measure_cpu_s(reference_corrections, part)
+    check_agreement(corrections(part), plain, AGREEMENT)
     baseline = (plain_s * scale, plain_ares_s * scale, plain_corrections_s * scale)
     copies_mib = 9 * 8 * num_rows * num_tokens / (1 << 20)
     return {
@@ -296,6 +301,7 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
 
 
 def main() -> None:
+    """Print the lines of the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)

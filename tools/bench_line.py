@@ -1,4 +1,4 @@
-"""The JSON line that every benchmark prints for a case."""
+"""The JSON line that every benchmark prints per case."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from __future__ import annotations
 def bench_line(
     bench: str, case: str, unit: str, ours: float | None, baseline: float | None
 ) -> dict[str, object]:
-    """Keys bench, case, unit, ours, baseline and ratio = baseline / ours, so more is better.
+    """Return the line with the keys bench, case, unit, ours, baseline and ratio.
 
-    None: not measured, or for the ratio that there is none.
+    ratio = baseline / ours, so more is better. None means not measured or, for the ratio,
+    undefined.
     """
     has_ratio = ours and baseline is not None
     return {

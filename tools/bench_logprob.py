@@ -1,23 +1,23 @@
-"""Time and memory of the vocabulary head against the usual path, one JSON line a case.
+"""Benchmarks time and memory of the vocabulary head, one JSON line per case.
 
     python tools/bench_logprob.py [--cases PATTERN ...] [--repeats N] [--vocab V]
 
-Cases are ``memory``, ``forward`` and ``forward_backward`` / T2048, T4096 / TP1, TP2 at hidden
-width 1,024, and the same with the suffix ``/H4096``; a pattern is a shell pattern over the whole
-name, the default all of width 1,024 (``*/TP?``). With a GPU there is also ``matrix_rate`` at
-T 8,192, H 4,096: products done a second in bfloat16 (2 N V D forward; 8 N V D with the backward
-pass, which computes the logits again), against one plain matrix product.
+Cases are ``memory``, ``forward`` and ``forward_backward`` / T2048, T4096 / TP1, TP2 at hidden width
+1,024, and the same with the suffix ``/H4096``; a pattern is a shell pattern over the whole name, by
+default all cases of width 1,024 (``*/TP?``). With a GPU there is also ``matrix_rate`` at T 8,192,
+H 4,096: bfloat16 FLOP/s of the products (2 N V D forward; 8 N V D with the backward pass, which
+recomputes the logits) against one plain matrix product.
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The usual path
-is what verl's Megatron actor does by default: whole logits, Megatron's cross entropy on a clone
-of them, and a separate entropy function with its own whole softmax; gradients of both. What runs
-out of memory is null, with the reason on stderr.
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline is
+the default of verl's Megatron actor: full logits, Megatron's cross entropy on a clone of them, and
+a separate entropy function with its own full softmax; gradients of both. Values are null if a case
+runs out of memory, with the reason on stderr.
 
-Each case runs in fresh processes: TP 2 is two of one thread each over gloo, TP 1 one of two
-threads. Both paths run in turns in the same processes, and a time is the median. `forward` needs
-no gradient. Memory is that of forward and backward, each path in processes of its own: the peak
-of resident memory (VmHWM, reset through /proc/self/clear_refs once inputs and weights exist),
-minus the resident memory then and the bytes of both gradients, largest over ranks.
+Each case runs in new processes: TP 2 is two processes of one thread each over gloo, TP 1 one of two
+threads. Both paths alternate in the same processes, and a time is the median. `forward` needs no
+gradient. Memory is that of forward and backward, with separate processes for each path: the peak of
+resident memory (VmHWM, reset through /proc/self/clear_refs after inputs and weights exist), minus
+the resident memory then and the bytes of both gradients, maximum over ranks.
 """
 
 from __future__ import annotations
@@ -52,22 +52,28 @@ PATHS = ("ours", "baseline")
 
 @dataclass(frozen=True)
 class Case:
-    """One line: what is measured (kind) at which tokens, tensor ranks, widths."""
+    """One case of the benchmark."""
 
     kind: str
-    tokens: int
+    """What is measured: memory, forward, forward_backward or matrix_rate/..."""
+    num_tokens: int
+    """Number of tokens."""
     ranks: int
+    """Tensor-parallel size."""
     hidden: int
+    """Hidden width."""
     vocab: int
+    """Vocabulary size."""
 
     @property
     def name(self) -> str:
+        """Name that the patterns are matched with."""
         suffix = "" if self.hidden == 1024 else f"/H{self.hidden}"
-        return f"{self.kind}/T{self.tokens}/TP{self.ranks}{suffix}"
+        return f"{self.kind}/T{self.num_tokens}/TP{self.ranks}{suffix}"
 
 
-def cases(vocab: int) -> list[Case]:
-    """All cases of this machine, the quick ones first."""
+def all_cases(vocab: int) -> list[Case]:
+    """Return all cases of this machine, the fast ones first."""
     found = [
         Case(kind, tokens, ranks, hidden, vocab)
         for hidden in (1024, 4096)
@@ -86,8 +92,8 @@ def cases(vocab: int) -> list[Case]:
 # ---- the two paths ------------------------------------------------------------------------
 
 
-class _Entropy(torch.autograd.Function):
-    """Entropy from whole logits, as verl has it: one softmax kept, four exchanges."""
+class _BaselineEntropy(torch.autograd.Function):
+    """Entropy from full logits as in verl: saves a full softmax, runs three all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -97,7 +103,7 @@ class _Entropy(torch.autograd.Function):
         sum_N1 = softmax_NV.sum(dim=-1, keepdim=True)
         dist.all_reduce(sum_N1)
         softmax_NV.div_(sum_N1)
-        # verl compiles product and sum into one pass; this too makes no product.
+        # verl compiles product and sum into one pass; vecdot allocates no product either.
         mean_N1 = torch.linalg.vecdot(softmax_NV, logits_NV)[:, None].contiguous()
         dist.all_reduce(mean_N1)
         ctx.save_for_backward(logits_NV, softmax_NV, mean_N1)
@@ -112,10 +118,10 @@ class _Entropy(torch.autograd.Function):
         return softmax_NV.mul_(-1)
 
 
-def usual_path(
+def baseline_path(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, target_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy from whole logits over Megatron's tensor-parallel group."""
+    """Compute log-prob and entropy from full logits over Megatron's tensor-parallel group."""
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         vocab_parallel_cross_entropy,
@@ -123,19 +129,19 @@ def usual_path(
 
     logits_NV = copy_to_tensor_model_parallel_region(hidden_ND) @ weight_VD.t()
     clone_NV = logits_NV.clone()
-    entropy_N = _Entropy.apply(logits_NV)
+    entropy_N = _BaselineEntropy.apply(logits_NV)
     return -vocab_parallel_cross_entropy(clone_NV, target_N), entropy_N
 
 
 def our_path(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, target_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy from `actor.vocab_parallel`."""
-    from mega_agentrl.actor.vocab_parallel import VocabShard, logp_and_entropy
+    """Compute log-prob and entropy with `actor.vocab.vocab_parallel`."""
+    from mega_agentrl.actor.vocab.vocab_parallel import VocabShard, logp_and_entropy
 
     rows = len(weight_VD)
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    shard = VocabShard(start=dist.get_rank() * rows, num_valid=rows, group=group)
+    shard = VocabShard(first_token_id=dist.get_rank() * rows, num_valid_rows=rows, group=group)
     return logp_and_entropy(hidden_ND, weight_VD, target_N, 1.0, shard)
 
 
@@ -143,24 +149,26 @@ def our_path(
 
 
 class Rank:
-    """Inputs of one rank, and one step of either path over them."""
+    """The inputs of one rank, over which it runs either path."""
 
     def __init__(self, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.case, grad = case, not case.kind.endswith("forward")
         make = torch.Generator(device).manual_seed(0)
         fields = {"device": device, "dtype": dtype, "generator": make}
-        self.hidden_ND = torch.randn(case.tokens, case.hidden, **fields).requires_grad_(grad)
-        self.target_N = torch.randint(0, case.vocab, (case.tokens,), device=device, generator=make)
-        self.slope_2N = torch.randn(2, case.tokens, device=device, generator=make)
+        self.hidden_ND = torch.randn(case.num_tokens, case.hidden, **fields).requires_grad_(grad)
+        self.target_N = torch.randint(
+            0, case.vocab, (case.num_tokens,), device=device, generator=make
+        )
+        self.slope_2N = torch.randn(2, case.num_tokens, device=device, generator=make)
         make.manual_seed(1 + dist.get_rank())
         weight_VD = torch.randn(case.vocab // case.ranks, case.hidden, **fields)
-        # Logits of about unit size, so that the entropy is one of a real model.
+        # Logits of about unit size, so that the entropy resembles that of a real model.
         self.weight_VD = weight_VD.mul_(case.hidden**-0.5).requires_grad_(grad)
 
     def step(self, path: str) -> tuple[torch.Tensor, ...]:
-        """Both outputs, after a backward pass where the case has one."""
+        """Run one step, with a backward pass if the case has one, and return both outputs."""
         self.hidden_ND.grad = self.weight_VD.grad = None
-        run = {"ours": our_path, "baseline": usual_path}[path]
+        run = {"ours": our_path, "baseline": baseline_path}[path]
         outputs = run(self.hidden_ND, self.weight_VD, self.target_N)
         if self.hidden_ND.requires_grad:
             torch.autograd.backward(outputs, list(self.slope_2N))
@@ -168,8 +176,8 @@ class Rank:
 
 
 def measure_memory(case: Case, path: str) -> dict[str, float]:
-    """Extra MiB at the peak of one step."""
-    # Workers and buffers of the libraries are not the path's.
+    """Return the peak MiB of one step beyond inputs, weights and gradients."""
+    # Warm up: threads and buffers of the libraries do not count.
     Rank(Case(case.kind, 16, case.ranks, 64, 64)).step(path)
     rank = Rank(case)
     dist.barrier()
@@ -181,7 +189,7 @@ def measure_memory(case: Case, path: str) -> dict[str, float]:
 
 
 def measure_time(case: Case, repeats: int) -> dict[str, float]:
-    """Median seconds of both paths, in turns, once both are seen to agree."""
+    """Return the median seconds of both paths, which alternate and must agree."""
     rank, times = Rank(case), {path: [] for path in PATHS}
     for path in PATHS:
         Rank(Case(case.kind, 16, case.ranks, 64, 64)).step(path)
@@ -193,13 +201,13 @@ def measure_time(case: Case, repeats: int) -> dict[str, float]:
             found[path] = rank.step(path)
             dist.barrier()
             times[path].append(time.perf_counter() - started)
-    for ours, usual in zip(found["ours"], found["baseline"], strict=True):
-        torch.testing.assert_close(ours, usual, rtol=1e-4, atol=1e-3)
+    for ours, baseline in zip(found["ours"], found["baseline"], strict=True):
+        torch.testing.assert_close(ours, baseline, rtol=1e-4, atol=1e-3)
     return {path: statistics.median(values) for path, values in times.items()}
 
 
 def measure_matrix_rate(case: Case, repeats: int, device: str = "cuda") -> dict[str, float]:
-    """TFLOP/s of our path, and of one plain product of its size."""
+    """Return the TFLOP/s of our path and of one plain product of the same size."""
     rank = Rank(case, device, torch.bfloat16)
     products = 8 if rank.hidden_ND.requires_grad else 2
     hidden_ND, weight_DV = rank.hidden_ND.detach(), rank.weight_VD.detach().t()
@@ -215,7 +223,7 @@ def measure_matrix_rate(case: Case, repeats: int, device: str = "cuda") -> dict[
             run()
             _synchronize(device)
             if repeat >= 2:
-                flops = factor * case.tokens * case.vocab * case.hidden
+                flops = factor * case.num_tokens * case.vocab * case.hidden
                 rates[path].append(flops / (time.perf_counter() - started) / 1e12)
     return {path: statistics.median(values) for path, values in rates.items()}
 
@@ -231,8 +239,8 @@ def _status_bytes(field: str) -> int:
 
 
 def run_rank(job: dict[str, Any]) -> NoReturn:
-    """One rank of one case; rank 0 prints the largest values over ranks. Ends the process."""
-    # If memory ends, this process is to go, not somebody else's.
+    """Run one rank of a case and exit; rank 0 prints the maxima over the ranks."""
+    # The OOM killer shall choose this process.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     case = Case(**job["case"])
     torch.set_num_threads(1 if case.ranks > 1 else 2)
@@ -257,7 +265,7 @@ def run_rank(job: dict[str, Any]) -> NoReturn:
         sys.stdout.write(json.dumps(dict(zip(found, worst.tolist(), strict=True))) + "\n")
     dist.destroy_process_group()
     sys.stdout.flush()
-    # Threads that torch leaves running can abort the process in the interpreter's own exit.
+    # Threads that torch leaves running can abort the process at interpreter exit.
     os._exit(0)
 
 
@@ -265,10 +273,10 @@ def run_rank(job: dict[str, Any]) -> NoReturn:
 
 
 def run_case(case: Case, repeats: int) -> dict[str, Any]:
-    """The line of a case."""
+    """Run a case and return its line."""
     found: dict[str, float] = {}
     for path in PATHS if case.kind == "memory" else ("both",):
-        result, reason = _start(case, path, repeats)
+        result, reason = _run_ranks(case, path, repeats)
         found |= result
         if reason:
             sys.stderr.write(f"{case.name} {path}: {reason}\n")
@@ -277,8 +285,8 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     return bench_line("logprob", case.name, unit, ours, baseline)
 
 
-def _start(case: Case, path: str, repeats: int) -> tuple[dict[str, float], str]:
-    """What the ranks found, or why they found nothing."""
+def _run_ranks(case: Case, path: str, repeats: int) -> tuple[dict[str, float], str]:
+    """Run the ranks of a case; return their values, or none and the reason."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -304,13 +312,13 @@ def _start(case: Case, path: str, repeats: int) -> tuple[dict[str, float], str]:
     finally:
         for rank in ranks:
             rank.kill()
-    said = [rank.communicate() for rank in ranks]
-    errors = "\n".join(error for _, error in said)
+    outputs = [rank.communicate() for rank in ranks]
+    errors = "\n".join(error for _, error in outputs)
     if -signal.SIGKILL in codes or "allocate memory" in errors:
         return {}, "out of memory"
     if any(codes) or None in codes:
         raise RuntimeError(f"{case.name}: ranks ended with {codes}\n{errors}")
-    return json.loads(said[0][0].splitlines()[-1]), ""
+    return json.loads(outputs[0][0].splitlines()[-1]), ""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -326,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.rank is not None:
         run_rank(given.rank)
     patterns = [part for text in given.cases for part in text.split(",")]
-    offered = cases(given.vocab)
+    offered = all_cases(given.vocab)
     chosen = [case for case in offered if any(fnmatchcase(case.name, p) for p in patterns)]
     if not chosen:
         sys.stderr.write(

@@ -1,13 +1,13 @@
-"""Predicted against measured memory of a finished run on CPUs, one JSON line a case.
+"""Compares predicted and measured memory of a finished CPU run, one JSON line per case.
 
     python -m mega_agentrl experiment=smoke_ci
     python tools/bench_memory.py runs/smoke_ci
 
 A line has the keys bench, case, unit, ours (predicted), baseline (measured) and ratio = measured /
-predicted. Measured are the last `memory/*` metrics of the run: what the fullest policy rank, or
-engine worker, has taken beyond its libraries (`estimate.measured`). Predicted is the preflight's
-peak for the same settings, of a policy rank for the largest micro-batch that there was. The
-libraries of a process are a line by themselves, measured only (ours and ratio are null).
+predicted. The measured values are the last `memory/*` metrics of the run: what the fullest policy
+rank or engine worker takes beyond its libraries (`estimate.host_memory`). The predicted values are
+the preflight's peaks for the same settings, for a policy rank with the largest micro-batch that
+occurred. The libraries of a process have a line of their own, which is measured only.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
-from mega_agentrl.estimate.device import Device  # noqa: E402
-from mega_agentrl.estimate.engine_memory import engine_memory  # noqa: E402
-from mega_agentrl.estimate.measured import MIB  # noqa: E402
-from mega_agentrl.estimate.policy_memory import policy_memory  # noqa: E402
-from mega_agentrl.report.metric_log import read_metrics  # noqa: E402
-from mega_agentrl.reshard.model_shape import ModelShape  # noqa: E402
+from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
+from mega_agentrl.estimate.host_memory import MIB  # noqa: E402
+from mega_agentrl.estimate.memory.engine import estimate_engine_memory  # noqa: E402
+from mega_agentrl.estimate.memory.policy import estimate_policy_memory  # noqa: E402
+from mega_agentrl.report.metrics_file import read_metrics  # noqa: E402
+from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
 from tools.bench_line import bench_line  # noqa: E402
 
 
-def lines(config: TrainConfig, measured: Mapping[str, float]) -> Iterator[dict[str, object]]:
-    """The cases. measured: metrics by name, with ``memory/policy_libraries_mib`` among them."""
-    device, shape = Device(gib=None), ModelShape.from_folder(config.model.path)
-    tokens = round(measured["memory/micro_batch_tokens"])
-    stages = policy_memory(config, shape, device, micro_batch_tokens=tokens)
+def comparison_lines(
+    config: TrainConfig, measured: Mapping[str, float]
+) -> Iterator[dict[str, object]]:
+    """Yield the lines of all cases; `measured` holds metrics by name."""
+    device, shape = DeviceSpec(memory_gib=None), ModelShape.from_folder(config.model.path)
+    tokens = round(measured["memory/max_micro_batch_tokens"])
+    stages = estimate_policy_memory(config, shape, device, micro_batch_tokens=tokens)
     predicted = {
         "policy": max(stage.peak for stage in stages) / MIB,
-        "engine": engine_memory(config, shape, device).peak / MIB,
+        "engine": estimate_engine_memory(config, shape, device).peak / MIB,
     }
     for who, ours in predicted.items():
         taken = measured[f"memory/{who}_peak_mib"]
@@ -52,11 +54,11 @@ def lines(config: TrainConfig, measured: Mapping[str, float]) -> Iterator[dict[s
         yield bench_line("memory", f"{who}/libraries", "MiB", None, libraries)
 
 
-def read(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
+def read_run_metrics(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
     """Settings of a run, and its last memory metrics; raises `ValueError` where it has none."""
     found = {
         name: value
-        for line in read_metrics(folder / "metrics.jsonl").of("rl")
+        for line in read_metrics(folder / "metrics.jsonl").lines_of_stage("rl")
         for name, value in line.values.items()
         if name.startswith("memory/")
     }
@@ -65,8 +67,8 @@ def read(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
             f"{folder}: got no memory/*_libraries_mib in metrics.jsonl, expected those of an RL "
             "step; probable cause: a run on GPUs, or one without an RL step"
         )
-    kept = OmegaConf.load(folder / "config.yaml")
-    merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), kept)
+    saved = OmegaConf.load(folder / "config.yaml")
+    merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), saved)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, TrainConfig)
     return config, found
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path, help="folder of a run on CPUs")
     options = parser.parse_args(arguments)
     try:
-        for line in lines(*read(options.run_folder)):
+        for line in comparison_lines(*read_run_metrics(options.run_folder)):
             print(json.dumps(line))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

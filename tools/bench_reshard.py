@@ -1,40 +1,39 @@
-"""Weight update of a vLLM engine by our bridge against the usual path, one JSON line a case.
+"""Benchmark weight updates of a vLLM engine against the usual paths; prints one JSON line per case.
 
     python tools/bench_reshard.py [--cases PATTERN ...] [--repeats N] [--bucket-mib N] [sizes]
 
-Trainer: 4 processes, TP 2 x PP 2, that hold the shards of a random Qwen3 as Megatron cuts it.
-Engine: a real vLLM engine with TP 2. Both paths run in turns over the same processes, and a time
-is the median. Cases are KIND/WIRE/PEER, a pattern is a shell pattern over the whole name:
+Trainer: 4 processes, TP 2 x PP 2, that hold the shards of a random Qwen3 as Megatron splits it.
+Engine: a real vLLM engine with TP 2. Both paths run in turns over the same processes, and times
+are medians. Cases are KIND/TRANSPORT/BASELINE; a pattern is a shell pattern over the whole name:
 
-    transfer   seconds until every byte has landed; without the engine's own packing, which both
-               pay, and without the proof, which only we have
-    update     seconds from pause to serving, everything included (the trainer's half of the
-               probe aside: it needs a model there)
-    packing    CPU seconds of that which a worker needs to pack for its kernels
+    transfer   seconds until every byte is written, without the engine's own packing, which both
+               paths need, and without the proof, which only our path has
+    update     seconds from pause to serving, including everything except the trainer's half of
+               the probe, which needs a model there
+    packing    CPU seconds that a worker needs to pack weights for its kernels
     received   MiB that a rollout rank receives
-    memory     MiB at the peak of an update above what was resident before any buffer existed;
-               memory/trainer and memory/rollout, the largest over ranks; a trainer's slots that
-               a worker reads where they are count for the trainer; not counted is the compiler
-               of the digest's loop, some 120 MiB once in a process without a GPU
-    slots      MiB at the peak of receiving and dropping everything, on a rollout rank: what of
-               memory/rollout is the transport's, the rest being modules that are under way into
-               the engine; `baseline` is the target, two buckets
-    proof      what of the CPU seconds that trainer and workers spend on our update is for the
-               proof: copying with digests, testifying and comparing, less the same copies in an
-               update without it, each timed in its thread (ranks outnumber cores, so that is its
-               share of the time as well). The median over four pairs of updates for each repeat,
-               one right after the other, as an update by another path leaves pages to be touched
-               anew, with the proof or without; `baseline` is the target, 0.05. Whole processes
-               are not compared: whether vLLM's packing gets large pages moves their seconds by
-               more than the proof takes
+    memory     MiB at the peak of an update above what was resident before any buffer existed:
+               memory/trainer and memory/rollout, the maximum over ranks. A trainer's slots that
+               a worker maps count for the trainer. The compiler of the digest's loop, some 120
+               MiB once in a process without a GPU, is not counted
+    slots      MiB at the peak of receiving and dropping everything, on a rollout rank: the part
+               of memory/rollout that belongs to the transport; the rest are modules in progress.
+               `baseline` is the target, two buckets
+    proof      share of the proof in the CPU seconds that trainer and workers spend on our update:
+               copying with digests, computing and comparing digests, less the same copies in an
+               update without the proof, each timed in its thread (ranks outnumber cores, so this
+               is its share of the time as well). Median over four pairs of updates per repeat, in
+               direct succession, since an update by another path leaves pages to be touched
+               again; `baseline` is the target, 0.05. Whole processes are not compared, because
+               whether vLLM's packing gets huge pages changes their time by more than the proof
 
-WIRE is how our bytes travel; PEER is whose usual path it is, see `reshard_bench/usual.py`. Where
-the workers serve after an update, log-probs of a fixed prompt must be the same, bit by bit, by
-every path. A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours; what
-else was seen is on stderr.
+TRANSPORT is how our bytes are sent; BASELINE is the framework whose usual path is compared, see
+`reshard_bench/baselines.py`. After an update, log-probs of a fixed prompt must be equal bit by bit
+for every path. A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours;
+everything else is printed to stderr.
 
-vLLM's own `nccl_m2n` is no baseline here, and the tool says why: it needs a package that vLLM does
-not bring, and one mesh that all of the trainer's parameters lie on, so it knows no pipeline.
+vLLM's own `nccl_m2n` is not compared, and the tool prints why: it needs a package that vLLM does
+not bring, and one mesh for all of the trainer's parameters, so it supports no pipeline.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.bench_line import bench_line  # noqa: E402
-from tools.reshard_bench.model import Sizes, write_folder  # noqa: E402
-from tools.reshard_bench.usual import OURS, PEERS  # noqa: E402
+from tools.reshard_bench.baselines import BASELINES, OURS  # noqa: E402
+from tools.reshard_bench.model import ModelSizes, write_folder  # noqa: E402
 
 KINDS = {
     "transfer": "s",
@@ -68,11 +67,12 @@ KINDS = {
     "memory/trainer": "MiB",
     "memory/rollout": "MiB",
 }
-ALONE = {"slots": "MiB", "proof": "share"}
-"""Kinds that are compared with a target."""
+UNCOMPARED_KINDS = {"slots": "MiB", "proof": "share"}
+"""Kinds that are compared with a target instead of a baseline."""
 PROOF_TARGET = 0.05
-WIRES = ("gloo", "mapped")
-DEFAULT_SIZES = Sizes(
+"""Maximum share of the proof in an update."""
+TRANSPORTS = ("gloo", "shared_memory")
+DEFAULT_SIZES = ModelSizes(
     hidden_size=1024,
     intermediate_size=3072,
     num_hidden_layers=12,
@@ -85,65 +85,73 @@ DEFAULT_SIZES = Sizes(
 
 @dataclass(frozen=True)
 class Case:
-    """One line. peer: None where it is not compared with a path."""
+    """One line of the result."""
 
     kind: str
-    wire: str
-    peer: str | None
+    transport: str
+    baseline: str | None
+    """Path to compare with, or None for a target."""
 
     @property
     def name(self) -> str:
-        return "/".join(filter(None, (self.kind, self.wire, self.peer)))
+        """KIND/TRANSPORT/BASELINE."""
+        return "/".join(filter(None, (self.kind, self.transport, self.baseline)))
 
 
-def cases(wires: Sequence[str]) -> list[Case]:
-    """All of this machine."""
+def all_cases(transports: Sequence[str]) -> list[Case]:
+    """Return all cases of this machine."""
     found = []
-    for wire in wires:
-        found += [Case(kind, wire, peer) for kind in KINDS for peer in PEERS]
-        found += [Case(kind, wire, None) for kind in ALONE]
+    for transport in transports:
+        found += [Case(kind, transport, baseline) for kind in KINDS for baseline in BASELINES]
+        found += [Case(kind, transport, None) for kind in UNCOMPARED_KINDS]
     return found
 
 
-class Results:
-    """Measured values by (kind, wire, path); path is "ours" or a peer."""
+class BenchResults:
+    """Measured values by (kind, transport, path); a path is "ours" or a baseline."""
 
     def __init__(self, bucket_mib: int) -> None:
         self._bucket_mib = bucket_mib
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
 
-    def add(self, kind: str, wire: str, path: str, value: float) -> None:
-        self._values[kind, wire, path].append(value)
+    def add(self, kind: str, transport: str, path: str, value: float) -> None:
+        """Record one value."""
+        self._values[kind, transport, path].append(value)
 
-    def median(self, kind: str, wire: str, path: str) -> float:
-        return statistics.median(self._values[kind, wire, path])
+    def median(self, kind: str, transport: str, path: str) -> float:
+        """Return the median of the recorded values."""
+        return statistics.median(self._values[kind, transport, path])
 
     def line(self, case: Case) -> dict[str, object]:
-        """The JSON line of a case."""
+        """Return the JSON line of a case."""
         if case.kind == "slots":
-            ours = self.median(case.kind, case.wire, OURS)
+            ours = self.median(case.kind, case.transport, OURS)
             baseline = 2.0 * self._bucket_mib
         elif case.kind == "proof":
-            ours, baseline = self.median(case.kind, case.wire, OURS), PROOF_TARGET
+            ours, baseline = self.median(case.kind, case.transport, OURS), PROOF_TARGET
         else:
-            ours = self.median(case.kind, case.wire, OURS)
-            baseline = self.median(case.kind, case.wire, case.peer)
-        return bench_line("reshard", case.name, (KINDS | ALONE)[case.kind], ours, baseline)
+            ours = self.median(case.kind, case.transport, OURS)
+            baseline = self.median(case.kind, case.transport, case.baseline)
+        return bench_line(
+            "reshard", case.name, (KINDS | UNCOMPARED_KINDS)[case.kind], ours, baseline
+        )
 
 
-def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: Sizes) -> Iterator[Any]:
-    """Start everything, measure what the cases need, yield their lines."""
+def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: ModelSizes) -> Iterator[Any]:
+    """Start all processes, measure what the cases need, and yield their lines."""
     from mega_agentrl.config.schema import EngineConfig
-    from mega_agentrl.generator.environment import set_environment
+    from mega_agentrl.generator.environment import set_vllm_environment
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_folder(folder, sizes)
-        config = EngineConfig(tensor=2, max_model_len=256, kv_cache_gib=1, max_concurrent=8)
-        set_environment(config, log_path=Path(scratch) / "vllm.log")
+        config = EngineConfig(
+            tensor_parallel_size=2, max_model_len=256, cpu_kv_cache_gib=1, max_num_seqs=8
+        )
+        set_vllm_environment(config, log_path=Path(scratch) / "vllm.log")
         from tools.reshard_bench.run import run
 
-        results = Results(given.bucket_mib)
+        results = BenchResults(given.bucket_mib)
         asyncio.run(run(chosen, results, folder, config, given.repeats, given.bucket_mib << 20))
     for case in chosen:
         yield results.line(case)
@@ -157,12 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=64)
-    for field in fields(Sizes):
+    for field in fields(ModelSizes):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(DEFAULT_SIZES, field.name))
     given = parser.parse_args(arguments)
     patterns = [part for text in given.cases for part in text.split(",")]
-    offered = cases(WIRES)
+    offered = all_cases(TRANSPORTS)
     chosen = [case for case in offered if any(fnmatchcase(case.name, p) for p in patterns)]
     if not chosen:
         sys.stderr.write(
@@ -171,8 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
             + "\n"
         )
         return 2
-    sizes = Sizes(**{field.name: getattr(given, field.name) for field in fields(Sizes)})
-    # gloo and vLLM write to the standard output, which is for our lines alone.
+    sizes = ModelSizes(**{field.name: getattr(given, field.name) for field in fields(ModelSizes)})
+    # gloo and vLLM write to standard output, which is reserved for the result.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in measure(chosen, given, sizes):

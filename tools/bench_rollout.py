@@ -1,25 +1,24 @@
-"""Rollouts with slow tools: one engine, the same prompts and tools, lock-step rounds against ours.
+"""Benchmarks rollouts with slow tools: streaming collection against lock-step rounds.
 
     python tools/bench_rollout.py [--model FOLDER] [--prompts N] [--flight N] [--repeats N]
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is
-better. The baseline rolls out as the released ARPO code does (`rollout.branching=released`): a
-batch of prompts in rounds, each of which waits for its slowest request and its slowest tool,
-one batch after the other. Ours keeps the same number of trajectories in flight and starts a
-prompt as soon as its trajectories have room (`rollout.branching=after_result`). Both
-have N = M / 2 roots, the same seed, and the real tools, whose answers are held back until a
-latency has passed that the call's text determines: log-normal, median 0.2 s, 99 of 100 below
-5 s. Cases:
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is better.
+The baseline collects rollouts as the released ARPO code does (`rollout.branching=released`): a
+batch of prompts in rounds, each of which waits for its slowest request and tool call, one batch
+after the other. Ours keeps the same number of trajectories in flight and starts a prompt as soon as
+its trajectories fit (`rollout.branching=after_result`). Both use the same engine, prompts and seed,
+with N = M / 2 roots, and the real tools. Tool answers are delayed by a latency that the call's text
+determines: log-normal, median 0.2 s, 99th percentile 5 s. Cases:
 
     stream/rate       seconds per trajectory over all prompts
-    stream/idle       share of the time in which the engine had no request
+    stream/idle       fraction of the time in which the engine had no request
     stream/sampled    tokens sampled per trajectory
     stream/prefilled  tokens per trajectory that the engine computed without sampling them
-    stream/leaked     tasks that were left behind
-    batch/wall        seconds for one batch alone, the median of some
-    latency/mean      seconds of a call, as a check that both sides waited for the same tools
+    stream/leaked     asyncio tasks that were left behind
+    batch/wall        seconds for a single batch, median over the repeats
+    latency/mean      mean seconds of a call, which must be about equal on both sides
 
-The model must call tools: by default what `make smoke` leaves in runs/smoke/model.
+The model must call tools: by default the one that `make smoke` leaves in runs/smoke/model.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching, Truncation
-from mega_agentrl.config.data_files import DataFile
-from mega_agentrl.config.data_schema import DataConfig
-from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.enums import Branching, Truncation
 from mega_agentrl.config.schema import EngineConfig, RewardConfig, RolloutConfig
-from mega_agentrl.config.search_schema import SearchToolConfig
-from mega_agentrl.config.tool_schema import ToolConfig
-from mega_agentrl.data.codec import HFCodec
-from mega_agentrl.data.dataset import load_prompts
-from mega_agentrl.generator.environment import set_environment
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.data_files import DataFile
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.search import SearchToolConfig
+from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.data.rl_dataset import load_prompts
+from mega_agentrl.generator.environment import set_vllm_environment
 from mega_agentrl.reward.rubric import WeightedRubric
-from mega_agentrl.rollout.collector import collect
-from mega_agentrl.tool.kit import build_toolkit
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.tool.toolkit import build_toolkit
 
 if TYPE_CHECKING:
-    from mega_agentrl.tool.kit import ToolKit
-    from mega_agentrl.types.ports import Generator, ToolProvider, ToolSession
+    from mega_agentrl.tool.toolkit import ToolKit
+    from mega_agentrl.types.protocols import Generator, ToolProvider, ToolSession
     from mega_agentrl.types.records import (
         GenerateRequest,
         Generation,
@@ -74,19 +73,19 @@ from tools.bench_line import bench_line  # noqa: E402
 line = partial(bench_line, "rollout")
 MEDIAN_S, P99_S = 0.2, 5.0
 SIGMA = math.log(P99_S / MEDIAN_S) / NormalDist().inv_cdf(0.99)
-CONFIG = RolloutConfig(num_trajectories=4, max_response_tokens=96, max_turns=6)
+CONFIG = RolloutConfig(group_size=4, max_response_tokens=96, max_turns=6)
 MAX_MODEL_LEN = 160
 
 
 def latency_s(text: str) -> float:
-    """The latency of a call, from its text."""
+    """Return the simulated latency of a call, drawn from a hash of its text."""
     number = int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "big")
     return MEDIAN_S * math.exp(SIGMA * NormalDist().inv_cdf((number + 0.5) / 2**48))
 
 
 @dataclass
-class Counts:
-    """What one side did."""
+class RolloutCounts:
+    """Counters of one side of the benchmark."""
 
     num_running: int = 0
     idle_s: float = 0.0
@@ -97,15 +96,15 @@ class Counts:
     latencies_s: list[float] = field(default_factory=list)
 
 
-class CountedGenerator:
-    """The engine, watched."""
+class CountingGenerator:
+    """Counts the requests, tokens and idle time of an engine."""
 
-    def __init__(self, engine: Generator, counts: Counts) -> None:
+    def __init__(self, engine: Generator, counts: RolloutCounts) -> None:
         self._engine = engine
         self._counts = counts
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """See `Generator.generate`."""
+        """Generate, counting tokens and idle time."""
         counts = self._counts
         if not counts.num_running:
             counts.idle_s += time.perf_counter() - counts.idle_since
@@ -116,34 +115,34 @@ class CountedGenerator:
             counts.num_running -= 1
             counts.idle_since = time.perf_counter()
         counts.num_sampled += len(generation.token_ids)
-        counts.num_prefilled += len(request.token_ids) - generation.num_cached
+        counts.num_prefilled += len(request.token_ids) - generation.num_cached_tokens
         return generation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
 
-class SlowTools:
-    """The tools, whose answers are held back; `room` waits until trajectories have it."""
+class DelayedTools:
+    """Tools whose answers are delayed and whose open sessions are counted."""
 
-    def __init__(self, tools: ToolKit, counts: Counts) -> None:
+    def __init__(self, tools: ToolKit, counts: RolloutCounts) -> None:
         self.counts = counts
         self._tools = tools
         self._changed = asyncio.Condition()
 
-    def open(self) -> ToolSession:
-        """See `ToolProvider.open`."""
-        return SlowSession(self._tools.open(), self)
+    def open_session(self) -> ToolSession:
+        """Open a session that is counted and whose answers are delayed."""
+        return DelayedToolSession(self._tools.open_session(), self)
 
-    async def room(self, num_trajectories: int, limit: int) -> None:
-        """Wait until so many more trajectories fit into the limit."""
+    async def wait_for_room(self, num_trajectories: int, limit: int) -> None:
+        """Wait until `num_trajectories` more trajectories fit under `limit` open ones."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self.counts.num_sessions + num_trajectories <= limit
             )
 
-    async def count(self, change: int) -> None:
-        """A trajectory has begun or ended."""
+    async def add_sessions(self, change: int) -> None:
+        """Add `change` (1 or -1) to the number of open sessions."""
         async with self._changed:
             self.counts.num_sessions += change
             self._changed.notify_all()
@@ -152,70 +151,70 @@ class SlowTools:
         return getattr(self._tools, name)
 
 
-class SlowSession:
-    """One trajectory's tools."""
+class DelayedToolSession:
+    """A tool session that is counted and whose answers are delayed."""
 
-    def __init__(self, session: ToolSession, tools: SlowTools) -> None:
+    def __init__(self, session: ToolSession, tools: DelayedTools) -> None:
         self._session = session
         self._tools = tools
         self._is_open = False
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `ToolSession.create`."""
+        """Create the tools and count the session as open."""
         await self._enter()
         await self._session.create(tools_kwargs)
 
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
-        """See `ToolSession.execute`; answers when the latency has passed."""
+        """Execute the call and return its outcome once the simulated latency has passed."""
         begin, wanted_s = time.perf_counter(), latency_s(f"{tool} {dict(arguments)}")
         outcome = await self._session.execute(tool, arguments)
         await asyncio.sleep(begin + wanted_s - time.perf_counter())
         self._tools.counts.latencies_s.append(time.perf_counter() - begin)
         return outcome
 
-    async def fork(self) -> SlowSession:
-        """See `ToolSession.fork`."""
-        child = SlowSession(await self._session.fork(), self._tools)
+    async def fork(self) -> DelayedToolSession:
+        """Fork the session and count the child as open."""
+        child = DelayedToolSession(await self._session.fork(), self._tools)
         await child._enter()
         return child
 
     async def release(self) -> None:
-        """See `ToolSession.release`."""
+        """Release the tools; may be called twice."""
         await self._session.release()
         if self._is_open:
             self._is_open = False
-            await self._tools.count(-1)
+            await self._tools.add_sessions(-1)
 
     async def _enter(self) -> None:
         self._is_open = True
-        await self._tools.count(1)
+        await self._tools.add_sessions(1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Engine, tools and what is asked."""
+class BenchSetup:
+    """A live engine with live tools, and both ways to collect rollouts with them."""
 
     engine: Generator
     tools: ToolKit
     codec: HFCodec
     flight: int
 
-    async def lock_step(self, prompts: Sequence[Prompt], counts: Counts, step: str) -> float:
-        """Batch after batch in rounds; seconds."""
-        tools = SlowTools(self.tools, counts)
-        size = self.flight // CONFIG.num_trajectories
+    async def lock_step(self, prompts: Sequence[Prompt], counts: RolloutCounts, step: str) -> float:
+        """Collect batch after batch in lock-step rounds and return the seconds taken."""
+        tools = DelayedTools(self.tools, counts)
+        size = self.flight // CONFIG.group_size
         begin = time.perf_counter()
         for first in range(0, len(prompts), size):
             batch = prompts[first : first + size]
             await self._collect(batch, tools, counts, Branching.released, step)
         return time.perf_counter() - begin
 
-    async def stream(self, prompts: Sequence[Prompt], counts: Counts, step: str) -> float:
-        """Each prompt as soon as there is room for its trajectories; seconds."""
-        tools = SlowTools(self.tools, counts)
+    async def stream(self, prompts: Sequence[Prompt], counts: RolloutCounts, step: str) -> float:
+        """Start each prompt as soon as its trajectories fit and return the seconds taken."""
+        tools = DelayedTools(self.tools, counts)
         begin = time.perf_counter()
 
         async def grow(prompt: Prompt) -> None:
@@ -223,7 +222,7 @@ class Bench:
 
         async with asyncio.TaskGroup() as group:
             for prompt in prompts:
-                await tools.room(CONFIG.num_trajectories, self.flight)
+                await tools.wait_for_room(CONFIG.group_size, self.flight)
                 group.create_task(grow(prompt))
                 await asyncio.sleep(0)  # its roots open their tools
         return time.perf_counter() - begin
@@ -232,13 +231,13 @@ class Bench:
         self,
         prompts: Sequence[Prompt],
         tools: ToolProvider,
-        counts: Counts,
+        counts: RolloutCounts,
         branching: Branching,
         step: str,
     ) -> list[RolloutTree]:
-        trees = await collect(
+        trees = await collect_rollouts(
             prompts,
-            generator=CountedGenerator(self.engine, counts),
+            generator=CountingGenerator(self.engine, counts),
             tools=tools,
             codec=self.codec,
             rubric=WeightedRubric(RewardConfig()),
@@ -248,22 +247,22 @@ class Bench:
             step=step,
         )
         ended = [one for tree in trees for one in tree.trajectories]
-        assert len(ended) == len(prompts) * CONFIG.num_trajectories, "a group is not complete"
+        assert len(ended) == len(prompts) * CONFIG.group_size, "a group is not complete"
         assert not any(one.failed for one in ended), "engine or tools failed; see the log"
         return trees
 
 
 @asynccontextmanager
-async def opened(given: argparse.Namespace, folder: Path) -> AsyncIterator[Bench]:
-    """A live engine and live tools."""
-    config = EngineConfig(max_model_len=MAX_MODEL_LEN, kv_cache_gib=1)
-    set_environment(config, log_path=folder / "vllm.log")
+async def open_bench(given: argparse.Namespace, folder: Path) -> AsyncIterator[BenchSetup]:
+    """Start an engine and the tools, and close them at the end."""
+    config = EngineConfig(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_gib=1)
+    set_vllm_environment(config, log_path=folder / "vllm.log")
     from mega_agentrl.generator.engine import Engine
 
     codec = HFCodec(str(given.model))
     tools = build_toolkit(
         ToolConfig(
-            python=PythonToolConfig(workers=8, preload=[]),
+            python=PythonToolConfig(num_workers=8, preload_modules=[]),
             search=SearchToolConfig(source=str(given.data / "corpus.jsonl")),
         ),
         codec,
@@ -272,15 +271,15 @@ async def opened(given: argparse.Namespace, folder: Path) -> AsyncIterator[Bench
     engine = await Engine().start(config, str(given.model), seed=0)
     try:
         await tools.start()
-        yield Bench(engine=engine, tools=tools, codec=codec, flight=given.flight)
+        yield BenchSetup(engine=engine, tools=tools, codec=codec, flight=given.flight)
     finally:
         await tools.close()
         await engine.close()
 
 
 async def measure(given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The lines of all cases."""
-    async with opened(given, folder) as bench:
+    """Run both sides and return the JSON lines of all cases."""
+    async with open_bench(given, folder) as bench:
         loaded = load_prompts(
             [DataFile(str(given.data / "train.parquet"))],
             bench.codec,
@@ -288,22 +287,22 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[dict[str, Any
             key="--data",
         )
         prompts = loaded.prompts[: given.prompts]
-        batch = prompts[: given.flight // CONFIG.num_trajectories]
+        batch = prompts[: given.flight // CONFIG.group_size]
         sides = (bench.stream, bench.lock_step)
         names = [f"alone{repeat}" for repeat in range(given.repeats)]
         for side in sides:  # the first requests are slower
-            await side(batch[:2], Counts(), "warm")
+            await side(batch[:2], RolloutCounts(), "warm")
         alone = [
-            statistics.median([await side(batch, Counts(), name) for name in names])
+            statistics.median([await side(batch, RolloutCounts(), name) for name in names])
             for side in sides
         ]
         walls, counts, leaked = [], [], []
         for side in sides:
             before = len(asyncio.all_tasks())
-            counts.append(Counts())
+            counts.append(RolloutCounts())
             walls.append(await side(prompts, counts[-1], "stream"))
             leaked.append(len(asyncio.all_tasks()) - before)
-    total = len(prompts) * CONFIG.num_trajectories
+    total = len(prompts) * CONFIG.group_size
     return [
         line("stream/rate", "s", *(wall / total for wall in walls)),
         line("stream/idle", "share", *(c.idle_s / w for c, w in zip(counts, walls, strict=True))),
@@ -316,7 +315,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> list[dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the lines."""
+    """Run the benchmark and print one JSON line per case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

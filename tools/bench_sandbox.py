@@ -1,23 +1,23 @@
-"""The Python sandbox against a cold subprocess per call, one JSON line a case.
+"""Benchmarks the Python sandbox against a new subprocess per call, one JSON line per case.
 
     python tools/bench_sandbox.py [--cases PATTERN ...] [--calls N] [--workers N]
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is
-better. The baseline is what the released ARPO code does, `python -c CODE` in a subprocess of the
-launcher's interpreter, without a wall; it is run once, also where the released code runs three
-times because nothing was printed. Cases, a pattern is a shell pattern over the whole name:
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is better.
+The baseline does what the released ARPO code does: `python -c CODE` in a subprocess of the
+launcher's interpreter, without isolation. It runs once, even where the released code runs three
+times because nothing was printed. A pattern is a shell pattern over the whole name of a case:
 
     rate/KIND           seconds per call with `workers` calls at a time
-    p50/KIND, p99/KIND  latency of one call, one at a time
-    stateful/p50, p99   one call in a session that lives, against a cold call
-    fork/p50, p99       a session of some calls forked until the branch's first call has been
-                        answered, against a cold start that runs those calls again
-    refork/p50, p99     the same until the parent's next call has been answered as well
-    memory/idle         MiB of unique memory per idle sandbox, against an idle cold interpreter
-                        with the same imports; memory/session: per idle session
+    p50/KIND, p99/KIND  latency of a call, one at a time
+    stateful/p50, p99   a call in a live session, against a cold call
+    fork/p50, p99       forking a session of several calls until the child has answered its first
+                        call, against a cold start that repeats those calls
+    refork/p50, p99     the same until the parent has answered its next call too
+    memory/idle         proportional MiB per idle sandbox, against an idle interpreter with the same
+                        imports; memory/session: per idle session
 
-KIND is plain, numpy, sympy, pandas, or mix: a third plain, a third numpy, the rest sympy and
-pandas in turns. Both sides run the same snippets in the same order and must print the same.
+KIND is plain, numpy, sympy, pandas, or mix: a third plain, a third numpy, the rest alternately
+sympy and pandas. Both sides run the same snippets in the same order and must print the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from mega_agentrl.config.choices import PythonMode
+    from mega_agentrl.config.enums import PythonMode
     from mega_agentrl.sandbox.pool import SandboxPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,39 +71,39 @@ BRANCH = "print(total(7), open('table.txt').read())"
 SESSION_CASES = ("stateful/", "fork/", "refork/", "memory/session")
 ROUNDS = 5
 COLD_CALLS = 12
-"""A multiple of what a mix repeats after."""
+"""A multiple of the period of a mix."""
 DEADLINE_S = 60.0
 
 
 def case_names() -> list[str]:
-    """All cases in the order in which they run."""
+    """Return the names of all cases in the order in which they run."""
     names = [f"{what}/{kind}" for what in ("rate", "p50", "p99") for kind in KINDS]
     pairs = [f"{what}/{rank}" for what in ("stateful", "fork", "refork") for rank in ("p50", "p99")]
     return [*names, *pairs, "memory/idle", "memory/session"]
 
 
 def snippets(kind: str, count: int) -> list[str]:
-    """`count` different programs of a kind."""
+    """Return `count` different programs of a kind."""
     kinds = ["plain", "numpy", "sympy", "plain", "numpy", "pandas"] if kind == "mix" else [kind]
     return [SNIPPETS[kinds[n % len(kinds)]].format(n=n + 3) for n in range(count)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed."""
+    """Return the smallest value that at least a fraction `share` of them does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def line(case: str, ours: float, baseline: float, unit: str = "s") -> dict[str, object]:
-    """The JSON line of a case."""
+    """Return the JSON line of a case."""
     return bench_line("sandbox", case, unit, ours, baseline)
 
 
 # ---- the released way ----------------------------------------------------------------------
 
 
-def cold(code: str) -> str:
-    """`python -c CODE`; raises `RuntimeError` with its error text."""
+def run_cold_subprocess(code: str) -> str:
+    """Run `python -c CODE`; raise `RuntimeError` with its stderr if it fails."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -117,8 +117,8 @@ def cold(code: str) -> str:
     return done.stdout.strip()
 
 
-def cold_memory() -> float:
-    """Unique MiB of an idle interpreter with our imports while a second one is there."""
+def measure_cold_memory_mib() -> float:
+    """Return the proportional MiB of an idle interpreter while a second one is running."""
     code = f"import {', '.join(PRELOAD)}\nprint('ready', flush=True)\ninput()"
     children = [
         subprocess.Popen(
@@ -129,7 +129,7 @@ def cold_memory() -> float:
     try:
         for child in children:
             child.stdout.readline()  # type: ignore[union-attr]
-        return unique_mib([children[0].pid])
+        return proportional_memory_mib([children[0].pid])
     finally:
         for child in children:
             child.communicate(b"\n")
@@ -138,17 +138,17 @@ def cold_memory() -> float:
 # ---- ours ----------------------------------------------------------------------------------
 
 
-class Bench:
-    """A started pool in the mode that the cases need, and the measurements on it."""
+class SandboxBench:
+    """Runs the cases on a started pool."""
 
     def __init__(self, pool: SandboxPool, num_calls: int, workers: int) -> None:
         self._pool = pool
         self._num_calls = num_calls
         self._workers = workers
-        self._seen: dict[str, tuple[list[float], list[float]]] = {}
+        self._latencies_by_kind: dict[str, tuple[list[float], list[float]]] = {}
 
     async def measure(self, case: str) -> dict[str, Any]:
-        """The line of a case."""
+        """Measure a case and return its line."""
         what, detail = case.split("/")
         if what == "rate":
             return await self._rate(case, detail)
@@ -156,56 +156,56 @@ class Bench:
             return await self._memory(case, detail)
         share = {"p50": 0.5, "p99": 0.99}[detail if what not in ("p50", "p99") else what]
         kind = what if what not in ("p50", "p99") else detail
-        if kind not in self._seen:
-            self._seen[kind] = await self._latencies(kind)
-        ours, baseline = self._seen[kind]
+        if kind not in self._latencies_by_kind:
+            self._latencies_by_kind[kind] = await self._latencies(kind)
+        ours, baseline = self._latencies_by_kind[kind]
         return line(case, percentile(ours, share), percentile(baseline, share))
 
     async def _rate(self, case: str, kind: str) -> dict[str, Any]:
         codes = snippets(kind, self._num_calls)
         few = codes[:COLD_CALLS]
         ours_s, baseline_s = [], []
-        for _ in range(ROUNDS):  # in turns: what else the machine does hits both alike
+        for _ in range(ROUNDS):  # alternating, so that other load affects both sides
             begin = time.perf_counter()
-            answers = await at_once(codes, self._run, self._workers)
+            answers = await run_concurrently(codes, self._run, self._workers)
             ours_s.append((time.perf_counter() - begin) / len(codes))
             begin = time.perf_counter()
             with ThreadPoolExecutor(self._workers) as threads:
-                expected = list(threads.map(cold, few))
+                expected = list(threads.map(run_cold_subprocess, few))
             baseline_s.append((time.perf_counter() - begin) / len(few))
-            compare(answers, expected)
+            check_equal(answers, expected)
         return line(case, statistics.median(ours_s), statistics.median(baseline_s))
 
     async def _latencies(self, kind: str) -> tuple[list[float], list[float]]:
         if kind == "stateful":
             return await self._stateful()
         if kind in ("fork", "refork"):
-            return await self._forks(both=kind == "refork")
-        return await in_turns(snippets(kind, self._num_calls), self._run)
+            return await self._fork_latencies(both=kind == "refork")
+        return await measure_interleaved(snippets(kind, self._num_calls), self._run)
 
     async def _stateful(self) -> tuple[list[float], list[float]]:
         session = await self._pool.open()
         codes = [f"x = {n}\nprint(x * 7)" for n in range(self._num_calls)]
-        found = await in_turns(codes, lambda code: output(session.run(code)))
+        found = await measure_interleaved(codes, lambda code: checked_output(session.run(code)))
         await session.close()
         return found
 
-    async def _forks(self, *, both: bool) -> tuple[list[float], list[float]]:
+    async def _fork_latencies(self, *, both: bool) -> tuple[list[float], list[float]]:
         ours, baseline = [], []
         replay = "\n".join([*HISTORY, BRANCH])
         for number in range(max(12, self._num_calls // 5)):
             if number % 4 == 0:
                 begin = time.perf_counter()
-                expected = cold(replay)
+                expected = run_cold_subprocess(replay)
                 baseline.append(time.perf_counter() - begin)
             session = await self._pool.open()
             for code in HISTORY:
-                await output(session.run(code))
+                await checked_output(session.run(code))
             begin = time.perf_counter()
             child = await session.fork()
-            compare([await output(child.run(BRANCH))], [expected])
+            check_equal([await checked_output(child.run(BRANCH))], [expected])
             if both:
-                compare([await output(session.run(BRANCH))], [expected])
+                check_equal([await checked_output(session.run(BRANCH))], [expected])
             ours.append(time.perf_counter() - begin)
             await child.close()
             await session.close()
@@ -215,49 +215,53 @@ class Bench:
         launcher = Path("/proc/self").resolve().name
         own = [*descendants(int(launcher))]
         if detail == "idle":
-            return line(case, unique_mib(own) / self._workers, cold_memory(), "MiB")
-        before = unique_mib(own)
+            return line(
+                case, proportional_memory_mib(own) / self._workers, measure_cold_memory_mib(), "MiB"
+            )
+        before = proportional_memory_mib(own)
         sessions = [await self._pool.open() for _ in range(8)]
         for session in sessions:
-            await output(session.run("x = 1\nprint(x)"))
-        after = unique_mib([*descendants(int(launcher))])
+            await checked_output(session.run("x = 1\nprint(x)"))
+        after = proportional_memory_mib([*descendants(int(launcher))])
         for session in sessions:
             await session.close()
-        return line(case, max(after - before, 0.01) / len(sessions), cold_memory(), "MiB")
+        return line(
+            case, max(after - before, 0.01) / len(sessions), measure_cold_memory_mib(), "MiB"
+        )
 
     async def _run(self, code: str) -> str:
-        return await output(self._pool.run(code))
+        return await checked_output(self._pool.run(code))
 
 
-async def output(running: Awaitable[Any]) -> str:
-    """The answer of a call; raises `RuntimeError` when it did not succeed."""
+async def checked_output(running: Awaitable[Any]) -> str:
+    """Return the output of a call; raise `RuntimeError` if it failed."""
     result = await running
     if result.status.value != "ok":
         raise RuntimeError(f"our call ended with {result.status.value}: {result.output}")
     return str(result.output)
 
 
-async def in_turns(
+async def measure_interleaved(
     codes: Sequence[str], run: Callable[[str], Awaitable[str]]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each call by `run`, and of every tenth by a cold subprocess."""
+    """Return the seconds of each call by `run`, and of every tenth by a cold subprocess."""
     ours, baseline = [], []
     for number, code in enumerate(codes):
         begin = time.perf_counter()
         answer = await run(code)
         ours.append(time.perf_counter() - begin)
-        if number % 10 == number // 10 % 10:  # all kinds of a mix have their turn
+        if number % 10 == number // 10 % 10:  # so that all kinds of a mix are included
             begin = time.perf_counter()
-            expected = cold(code)
+            expected = run_cold_subprocess(code)
             baseline.append(time.perf_counter() - begin)
-            compare([answer], [expected])
+            check_equal([answer], [expected])
     return ours, baseline
 
 
-async def at_once(
+async def run_concurrently(
     codes: Sequence[str], run: Callable[[str], Awaitable[str]], limit: int
 ) -> list[str]:
-    """Answers of all, at most `limit` at a time."""
+    """Run all programs, at most `limit` at a time, and return their outputs."""
     gate = asyncio.Semaphore(limit)
 
     async def one(code: str) -> str:
@@ -267,23 +271,23 @@ async def at_once(
     return list(await asyncio.gather(*map(one, codes)))
 
 
-def compare(answers: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise `RuntimeError` where ours differ; only as many as both have are compared."""
+def check_equal(answers: Sequence[str], expected: Sequence[str]) -> None:
+    """Raise `RuntimeError` if outputs differ; extra outputs of one side are ignored."""
     for number, (ours, theirs) in enumerate(zip(answers, expected, strict=False)):
         if ours != theirs:
             raise RuntimeError(f"call {number}: ours printed {ours!r}, the baseline {theirs!r}")
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Children of a process, their children and so on."""
+    """Yield all descendants of a process."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text(encoding="ascii").split()):
             yield child
             yield from descendants(child)
 
 
-def unique_mib(pids: Sequence[int]) -> float:
-    """MiB of proportional memory: a page that several processes share is divided by them."""
+def proportional_memory_mib(pids: Sequence[int]) -> float:
+    """Return the proportional set size in MiB: shared pages are divided by their users."""
     total_kib = 0
     for pid in pids:
         try:
@@ -295,8 +299,8 @@ def unique_mib(pids: Sequence[int]) -> float:
 
 
 async def measure_all(chosen: Sequence[str], num_calls: int, workers: int) -> None:
-    """Print the line of each case, those of stateless calls first."""
-    from mega_agentrl.config.choices import PythonMode
+    """Print the line of each case, stateless calls first."""
+    from mega_agentrl.config.enums import PythonMode
 
     with_sessions = [case for case in chosen if case.startswith(SESSION_CASES)]
     without = [case for case in chosen if case not in with_sessions]
@@ -308,20 +312,20 @@ async def measure_all(chosen: Sequence[str], num_calls: int, workers: int) -> No
 async def measure_mode(
     mode: PythonMode, chosen: Sequence[str], num_calls: int, workers: int
 ) -> None:
-    """Print the line of each case, on a pool in that mode."""
-    from mega_agentrl.config.sandbox_schema import PythonToolConfig
+    """Print the line of each case on a pool in the given mode."""
+    from mega_agentrl.config.sections.sandbox import PythonToolConfig
     from mega_agentrl.sandbox.pool import SandboxPool
 
     config = PythonToolConfig(
-        mode=mode, workers=workers, preload=list(PRELOAD), timeout_s=DEADLINE_S
+        mode=mode, num_workers=workers, preload_modules=list(PRELOAD), timeout_s=DEADLINE_S
     )
     pool = SandboxPool(config)
     await pool.start()
     try:
-        bench = Bench(pool, num_calls, workers)
-        for kind in SNIPPETS:  # both sides' files are in memory, both sides have run once
+        bench = SandboxBench(pool, num_calls, workers)
+        for kind in SNIPPETS:  # warm up both sides
             (code,) = snippets(kind, 1)
-            compare([await output(pool.run(code))], [cold(code)])
+            check_equal([await checked_output(pool.run(code))], [run_cold_subprocess(code)])
         for case in chosen:
             sys.stdout.write(json.dumps(await bench.measure(case)) + "\n")
             sys.stdout.flush()

@@ -51,7 +51,7 @@ def copy_checkout(source: Path, target: Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
-def start(
+def start_collection(
     root: Path, working_directory: Path, *, offset_s: float, hash_seed: int, locale: str
 ) -> subprocess.Popen[str]:
     """Begin to collect the tests of the checkout at `root`."""
@@ -77,7 +77,7 @@ def start(
     )
 
 
-def ids_of(child: subprocess.Popen[str]) -> list[str]:
+def collected_ids(child: subprocess.Popen[str]) -> list[str]:
     """Ids of the collected tests in their order; raises RuntimeError where collecting failed."""
     try:
         output, _ = child.communicate(timeout=DEADLINE_S)
@@ -97,10 +97,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "elsewhere"
         copy_checkout(ROOT, copy)
-        here = start(ROOT, ROOT, offset_s=0.0, hash_seed=1, locale="C")
-        there = start(copy, Path(folder), offset_s=OFFSET_S, hash_seed=2, locale="C.UTF-8")
+        here = start_collection(ROOT, ROOT, offset_s=0.0, hash_seed=1, locale="C")
+        there = start_collection(
+            copy, Path(folder), offset_s=OFFSET_S, hash_seed=2, locale="C.UTF-8"
+        )
         try:
-            first, second = ids_of(here), ids_of(there)
+            first, second = collected_ids(here), collected_ids(there)
         finally:
             for child in (here, there):
                 child.kill()

@@ -1,16 +1,17 @@
-"""GRPO, ARPO soft and hard, ARPO + EGPO and ARES on the smoke task, within one budget.
+"""Compares GRPO, ARPO soft and hard, ARPO + EGPO and ARES on the smoke task with equal budgets.
 
     python tools/compare_algos.py [--algos NAME,...] [--seeds K,...] [--tokens N | --steps N]
                                   [--marks N] [--save-every N] [--out FOLDER] [key=value ...]
 
-All runs start from one warm-started checkpoint and share one policy, one engine and one set of
-tools, which are started once. Each trains until it has generated `--tokens` tokens; forked
-prefixes count once, since they are generated once. Held-out reward is measured at `--marks` equal
-shares of that, on the same questions with the same seeds. Input: `make model`.
+All runs start from the same warm-started checkpoint and share one policy, one engine and one set of
+tools, which are started once. Each run trains until it has generated `--tokens` tokens; the shared
+prefix of forks counts once, since it is generated once. The held-out reward is evaluated at
+`--marks` equal fractions of the budget, on the same questions with the same seeds. Input: `make
+model`.
 
-Leaves `comparison.md`, `comparison.json` and `comparison.png` in the folder, after every run
-anew, and prints the table. Interrupt it at any time: the same command goes on where it was, and
-finished runs are not run again. What is in the folder of a run: `compare/run.py`.
+Writes `comparison.md`, `comparison.json` and `comparison.png` to the folder after every run, and
+prints the table. It can be interrupted at any time: the same command continues, and finished runs
+are not repeated. The folder of a run is described in `compare/run.py`.
 
 Exit codes: 0 done, 2 bad input, 1 a failure, 130 interrupted.
 """
@@ -35,13 +36,13 @@ from omegaconf.errors import OmegaConfBaseException
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mega_agentrl.report.comparison import (  # noqa: E402
-    RunCurve,
-    markdown_table,
-    summarize,
-    write_plot,
+from mega_agentrl.report.compare.algorithms import (  # noqa: E402
+    RunCostCurve,
+    algorithms_markdown,
+    summarize_algorithms,
+    write_cost_plot,
 )
-from mega_agentrl.report.progress import duration  # noqa: E402
+from mega_agentrl.report.progress import format_duration  # noqa: E402
 from tools.compare.budget import Budget  # noqa: E402
 from tools.compare.variants import (  # noqa: E402
     BASELINE,
@@ -53,20 +54,20 @@ from tools.compare.variants import (  # noqa: E402
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.report.comparison import Mark
+    from mega_agentrl.report.compare.algorithms import EvalCostPoint
 
-TOKENS = 200_000
-MARKS = 10
+BUDGET_TOKENS = 200_000
+NUM_EVALUATIONS = 10
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare; returns the exit code."""
+    """Run the comparison and return the exit code."""
     args = _parse(arguments)
     out = args.out.resolve()
     try:
         base, settings = make_config(args.overrides, run_dir=out)
-        plan = [_plan(name, seed, args, base) for seed in args.seeds for name in args.algos]
+        plan = [_make_run(name, seed, args, base) for seed in args.seeds for name in args.algos]
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"compare_algos: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _compare(args, base, settings, plan, out)
     except KeyboardInterrupt:
-        print("compare_algos: interrupted; the same command goes on from here", file=sys.stderr)
+        print("compare_algos: interrupted; the same command continues from here", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
         logging.exception("the comparison failed")
@@ -86,15 +87,19 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One algorithm with one seed. settings: what its folder is claimed with."""
+    """One algorithm with one seed."""
 
     variant: Variant
+    """The algorithm."""
     seed: int
+    """The seed."""
     config: TrainConfig
+    """The configuration of the run."""
     settings: dict[str, Any]
+    """The settings stored in the run's folder, by which other settings are refused."""
 
-    def curve(self, marks: tuple[Mark, ...]) -> RunCurve:
-        return RunCurve(algorithm=self.variant.title, seed=self.seed, marks=marks)
+    def curve(self, marks: tuple[EvalCostPoint, ...]) -> RunCostCurve:
+        return RunCostCurve(algorithm=self.variant.title, seed=self.seed, eval_points=marks)
 
 
 def _compare(
@@ -104,7 +109,7 @@ def _compare(
     plan: Sequence[_Run],
     out: Path,
 ) -> None:
-    # Torch and the rest load only once the configurations are known to be good.
+    # Imported here: torch is loaded only after the configurations have been checked.
     from tools.compare.run import read_result
 
     found = [(run, read_result(Path(run.config.run_dir), run.settings)) for run in plan]
@@ -121,52 +126,54 @@ def _run_all(
     base: TrainConfig,
     settings: dict[str, Any],
     missing: Sequence[_Run],
-    curves: list[RunCurve],
+    curves: list[RunCostCurve],
     out: Path,
 ) -> None:
-    """Add the curves of the missing runs to those there are."""
+    """Run the missing runs and append their curves."""
     from mega_agentrl.runtime.build import build
     from mega_agentrl.runtime.inputs import read_inputs
-    from tools.compare.run import Bench, evaluate_warm, run_once, warm_up
+    from tools.compare.run import ComparisonSetup, evaluate_warm, make_warm_start, run_once
 
     start_s = time.monotonic()
     with build(base, read_inputs(base)) as parts:
-        warm = warm_up(parts, base, settings, out / "warm")
+        warm = make_warm_start(parts, base, settings, out / "warm")
         before = evaluate_warm(parts, base, warm, out / "warm")
-        bench = Bench(parts=parts, base=base, warm=warm, before=before)
+        setup = ComparisonSetup(
+            components=parts, base_config=base, warm_start_folder=warm, initial_evaluation=before
+        )
         print(f"warm start: held-out reward {before.reward:.3f}, success {before.success:.3f}")
         for run in missing:
-            marks = run_once(bench, run.config, run.settings, _budget(args), args.save_every)
+            marks = run_once(setup, run.config, run.settings, _budget(args), args.save_every)
             curves.append(run.curve(marks))
             end = marks[-1]
             print(
                 f"{run.variant.title}, seed {run.seed}: held-out reward {end.reward:.3f} after "
-                f"{end.num_tokens:,} tokens and {end.num_calls:,} calls; "
-                f"{duration(time.monotonic() - start_s)} since the start",
+                f"{end.num_tokens:,} tokens and {end.num_tool_calls:,} calls; "
+                f"{format_duration(time.monotonic() - start_s)} since the start",
                 flush=True,
             )
             write_comparison(out, curves, args)
 
 
-def write_comparison(out: Path, curves: Sequence[RunCurve], args: argparse.Namespace) -> str:
-    """Table, plot and numbers of the runs there are; returns the table."""
-    ordered = sorted(curves, key=lambda curve: (_place(curve.algorithm), curve.seed))
-    rows = summarize(ordered, baseline=BASELINE.title)
+def write_comparison(out: Path, curves: Sequence[RunCostCurve], args: argparse.Namespace) -> str:
+    """Write table, plot and numbers of the finished runs; return the table."""
+    ordered = sorted(curves, key=lambda curve: (_title_order(curve.algorithm), curve.seed))
+    rows = summarize_algorithms(ordered, baseline=BASELINE.title)
     notes = [f"Budget: {_budget(args)} a run; all runs start from one warm start."]
     notes += [VARIANTS[name].note for name in args.algos if VARIANTS[name].note]
-    text = markdown_table(rows, baseline=BASELINE.title) + "\n" + "\n".join(notes) + "\n"
+    text = algorithms_markdown(rows, baseline=BASELINE.title) + "\n" + "\n".join(notes) + "\n"
     (out / "comparison.md").write_text(text, encoding="utf-8")
     numbers = {"rows": [asdict(row) for row in rows], "runs": [asdict(one) for one in ordered]}
     (out / "comparison.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    write_plot(out / "comparison.png", ordered, baseline=BASELINE.title)
+    write_cost_plot(out / "comparison.png", ordered, baseline=BASELINE.title)
     return text
 
 
-def _place(title: str) -> int:
+def _title_order(title: str) -> int:
     return [variant.title for variant in VARIANTS.values()].index(title)
 
 
-def _plan(name: str, seed: int, args: argparse.Namespace, base: TrainConfig) -> _Run:
+def _make_run(name: str, seed: int, args: argparse.Namespace, base: TrainConfig) -> _Run:
     folder = args.out / f"{name}-seed{seed}"
     overrides = (*args.overrides, *VARIANTS[name].overrides)
     config, settings = make_config(overrides, run_dir=folder, seed=seed)
@@ -176,7 +183,7 @@ def _plan(name: str, seed: int, args: argparse.Namespace, base: TrainConfig) -> 
 
 
 def _budget(args: argparse.Namespace) -> Budget:
-    return Budget(num_tokens=args.tokens, num_steps=args.steps, num_marks=args.marks)
+    return Budget(num_tokens=args.tokens, num_steps=args.steps, num_evaluations=args.marks)
 
 
 def _log_to_file(out: Path) -> None:
@@ -197,9 +204,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--algos", type=_names, default=list(VARIANTS), help=f"of {known}")
     parser.add_argument("--seeds", type=_seeds, default=[1, 2, 3], help="such as 1,2,3")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--tokens", type=_positive, default=TOKENS, help="generated, by each run")
+    budget.add_argument(
+        "--tokens", type=_positive, default=BUDGET_TOKENS, help="generated, by each run"
+    )
     budget.add_argument("--steps", type=_positive, help="by each run, in place of --tokens")
-    parser.add_argument("--marks", type=_positive, default=MARKS, help="evaluations of each run")
+    parser.add_argument(
+        "--marks", type=_positive, default=NUM_EVALUATIONS, help="evaluations of each run"
+    )
     parser.add_argument("--save-every", type=_positive, default=10, help="steps")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")

@@ -1,10 +1,10 @@
-"""One table and one plot over runs that there are: of a sweep, or any.
+"""Compares finished or running runs, or the runs of a sweep, in one table and plot.
 
     python tools/compare_runs.py FOLDER ... [--out FOLDER]
 
-A folder is one of a run or of a sweep (`python -m mega_agentrl -m ...`), finished or not. Runs that
-differ only in their seed are one row, with mean and deviation. Writes `comparison.md`,
-`comparison.json` and `comparison.png` into `--out` (default: the first folder).
+A folder is that of a run or of a sweep (`python -m mega_agentrl -m ...`). Runs that differ only in
+their seed are one row, with mean and standard deviation. Writes `comparison.md`, `comparison.json`
+and `comparison.png` to `--out` (default: the first folder).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; 2 for a folder without runs."""
+    """Compare the runs; return 2 for a folder without runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folders", nargs="+", type=Path, help="folders of runs or of sweeps")
     parser.add_argument("--out", type=Path, help="where to write (default: the first folder)")
     options = parser.parse_args(arguments)
-    # Imported here because the package is found through ROOT where it is not installed.
-    from mega_agentrl.train.sweep import compare_folders
+    # Imported here because the package may be found only through ROOT.
+    from mega_agentrl.train.sweep import compare_run_dirs
 
     try:
-        print(compare_folders(options.folders, options.out or options.folders[0]))
+        print(compare_run_dirs(options.folders, options.out or options.folders[0]))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

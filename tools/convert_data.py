@@ -1,11 +1,11 @@
 """Converts published data sets to this project's RL parquet.
 
 `python tools/convert_data.py --source bfcl --input FILE... --output FILE [--limit N] [--force]`:
-local parquet, json or jsonl files in, one parquet out; nothing is downloaded. What a source's
-files look like and what becomes of them is said in `mega_agentrl/data/convert_*.py`.
+local parquet, json or jsonl files in, one parquet file out; nothing is downloaded. The formats of
+the sources are described in `mega_agentrl/data/converters/`.
 
-Where ground truths are function calls, every row is checked against the reward it is for: its own
-ground truth must earn 1. Rows that do not are left out, counted and named.
+If ground truths are function calls, every row is checked against its reward: its own ground truth
+must score 1. Rows that do not are left out, counted and named.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mega_agentrl.data.convert import SOURCES, convert
-from mega_agentrl.data.convert_file import check_output, read_source, write_rl
+from mega_agentrl.data.converters.file_io import (
+    check_output_path,
+    read_source_rows,
+    write_rl_parquet,
+)
+from mega_agentrl.data.converters.registry import SOURCES, convert_rows
 from mega_agentrl.reward.function_call import score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, convert, say what happened; 2 for files that cannot be converted."""
+    """Convert the files and print a summary; return 2 if they cannot be converted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--source", required=True, choices=list(SOURCES))
     parser.add_argument("--input", required=True, type=Path, nargs="+", metavar="FILE")
@@ -41,23 +45,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _convert(options: argparse.Namespace) -> None:
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit {options.limit}: expected at least 1")
-    check_output(options.output, force=options.force)
-    source_rows = read_source(options.input)
-    converted = convert(options.source, source_rows)
+    check_output_path(options.output, force=options.force)
+    source_rows = read_source_rows(options.input)
+    converted = convert_rows(options.source, source_rows)
     rows = converted.rows
     if SOURCES[options.source].has_calls:
-        rows = [row for row in rows if _earns_its_reward(row)]
+        rows = [row for row in rows if _ground_truth_scores_full(row)]
     num_left_out = len(converted.rows) - len(rows)
     if num_left_out:
-        converted.notes["left out: the reward cannot read the ground truth"] = num_left_out
+        converted.notes["left out: the reward cannot parse the ground truth"] = num_left_out
     rows = rows[: options.limit]
-    write_rl(rows, options.output, force=options.force)
+    write_rl_parquet(rows, options.output, force=options.force)
     print(f"{options.output}: {len(rows)} rows from {len(source_rows)} of {options.source}")
     for note, times in sorted(converted.notes.items()):
         print(f"{note}: {times}")
 
 
-def _earns_its_reward(row: dict[str, Any]) -> bool:
+def _ground_truth_scores_full(row: dict[str, Any]) -> bool:
     truths = row["reward_model"]["ground_truth"]
     for truth in [truths] if isinstance(truths, str) else truths:
         try:

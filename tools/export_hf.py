@@ -1,9 +1,8 @@
-"""Turns a training checkpoint into a Hugging Face folder that transformers and vLLM load.
+"""Converts a training checkpoint to a Hugging Face folder that transformers and vLLM load.
 
-`python tools/export_hf.py CHECKPOINT --model FOLDER --out FOLDER`: CHECKPOINT is a folder with a
-manifest.json, of any layout, or a run's folder, whose newest checkpoint is taken; `--model` the
-folder that training started from. One process, no GPU. All of the work is in
-`mega_agentrl.actor.convert`.
+`python tools/export_hf.py CHECKPOINT --model FOLDER --out FOLDER`: CHECKPOINT is a checkpoint
+folder with a manifest.json, of any layout, or a run folder, whose newest checkpoint is taken;
+`--model` is the folder that training started from. It takes one process and no GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mega_agentrl.actor.checkpoint_folder import MANIFEST, latest
-from mega_agentrl.config.choices import Dtype
+from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE, latest_checkpoint
+from mega_agentrl.config.enums import Dtype
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, write, say what happened; 2 for a checkpoint or model that does not fit."""
+    """Export the checkpoint; return 2 if checkpoint and model do not fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path, help="checkpoint, or run folder with some")
     parser.add_argument("--model", type=Path, required=True, help="folder training started from")
@@ -41,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checkpoint(folder: Path) -> Path:
-    if (folder / MANIFEST).is_file():
+    if (folder / MANIFEST_FILE).is_file():
         return folder
-    newest = latest(folder)
+    newest = latest_checkpoint(folder)
     if newest is None:
         raise ValueError(
             f"{folder}: expected a checkpoint or a folder of checkpoints, found no whole one"
@@ -52,13 +51,13 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _write(checkpoint: Path, model: Path, target: Path, dtype: Dtype) -> None:
-    # Imported here because Megatron takes seconds that a wrong path need not pay.
+    # Imported here: Megatron takes seconds to import, too long to report a wrong path.
     import torch
 
-    from mega_agentrl.actor.convert import checkpoint_to_hf
+    from mega_agentrl.actor.checkpoint.hf_conversion import convert_checkpoint_to_hf
 
     chosen = None if dtype is Dtype.auto else getattr(torch, dtype)
-    checkpoint_to_hf(checkpoint, model, target, dtype=chosen)
+    convert_checkpoint_to_hf(checkpoint, model, target, dtype=chosen)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Makes the smoke run's input: a tiny Qwen3, the tool-QA datasets and the knowledge base.
+"""Creates the input of the smoke run: a tiny Qwen3, the tool-QA datasets and the knowledge base.
 
-`python tools/make_tiny_model.py --out runs/toolqa --seed 0`. A second run with the same
-settings does nothing. All of the work is in `mega_agentrl.data.toolqa`.
+`python tools/make_tiny_model.py --out runs/toolqa --seed 0`. A second call with the same settings
+does nothing. The work is done by `mega_agentrl.data.toolqa`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from mega_agentrl.data.toolqa.settings import TaskSettings, is_written
+from mega_agentrl.data.toolqa.settings import ToolQASettings, is_written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, write, say what happened; 2 for settings that cannot be met."""
+    """Write the folder unless it is up to date; return 2 for invalid settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    for spec in fields(TaskSettings):
+    for spec in fields(ToolQASettings):
         flag = "--" + spec.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=spec.default, help=f"default {spec.default}")
     options = vars(parser.parse_args(arguments))
     folder: Path = options.pop("out")
     try:
-        settings = TaskSettings(**options)
+        settings = ToolQASettings(**options)
         if is_written(folder, settings):
             print(f"{folder}: up to date")
             return 0
@@ -37,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(folder: Path, settings: TaskSettings) -> None:
-    # Imported here because torch and transformers take seconds that a second run need not pay.
+def _write(folder: Path, settings: ToolQASettings) -> None:
+    # Imported here: torch and transformers take seconds, which a second call need not wait for.
     from transformers.utils.logging import disable_progress_bar
 
-    from mega_agentrl.data.toolqa.files import write_task
+    from mega_agentrl.data.toolqa.dataset_writer import write_toolqa_dataset
 
     disable_progress_bar()
-    write_task(folder, settings)
+    write_toolqa_dataset(folder, settings)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Says whether a configuration can run, before anything starts: on a login node, without a GPU.
+r"""Checks whether a configuration can run, before anything starts, on a login node without a GPU.
 
     python tools/preflight.py experiment=qwen3_32b_64gpu model.path=... data.train=... [key=value]
     python tools/preflight.py experiment=qwen3_32b_64gpu --no-files \
         --model-config tools/model_configs/qwen3-32b.json
 
-Checks the configuration as the run does, then estimates memory of a policy rank and of an engine
-rank part by part against the GPU (`--gpu-gib`), the weight transfer over the links (`--*-gbs`),
-and reads the prompts where data and tokenizer are there. Models: Llama, Qwen2, Qwen3, Qwen3Moe;
-a folder with config.json is enough. Exit code 1: it cannot run, with the key and what would do.
-torch is never imported.
+Checks the configuration as the run does, estimates the memory of policy and engine ranks part by
+part against the GPU (`--gpu-gib`) and the weight transfer over the links (`--*-gbs`), and reads the
+prompts if data and tokenizer are present. Models: Llama, Qwen2, Qwen3, Qwen3Moe; a folder with
+config.json is enough. Exit code 1: the run cannot start; the output names the key to change and
+working values. torch is never imported.
 """
 
 from __future__ import annotations
@@ -29,71 +29,74 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mega_agentrl.estimate.device import Device  # noqa: E402
-from mega_agentrl.estimate.transfer import transfer  # noqa: E402
-from mega_agentrl.estimate.verdict import Problem, judge  # noqa: E402
-from mega_agentrl.reshard.links import Link, LinkSpeeds  # noqa: E402
-from mega_agentrl.reshard.model_shape import ModelShape  # noqa: E402
-from tools.preflight_parts.compose import checker, compose_config, model_folder  # noqa: E402
-from tools.preflight_parts.show import Findings, as_json, show  # noqa: E402
+from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
+from mega_agentrl.estimate.preflight.report import PreflightProblem, run_preflight  # noqa: E402
+from mega_agentrl.estimate.weight_transfer import estimate_transfer  # noqa: E402
+from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
+from mega_agentrl.reshard.topology import LinkSpeeds, LinkType  # noqa: E402
+from tools.preflight_parts.compose import compose_config, make_config_check, make_config_only_folder  # noqa: E402
+from tools.preflight_parts.report import PreflightFindings, as_json, print_report  # noqa: E402
 
 
-def look(options: argparse.Namespace, folder: Path) -> Findings:
-    """Everything there is to find out. folder: for files of this one's own."""
-    found = Findings()
+def collect_findings(options: argparse.Namespace, folder: Path) -> PreflightFindings:
+    """Run all checks; `folder` is for temporary files."""
+    found = PreflightFindings()
     try:
-        device = Device(
-            gib=None if options.cpu else options.gpu_gib,
-            per_node=options.per_node,
-            reserve=options.reserve,
+        device = DeviceSpec(
+            memory_gib=None if options.cpu else options.gpu_gib,
+            gpus_per_node=options.per_node,
+            reserved_fraction=options.reserve,
         )
-        path = model_folder(options.model_config, folder) if options.model_config else None
+        path = (
+            make_config_only_folder(options.model_config, folder) if options.model_config else None
+        )
         config = compose_config(options.overrides, model_path=path)
         found.config, found.device = config, device
-        check = checker(folder, files=not options.no_files)
+        check = make_config_check(folder, files=not options.no_files)
         check(config)
         found.shape = shape = ModelShape.from_folder(config.model.path)
-        found.verdict = judge(
+        found.report = run_preflight(
             config, shape, device, check, num_gpus=options.gpus, imbalance=options.imbalance
         )
-        found.problems += found.verdict.problems
-        found.notes += found.verdict.notes
+        found.problems += found.report.problems
+        found.notes += found.report.notes
         if not found.problems:
-            given = {str(link): getattr(options, f"{link}_gbs") * 1e9 for link in Link}
-            found.transfer = transfer(config, shape, device, LinkSpeeds(**given))
+            given = {str(link): getattr(options, f"{link}_gbs") * 1e9 for link in LinkType}
+            found.transfer = estimate_transfer(config, shape, device, LinkSpeeds(**given))
     except (ValueError, HydraException, OmegaConfBaseException) as error:
-        found.problems.append(_refusal(error))
+        found.problems.append(_config_error_problem(error))
     else:
         _add_prompts(found, options)
     return found
 
 
-def _add_prompts(found: Findings, options: argparse.Namespace) -> None:
-    # Its imports take a second, which a wrong layout need not wait for.
-    from tools.preflight_parts.prompts import has_tokenizer, look_at_prompts
+def _add_prompts(found: PreflightFindings, options: argparse.Namespace) -> None:
+    # Imported here: it takes a second, which a wrong layout need not wait for.
+    from tools.preflight_parts.prompts import has_tokenizer, inspect_prompts
 
-    assert found.config is not None, "prompts come after the configuration"
+    assert found.config is not None, "the configuration is composed first"
     if options.no_prompts or not has_tokenizer(found.config):
-        found.notes.append("prompts and chat template were not looked at: no tokenizer here")
+        found.notes.append("prompts and chat template were not checked: no tokenizer here")
         return
     try:
-        found.prompts, problems, notes = look_at_prompts(found.config)
+        found.prompts, problems, notes = inspect_prompts(found.config)
     except ValueError as error:
-        problems, notes = [_refusal(error)], []
+        problems, notes = [_config_error_problem(error)], []
     found.problems += problems
     found.notes += notes
 
 
-def _refusal(error: Exception) -> Problem:
-    """An error of the configuration's own as a problem: OmegaConf says the key, an override has
-    it in quotes, other messages begin with it.
+def _config_error_problem(error: Exception) -> PreflightProblem:
+    """Convert a configuration error to a problem.
+
+    The key is in OmegaConf's error, in quotes in Hydra's message, or at the start of any other.
     """
     message, cause = str(error), error.__cause__
     if isinstance(error, HydraException) and cause is not None:
         message = f"{message}: {cause}"
     key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     first = message.removeprefix("override '")
-    return Problem(key or re.split(r"[=:' ]", first, maxsplit=1)[0], message)
+    return PreflightProblem(key or re.split(r"[=:' ]", first, maxsplit=1)[0], message)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,37 +104,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", help="as for python -m mega_agentrl")
     parser.add_argument("--model-config", type=Path, help="a config.json instead of model.path")
     parser.add_argument("--gpu-gib", type=float, default=80.0, help="memory of a GPU")
-    parser.add_argument("--cpu", action="store_true", help="a run on CPUs, without a bound")
-    parser.add_argument("--gpus", type=int, help="GPUs that there are in all")
-    parser.add_argument("--per-node", type=int, default=8, help="GPUs of a machine")
-    parser.add_argument("--reserve", type=float, default=0.04, help="share of a GPU left free")
+    parser.add_argument("--cpu", action="store_true", help="a run on CPUs, without a memory limit")
+    parser.add_argument("--gpus", type=int, help="number of available GPUs")
+    parser.add_argument("--per-node", type=int, default=8, help="GPUs per node")
+    parser.add_argument("--reserve", type=float, default=0.04, help="fraction of a GPU left free")
     parser.add_argument(
         "--imbalance", type=float, default=1.3, help="tokens of the busiest expert rank / mean"
     )
-    parser.add_argument("--no-files", action="store_true", help="data need not be there")
+    parser.add_argument("--no-files", action="store_true", help="data files may be missing")
     parser.add_argument("--no-prompts", action="store_true", help="do not read the prompts")
-    parser.add_argument("--json", action="store_true", help="plain values, bytes")
-    for link in Link:
+    parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes")
+    for link in LinkType:
         flag = f"--{link.replace('_', '-')}-gbs"
         default = getattr(LinkSpeeds(), link) / 1e9
-        parser.add_argument(flag, type=float, default=default, help="GB/s a rank and direction")
+        parser.add_argument(flag, type=float, default=default, help="GB/s per rank and direction")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: it can run. 1: it cannot."""
+    """Print the findings; return 0 if the configuration can run, else 1."""
     options = _parser().parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        found = look(options, Path(folder))
+        found = collect_findings(options, Path(folder))
     if options.json:
         print(json.dumps(as_json(found), indent=2))
     else:
-        show(found, Console())
+        print_report(found, Console())
     return 1 if found.problems else 0
 
 
 if __name__ == "__main__":
-    # transformers, which reads the tokenizer, does without torch where it finds none.
+    # transformers, which loads the tokenizer, works without torch if it cannot import it.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # which it need not say
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about the missing torch
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Writes the report page of a run: one HTML file that opens from disk.
+"""Writes the report page of a run: one self-contained HTML file.
 
     python tools/report.py RUN_FOLDER [--out FILE] [--megabytes N]
 
-The run may be over, under way or killed. `--megabytes`: how much of the page rollout trees may
-take; the page says what was left out.
+The run may be finished, running or killed. `--megabytes` limits the size of the rollout trees; the
+page names what was left out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and write; 2 for a folder that is none of a run."""
+    """Write the page; return 2 if the folder is not that of a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_folder", type=Path, help="folder of a run, with its metrics.jsonl")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the folder)")
     parser.add_argument("--megabytes", type=int, default=20, help="of rollout trees (%(default)s)")
     options = parser.parse_args(arguments)
-    # Imported here because the package is found through ROOT where it is not installed.
-    from mega_agentrl.train.run_report import write_report
+    # Imported here because the package may be found only through ROOT.
+    from mega_agentrl.train.output.report_page import write_report
 
     try:
         budget_bytes = max(0, options.megabytes) * 1_000_000

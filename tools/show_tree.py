@@ -1,9 +1,9 @@
-"""Draws rollout trees that a run kept under `rollouts/` (`report.trees_every`).
+"""Prints rollout trees that a run saved under `rollouts/` (`report.save_trees_every_steps`).
 
     python tools/show_tree.py FILE [--prompt ID] [--entropy]
 
-Without `--prompt` all trees of the file, one after another. `--entropy`: instead of trees, how
-unsure the policy was at each token offset of first turns and of turns behind a tool's answer.
+Without `--prompt` all trees of the file are printed. `--entropy` prints, instead of trees, the mean
+entropy at each token offset of first turns and of turns after a tool's answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and print; 2 for a file that is none of ours or has no such prompt."""
+    """Print the trees; return 2 if the file has no trees or no such prompt."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("file", type=Path, help="a file of a run's folder rollouts/")
     parser.add_argument("--prompt", help="id of one prompt, as in `question ID: ...`")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in lines(_trees(options.file, options.prompt)):
             print(line)
     except BrokenPipeError:
-        # Whoever reads has seen enough; what is still buffered has nowhere to go.
+        # The reader closed the pipe; discard what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _trees(path: Path, prompt_id: str | None) -> Iterator[RolloutTree]:
-    # Imported here because the package is found through ROOT where it is not installed.
-    from mega_agentrl.rollout.nodes import to_tree
-    from mega_agentrl.rollout.tree_file import read_trees
+    # Imported here because the package may be found only through ROOT.
+    from mega_agentrl.rollout.io.nodes import to_rollout_tree
+    from mega_agentrl.rollout.io.tree_file import read_trees
 
     found: list[str] = []
     matched = False
@@ -54,25 +54,29 @@ def _trees(path: Path, prompt_id: str | None) -> Iterator[RolloutTree]:
         found.append(stored.tree.prompt.prompt_id)
         if prompt_id in (None, found[-1]):
             matched = True
-            yield to_tree(stored.tree)
+            yield to_rollout_tree(stored.tree)
     if not matched:
         some = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
         raise ValueError(f"{path}: got --prompt {prompt_id}, expected one of {some}")
 
 
 def _tree_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:
-    from mega_agentrl.rollout.render_tree import render_tree
+    from mega_agentrl.rollout.io.render_tree import render_tree
 
     for tree in trees:
         yield f"{render_tree(tree)}\n"
 
 
 def _entropy_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:
-    from mega_agentrl.rollout.entropy_metrics import NUM_OFFSETS, EntropyCurve, entropy_curve
+    from mega_agentrl.rollout.metrics.entropy import (
+        NUM_OFFSETS,
+        EntropyCurves,
+        collect_entropy_curves,
+    )
 
-    curve = EntropyCurve()
+    curve = EntropyCurves()
     for tree in trees:
-        curve += entropy_curve(tree.trajectories)
+        curve += collect_entropy_curves(tree.trajectories)
     yield "offset   first turn (tokens)   behind an answer (tokens)"
     for offset in range(NUM_OFFSETS):
         values = [

@@ -1,14 +1,15 @@
-"""Plans a weight update for a real model on many ranks, from its config alone.
+r"""Plans a weight update for a real model on many ranks, from its config alone.
 
-    python tools/simulate_reshard.py                         all models below, with their cuts
+    python tools/simulate_reshard.py                         all models below, with their sizes
     python tools/simulate_reshard.py --model qwen3-30b-a3b --trainer tensor=8,expert=8 \
         --rollout tensor=4,engines=2 --per-node 8 --network-gbs 25
     python tools/simulate_reshard.py --model path/to/config.json ...
 
-One layer of each kind is traced through vLLM's loader and repeated (`reshard.repetition`); the
-plan itself is the one for all ranks and tensors. No weights, no processes, no GPU. Prints bytes,
-the network's lower bound, the floor (a rank's own bytes over one network link), the predicted
-time (`reshard.traffic`: links only) and the peers' published times, theirs on their hardware.
+One layer of each type is traced through vLLM's loader and repeated (`planner.repeated_layers`); the
+plan covers all ranks and tensors. No weights, processes or GPU are needed. The tool prints bytes,
+the lower bound of network traffic, the minimum time (a rank's own bytes over one network link), the
+predicted time (`planner.traffic`: links only) and times that others have published for their
+hardware.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_agentrl.reshard.delivery import ITEM_BYTES
 from mega_agentrl.reshard.layout import ShardLayout
-from mega_agentrl.reshard.links import Link, LinkSpeeds, Location
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes
-from mega_agentrl.reshard.plan import plan_owned
-from mega_agentrl.reshard.regions import Owned, RankSets
-from mega_agentrl.reshard.repetition import (
-    TrainerCut,
-    kinds,
-    repeated_sinks,
-    repeated_sources,
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.planner import plan_from_owners
+from mega_agentrl.reshard.planner.regions import RankSetCache, RectOwners
+from mega_agentrl.reshard.planner.repeated_layers import (
+    TrainerParallelSizes,
+    expand_rollout_owners,
+    expand_trainer_owners,
+    first_layer_of_each_type,
 )
-from mega_agentrl.reshard.traffic import Traffic, count_traffic
+from mega_agentrl.reshard.planner.traffic import TransferTraffic, count_traffic
+from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
+from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
 
 CONFIGS = Path(__file__).resolve().parent / "model_configs"
 
 
 class Case(NamedTuple):
-    """A model, both sides' cuts and what others published for it (seconds)."""
+    """A model, the parallel sizes of both sides, and published times in seconds."""
 
     model: str
     trainer: dict[str, int]
@@ -85,21 +86,22 @@ CASES = (
 )
 
 
-class Outcome(NamedTuple):
-    """own_bytes: of the largest rollout rank's shards. plan_s: processor time of the plan,
-    tracing and counting not included.
-    """
+class SimulationResult(NamedTuple):
+    """Result of one case."""
 
-    traffic: Traffic
+    traffic: TransferTraffic
     own_bytes: int
+    """Bytes of the largest rollout rank's shards."""
     ratio: float
+    """Received bytes over own bytes, of the rank farthest from 1."""
     model_bytes: int
     num_buckets: int
     trace_s: float
     plan_s: float
+    """CPU seconds of planning, without tracing and counting."""
 
 
-def simulate(case: Case, options: argparse.Namespace) -> Outcome:
+def simulate(case: Case, options: argparse.Namespace) -> SimulationResult:
     """Trace, plan and count one case."""
     path = Path(case.model)
     path = path if path.is_file() else CONFIGS / f"{case.model}.json"
@@ -107,29 +109,31 @@ def simulate(case: Case, options: argparse.Namespace) -> Outcome:
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
         raise ValueError(f"--model {case.model}: expected a config.json or one of {known}")
     shape, engine, trace_s = _trace(path, case.rollout["tensor"], options.dtype)
-    cut = TrainerCut(**case.trainer)
-    num_sinks = case.rollout["tensor"] * case.rollout["engines"]
-    locations = _locations(cut.num_ranks, num_sinks, options.per_node, options.colocated)
+    sizes = TrainerParallelSizes(**{f"{axis}_size": size for axis, size in case.trainer.items()})
+    num_rollout_ranks = case.rollout["tensor"] * case.rollout["engines"]
+    locations = _locations(sizes.num_ranks, num_rollout_ranks, options.per_node, options.colocated)
     start = time.process_time()
-    sets = RankSets()
-    held = repeated_sources(shape, cut, sets)
+    rank_sets = RankSetCache()
+    trainer_owners = expand_trainer_owners(shape, sizes, rank_sets)
     engines = case.rollout["engines"]
-    wanted = repeated_sinks(shape, engine, engines, sets, first_rank=cut.num_ranks)
+    rollout_owners = expand_rollout_owners(
+        shape, engine, engines, rank_sets, first_rank=sizes.num_ranks
+    )
     shapes = hf_shapes(shape)
-    plan = plan_owned(
-        held, wanted, sets, locations, options.dtype,
-        names=list(shapes), num_sources=cut.num_ranks,
+    plan = plan_from_owners(
+        trainer_owners, rollout_owners, rank_sets, locations, options.dtype,
+        names=list(shapes), num_trainer_ranks=sizes.num_ranks,
         bucket_bytes=options.bucket_mib * 2**20, speeds=options.speeds,
     )  # fmt: skip
     plan_s = time.process_time() - start
     traffic = count_traffic(plan, locations, options.speeds)
-    own = _own_bytes(wanted, ITEM_BYTES[options.dtype])
-    ratios = {traffic.received_by(rank) / own[rank] for rank in plan.sinks}
-    return Outcome(
+    own = _own_bytes(rollout_owners, DTYPE_BYTES[options.dtype])
+    ratios = {traffic.received_bytes_of(rank) / own[rank] for rank in plan.rollout_ranks}
+    return SimulationResult(
         traffic=traffic,
         own_bytes=max(own.values()),
         ratio=max(ratios, key=lambda ratio: abs(ratio - 1.0)),
-        model_bytes=ITEM_BYTES[options.dtype] * sum(map(_numel, shapes.values())),
+        model_bytes=DTYPE_BYTES[options.dtype] * sum(map(_numel, shapes.values())),
         num_buckets=len(plan.buckets),
         trace_s=trace_s,
         plan_s=plan_s,
@@ -139,9 +143,9 @@ def simulate(case: Case, options: argparse.Namespace) -> Outcome:
 def _trace(
     path: Path, tensor_size: int, dtype: str
 ) -> tuple[ModelShape, list[list[ShardLayout]], float]:
-    """The whole model's shape, and an engine's layouts of one layer of each kind."""
+    """Return the shape of the whole model, and an engine's layouts of one layer of each type."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from mega_agentrl.generator.trace import trace_destinations
+    from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
 
     config = json.loads(path.read_text(encoding="utf-8"))
     start = time.perf_counter()
@@ -150,34 +154,41 @@ def _trace(
         file.write_text(json.dumps(config), encoding="utf-8")
         shape = ModelShape.from_folder(folder)
         file.write_text(json.dumps(sample_config(config, shape)), encoding="utf-8")
-        engine = trace_destinations(folder, tensor_size, dtype)
+        engine = trace_engine_layouts(folder, tensor_size, dtype)
     return shape, engine, time.perf_counter() - start
 
 
 def sample_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """The config of the model with one layer of each kind."""
-    chosen = kinds(shape)
+    """Return the config of the model with one layer of each type."""
+    chosen = first_layer_of_each_type(shape)
     changes: dict[str, Any] = {"num_hidden_layers": len(chosen)}
     if shape.moe:
-        dense = [index for index, layer in enumerate(chosen) if not shape.is_sparse(layer)]
+        dense = [index for index, layer in enumerate(chosen) if not shape.is_moe_layer(layer)]
         changes |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     return {key: value for key, value in config.items() if key != "layer_types"} | changes
 
 
-def _locations(num_sources: int, num_sinks: int, per_node: int, colocated: bool) -> list[Location]:
-    """Machines are filled in the order of ranks; rollout ranks on the trainer's, or after them."""
-    first = 0 if colocated else -(-num_sources // per_node)
-    places = [Location(rank // per_node, rank % per_node) for rank in range(num_sources)]
-    return places + [
-        Location(first + rank // per_node, rank % per_node) for rank in range(num_sinks)
+def _locations(
+    num_trainer_ranks: int, num_rollout_ranks: int, per_node: int, colocated: bool
+) -> list[RankLocation]:
+    """Fill machines in order of rank; rollout ranks share the trainer's machines or follow."""
+    first = 0 if colocated else -(-num_trainer_ranks // per_node)
+    locations = [
+        RankLocation(rank // per_node, rank % per_node) for rank in range(num_trainer_ranks)
+    ]
+    return locations + [
+        RankLocation(first + rank // per_node, rank % per_node) for rank in range(num_rollout_ranks)
     ]
 
 
-def _own_bytes(wanted: Owned, item_bytes: int) -> dict[int, int]:
-    """Bytes of every rollout rank's shards. Layers of a kind share their table of rectangles."""
-    tables = {id(rects): rects for rects in wanted.values()}
+def _own_bytes(rollout_owners: RectOwners, item_bytes: int) -> dict[int, int]:
+    """Return the bytes of every rollout rank's shards.
+
+    Layers of a type share their table of rectangles.
+    """
+    tables = {id(rects): rects for rects in rollout_owners.values()}
     times: dict[int, int] = defaultdict(int)
-    for rects in wanted.values():
+    for rects in rollout_owners.values():
         times[id(rects)] += 1
     own: dict[int, int] = defaultdict(int)
     for key, rects in tables.items():
@@ -189,30 +200,30 @@ def _own_bytes(wanted: Owned, item_bytes: int) -> dict[int, int]:
 
 def _numel(shape: tuple[int, ...]) -> int:
     count = 1
-    for side in shape:
-        count *= side
+    for extent in shape:
+        count *= extent
     return count
 
 
-def report(case: Case, outcome: Outcome, speeds: LinkSpeeds) -> str:
-    """A few lines about one case."""
+def print_case(case: Case, outcome: SimulationResult, speeds: LinkSpeeds) -> str:
+    """Return a few lines about one case."""
     traffic, gib = outcome.traffic, 2**30
-    sizes = [f"{key} {value}" for key, value in case.trainer.items()]
+    trainer = [f"{key} {value}" for key, value in case.trainer.items()]
     rollout = [f"{key} {value}" for key, value in case.rollout.items()]
-    network = traffic.total(Link.network)
+    network = traffic.total_bytes(LinkType.network)
     floor_s = outcome.own_bytes / speeds.network
     usual_s = outcome.model_bytes / speeds.network
     return "\n".join(
         [
-            f"{case.model}: trainer {', '.join(sizes)} -> rollout {', '.join(rollout)}",
+            f"{case.model}: trainer {', '.join(trainer)} -> rollout {', '.join(rollout)}",
             f"  model {outcome.model_bytes / gib:.2f} GiB; largest rollout shard "
             f"{outcome.own_bytes / gib:.3f} GiB; received / own {outcome.ratio:.4f}",
             f"  network {network / gib:.2f} GiB, at least "
-            f"{traffic.least_network_bytes / gib:.2f}; same node "
-            f"{traffic.total(Link.same_node) / gib:.2f}; same GPU "
-            f"{traffic.total(Link.same_gpu) / gib:.2f}; sent by the trainer "
-            f"{traffic.sent_by_trainer() / gib:.2f}",
-            f"  predicted {traffic.seconds:.3f} s; own bytes over one network link "
+            f"{traffic.min_network_bytes / gib:.2f}; same node "
+            f"{traffic.total_bytes(LinkType.same_node) / gib:.2f}; same GPU "
+            f"{traffic.total_bytes(LinkType.same_gpu) / gib:.2f}; sent by the trainer "
+            f"{traffic.trainer_sent_bytes() / gib:.2f}",
+            f"  predicted {traffic.predicted_s:.3f} s; own bytes over one network link "
             f"{floor_s:.3f} s; the whole model over one {usual_s:.3f} s; published "
             f"{case.published}",
             f"  {outcome.num_buckets} buckets; traced in {outcome.trace_s:.1f} s, planned in "
@@ -222,7 +233,7 @@ def report(case: Case, outcome: Outcome, speeds: LinkSpeeds) -> str:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """`tensor=8,data=2` as a dict."""
+    """Parse `tensor=8,data=2`."""
     return {key: int(value) for key, value in (item.split("=") for item in text.split(","))}
 
 
@@ -246,9 +257,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rollout", type=_numbers, help="tensor=,engines=")
     parser.add_argument("--colocated", action="store_true", help="on the trainer's devices")
     parser.add_argument("--per-node", type=int, default=8, help="ranks a machine")
-    parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16")
+    parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--bucket-mib", type=int, default=64)
-    for link in Link:
+    for link in LinkType:
         default = getattr(LinkSpeeds(), link) / 1e9
         flag = f"--{link.replace('_', '-')}-gbs"
         parser.add_argument(flag, type=float, default=default, help="GB/s per rank and direction")
@@ -260,10 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     gc.disable()  # millions of small objects that all stay, and no cycles
     try:
-        given = {str(link): getattr(options, f"{link}_gbs") * 1e9 for link in Link}
+        given = {str(link): getattr(options, f"{link}_gbs") * 1e9 for link in LinkType}
         options.speeds = LinkSpeeds(**given)
         for case in _cases(options):
-            print(report(case, simulate(case, options), options.speeds), flush=True)
+            print(print_case(case, simulate(case, options), options.speeds), flush=True)
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
-"""One rank of the policy: score, update, supervise, keep a frozen reference.
+"""One Megatron rank of the policy: scoring, policy updates, SFT steps, the frozen reference.
 
-Values in and out are plain or CPU tensors, so that a remote call can carry them.
+Arguments and results are plain values or CPU tensors, so that a remote call can carry them.
 """
 
 from __future__ import annotations
@@ -12,118 +12,132 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mega_agentrl.actor import checkpoint
-from mega_agentrl.actor.heads import VocabHead
-from mega_agentrl.actor.loss import (
+from mega_agentrl.actor.checkpoint import save_load
+from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo, summarize_steps
+from mega_agentrl.actor.model.gpt_model import make_vocab_shard
+from mega_agentrl.actor.model.heads import LogProbHead
+from mega_agentrl.actor.training.objectives import (
     POLICY_METRICS,
-    SUPERVISED_METRICS,
+    SFT_METRICS,
     PolicyObjective,
-    SupervisedObjective,
+    SftObjective,
 )
-from mega_agentrl.actor.model import vocab_shard
-from mega_agentrl.actor.network import Network, Seat, summary
-from mega_agentrl.actor.offload import EVERYTHING, require_on_device
-from mega_agentrl.actor.profile import StepProfile
-from mega_agentrl.actor.reference import Reference
-from mega_agentrl.batch.minibatch import step_masks
-from mega_agentrl.batch.probe import probe_batch
-from mega_agentrl.estimate.measured import MIB, PROCESS
-from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.actor.training.offload import ALL_STATE, require_on_device
+from mega_agentrl.actor.training.profiler import StepProfiler
+from mega_agentrl.actor.training.reference_weights import ReferenceWeights
+from mega_agentrl.batch.minibatches import minibatch_masks
+from mega_agentrl.batch.weight_probe import probe_batch
+from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
-    from mega_agentrl.config.algo_schema import AlgoConfig
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
 
 
 class PolicyRank:
-    """One process's part of the policy; weights are undefined until `load`."""
+    """This process's shard of the policy; its weights are undefined until `load_hf`."""
 
-    def __init__(self, config: TrainConfig, seat: Seat) -> None:
+    def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
         self._config = config
         shape = ModelShape.from_folder(config.model.path)
-        self.network = Network(config, shape, seat, trains=not config.validates_only)
-        self._shard = vocab_shard(self.network.shape, self.network.groups)
-        self._reference: Reference | None = None
-        self._profile = StepProfile()
+        self.megatron_model = MegatronModel(
+            config, shape, rank_info, is_trainable=not config.is_eval_only
+        )
+        self._vocab_shard = make_vocab_shard(self.megatron_model.shape, self.megatron_model.groups)
+        self._reference: ReferenceWeights | None = None
+        self._profiler = StepProfiler()
 
-    def load(self, folder: str) -> None:
-        """Read this rank's slices of a checkpoint of the same shape; moments start anew.
+    def load_hf(self, folder: str) -> None:
+        """Load this rank's slices of a Hugging Face checkpoint and reset the optimizer.
 
-        Where the objective needs a reference, the loaded weights become it as well. Without
-        training there is neither that nor an optimizer.
+        If the objective needs a reference, the loaded weights also become the reference. A
+        rank that only evaluates has neither an optimizer nor a reference.
         """
-        self.network.load(folder)
-        if self._config.algo.needs_reference and self.network.trains:
-            self.freeze_reference()
+        self.megatron_model.load_hf(folder)
+        if self._config.algo.needs_reference and self.megatron_model.is_trainable:
+            self.snapshot_reference()
 
-    def freeze_reference(self) -> None:
-        """Keep a copy of the current weights, in host memory, as the reference of the KL term.
+    def snapshot_reference(self) -> None:
+        """Copy the current weights to host memory as the reference of the KL term.
 
-        Where `model.reference` names a model, that is the reference whatever the weights are.
+        If `model.reference_path` is set, that model is the reference instead.
         """
-        given = self._config.model.reference
-        if given and self._reference is not None:
+        reference_path = self._config.model.reference_path
+        if reference_path and self._reference is not None:
             return
-        if given:
-            self._reference = Reference(self.network.parameters.values())
-            with self._reference.in_place():
-                self.network.read(given)
+        if reference_path:
+            self._reference = ReferenceWeights(self.megatron_model.parameters.values())
+            with self._reference.swapped_in():
+                self.megatron_model.load_parameters(reference_path)
         elif self._reference is None:
-            self._reference = Reference(self.network.parameters.values())
+            self._reference = ReferenceWeights(self.megatron_model.parameters.values())
         else:
-            self._reference.freeze()
+            self._reference.snapshot()
 
     def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
-        """Go on with another objective; temperature: of sampling.
+        """Switch to another objective and sampling temperature.
 
-        Where it needs a reference, the weights as they are now become it, unless
-        `model.reference` names another.
+        If the objective needs a reference, the current weights become it, unless
+        `model.reference_path` is set.
         """
         rollout = replace(self._config.rollout, temperature=temperature)
         self._config = replace(self._config, algo=algo, rollout=rollout)
         if algo.needs_reference:
-            self.freeze_reference()
+            self.snapshot_reference()
         else:
             self._reference = None
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments; the reference, where there is one, starts here too."""
-        self.network.reset_optimizer()
+        """Reset Adam's moments, and retake the reference if there is one."""
+        self.megatron_model.reset_optimizer()
         if self._reference is not None:
-            self.freeze_reference()
+            self.snapshot_reference()
 
-    def logprobs(
+    def compute_log_probs(
         self, batch: TrainBatch, reference: bool = False
     ) -> tuple[list[int], torch.Tensor, torch.Tensor] | None:
-        """Log-prob and entropy of every response token, at rollout.temperature.
+        """Compute log-prob and entropy of every response token at `rollout.temperature`.
 
-        Returns the rows of this rank's data share and their [rows, T] float32 log-probs and
-        entropies, 0 after a row's end; on one rank of the share's last stage, else None.
+        Args:
+            batch: All rows; this rank scores those of its data-parallel rank.
+            reference: Score with the reference weights instead of the current ones.
+
+        Returns:
+            Row numbers and their `[rows, T]` float32 log-probs and entropies (nats), 0 after
+            the end of a row. One rank of the last pipeline stage of each data-parallel rank
+            returns them, all others None.
+
+        Raises:
+            ValueError: If `reference` is set and there is no reference.
         """
         width = batch.response_BT.size(1)
         select_BT = torch.arange(width)[None, :] < batch.length_B[:, None]
-        with self._reference_in_place() if reference else nullcontext():
-            scored = self.network.score(batch, select_BT, self._head(width, self._temperature))
+        with self._reference_swapped_in() if reference else nullcontext():
+            scored = self.megatron_model.forward_only(
+                batch, select_BT, self._log_prob_head(width, self._temperature)
+            )
         if scored is None:
             return None
         rows, (logp_BT, entropy_BT) = scored
         return rows, logp_BT, entropy_BT
 
-    def probe(self, token_ids: Sequence[int]) -> list[float] | None:
-        """Log-probs of a prompt's tokens after the first, at temperature 1.
+    def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
+        """Compute the log-probs of a prompt's tokens after the first, at temperature 1.
 
-        On one rank of the last stage of the first data share, else None.
+        One rank of the last pipeline stage of data-parallel rank 0 returns them, all others
+        None.
         """
-        batch = probe_batch(token_ids, self.network.groups.position.data_size)
+        batch = probe_batch(token_ids, self.megatron_model.groups.coordinates.data_size)
         width = batch.response_BT.size(1)
         select_BT = torch.ones_like(batch.mask_BT)
-        scored = self.network.score(batch, select_BT, self._head(width, 1.0))
-        if scored is None or self.network.groups.position.data_rank:
+        scored = self.megatron_model.forward_only(batch, select_BT, self._log_prob_head(width, 1.0))
+        if scored is None or self.megatron_model.groups.coordinates.data_rank:
             return None
         _, (logp_BT, _) = scored
         logps: list[float] = logp_BT[0].tolist()
@@ -135,119 +149,146 @@ class PolicyRank:
         kl_weight_BT: torch.Tensor | None = None,
         lr: float | None = None,
     ) -> UpdateStats:
-        """optim.num_minibatches steps on the configured policy loss over the batch, in row order.
+        """Take `optim.num_minibatches` optimizer steps on the policy loss, in row order.
 
-        kl_weight_BT: [B, T] weight of the KL term per token, instead of algo.kl_coef.
+        Args:
+            batch: All rows, with old log-probs and advantages.
+            kl_weight_BT: `[B, T]` weight of the KL term of each token; replaces `algo.kl_coef`.
+            lr: Learning rate; replaces the schedule of `optim`.
         """
-        head = self._head(batch.response_BT.size(1), self._temperature)
+        head = self._log_prob_head(batch.response_BT.size(1), self._temperature)
         results = []
-        for mask_BT in step_masks(batch.mask_BT, self._config.optim.num_minibatches):
+        for mask_BT in minibatch_masks(batch.mask_BT, self._config.optim.num_minibatches):
             objective = PolicyObjective(self._config.algo, batch, mask_BT, kl_weight_BT)
             results.append(
-                self.network.step(batch, mask_BT, head, objective, POLICY_METRICS, lr=lr)
+                self.megatron_model.train_step(
+                    batch, mask_BT, head, objective, POLICY_METRICS, lr=lr
+                )
             )
-        return summary(results, POLICY_METRICS)
+        return summarize_steps(results, POLICY_METRICS)
 
-    def supervise(self, batch: TrainBatch, lr: float | None = None) -> UpdateStats:
-        """One step on the mean negative log-prob of the masked tokens, at temperature 1.
+    def sft_step(self, batch: TrainBatch, lr: float | None = None) -> UpdateStats:
+        """Take one step on the mean negative log-prob of the masked tokens, at temperature 1.
 
-        lr: sft.lr by default; the schedule of optim belongs to `update`.
+        The learning rate is `sft.lr` unless `lr` is given; the schedule of `optim` applies to
+        `update` only.
         """
         mask_BT = batch.mask_BT.bool()
-        result = self.network.step(
+        result = self.megatron_model.train_step(
             batch,
             mask_BT,
-            self._head(batch.response_BT.size(1), 1.0),
-            SupervisedObjective(mask_BT),
-            SUPERVISED_METRICS,
+            self._log_prob_head(batch.response_BT.size(1), 1.0),
+            SftObjective(mask_BT),
+            SFT_METRICS,
             lr=self._config.sft.lr if lr is None else lr,
         )
-        return summary([result], SUPERVISED_METRICS)
+        return summarize_steps([result], SFT_METRICS)
 
     def layout(self) -> list[ShardLayout]:
-        """Which rectangles of which Hugging Face tensors this rank holds."""
-        return list(self.network.layout)
+        """Return which rectangles of which Hugging Face tensors this rank holds."""
+        return list(self.megatron_model.shard_layouts)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The local tensor of a shard of `layout`, on its device; shares memory."""
-        require_on_device("sending weights", {"weights"}, self.network.offload.on_host)
-        return self.network.parameters[name].detach()
+        """Return the local tensor of a shard of `layout`, on its device and without a copy."""
+        require_on_device("sending weights", {"weights"}, self.megatron_model.offloader.on_host)
+        return self.megatron_model.parameters[name].detach()
 
-    def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder; configuration from the loaded one."""
-        self.network.export(folder)
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder.
 
-    def save(
+        Configuration and tokenizer are copied from the folder that was loaded.
+        """
+        self.megatron_model.export_hf(folder)
+
+    def save_checkpoint(
         self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
     ) -> str:
-        """Write a checkpoint of the training state; see `actor.checkpoint.save`.
+        """Write a checkpoint of the training state and return its folder.
 
-        The reference is not in it: it is made by `load`, `freeze_reference` or `set_objective`,
-        as at the start.
+        The reference is not stored: `load_hf` and `set_objective` take it again, as at the
+        start of the run.
+
+        Args:
+            folder: An unused name inside the run's checkpoint folder.
+            extra: JSON values that `load_checkpoint` returns.
+            keep: Number of checkpoints to keep, including this one; None keeps all.
         """
-        timeout_s = self._config.cluster.call_deadline_s
+        timeout_s = self._config.cluster.call_timeout_s
         return str(
-            checkpoint.save(self.network, folder, extra=extra, keep=keep, timeout_s=timeout_s)
+            save_load.save_checkpoint(
+                self.megatron_model, folder, extra=extra, keep=keep, timeout_s=timeout_s
+            )
         )
 
-    def resume(self, folder: str) -> dict[str, Any]:
-        """Take up a checkpoint, of any layout; returns what `save` was given as extra."""
-        return checkpoint.load(self.network, folder)
+    def load_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Load a checkpoint written under any parallel layout and return its `extra` values."""
+        return save_load.load_checkpoint(self.megatron_model, folder)
 
     def to_host(
         self, *, weights: bool = True, gradients: bool = True, optimizer: bool = True
     ) -> None:
-        """Give the device to someone else; what is away must come back before it is used."""
-        self.network.offload.to_host(weights=weights, gradients=gradients, optimizer=optimizer)
+        """Move the selected state to host memory, so that another process can use the GPU."""
+        self.megatron_model.offloader.to_host(
+            weights=weights, gradients=gradients, optimizer=optimizer
+        )
 
     def to_device(
         self, *, weights: bool = True, gradients: bool = True, optimizer: bool = True
     ) -> None:
-        """Bring parts back; the gradients come back empty."""
-        self.network.offload.to_device(weights=weights, gradients=gradients, optimizer=optimizer)
+        """Move the selected state back to the device; gradients are zero afterwards."""
+        self.megatron_model.offloader.to_device(
+            weights=weights, gradients=gradients, optimizer=optimizer
+        )
 
-    def occupy(self, parts: Set[str]) -> None:
-        """Have these parts of `offload.EVERYTHING` on the device and the others in host memory."""
-        offload = self.network.offload
-        offload.to_host(**{name: name not in parts for name in EVERYTHING})
-        offload.to_device(**{name: name in parts for name in EVERYTHING})
+    def set_gpu_resident(self, parts: Set[str]) -> None:
+        """Keep exactly these parts of `offload.ALL_STATE` on the device, the rest on the host."""
+        offloader = self.megatron_model.offloader
+        offloader.to_host(**{name: name not in parts for name in ALL_STATE})
+        offloader.to_device(**{name: name in parts for name in ALL_STATE})
 
-    def begin_profile(self) -> None:
-        """Begin a trace of what this rank does."""
-        self._profile.begin()
+    def start_profile(self) -> None:
+        """Start a profiler trace of this rank."""
+        self._profiler.start()
 
-    def end_profile(self, file: str) -> None:
-        """End it and write it as a chrome trace; raises `ValueError` without a beginning."""
-        self._profile.end(Path(file))
+    def stop_profile(self, file: str) -> None:
+        """Stop the trace and write it as a Chrome trace; `ValueError` if none was started."""
+        self._profiler.stop(Path(file))
 
     def gpu_name(self) -> str:
-        """This rank's GPU as CUDA calls it; empty on a CPU."""
+        """Return CUDA's name of this rank's GPU, or an empty string on a CPU."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
-    def memory(self) -> dict[str, float]:
-        """MiB that this rank has taken at most, on a CPU also its libraries, which are not in
-        that; and tokens of its largest micro-batch of a training step.
+    def memory_stats(self) -> dict[str, float]:
+        """Return peak memory in MiB and the token count of the largest training micro-batch.
+
+        On a CPU, `libraries_mib` is the memory that was in use before the model was built; it
+        is not part of `peak_mib`.
         """
-        figures = {"micro_batch_tokens": float(self.network.most_tokens)}
+        stats = {"micro_batch_tokens": float(self.megatron_model.max_micro_batch_tokens)}
         if torch.cuda.is_available():
-            return figures | {"peak_mib": torch.cuda.max_memory_reserved() / MIB}
-        return figures | {"peak_mib": PROCESS.taken_mib(), "libraries_mib": PROCESS.libraries_mib()}
+            return stats | {"peak_mib": torch.cuda.max_memory_reserved() / MIB}
+        return stats | {
+            "peak_mib": PROCESS_MEMORY.peak_mib(),
+            "libraries_mib": PROCESS_MEMORY.libraries_mib(),
+        }
 
     def close(self) -> None:
-        """Leave the process groups; safe to call twice."""
-        self.network.close()
+        """Destroy the process groups; safe to call twice."""
+        self.megatron_model.close()
 
     @property
     def _temperature(self) -> float:
         return self._config.rollout.temperature
 
-    def _head(self, num_positions: int, temperature: float) -> VocabHead:
-        return VocabHead(temperature=temperature, shard=self._shard, num_positions=num_positions)
+    def _log_prob_head(self, num_positions: int, temperature: float) -> LogProbHead:
+        return LogProbHead(
+            temperature=temperature, vocab_shard=self._vocab_shard, num_positions=num_positions
+        )
 
-    def _reference_in_place(self) -> AbstractContextManager[None]:
+    def _reference_swapped_in(self) -> AbstractContextManager[None]:
         if self._reference is None:
             raise ValueError(
-                "logprobs of the reference: there is none; expected algo.kl_coef above 0, "
-                "algo.ares.mode other than off, or freeze_reference() before"
+                "reference log-probs: there is no reference; expected algo.kl_coef above 0, "
+                "algo.ares.mode other than off, or an earlier snapshot_reference()"
             )
-        return self._reference.in_place()
+        return self._reference.swapped_in()

@@ -1,10 +1,10 @@
-"""One rank of a reward model: a frozen sequence classifier with one label.
+"""One Megatron rank of a reward model: a frozen sequence classifier with one label.
 
-The score of a row is read at its last token, prompt and response taken together, as
-transformers' `...ForSequenceClassification` does for a sequence without padding. Nothing is
-trained: there are no gradient buffers and no optimizer.
+The score of a row is computed from the hidden state of its last token (prompt and response
+concatenated), as in transformers' `...ForSequenceClassification` for a sequence without
+padding. There are no gradient buffers and no optimizer.
 
-Values in and out are plain or CPU tensors, so that a remote call can carry them.
+Arguments and results are plain values or CPU tensors, so that a remote call can carry them.
 """
 
 from __future__ import annotations
@@ -13,63 +13,64 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.actor.heads import ScalarHead
-from mega_agentrl.actor.network import Network, Seat
-from mega_agentrl.batch.operations import pad_width
-from mega_agentrl.reshard.model_shape import SCALAR_ARCHITECTURES, HeadKind, ModelShape
+from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
+from mega_agentrl.actor.model.heads import ScalarHead
+from mega_agentrl.batch.operations import pad_response_length
+from mega_agentrl.reshard.mapping.model_shape import SCALAR_ARCHITECTURES, HeadKind, ModelShape
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.batch import TrainBatch
 
 
-class RewardRank:
-    """One process's part of the reward model; weights are undefined until `load`."""
+class RewardModelRank:
+    """This process's shard of the reward model; its weights are undefined until `load_hf`.
 
-    def __init__(self, config: TrainConfig, seat: Seat, *, model_path: str) -> None:
-        """model_path: checkpoint of a sequence classifier with one label.
+    `model_path` is the checkpoint of a sequence classifier with one label; any other
+    architecture raises `ValueError`.
+    """
 
-        Raises `ValueError` for any other.
-        """
+    def __init__(self, config: TrainConfig, rank_info: RankInfo, *, model_path: str) -> None:
         shape = ModelShape.from_folder(model_path)
         if shape.head is not HeadKind.scalar:
             raise ValueError(
                 f"reward model {model_path}: got architecture {shape.architecture}, expected one "
                 f"of {', '.join(SCALAR_ARCHITECTURES)}; probable cause: a policy's folder"
             )
-        self.network = Network(config, shape, seat, trains=False)
+        self.megatron_model = MegatronModel(config, shape, rank_info, is_trainable=False)
 
-    def load(self, folder: str) -> None:
-        """Read this rank's slices of a checkpoint of the same shape."""
-        self.network.load(folder)
+    def load_hf(self, folder: str) -> None:
+        """Load this rank's slices of a checkpoint of the same shape."""
+        self.megatron_model.load_hf(folder)
 
-    def scores(self, batch: TrainBatch) -> tuple[list[int], torch.Tensor] | None:
-        """The score of every row, as the model gives it.
+    def compute_scores(self, batch: TrainBatch) -> tuple[list[int], torch.Tensor] | None:
+        """Compute the raw score of every row.
 
-        Returns the rows of this rank's data share and their [rows] float32 scores, on one
-        rank of the share's last stage, else None.
+        Returns:
+            Row numbers and their `[rows]` float32 scores. One rank of the last pipeline stage
+            of each data-parallel rank returns them, all others None.
         """
-        batch = _with_successor(batch)
+        batch = _append_placeholder_token(batch)
         width = batch.response_BT.size(1)
         select_BT = torch.arange(width)[None, :] == batch.length_B[:, None] - 1
-        scored = self.network.score(batch, select_BT, ScalarHead(num_positions=width))
+        scored = self.megatron_model.forward_only(batch, select_BT, ScalarHead(num_positions=width))
         if scored is None:
             return None
         rows, (score_BT,) = scored
-        # One position of a row is set, the others are 0.
+        # Exactly one position of a row is not 0.
         return rows, score_BT.sum(dim=1)
 
     def close(self) -> None:
-        """Leave the process groups; safe to call twice."""
-        self.network.close()
+        """Destroy the process groups; safe to call twice."""
+        self.megatron_model.close()
 
 
-def _with_successor(batch: TrainBatch) -> TrainBatch:
-    """The batch with one more token behind every row.
+def _append_placeholder_token(batch: TrainBatch) -> TrainBatch:
+    """Return the batch with one more token appended to every row.
 
-    Packed rows leave out their last token, which predicts nothing; here it is the one that
-    matters. The token put behind it is never read, and where it would be predicted the model
-    has seen exactly the row.
+    Packing drops the last token of a row because it predicts nothing, but the score is computed
+    from it. The appended token itself is never an input of the model; the position that would
+    predict it is the last token of the row.
     """
-    wider = pad_width(batch, batch.response_BT.size(1) + 1)
+    wider = pad_response_length(batch, batch.response_BT.size(1) + 1)
     return wider.with_fields(length_B=batch.length_B + 1)

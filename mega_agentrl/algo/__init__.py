@@ -1,1 +1,1 @@
-"""Pure maths of the algorithms: tensors in, tensors out."""
+"""Pure functions of the algorithms: tensors in, tensors out."""

@@ -1,15 +1,15 @@
-"""Per-token estimators of KL(policy || reference), and what is done with them.
+"""Per-token estimators of KL(policy || reference), and KL penalties.
 
-With d = logp - ref_logp and r = exp(-d): k1 = d (unbiased, may be negative), abs = |d|,
-k2 = d^2 / 2, k3 = r - 1 + d (unbiased, never negative), J. Schulman, "Approximating KL
-divergence". k3 is clamped to [-10, 10]: one token far off must not swamp the batch.
+With d = logp - ref_logp and r = exp(-d): k1 = d (unbiased, may be negative), abs = |d|, k2 = d^2 /
+2, k3 = r - 1 + d (unbiased, never negative); see J. Schulman, "Approximating KL divergence". k3 is
+clamped to [-10, 10], so that a single token cannot dominate the batch.
 
-The penalty goes into the loss, or into the reward (`in_reward`). Its coefficient is fixed, or
-follows the measured KL (Ziegler et al., arXiv 1909.08593):
+The penalty is added to the loss or subtracted from the reward (`apply_kl_penalty`). Its coefficient
+is constant or adapts to the measured KL (Ziegler et al., arXiv 1909.08593):
 
     coef *= 1 + clip(observed / target - 1, -0.2, 0.2) * num_steps / horizon
 
-B trajectories, T response positions. Averaging is the caller's.
+B trajectories, T response positions. The caller averages.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mega_agentrl.algo.precision import widened
-from mega_agentrl.algo.shapes import same_shape
+from mega_agentrl.algo.precision import upcast
+from mega_agentrl.algo.shape_checks import check_same_shape
 
 K3_BOUND = 10.0
 EXPONENT_BOUND = 20.0
-ADAPTIVE_BOUND = 0.2
+ADAPTIVE_ERROR_BOUND = 0.2
 
 
 def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> torch.Tensor:
-    """[B, T] penalty in nats, differentiable in `logp_BT`; float32, or float64 as the input.
+    """Return the penalty in nats, [B, T] float32 (float64 for float64 inputs).
 
-    logp_BT, ref_logp_BT: [B, T] float log-probs under the policy and the reference.
-    kind: `k1`, `abs`, `k2` or `k3`.
+    The result is differentiable in `logp_BT`.
+
+    Args:
+        logp_BT: [B, T] log-probs under the policy.
+        ref_logp_BT: [B, T] log-probs under the reference.
+        kind: `k1`, `abs`, `k2` or `k3`.
     """
-    same_shape(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
-    gap_BT = widened(logp_BT) - widened(ref_logp_BT)
+    check_same_shape(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
+    gap_BT = upcast(logp_BT) - upcast(ref_logp_BT)
     match kind:
         case "k1":
             return gap_BT
@@ -49,25 +53,25 @@ def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> t
     raise ValueError(f"kind={kind}: expected one of k1, abs, k2, k3")
 
 
-def in_reward(
+def apply_kl_penalty(
     reward_BT: torch.Tensor, kl_BT: torch.Tensor, mask_BT: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """[B, T] reward - coef * KL on unmasked tokens, 0 elsewhere; no gradient."""
-    same_shape(reward_BT=reward_BT, kl_BT=kl_BT, mask_BT=mask_BT)
+    """Return reward - coef * KL on unmasked tokens, 0 elsewhere, [B, T]; without gradient."""
+    check_same_shape(reward_BT=reward_BT, kl_BT=kl_BT, mask_BT=mask_BT)
     shaped_BT = (reward_BT - coef * kl_BT).detach()
     return torch.where(mask_BT.bool(), shaped_BT, torch.zeros_like(shaped_BT))
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveKL:
-    """A coefficient on its way to a KL of `target` nats per token.
-
-    horizon: optimizer steps over which a KL that is off by 20 % or more changes it by 20 %.
-    """
+    """A KL coefficient that adapts towards a target KL."""
 
     coef: float
+    """Current coefficient."""
     target: float
+    """Target KL in nats per token."""
     horizon: float
+    """Optimizer steps in which a KL that is off by 20 % or more changes the coefficient by 20 %."""
 
     def __post_init__(self) -> None:
         if self.coef < 0 or self.target <= 0 or self.horizon <= 0:
@@ -78,7 +82,13 @@ class AdaptiveKL:
 
 
 def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:
-    """The state after `num_steps` optimizer steps at a mean KL of `observed_kl` nats a token."""
+    """Return the state after `num_steps` optimizer steps.
+
+    Args:
+        state: state before the steps.
+        observed_kl: mean KL in nats per token.
+        num_steps: number of optimizer steps.
+    """
     error = observed_kl / state.target - 1
-    bounded = min(max(error, -ADAPTIVE_BOUND), ADAPTIVE_BOUND)
+    bounded = min(max(error, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
     return replace(state, coef=state.coef * (1 + bounded * num_steps / state.horizon))

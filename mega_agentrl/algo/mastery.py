@@ -1,11 +1,11 @@
-"""Which prompts the policy has mastered, so that a sampler may leave them out (ARES's option).
+"""Which prompts the policy has mastered, so that the sampler may skip them (an option of ARES).
 
-A prompt is mastered when all its trajectories were correct in two visits in a row and the mean
-token entropy of the last one is in the lowest fifth of all prompts seen. A mastered prompt is
-skipped, but comes back with probability .1 in every epoch, by a coin that depends on seed, epoch
-and prompt only; a visit at which it fails ends its mastery.
+A prompt is mastered if all its trajectories were correct in two visits in a row and the mean token
+entropy of the last visit is in the lowest fifth of all prompts seen. A mastered prompt is skipped,
+but revisited with probability 0.1 per epoch; the draw depends only on seed, epoch and prompt. A
+visit that is not all correct ends the mastery.
 
-`Mastery` is a value, kept in the checkpoint. Drawing prompts is the sampler's business.
+`MasteryState` is a value that checkpoints store.
 """
 
 from __future__ import annotations
@@ -16,64 +16,70 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mega_agentrl.algo.shapes import same_shape
+from mega_agentrl.algo.shape_checks import check_same_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-VISITS = 2
-ENTROPY_SHARE = 0.2
-RETURN_PROBABILITY = 0.1
+MIN_CORRECT_VISITS = 2
+LOW_ENTROPY_QUANTILE = 0.2
+REVISIT_PROBABILITY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mastery:
-    """streaks: visits in a row with only correct trajectories, by prompt id. entropies: mean
-    token entropy at the last visit, nats.
-    """
+class MasteryState:
+    """Results of the latest visits to each prompt."""
 
-    streaks: Mapping[str, int] = field(default_factory=dict)
-    entropies: Mapping[str, float] = field(default_factory=dict)
+    correct_streaks: Mapping[str, int] = field(default_factory=dict)
+    """Consecutive visits with only correct trajectories, by prompt id."""
+    last_entropies: Mapping[str, float] = field(default_factory=dict)
+    """Mean token entropy of the last visit in nats, by prompt id."""
 
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers and strings only; survives JSON and `from_plain` exactly."""
-        return {"streaks": dict(self.streaks), "entropies": dict(self.entropies)}
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers and strings only, for JSON; `from_dict` restores the state exactly."""
+        return {"streaks": dict(self.correct_streaks), "entropies": dict(self.last_entropies)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Mastery:
-        """What `to_plain` wrote."""
-        return cls(streaks=dict(plain["streaks"]), entropies=dict(plain["entropies"]))
-
-    def mastered(self) -> frozenset[str]:
-        """The prompts that are mastered now."""
-        if not self.entropies:
-            return frozenset()
-        known = torch.tensor(list(self.entropies.values()), dtype=torch.float64)
-        bound = float(known.quantile(ENTROPY_SHARE))
-        return frozenset(
-            prompt_id
-            for prompt_id, streak in self.streaks.items()
-            if streak >= VISITS and self.entropies[prompt_id] <= bound
+    def from_dict(cls, state_dict: Mapping[str, Any]) -> MasteryState:
+        """Restore the state that `to_dict` returned."""
+        return cls(
+            correct_streaks=dict(state_dict["streaks"]),
+            last_entropies=dict(state_dict["entropies"]),
         )
 
-    def skipped(self, *, seed: int, epoch: int) -> frozenset[str]:
-        """The mastered prompts that this epoch leaves out."""
+    def mastered_prompts(self) -> frozenset[str]:
+        """Return the prompts that are mastered now."""
+        if not self.last_entropies:
+            return frozenset()
+        entropies = torch.tensor(list(self.last_entropies.values()), dtype=torch.float64)
+        bound = float(entropies.quantile(LOW_ENTROPY_QUANTILE))
         return frozenset(
             prompt_id
-            for prompt_id in self.mastered()
-            if random.Random(f"{seed}/{epoch}/{prompt_id}").random() >= RETURN_PROBABILITY
+            for prompt_id, streak in self.correct_streaks.items()
+            if streak >= MIN_CORRECT_VISITS and self.last_entropies[prompt_id] <= bound
+        )
+
+    def skipped_prompts(self, *, seed: int, epoch: int) -> frozenset[str]:
+        """Return the mastered prompts that this epoch skips."""
+        return frozenset(
+            prompt_id
+            for prompt_id in self.mastered_prompts()
+            if random.Random(f"{seed}/{epoch}/{prompt_id}").random() >= REVISIT_PROBABILITY
         )
 
 
 def update(
-    state: Mastery, prompt_ids: Sequence[str], correct_B: torch.Tensor, entropy_B: torch.Tensor
-) -> Mastery:
-    """The state after one visit to each of these prompts.
+    state: MasteryState, prompt_ids: Sequence[str], correct_B: torch.Tensor, entropy_B: torch.Tensor
+) -> MasteryState:
+    """Return the state after one visit to each of these prompts.
 
-    prompt_ids: of each of B trajectories; equal = one group. correct_B: [B] bool or 0/1.
-    entropy_B: [B] mean token entropy, nats.
+    Args:
+        state: state before the visit.
+        prompt_ids: prompt of each of the B trajectories; equal ids form a group.
+        correct_B: [B] bool or 0/1.
+        entropy_B: [B] mean token entropy, nats.
     """
-    same_shape(correct_B=correct_B, entropy_B=entropy_B)
+    check_same_shape(correct_B=correct_B, entropy_B=entropy_B)
     if len(prompt_ids) != len(correct_B):
         raise ValueError(
             f"mastery: got {len(prompt_ids)} prompt_ids and correct_B {tuple(correct_B.shape)}, "
@@ -82,9 +88,9 @@ def update(
     rows: dict[str, list[int]] = {}
     for row, prompt_id in enumerate(prompt_ids):
         rows.setdefault(prompt_id, []).append(row)
-    streaks, entropies = dict(state.streaks), dict(state.entropies)
-    for prompt_id, mine in rows.items():
-        right = bool(correct_B[mine].bool().all())
-        streaks[prompt_id] = streaks.get(prompt_id, 0) + 1 if right else 0
-        entropies[prompt_id] = float(entropy_B[mine].double().mean())
-    return Mastery(streaks=streaks, entropies=entropies)
+    streaks, entropies = dict(state.correct_streaks), dict(state.last_entropies)
+    for prompt_id, group_rows in rows.items():
+        all_correct = bool(correct_B[group_rows].bool().all())
+        streaks[prompt_id] = streaks.get(prompt_id, 0) + 1 if all_correct else 0
+        entropies[prompt_id] = float(entropy_B[group_rows].double().mean())
+    return MasteryState(correct_streaks=streaks, last_entropies=entropies)

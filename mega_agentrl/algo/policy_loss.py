@@ -1,21 +1,20 @@
-"""Policy-gradient losses and how per-token losses become one number.
+"""Policy-gradient losses, and their aggregation to one number.
 
 With r = exp(logp - old_logp), advantage A and clip range [1 - low, 1 + high]:
 
-    clipped: max(-A r, -A clip(r))             (PPO, arXiv 1707.06347)
-             min(-A c, that)                   for A < 0 with a dual clip c > 1 (arXiv 1912.09729)
-    gspo:    clipped, with one ratio per trajectory, exp(mean of the log-ratio)
-             (arXiv 2507.18071)
-    cispo:   -sg(clip(r)) A logp               (arXiv 2506.13585)
+    clipped: max(-A r, -A clip(r))              (PPO, arXiv 1707.06347)
+             min(-A c, the above)               for A < 0 with a dual clip c > 1 (arXiv 1912.09729)
+    gspo:    clipped, with one ratio per trajectory, exp(mean log-ratio) (arXiv 2507.18071)
+    cispo:   -sg(clip(r)) A logp                (arXiv 2506.13585)
 
-`balanced` is AEPO's clip (arXiv 2510.14545): above the range the bound is
-(1 + high) r / sg(r), so the value is PPO's but the gradient keeps the factor 1 + high.
-`dr_grpo` (arXiv 2503.20783) and `dapo` (arXiv 2503.14476) are `clipped` with their authors' clip
-range and aggregation.
+`balanced` selects AEPO's clip (arXiv 2510.14545): above the range the bound is (1 + high) r /
+sg(r), which has PPO's value but keeps a gradient with the factor 1 + high. `dr_grpo` (arXiv
+2503.20783) and `dapo` (arXiv 2503.14476) are `clipped` with their papers' clip range and
+aggregation.
 
-B trajectories, T response positions, in float32, or float64 where the log-probs are. Nothing
-here knows how a batch was cut: pass the global `denominator` and the values of the shards add
-up. `gspo` alone needs whole trajectories, because its ratio is a mean over one.
+B trajectories, T response positions; float32, or float64 if the log-probs are. The functions do not
+depend on how a batch was split: with the global `denominator` the values of the shards add up. Only
+`gspo` needs whole trajectories, because its ratio is a mean over one.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from dataclasses import dataclass
 import torch
 
 from mega_agentrl.algo.masking import masked_mean, masked_sum
-from mega_agentrl.algo.precision import widened
-from mega_agentrl.algo.shapes import same_rows, same_shape
+from mega_agentrl.algo.precision import upcast
+from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
 
 LOG_RATIO_BOUND = 20.0
-MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
+AGGREGATION_MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
 
 
 def clipped(
@@ -43,19 +42,30 @@ def clipped(
     clip_dual: float | None = None,
     balanced: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[B, T] loss, 0 where masked, and 0-d metrics over the unmasked positions.
+    """Return the loss, [B, T] and 0 where masked, and 0-d metrics over the unmasked positions.
 
-    logp_BT, old_logp_BT: [B, T] log-probs now and at the start of the update, in nats.
-    clip_low, clip_high: width of the clip range below and above 1. clip_dual: c, or None.
-    Metrics: `clipfrac`, `clipfrac_lower` (shares of positions where the range, or the dual
-    clip, decided) and `approx_kl`, mean of old_logp - logp.
+    Args:
+        logp_BT: [B, T] current log-probs, nats.
+        old_logp_BT: [B, T] log-probs at the start of the update, nats.
+        advantage_BT: [B, T] advantages.
+        mask_BT: [B, T] mask.
+        clip_low: width of the clip range below 1.
+        clip_high: width of the clip range above 1.
+        clip_dual: dual clip c; None for none.
+        balanced: whether to use AEPO's clip.
+
+    Returns:
+        The loss, and `clipfrac` and `clipfrac_lower`, the fractions of positions where the clip
+        range or the dual clip was active, and `approx_kl`, the mean of old_logp - logp.
     """
-    same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
+    check_same_shape(
+        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
+    )
     on_BT = mask_BT.bool()
     log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT)
-    weight_BT = _kept(advantage_BT, on_BT, log_ratio_BT)
+    weight_BT = _masked_cast(advantage_BT, on_BT, log_ratio_BT)
     ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    bounded_BT = _bounded_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
+    bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
     loss_BT, higher_BT, lower_BT = _surrogate(ratio_BT, bounded_BT, weight_BT, clip_dual)
     return loss_BT, {
         "clipfrac": masked_mean(higher_BT.float(), on_BT),
@@ -73,21 +83,24 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[B, T] loss and metrics, as `clipped`, with one ratio for all tokens of a trajectory.
+    """Return loss and metrics like `clipped`, with one ratio for all tokens of a trajectory.
 
-    advantage_B: [B]. Every unmasked token carries its trajectory's loss, and the gradient of
-    each goes through the mean to all of them, so `seq_mean_token_mean` is the paper's objective.
-    Rows must be whole: a mean over a part of a trajectory is another ratio. Metrics: `clipfrac`
-    (share of tokens, by their trajectory) and `approx_kl`.
+    Every unmasked token carries its trajectory's loss, and its gradient goes through the mean to
+    all tokens, so `seq_mean_token_mean` gives the paper's objective. Rows must be whole
+    trajectories: the mean over a part is another ratio.
+
+    Returns:
+        The loss, [B, T], and `clipfrac` (fraction of tokens in clipped trajectories) and
+        `approx_kl`.
     """
-    same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, mask_BT=mask_BT)
-    same_rows(advantage_B, mask_BT)
+    check_same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, mask_BT=mask_BT)
+    check_same_rows(advantage_B, mask_BT)
     on_BT = mask_BT.bool()
     log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT)
     mean_B = masked_mean(log_ratio_BT, on_BT, dim=1)
     ratio_B1 = mean_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().unsqueeze(1)
-    weight_BT = _kept(advantage_B.unsqueeze(1).expand_as(on_BT), on_BT, log_ratio_BT)
-    bounded_B1 = _bounded_ratio(ratio_B1, clip_low, clip_high, balanced=False)
+    weight_BT = _masked_cast(advantage_B.unsqueeze(1).expand_as(on_BT), on_BT, log_ratio_BT)
+    bounded_B1 = _clipped_ratio(ratio_B1, clip_low, clip_high, balanced=False)
     loss_BT, higher_BT, _ = _surrogate(ratio_B1, bounded_B1, weight_BT, None)
     return loss_BT, {
         "clipfrac": masked_mean(higher_BT.float(), on_BT),
@@ -104,34 +117,39 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[B, T] loss -sg(clip(r)) A logp, 0 where masked: a clipped weight, never a cut gradient.
+    """Return the loss -sg(clip(r)) A logp, [B, T] and 0 where masked, and 0-d metrics.
 
-    Metrics: `clipfrac`, the share of tokens whose weight was clipped on either side, and
-    `approx_kl`.
+    The clipped ratio is a constant weight, so no token loses its gradient.
+
+    Returns:
+        The loss, and `clipfrac`, the fraction of tokens clipped on either side, and `approx_kl`.
     """
-    same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
+    check_same_shape(
+        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
+    )
     on_BT = mask_BT.bool()
     log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT).detach()
     ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    bounded_BT = _bounded_ratio(ratio_BT, clip_low, clip_high, balanced=False)
-    weight_BT = bounded_BT * _kept(advantage_BT, on_BT, log_ratio_BT)
-    return -weight_BT * _kept(logp_BT, on_BT, log_ratio_BT), {
+    bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
+    weight_BT = bounded_BT * _masked_cast(advantage_BT, on_BT, log_ratio_BT)
+    return -weight_BT * _masked_cast(logp_BT, on_BT, log_ratio_BT), {
         "clipfrac": masked_mean((bounded_BT != ratio_BT).float(), on_BT),
         "approx_kl": masked_mean(-log_ratio_BT, on_BT),
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
-    """`clipped` with a clip range and an aggregation that belong together.
-
-    norm_by_std: how `advantage.grpo` is called with it.
-    """
+class LossPreset:
+    """`clipped` with a clip range and an aggregation that belong together."""
 
     clip_low: float
+    """Width of the clip range below 1."""
     clip_high: float
+    """Width of the clip range above 1."""
     aggregation: str
+    """Mode of `aggregate`."""
     norm_by_std: bool
+    """Argument of `advantage.grpo` that belongs to the preset."""
 
     def __call__(
         self,
@@ -142,7 +160,7 @@ class Preset:
         *,
         denominator: float | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """0-d aggregated loss, and the metrics of `clipped`."""
+        """Return the 0-d aggregated loss and the metrics of `clipped`."""
         loss_BT, info = clipped(
             logp_BT,
             old_logp_BT,
@@ -154,8 +172,8 @@ class Preset:
         return aggregate(loss_BT, mask_BT, self.aggregation, denominator=denominator), info
 
 
-dr_grpo = Preset(clip_low=0.2, clip_high=0.2, aggregation="seq_sum_norm", norm_by_std=False)
-dapo = Preset(clip_low=0.2, clip_high=0.28, aggregation="token_mean", norm_by_std=True)
+dr_grpo = LossPreset(clip_low=0.2, clip_high=0.2, aggregation="seq_sum_norm", norm_by_std=False)
+dapo = LossPreset(clip_low=0.2, clip_high=0.28, aggregation="token_mean", norm_by_std=True)
 
 
 def aggregate(
@@ -165,28 +183,32 @@ def aggregate(
     *,
     denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """0-d, in the precision of the losses: the per-token losses as one number.
+    """Return the per-token losses as one 0-d number, in the precision of the losses.
 
-    mode: `token_mean`, sum / tokens; `seq_mean_token_sum`, sum / trajectories;
-    `seq_mean_token_mean`, sum of the trajectories' means / trajectories; `seq_sum_norm`,
-    sum / T. denominator: what stands after the slash, counted over the whole batch, where
-    `loss_BT` is a part of it; None counts it here. Wholly masked trajectories do not count.
+    Args:
+        loss_BT: [B, T] per-token losses.
+        mask_BT: [B, T] mask; fully masked trajectories do not count.
+        mode: `token_mean`, sum / tokens; `seq_mean_token_sum`, sum / trajectories;
+            `seq_mean_token_mean`, sum of the trajectories' means / trajectories; `seq_sum_norm`,
+            sum / T.
+        denominator: divisor counted over the whole batch, if `loss_BT` is a shard of it; None
+            counts it here.
     """
-    same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
+    check_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
     if denominator is None:
-        denominator = count(mask_BT, mode)
+        denominator = loss_denominator(mask_BT, mode)
     if mode == "seq_mean_token_mean":
-        total = masked_mean(widened(loss_BT), mask_BT, dim=1).sum()
+        total = masked_mean(upcast(loss_BT), mask_BT, dim=1).sum()
     else:
-        total = masked_sum(widened(loss_BT), mask_BT)
+        total = masked_sum(upcast(loss_BT), mask_BT)
     return total / denominator
 
 
-def count(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
-    """0-d float32: the denominator of `aggregate` for this mask, at least 1.
+def loss_denominator(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
+    """Return the divisor of `aggregate` for this mask, 0-d float32, at least 1.
 
-    Counts of shards add up to the count of the batch, except for `seq_sum_norm`, where it is
-    the padded length T.
+    The counts of shards add up to that of the batch, except for `seq_sum_norm`, where the divisor
+    is the padded length T.
     """
     match mode:
         case "token_mean":
@@ -196,11 +218,11 @@ def count(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
         case "seq_sum_norm":
             number = torch.tensor(mask_BT.shape[1], device=mask_BT.device)
         case _:
-            raise ValueError(f"mode={mode}: expected one of {', '.join(MODES)}")
+            raise ValueError(f"mode={mode}: expected one of {', '.join(AGGREGATION_MODES)}")
     return number.clamp(min=1).float()
 
 
-def _bounded_ratio(
+def _clipped_ratio(
     ratio_BT: torch.Tensor, clip_low: float, clip_high: float, *, balanced: bool
 ) -> torch.Tensor:
     if not balanced:
@@ -212,13 +234,15 @@ def _bounded_ratio(
 def _log_ratio(
     logp_BT: torch.Tensor, old_logp_BT: torch.Tensor, on_BT: torch.Tensor
 ) -> torch.Tensor:
-    """logp - old_logp, 0 where masked."""
-    gap_BT = widened(logp_BT) - widened(old_logp_BT)
+    """Return logp - old_logp, 0 where masked."""
+    gap_BT = upcast(logp_BT) - upcast(old_logp_BT)
     return torch.where(on_BT, gap_BT, torch.zeros_like(gap_BT))
 
 
-def _kept(value_BT: torch.Tensor, on_BT: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
-    """The values in the precision of `like_BT`, 0 where masked."""
+def _masked_cast(
+    value_BT: torch.Tensor, on_BT: torch.Tensor, like_BT: torch.Tensor
+) -> torch.Tensor:
+    """Return the values in the precision of `like_BT`, 0 where masked."""
     return torch.where(on_BT, value_BT.to(like_BT.dtype), torch.zeros_like(like_BT))
 
 
@@ -228,7 +252,7 @@ def _surrogate(
     weight_BT: torch.Tensor,
     clip_dual: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pessimistic loss, and where the range and where the dual clip decided."""
+    """Return the pessimistic loss, and where the clip range and the dual clip were active."""
     plain_BT = -weight_BT * ratio_BT
     bound_BT = -weight_BT * bounded_BT
     loss_BT = torch.maximum(plain_BT, bound_BT)

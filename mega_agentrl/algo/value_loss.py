@@ -1,16 +1,15 @@
-"""The critic's loss, and how much of the returns it explains.
+"""Loss and explained variance of the critic.
 
-With value V, the value V_old from before the update, return R and clip width c (PPO, arXiv
-1707.06347; the value clip is that of its authors' released code):
+With value V, value V_old from before the update, return R and clip width c (PPO, arXiv 1707.06347;
+the value clip follows its authors' code):
 
     V_clip = clamp(V, V_old - c, V_old + c)
     loss   = 1/2 max((V - R)^2, (V_clip - R)^2)
 
-so a value that has already moved by more than c in the direction of the return gets no
-gradient, and one that moved away from it keeps the whole. `policy_loss.aggregate` makes one
-number of it.
+A value that has already moved by more than c towards the return gets no gradient; one that moved
+away from it keeps the full gradient. `policy_loss.aggregate` reduces the loss to one number.
 
-B trajectories, T response positions, float32 throughout.
+B trajectories, T response positions, float32.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from mega_agentrl.algo.masking import masked_mean
-from mega_agentrl.algo.shapes import same_shape
+from mega_agentrl.algo.shape_checks import check_same_shape
 
 
 def clipped_value_loss(
@@ -29,13 +28,22 @@ def clipped_value_loss(
     *,
     clip: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[B, T] float32 loss, 0 where masked, and 0-d metrics over the unmasked positions.
+    """Return the loss, [B, T] float32 and 0 where masked, and 0-d metrics.
 
-    value_BT, old_value_BT: [B, T] values now and at the start of the update, in units of the
-    reward. return_BT: [B, T] what they should have been. clip: c, in the same units; infinity
-    for none. Metric: `value_clipfrac`, the share of positions where the clip decided.
+    Args:
+        value_BT: [B, T] current values, in units of the reward.
+        old_value_BT: [B, T] values at the start of the update.
+        return_BT: [B, T] target returns.
+        mask_BT: [B, T] mask.
+        clip: clip width c in units of the reward; infinity for none.
+
+    Returns:
+        The loss, and `value_clipfrac`, the fraction of unmasked positions where the clip was
+        active.
     """
-    same_shape(value_BT=value_BT, old_value_BT=old_value_BT, return_BT=return_BT, mask_BT=mask_BT)
+    check_same_shape(
+        value_BT=value_BT, old_value_BT=old_value_BT, return_BT=return_BT, mask_BT=mask_BT
+    )
     on_BT = mask_BT.bool()
     zero_BT = torch.zeros_like(value_BT, dtype=torch.float32)
     new_BT = torch.where(on_BT, value_BT.float(), zero_BT)
@@ -51,12 +59,12 @@ def clipped_value_loss(
 def explained_variance(
     value_BT: torch.Tensor, return_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """0-d float64: 1 - Var(return - value) / Var(return) over the unmasked positions.
+    """Return 1 - Var(return - value) / Var(return) over unmasked positions, 0-d float64.
 
-    1 is a perfect critic, 0 one that knows no more than the mean, below 0 a harmful one. NaN
-    where the returns do not vary: there is nothing to explain.
+    1 is a perfect critic, 0 one that predicts the mean, below 0 a worse one. NaN if the returns do
+    not vary.
     """
-    same_shape(value_BT=value_BT, return_BT=return_BT, mask_BT=mask_BT)
+    check_same_shape(value_BT=value_BT, return_BT=return_BT, mask_BT=mask_BT)
     on_BT = mask_BT.bool()
     return_N, error_N = return_BT[on_BT].double(), (return_BT - value_BT)[on_BT].double()
     if return_N.numel() == 0:

@@ -1,1 +1,1 @@
-"""From trajectories to token-balanced micro-batches."""
+"""Packs trajectories into training batches and splits these into token-balanced micro-batches."""

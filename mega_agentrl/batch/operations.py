@@ -1,20 +1,8 @@
-"""Whole batches taken apart and put together: a new batch each time, checked each time.
+"""Operations on whole batches; each returns a new, validated batch.
 
-    keep(batch, names)          without the other optional fields
-    batch.select(rows)          these rows, in this order; `between` for a run of them
-    concatenate(batches)        one below the other, as different prompts and trajectories
-    join(batch, other)          the optional fields of two batches over the same rows
-    move(batch, source, target) a field under another name
-    repeat(batch, number)       every row several times
-    pad_width, pad_rows         more positions, or rows that count for nothing
-    chunk(batch, number)        runs of rows of about equal size, and
-    gather(chunks)              back again
-
-What is checked: `TrainBatch.check`.
-
-What numbers mean in one batch (`group_B`, `owner_B`, `node_BT`) they mean in that batch only: what
-comes from another one is numbered on from there, so that two prompts never become one group.
-Nothing here cuts by tokens (`balance`) or for optimizer steps (`minibatch`).
+Group, trajectory and tree-token numbers (`group_B`, `trajectory_B`, `node_BT`) are local to a
+batch. `concatenate` renumbers them, so that prompts of different batches never share a group.
+Splitting by tokens is in `micro_batching`, splitting into optimizer steps in `minibatches`.
 """
 
 from __future__ import annotations
@@ -27,52 +15,63 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mega_agentrl.batch.pack import PAD_NODE
+from mega_agentrl.batch.packing import PAD_NODE_ID
 from mega_agentrl.types.batch import TrainBatch
 
-_OPTIONAL = tuple(spec.name for spec in fields(TrainBatch) if spec.default is None)
-_TENSORS = tuple(spec.name for spec in fields(TrainBatch) if spec.name != "prompt_ids")
-_MOVABLE = tuple(name for name in _OPTIONAL if name != "owner_B")
+_OPTIONAL_FIELDS = tuple(spec.name for spec in fields(TrainBatch) if spec.default is None)
+_TENSOR_FIELDS = tuple(spec.name for spec in fields(TrainBatch) if spec.name != "prompt_ids")
+_RENAMABLE_FIELDS = tuple(name for name in _OPTIONAL_FIELDS if name != "trajectory_B")
 
 
-def keep(batch: TrainBatch, names: Iterable[str]) -> TrainBatch:
-    """The batch with only these of its optional fields; ValueError for one it does not have."""
+def select_fields(batch: TrainBatch, names: Iterable[str]) -> TrainBatch:
+    """Return the batch with only these of its optional fields.
+
+    Raises:
+        ValueError: the batch lacks one of the fields.
+    """
     wanted = set(names)
-    if unknown := sorted(wanted - set(_present(batch))):
+    if unknown := sorted(wanted - set(_present_fields(batch))):
         raise ValueError(
-            f"keep: {', '.join(unknown)} is not in the batch, expected some of {_present(batch)}"
+            f"select_fields: {', '.join(unknown)} is not in the batch, expected some of "
+            f"{_present_fields(batch)}"
         )
-    return batch.with_fields(**dict.fromkeys(set(_OPTIONAL) - wanted)).check()
+    return batch.with_fields(**dict.fromkeys(set(_OPTIONAL_FIELDS) - wanted)).validate()
 
 
-def between(batch: TrainBatch, start: int, stop: int) -> TrainBatch:
-    """Rows start to stop - 1; ValueError where they are not all there, or there is none."""
+def slice_rows(batch: TrainBatch, start: int, stop: int) -> TrainBatch:
+    """Return the rows [start, stop).
+
+    Raises:
+        ValueError: the range is empty or exceeds the batch.
+    """
     if not 0 <= start < stop <= batch.num_rows:
         raise ValueError(
-            f"between: rows {start} to {stop} of a batch of {batch.num_rows}, expected a run of "
+            f"slice_rows: rows {start} to {stop} of a batch of {batch.num_rows}, expected a run of "
             "at least one of its rows"
         )
-    return batch.select(range(start, stop))
+    return batch.select_rows(range(start, stop))
 
 
 def concatenate(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """One below the other, padded to the widest; the numbers of each go on behind the last one's.
+    """Concatenate batches along the rows, padded to the widest and with renumbered ids.
 
-    Raises ValueError for no batch, and for a field that only some have or that changes its dtype;
-    `owner_B` is filled in where it is missing.
+    `trajectory_B` is filled in for batches that lack it if another batch has it.
+
+    Raises:
+        ValueError: there is no batch, only some batches have a field, or a field's dtypes differ.
     """
     if not batches:
         raise ValueError("concatenate: got no batch, expected at least one")
     for batch in batches:
-        batch.check()
-    if any(batch.owner_B is not None for batch in batches):
+        batch.validate()
+    if any(batch.trajectory_B is not None for batch in batches):
         batches = [
-            batch.with_fields(owner_B=torch.arange(batch.num_rows))
-            if batch.owner_B is None
+            batch.with_fields(trajectory_B=torch.arange(batch.num_rows))
+            if batch.trajectory_B is None
             else batch
             for batch in batches
         ]
-    next_number = dict.fromkeys(("group_B", "node_BT", "owner_B"), 0)
+    next_number = dict.fromkeys(("group_B", "node_BT", "trajectory_B"), 0)
     renumbered = []
     for batch in batches:
         changes: dict[str, torch.Tensor] = {}
@@ -82,119 +81,136 @@ def concatenate(batches: Sequence[TrainBatch]) -> TrainBatch:
                 changes[name] = torch.where(value >= 0, value + first, value)
                 next_number[name] = max(first, int(changes[name].max()) + 1)
         renumbered.append(batch.with_fields(**changes))
-    return _stack(renumbered, "concatenate")
+    return _concatenate_padded(renumbered, "concatenate")
 
 
-def join(batch: TrainBatch, other: TrainBatch) -> TrainBatch:
-    """The fields of both, which are about the same rows.
+def union_fields(batch: TrainBatch, other: TrainBatch) -> TrainBatch:
+    """Return a batch with the fields of both batches, which must have the same rows.
 
-    Raises ValueError naming a field that both have with different values.
+    Raises:
+        ValueError: the prompts differ, or a field that both have has different values.
     """
     if batch.prompt_ids != other.prompt_ids:
-        raise ValueError("join: prompt_ids differ, expected two batches of the same rows")
+        raise ValueError("union_fields: prompt_ids differ, expected two batches of the same rows")
     added: dict[str, Any] = {}
-    for name in _present(other):
-        mine, theirs = getattr(batch, name), getattr(other, name)
-        if mine is None:
-            added[name] = theirs
-        elif mine.shape != theirs.shape or not torch.allclose(
-            mine, theirs, rtol=0, atol=0, equal_nan=True
+    for name in _present_fields(other):
+        own, others = getattr(batch, name), getattr(other, name)
+        if own is None:
+            added[name] = others
+        elif own.shape != others.shape or not torch.allclose(
+            own, others, rtol=0, atol=0, equal_nan=True
         ):
             raise ValueError(
-                f"join: {name} differs, expected the same values where both have it; probable "
+                f"union_fields: {name} differs, expected the same values where both have it; "
+                "probable "
                 "cause: rows in another order, or two steps"
             )
-    return batch.with_fields(**added).check()
+    return batch.with_fields(**added).validate()
 
 
-def move(batch: TrainBatch, source: str, target: str) -> TrainBatch:
-    """An optional field under another name, its own one empty.
+def rename_field(batch: TrainBatch, source: str, target: str) -> TrainBatch:
+    """Move the optional field `source` to the optional field `target`.
 
-    Names are those of `TrainBatch`: there are no others to invent. Raises ValueError where
-    `source` is not there, or `target` is, or either is not optional and [B, T].
+    Raises:
+        ValueError: the batch lacks `source` or already has `target`, or one of them is no optional
+            field.
     """
     for name, is_there in ((source, True), (target, False)):
-        if name not in _MOVABLE:
-            raise ValueError(f"move: {name!r}, expected one of {', '.join(_MOVABLE)}")
+        if name not in _RENAMABLE_FIELDS:
+            raise ValueError(
+                f"rename_field: {name!r}, expected one of {', '.join(_RENAMABLE_FIELDS)}"
+            )
         if (getattr(batch, name) is not None) is not is_there:
             raise ValueError(
-                f"move of {source} to {target}: {name} is {'not ' * is_there}in the batch, "
+                f"rename_field: {source} to {target}: {name} is {'not ' * is_there}in the batch, "
                 "expected the first to be there and the second not"
             )
-    return batch.with_fields(**{target: getattr(batch, source), source: None}).check()
+    return batch.with_fields(**{target: getattr(batch, source), source: None}).validate()
 
 
 def repeat(batch: TrainBatch, number: int) -> TrainBatch:
-    """Every row `number` times, copies side by side: the same group, trajectories of their own."""
+    """Repeat every row `number` times; copies share the group but are separate trajectories."""
     if number < 1:
         raise ValueError(f"repeat: number={number}, expected at least 1")
-    copies = batch.select([row for row in range(batch.num_rows) for _ in range(number)])
-    if batch.owner_B is not None and copies.owner_B is not None:
+    copies = batch.select_rows([row for row in range(batch.num_rows) for _ in range(number)])
+    if batch.trajectory_B is not None and copies.trajectory_B is not None:
         copy_B = torch.arange(number).repeat(batch.num_rows)
-        copies = copies.with_fields(owner_B=copies.owner_B * number + copy_B)
-    return copies.check()
+        copies = copies.with_fields(trajectory_B=copies.trajectory_B * number + copy_B)
+    return copies.validate()
 
 
-def pad_width(batch: TrainBatch, width: int) -> TrainBatch:
-    """The batch with T = width; new positions are padding. ValueError for fewer than it has."""
+def pad_response_length(batch: TrainBatch, width: int) -> TrainBatch:
+    """Pad the batch to `width` response positions.
+
+    Raises:
+        ValueError: the batch is wider already.
+    """
     more = width - batch.response_BT.size(1)
     if more < 0:
         raise ValueError(
-            f"pad_width: width={width}, expected at least {batch.response_BT.size(1)}, the width "
+            f"pad_response_length: width={width}, expected at least {batch.response_BT.size(1)}, "
+            "the width "
             "of response_BT"
         )
     return batch.with_fields(
         **{
             name: functional.pad(
-                getattr(batch, name), (0, more), value=PAD_NODE if name == "node_BT" else 0
+                getattr(batch, name), (0, more), value=PAD_NODE_ID if name == "node_BT" else 0
             )
-            for name in _present(batch)
+            for name in _present_fields(batch)
             if name.endswith("_BT")
         }
-    ).check()
+    ).validate()
 
 
 def pad_rows(batch: TrainBatch, multiple: int) -> TrainBatch:
-    """The batch with copies of its last row up to a multiple of rows, none of them trained on.
+    """Pad the number of rows to a multiple with masked copies of the last row.
 
-    Each is a group and a trajectory of its own, without reward; `select(range(B))` takes them off.
+    Each copy has a group and a trajectory of its own and reward 0; `select_rows(range(B))` removes
+    the copies again.
     """
     if multiple < 1 or not batch.num_rows:
         raise ValueError(
             f"pad_rows: multiple={multiple} for {batch.num_rows} rows, expected at least one each"
         )
-    batch.check()
+    batch.validate()
     more = -batch.num_rows % multiple
     if not more:
         return batch
-    copies = batch.select([batch.num_rows - 1] * more)
+    copies = batch.select_rows([batch.num_rows - 1] * more)
     numbers_B = torch.arange(more)
     copies = copies.with_fields(
         mask_BT=torch.zeros_like(copies.mask_BT),
         reward_B=torch.zeros_like(copies.reward_B),
         group_B=numbers_B,
-        owner_B=None if batch.owner_B is None else numbers_B,
+        trajectory_B=None if batch.trajectory_B is None else numbers_B,
     )
     return concatenate([batch, copies])
 
 
 def chunk(batch: TrainBatch, number: int) -> list[TrainBatch]:
-    """`number` runs of rows in order; sizes differ by one at most, the numbers stay."""
+    """Split into `number` runs of consecutive rows whose sizes differ by at most one."""
     if not 1 <= number <= batch.num_rows:
         raise ValueError(f"chunk: number={number}, expected 1 to {batch.num_rows}, a row for each")
     edges = [batch.num_rows * index // number for index in range(number + 1)]
-    return [between(batch, start, stop) for start, stop in pairwise(edges)]
+    return [slice_rows(batch, start, stop) for start, stop in pairwise(edges)]
 
 
-def gather(chunks: Sequence[TrainBatch], rows: Sequence[Sequence[int]] | None = None) -> TrainBatch:
-    """The batch that was taken apart, with the fields its parts have by now.
+def merge_chunks(
+    chunks: Sequence[TrainBatch], rows: Sequence[Sequence[int]] | None = None
+) -> TrainBatch:
+    """Reassemble a batch from its parts, with the fields that these have now.
 
-    rows: of each part, the rows it holds; None for those of `chunk`. Raises ValueError where a
-    row is missing or comes twice, and as `concatenate` does.
+    Args:
+        chunks: the parts.
+        rows: the row numbers of each part; None for the parts of `chunk`.
+
+    Raises:
+        ValueError: a row is missing or occurs twice, or the parts have different fields.
     """
     if not chunks:
-        raise ValueError("gather: got no chunk, expected at least one")
-    whole = _stack(chunks, "gather")
+        raise ValueError("merge_chunks: got no chunk, expected at least one")
+    whole = _concatenate_padded(chunks, "merge_chunks")
     if rows is None:
         return whole
     held = [row for part in rows for row in part]
@@ -202,17 +218,17 @@ def gather(chunks: Sequence[TrainBatch], rows: Sequence[Sequence[int]] | None = 
         range(whole.num_rows)
     ):
         raise ValueError(
-            f"gather: rows {[list(part) for part in rows]} of chunks of "
+            f"merge_chunks: rows {[list(part) for part in rows]} of chunks of "
             f"{[one.num_rows for one in chunks]} rows, expected each row of the whole once"
         )
-    return whole.select(sorted(range(len(held)), key=held.__getitem__))
+    return whole.select_rows(sorted(range(len(held)), key=held.__getitem__))
 
 
-def _stack(batches: Sequence[TrainBatch], what: str) -> TrainBatch:
-    """One below the other as they are, padded to the widest."""
-    names = _present(batches[0])
+def _concatenate_padded(batches: Sequence[TrainBatch], what: str) -> TrainBatch:
+    """Concatenate along the rows without renumbering, padded to the widest."""
+    names = _present_fields(batches[0])
     for number, batch in enumerate(batches):
-        if odd := sorted(set(names) ^ set(_present(batch))):
+        if odd := sorted(set(names) ^ set(_present_fields(batch))):
             raise ValueError(
                 f"{what}: {', '.join(odd)} is in batch 0 or in batch {number}, expected it in both "
                 "or in neither; probable cause: one of them missed a phase"
@@ -222,12 +238,12 @@ def _stack(batches: Sequence[TrainBatch], what: str) -> TrainBatch:
             if got != expected:
                 raise ValueError(f"{what}: {name} of batch {number} is {got}, expected {expected}")
     width = max(batch.response_BT.size(1) for batch in batches)
-    wide = [pad_width(batch, width) for batch in batches]
+    wide = [pad_response_length(batch, width) for batch in batches]
     tensors: dict[str, Any] = {
         name: torch.cat([getattr(batch, name) for batch in wide]) for name in names
     }
-    return TrainBatch(prompt_ids=sum((one.prompt_ids for one in wide), ()), **tensors).check()
+    return TrainBatch(prompt_ids=sum((one.prompt_ids for one in wide), ()), **tensors).validate()
 
 
-def _present(batch: TrainBatch) -> list[str]:
-    return [name for name in _TENSORS if getattr(batch, name) is not None]
+def _present_fields(batch: TrainBatch) -> list[str]:
+    return [name for name in _TENSOR_FIELDS if getattr(batch, name) is not None]

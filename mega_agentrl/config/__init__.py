@@ -1,1 +1,1 @@
-"""The one configuration schema; imports no torch, validates on a login node."""
+"""The configuration schema and its checks; imports no torch."""

@@ -1,16 +1,16 @@
-"""A Jinja template around each prompt (`data.template`).
+r"""Renders prompts through a Jinja template (`data.prompt_template`).
 
-It stands for the text of a prompt's last user message and sees
+The rendered text replaces a prompt's last user message. The template sees
 
-    {{ content }}         that text
-    {{ row.data_source }} the whole row, by column; a null is none
+    {{ content }}         the text of that message
+    {{ row.data_source }} the whole row by column, with nulls as None
 
-    Answer in \\boxed{}. Question: {{ content }}
+    Answer in \boxed{}. Question: {{ content }}
     {%- if row.extra_info.unit %} Unit: {{ row.extra_info.unit }}{% endif %}
 
-Sandboxed: it can neither change what it sees nor reach Python's insides, as templates are passed
-around like data. A name that is not there is an error (`is defined` asks for it). Other files of
-its folder can be included.
+Templates are shared like data, so they run sandboxed: they cannot modify what they see or reach
+Python internals. An undefined name is an error (test with `is defined`). Files in the template's
+folder can be included.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
 
-_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What an expression of a template can raise, `{{ 1 / 0 }}` among it."""
+_RENDER_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""Errors that a template's expressions can raise, such as `{{ 1 / 0 }}`."""
 
 
 class PromptTemplate:
-    """A template file; raises ValueError with file and line where it is none."""
+    """A template file; raises `ValueError` with file and line if it is invalid."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -41,38 +48,40 @@ class PromptTemplate:
             self._template = environment.get_template(self._path.name)
         except TemplateSyntaxError as error:
             raise ValueError(
-                f"data.template={path} line {error.lineno}: {error.message}; expected a Jinja "
+                f"data.prompt_template={path} line {error.lineno}: {error.message}; expected a "
+                "Jinja "
                 "template"
             ) from error
         except (TemplateError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"data.template={path}: {type(error).__name__}: {error}; expected a Jinja template "
+                f"data.prompt_template={path}: {type(error).__name__}: {error}; expected a Jinja "
+                "template "
                 "in UTF-8; probable cause: no such file"
             ) from error
 
     def apply(
         self, messages: tuple[Message, ...], row: Mapping[str, Any], where: str
     ) -> tuple[Message, ...]:
-        """The messages with the last user message rendered; `where` names the row in errors."""
+        """Render the last user message; `where` names the row in errors."""
         last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
         if last is None:
             raise ValueError(
                 f"{where}: got roles {[one['role'] for one in messages]}, expected a user message "
-                f"that data.template={self._path} is put around"
+                f"that data.prompt_template={self._path} can render"
             )
         try:
             text = self._template.render(content=messages[last]["content"], row=row)
-        except _FAILURES as error:
-            line = self._line_of(error)
+        except _RENDER_ERRORS as error:
+            line = self._error_line(error)
             raise ValueError(
-                f"data.template={self._path} line {line}, {where}: {type(error).__name__}: "
+                f"data.prompt_template={self._path} line {line}, {where}: {type(error).__name__}: "
                 f"{error}; got a row with {sorted(row)}, expected one that the template can be "
                 "filled from"
             ) from error
         return (*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :])
 
-    def _line_of(self, error: BaseException) -> int:
-        """Jinja writes the template's own lines into the traceback."""
+    def _error_line(self, error: BaseException) -> int:
+        """Return the template's line, which Jinja writes into the traceback."""
         line, trace = 0, error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == self._template.filename:

@@ -1,1 +1,1 @@
-"""What a configuration needs, told before anything starts: memory, transfer, what to change."""
+"""Predicts memory, weight-transfer time and FLOPs of a run from its configuration alone."""

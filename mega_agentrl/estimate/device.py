@@ -1,63 +1,68 @@
-"""The devices a run is planned for, and what on them belongs to nobody's tensors.
+"""Describes the devices that a run is planned for, and their memory overhead besides tensors.
 
-`runtime_bytes` (CUDA context, communicators, libraries' workspaces) and `reserve` (what the
-allocator cannot use between tensors that come and go) are assumptions, not measured here; all
-else in the estimates is counted. For a CPU both are measured (`tools/bench_memory.py`): the weight
-transfer loads a compiler for its digests, and an engine keeps compiled kernels
-(`generator.environment`).
+The runtime bytes (CUDA context, communicators, library workspaces) and the reserved fraction
+(allocator fragmentation) are assumptions; everything else in the estimates is counted. The CPU
+constants are measured by `tools/bench_memory.py`: the weight transfer loads a compiler for its
+digests, and an engine keeps compiled kernels (`generator.environment`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega_agentrl.config.choices import Dtype
+from mega_agentrl.config.enums import Dtype
 
 GIB = 2**30
 CPU_LIBRARIES_BYTES = 45 * 2**20
-"""Of libraries that a process on a CPU loads once it has a model."""
+"""Bytes of libraries that a process on a CPU loads once it has a model."""
 CPU_KERNEL_BYTES = 90 * 2**20
-"""Of an engine on a CPU: the kernels it keeps, with their workspaces."""
+"""Bytes of compiled kernels and their workspaces that an engine keeps on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One GPU, or with gib None a CPU, whose memory has no bound here.
+class DeviceSpec:
+    """A GPU, or a CPU whose memory is taken as unlimited."""
 
-    per_node: GPUs of a machine. reserve: share of the memory that is not planned with.
-    """
-
-    gib: float | None = 80.0
-    per_node: int = 8
-    reserve: float = 0.04
+    memory_gib: float | None = 80.0
+    """Memory of a GPU in GiB; None for a CPU."""
+    gpus_per_node: int = 8
+    """Number of GPUs per node."""
+    reserved_fraction: float = 0.04
+    """Fraction of the memory that is left unplanned, for allocator fragmentation."""
     policy_runtime_bytes: int = 3 * GIB
+    """Assumed bytes of the CUDA context and libraries of a policy rank."""
     engine_runtime_bytes: int = 2 * GIB
+    """Assumed bytes of the CUDA context and libraries of an engine rank."""
 
     def __post_init__(self) -> None:
-        if self.gib is not None and self.gib <= 0:
-            raise ValueError(f"gib={self.gib}: expected the GiB of a GPU, above 0")
-        if self.per_node < 1:
-            raise ValueError(f"per_node={self.per_node}: expected GPUs of a machine, at least 1")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve={self.reserve}: expected a share, 0 to below 1")
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ValueError(f"memory_gib={self.memory_gib}: expected the GiB of a GPU, above 0")
+        if self.gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node={self.gpus_per_node}: expected at least 1")
+        if not 0 <= self.reserved_fraction < 1:
+            raise ValueError(f"reserved_fraction={self.reserved_fraction}: expected 0 to below 1")
 
     @property
     def is_gpu(self) -> bool:
-        """False for a CPU."""
-        return self.gib is not None
+        """Whether the device is a GPU."""
+        return self.memory_gib is not None
 
     @property
     def usable_bytes(self) -> float:
-        """What may be planned with; infinite for a CPU."""
-        return float("inf") if self.gib is None else self.gib * GIB * (1 - self.reserve)
+        """Bytes that may be planned with; infinite for a CPU."""
+        return (
+            float("inf")
+            if self.memory_gib is None
+            else self.memory_gib * GIB * (1 - self.reserved_fraction)
+        )
 
     def train_item_bytes(self, dtype: Dtype) -> int:
-        """Bytes of a weight of the policy."""
+        """Return the bytes of one weight of the policy."""
         if dtype is Dtype.auto:
             return 2 if self.is_gpu else 4
         return 2 if dtype is Dtype.bfloat16 else 4
 
     @property
     def engine_item_bytes(self) -> int:
-        """Bytes of a weight of an engine, and of a number in its KV cache."""
+        """Bytes of one engine weight, and of one number in its KV cache."""
         return 2 if self.is_gpu else 4

@@ -1,1 +1,1 @@
-"""The only package that imports vLLM."""
+"""Rollout generation with vLLM; the only package that imports vLLM."""

@@ -1,4 +1,4 @@
-"""vLLM's arguments for an engine; what it reads from its environment is in `environment`."""
+"""Arguments of a vLLM engine; settings that vLLM reads from variables are in `environment`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from mega_agentrl.generator.plugin import TRANSFER_BACKEND
+from mega_agentrl.generator.plugin import WEIGHT_TRANSFER_BACKEND
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import EngineConfig
 
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a KV block on a CPU, whose attention takes multiples of 32 only: the smallest one, as
-forks share whole blocks. On a GPU vLLM chooses for its attention."""
+"""Tokens of a KV block on a CPU: the smallest size that its attention accepts, a multiple of 32.
+
+Forks share whole blocks. On a GPU, vLLM chooses the size for its attention.
+"""
 
 
 def engine_args(
@@ -27,35 +29,41 @@ def engine_args(
     deterministic: bool = False,
     colocated: bool = False,
 ) -> AsyncEngineArgs:
-    """vLLM's arguments. deterministic: no request shares a batch or a cached prefix.
+    """Return vLLM's arguments.
 
-    colocated: it can sleep, where there is a GPU to give up (see `sleep`).
+    Args:
+        config: Engine settings.
+        model_path: Model folder.
+        seed: Seed of the engine.
+        dtype: Dtype of weights and activations; None for float32 on a CPU and bfloat16 on a GPU.
+        deterministic: No request shares a batch or a cached prefix.
+        colocated: The engine can sleep if there is a GPU (see `sleep_mode`).
     """
     on_gpu = torch.cuda.is_available()
-    # A prompt that is cut between two steps samples a token too many, whose draw vLLM takes back
-    # from the seeded generator of the request; a CPU's cannot give it back, and the engine dies.
+    # A prompt that is split between two steps samples one token too many, and vLLM rewinds the
+    # seeded generator of the request. A CPU generator cannot be rewound, and the engine dies.
     options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS, "enable_chunked_prefill": False}
     if on_gpu:
         options = {
-            "gpu_memory_utilization": config.memory_fraction,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": colocated,
         }
-    tap = "tap_v2:EntropyTapV2" if on_gpu else "tap_v1:EntropyTapV1"
+    tap = "runner_v2:EntropyTapV2" if on_gpu else "runner_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,
         dtype=dtype or ("bfloat16" if on_gpu else "float32"),
         seed=seed,
-        tensor_parallel_size=config.tensor,
-        # Left to vLLM, workers would become Ray actors where the policy's place holds the engine.
-        distributed_executor_backend="mp" if config.tensor > 1 else None,
+        tensor_parallel_size=config.tensor_parallel_size,
+        # By default, workers would become Ray actors if the engine is in a placement group.
+        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         max_model_len=config.max_model_len,
-        max_num_seqs=1 if deterministic else config.max_concurrent,
+        max_num_seqs=1 if deterministic else config.max_num_seqs,
         max_num_batched_tokens=max(8192, config.max_model_len),
-        enforce_eager=config.eager or not on_gpu,
+        enforce_eager=config.enforce_eager or not on_gpu,
         enable_prefix_caching=not deterministic,
         disable_log_stats=True,
-        logits_processors=[f"mega_agentrl.generator.{tap}"],
+        logits_processors=[f"mega_agentrl.generator.entropy_tap.{tap}"],
         worker_extension_cls="mega_agentrl.generator.worker_extension.WorkerExtension",
-        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         **options,
     )

@@ -1,8 +1,8 @@
-"""The environment variables of vLLM, set in one place before it is imported.
+"""Environment variables of vLLM, set in one place before it is imported.
 
-vLLM reads its settings from the environment of the hosting process and of the processes it
-starts (the engine core and one worker per tensor-parallel rank), which inherit it. Owns
-these variables and nothing else; everything that is an engine argument is in `engine`.
+vLLM reads settings from the environment of the hosting process and of the processes it starts (the
+engine core and one worker per tensor-parallel rank), which inherit it. This module sets only these
+variables; settings that are engine arguments are in `engine_args`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 HOST_PID_VARIABLE = "MEGA_AGENTRL_ENGINE_HOST_PID"
 """Process that owns the engine; every process of the engine ends with it (see `plugin`)."""
 
-CPU_KERNELS = 128
-"""Compiled kernels that a worker keeps, one for each number of rows of a batch and each shape of
-a weight. By default oneDNN keeps 1,024: hundreds of MiB, and not faster."""
+ONEDNN_CACHE_CAPACITY = 128
+"""Number of compiled kernels that a worker keeps, one per batch size and weight shape.
+
+oneDNN's default of 1,024 takes hundreds of MiB and is not faster.
+"""
 
 
-def set_environment(
+def set_vllm_environment(
     config: EngineConfig,
     *,
     on_gpu: bool = False,
@@ -33,9 +35,13 @@ def set_environment(
 ) -> None:
     """Set vLLM's variables in this process; must run before the first `import vllm`.
 
-    deterministic: sums are always in the same order. gpus: those that are shared with others, as
-    CUDA names them; without any the process keeps what it was given. log_path: file that gets
-    vLLM's log lines, also those of its child processes; None leaves them on stderr.
+    Args:
+        config: Engine settings.
+        on_gpu: Whether the engine runs on a GPU.
+        deterministic: Compute sums always in the same order.
+        gpus: GPUs that are shared with others, as CUDA names them; None keeps the process's own.
+        log_path: File for vLLM's log lines, including those of its child processes; None for
+            stderr.
     """
     variables = {
         HOST_PID_VARIABLE: str(os.getpid()),
@@ -46,14 +52,14 @@ def set_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    if config.eager:
-        # The sampler holds one small torch.compile kernel, whose compilation costs the
-        # first request several seconds and gains nothing without graphs.
+    if config.enforce_eager:
+        # The sampler has one small torch.compile kernel, whose compilation costs the first
+        # request several seconds and gains nothing without graphs.
         variables["TORCH_COMPILE_DISABLE"] = "1"
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
     if on_gpu:
-        # The runner that `tap_v2` is made for; vLLM would fall back to the other one.
+        # The runner that `entropy_tap.runner_v2` needs; vLLM would fall back to the other one.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     else:
         variables |= _cpu_variables(config)
@@ -65,26 +71,26 @@ def set_environment(
 
 
 def _cpu_variables(config: EngineConfig) -> dict[str, str]:
-    """Variables of the CPU build.
+    """Return the variables of the CPU build.
 
-    One worker shares the cores with the engine core and the host, so it gets half of them.
-    With several workers each is bound to its own share, which vLLM demands on one NUMA node.
+    One worker shares the cores with the engine core and the host, so it gets half of them. Several
+    workers are each bound to their own share, which vLLM requires on one NUMA node.
     """
     variables = {
-        "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(CPU_KERNELS),
+        "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_CACHE_CAPACITY),
     }
     cpus = sorted(os.sched_getaffinity(0))
-    if config.tensor == 1:
+    if config.tensor_parallel_size == 1:
         threads = max(1, len(cpus) // 2)
         return variables | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
         }
-    share = max(1, len(cpus) // config.tensor)
+    share = max(1, len(cpus) // config.tensor_parallel_size)
     groups = [
         ",".join(str(cpus[(rank * share + i) % len(cpus)]) for i in range(share))
-        for rank in range(config.tensor)
+        for rank in range(config.tensor_parallel_size)
     ]
     return variables | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(groups)}
 

@@ -1,8 +1,8 @@
-"""What vLLM loads from us in each of its processes (entry point `vllm.general_plugins`).
+"""Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-Registers the weight-transfer engine, and ties the process to the one that hosts the engine:
-vLLM's engine core does not notice that its host was killed and would stay for ever, holding
-memory or a GPU.
+It registers the weight-transfer engine, and ties the process to the one that hosts the engine:
+vLLM's engine core does not notice that its host was killed and would stay forever, holding memory
+or a GPU.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import threading
 
 from mega_agentrl.generator.environment import HOST_PID_VARIABLE
 
-TRANSFER_BACKEND = "mega_reshard"
+WEIGHT_TRANSFER_BACKEND = "mega_reshard"
 
 
 def register() -> None:
-    """Entry point; safe to call more than once per process."""
+    """Register the plugin; may be called more than once per process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(
-        TRANSFER_BACKEND, "mega_agentrl.generator.transfer", "ReshardTransferEngine"
+        WEIGHT_TRANSFER_BACKEND,
+        "mega_agentrl.generator.weights.transfer_engine",
+        "ReshardTransferEngine",
     )
     host_pid = os.environ.get(HOST_PID_VARIABLE)
     if host_pid is not None and int(host_pid) != os.getpid():
-        end_with_process(int(host_pid))
+        die_with_process(int(host_pid))
 
 
-def end_with_process(pid: int) -> None:
-    """Kill this process as soon as process `pid` is gone.
+def die_with_process(pid: int) -> None:
+    """Kill this process as soon as process `pid` has ended.
 
-    A thread waits on a descriptor of that process: no polling, and unlike a parent-death signal
-    it does not depend on which thread of the parent started us.
+    A thread waits on a file descriptor of that process. This needs no polling and, unlike a
+    parent-death signal, does not depend on which thread of the parent started this process.
     """
     try:
         descriptor = os.pidfd_open(pid)

@@ -1,9 +1,9 @@
-"""Between the project's requests and vLLM's sampling parameters and results.
+"""Conversion between the project's requests and vLLM's sampling parameters and results.
 
-Stop strings: one that is a single token of the vocabulary is stopped at by its id inside the
-engine, which costs nothing; any other one makes vLLM decode every token of the request to text
-in the hosting process. Both stay in the output. A single token's string is thus only noticed
-when written as that token, not when the policy spells it out of smaller ones.
+A stop string that is a single token of the vocabulary is detected by its id inside the engine,
+which costs nothing. Any other makes vLLM decode every token of the request to text in the hosting
+process. Both stay in the output. A single-token stop string is thus only detected if written as
+that token, not if the policy spells it out of smaller ones.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from mega_agentrl.generator.entropy_tap import EXTRA_ARG
-from mega_agentrl.types.records import Finish, GenerateRequest, Generation
+from mega_agentrl.generator.entropy_tap.tap_store import TAP_KEY_ARG
+from mega_agentrl.types.records import FinishReason, GenerateRequest, Generation
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
-    from mega_agentrl.generator.worker_extension import PlainRecord
+    from mega_agentrl.generator.worker_extension import TapColumns
 
 
 @dataclass(slots=True)
-class StopTable:
+class StopTokenTable:
     """Token id of every stop string that is one token; None for the others."""
 
     tokenizer: Any
-    _ids: dict[str, int | None] = field(default_factory=dict)
+    _id_by_string: dict[str, int | None] = field(default_factory=dict)
 
     def token_id(self, stop: str) -> int | None:
-        """Id of `stop` where it is exactly one token."""
-        if stop not in self._ids:
+        """Return the id of `stop` if it is exactly one token."""
+        if stop not in self._id_by_string:
             ids = self.tokenizer.encode(stop, add_special_tokens=False)
-            self._ids[stop] = ids[0] if len(ids) == 1 else None
-        return self._ids[stop]
+            self._id_by_string[stop] = ids[0] if len(ids) == 1 else None
+        return self._id_by_string[stop]
 
-    def split(self, stops: tuple[str, ...]) -> tuple[dict[int, str], list[str]]:
-        """(strings that are one token, by id; all others)."""
+    def split_by_token(self, stops: tuple[str, ...]) -> tuple[dict[int, str], list[str]]:
+        """Return the stop strings that are one token, by id, and all others."""
         by_id = {self.token_id(stop): stop for stop in stops}
-        rest = [stop for stop in stops if self.token_id(stop) is None]
-        return {key: stop for key, stop in by_id.items() if key is not None}, rest
+        others = [stop for stop in stops if self.token_id(stop) is None]
+        return {key: stop for key, stop in by_id.items() if key is not None}, others
 
 
 def check_request(request: GenerateRequest, max_model_len: int) -> None:
-    """Raise `ValueError` for what vLLM would reject less readably or not at all."""
+    """Raise `ValueError` for requests that vLLM would reject less readably or not at all."""
     num_prompt = len(request.token_ids)
     if not 1 <= num_prompt < max_model_len:
         raise ValueError(
@@ -61,7 +61,7 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
 def sampling_params(
     request: GenerateRequest, key: str, stop_ids: dict[int, str], stop_strings: list[str]
 ) -> SamplingParams:
-    """vLLM's parameters. key: name of the request at the entropy tap."""
+    """Return vLLM's parameters; `key` identifies the request to the entropy tap."""
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -75,13 +75,13 @@ def sampling_params(
         logprobs=request.num_top_logps,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={EXTRA_ARG: key},
+        extra_args={TAP_KEY_ARG: key},
         skip_clone=True,
     )
 
 
-def probe_params() -> SamplingParams:
-    """Of a request that is only there for the log-probs of its prompt, at temperature 1."""
+def prompt_logp_params() -> SamplingParams:
+    """Return parameters that only score a prompt, at temperature 1."""
     return SamplingParams(
         max_tokens=1,
         prompt_logprobs=0,
@@ -94,17 +94,17 @@ def probe_params() -> SamplingParams:
 def to_generation(
     request: GenerateRequest,
     output: CompletionOutput,
-    record: PlainRecord,
+    record: TapColumns,
     stop_ids: dict[int, str],
     version: int,
     num_cached: int = 0,
 ) -> Generation:
-    """Join vLLM's output with the tap's measurements; steps past the end are cut off."""
+    """Combine vLLM's output with the tap's measurements; steps past the end are dropped."""
     num_tokens = len(output.token_ids)
     entropies, shifts, argmax_ids = (tuple(column[:num_tokens]) for column in record)
     raw_logps, top_logps = _raw_logps(request, output)
     inverse = 1.0 / request.temperature if request.temperature > 0 else 1.0
-    finish, stop_string = _finish(output, stop_ids)
+    finish_reason, stop_string = _finish_reason(output, stop_ids)
     return Generation(
         request_id=request.request_id,
         token_ids=tuple(output.token_ids),
@@ -113,39 +113,45 @@ def to_generation(
         ),
         entropies=entropies,
         argmax_ids=argmax_ids,
-        finish=finish,
+        finish_reason=finish_reason,
         stop_string=stop_string,
         version=version,
         top_logps=top_logps,
-        num_cached=num_cached,
+        num_cached_tokens=num_cached,
     )
 
 
 def _raw_logps(
     request: GenerateRequest, output: CompletionOutput
 ) -> tuple[list[float], tuple[tuple[float, ...], ...]]:
-    """At temperature 1: of the sampled tokens, and of those vLLM lists at each position.
+    """Return the log-probs at temperature 1, of the sampled tokens and of the listed ones.
 
-    vLLM lists the sampled token first, and again where it is one of the most probable.
+    vLLM lists the sampled token first, and again if it is one of the most probable.
     """
     flat = output.logprobs
     if flat is None:
         return [], ()
     if not request.num_top_logps:
         return flat.logprobs, ()
-    spans = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
-    listed = [dict(zip(flat.token_ids[at], flat.logprobs[at], strict=True)) for at in spans]
-    sampled = [flat.logprobs[at.start] for at in spans]
+    slices = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
+    listed = [
+        dict(zip(flat.token_ids[positions], flat.logprobs[positions], strict=True))
+        for positions in slices
+    ]
+    sampled = [flat.logprobs[positions.start] for positions in slices]
     return sampled, tuple(tuple(choices.values()) for choices in listed)
 
 
-def _finish(output: CompletionOutput, stop_ids: dict[int, str]) -> tuple[Finish, str | None]:
+def _finish_reason(
+    output: CompletionOutput, stop_ids: dict[int, str]
+) -> tuple[FinishReason, str | None]:
     if output.finish_reason == "length":
-        return Finish.length, None
+        return FinishReason.length, None
     if output.finish_reason == "stop":
         if isinstance(output.stop_reason, str):
-            return Finish.stop, output.stop_reason
+            return FinishReason.stop, output.stop_reason
         if output.stop_reason in stop_ids:
-            return Finish.stop, stop_ids[output.stop_reason]
-        return Finish.eos, None  # the model's own end, or another id of its generation config
-    return Finish.aborted, None
+            return FinishReason.stop, stop_ids[output.stop_reason]
+        # The model's end token, or another id of its generation config.
+        return FinishReason.eos, None
+    return FinishReason.aborted, None

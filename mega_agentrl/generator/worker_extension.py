@@ -1,10 +1,10 @@
 """Methods that the engine calls on its workers through `collective_rpc`.
 
-vLLM mixes this class into its worker class. Answers are plain picklable values; what is not
-plain travels as pickled bytes. Only tensor-parallel rank 0 has measurements; the others answer
-None.
+vLLM mixes this class into its worker class. Answers are plain picklable values; anything else is
+sent as pickled bytes. Only tensor-parallel rank 0 has measurements; the others answer None.
 
-Methods do not raise: vLLM would take the other workers' answers for those to the next call.
+The methods do not raise, because vLLM would then take the other workers' answers for answers to the
+next call.
 """
 
 from __future__ import annotations
@@ -16,81 +16,85 @@ from collections.abc import Sequence
 
 import torch
 
-from mega_agentrl.estimate.measured import MIB, PROCESS
-from mega_agentrl.generator.entropy_tap import STORE
-from mega_agentrl.reshard.whereabouts import here
+from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
+from mega_agentrl.generator.entropy_tap.tap_store import TAP_STORE
+from mega_agentrl.reshard.device_location import current_device_location
 
 CPU_NICENESS = 10
+"""Niceness of a worker on a CPU."""
 
-PlainRecord = tuple[Sequence[float], Sequence[float], Sequence[int]]
-"""Entropies, shifts and arg-max ids of one request; lists once they have crossed a process."""
+TapColumns = tuple[Sequence[float], Sequence[float], Sequence[int]]
+"""Entropies, log-prob shifts and arg-max ids of one request; lists after they cross a process."""
 
 
 class WorkerExtension:
-    """Mixed into the vLLM worker; names carry a prefix, so that they collide with none."""
+    """Mixin of the vLLM worker; method names carry a prefix to avoid collisions."""
 
-    def tap_read(self, keys: list[str], take: bool) -> list[PlainRecord] | None:
-        """Measurements of requests, in order; `take` forgets them."""
+    def tap_read(self, keys: list[str], take: bool) -> list[TapColumns] | None:
+        """Return the measurements of requests, in order; `take` deletes them."""
         if self.rank % self.parallel_config.tensor_parallel_size != 0:
             return None
-        read = STORE.take if take else STORE.read
+        read = TAP_STORE.take if take else TAP_STORE.read
         records = [read(key) for key in keys]
-        return [(record.entropies, record.shifts, record.argmax_ids) for record in records]
+        return [(record.entropies, record.logp_shifts, record.argmax_ids) for record in records]
 
-    def tap_size(self) -> int:
-        """Number of requests with measurements."""
-        return len(STORE)
+    def tap_num_requests(self) -> int:
+        """Return the number of requests with measurements."""
+        return len(TAP_STORE)
 
-    def tap_count(self) -> int:
-        """Number of tokens measured so far, in the life of this worker."""
-        return STORE.num_measured
+    def tap_num_tokens(self) -> int:
+        """Return the number of tokens measured in the lifetime of this worker."""
+        return TAP_STORE.num_measured_tokens
 
-    def memory_taken(self) -> dict[str, float]:
-        """MiB that this worker has taken at most; on a CPU also its libraries, which are not in
-        that.
+    def peak_memory_mib(self) -> dict[str, float]:
+        """Return this worker's peak memory in MiB.
+
+        On a CPU its libraries are not included and reported apart.
         """
         if self.device.type == "cuda":
             return {"peak_mib": torch.cuda.max_memory_reserved() / MIB}
-        return {"peak_mib": PROCESS.taken_mib(), "libraries_mib": PROCESS.libraries_mib()}
+        return {
+            "peak_mib": PROCESS_MEMORY.peak_mib(),
+            "libraries_mib": PROCESS_MEMORY.libraries_mib(),
+        }
 
     def weights_layout(self) -> tuple[str | None, bytes]:
-        """What went wrong, or the pickled layout and whereabouts of this worker."""
+        """Return an error, or the pickled layout and device location of this worker."""
         try:
-            found = (self.weight_transfer_engine.layout(), here())
+            answer = (self.weight_transfer_engine.layout(), current_device_location())
         except Exception as error:  # noqa: BLE001 - the edge of the worker process
             return f"{type(error).__name__}: {error}", b""
-        return None, pickle.dumps(found)
+        return None, pickle.dumps(answer)
 
-    def weights_guard(self) -> None:
-        """Called once after the start: no step of the model with weights that are not proven."""
+    def weights_install_guard(self) -> None:
+        """Refuse steps of the model with unproven weights; called once after the start."""
         runner = self.model_runner
-        runner.execute_model = self.weight_transfer_engine.guarded(runner.execute_model)
+        runner.execute_model = self.weight_transfer_engine.guard_execute_model(runner.execute_model)
 
     def weights_failure(self) -> tuple[bool, str] | None:
-        """What went wrong in the present weight update, and whether it followed from a peer."""
+        """Return the current update's failure, if any: whether a peer caused it, and the reason."""
         failure = self.weight_transfer_engine.failure
-        return failure and (failure.is_consequence, failure.reason)
+        return failure and (failure.is_caused_by_peer, failure.reason)
 
     def weights_verify(self, version: int, expected: bytes) -> None:
-        """Compare with the trainer's digests. expected: pickled, by tensor rank."""
-        mine = pickle.loads(expected)[self.rank % self.parallel_config.tensor_parallel_size]
-        self.weight_transfer_engine.verify(version, mine)
+        """Compare with the trainer's digests; `expected` is pickled, by tensor rank."""
+        own_digests = pickle.loads(expected)[self.rank % self.parallel_config.tensor_parallel_size]
+        self.weight_transfer_engine.verify(version, own_digests)
 
     def weights_reject(self, reason: str) -> None:
-        """Give up the present weight update, for vLLM's worker as well."""
+        """Give up the current weight update, in vLLM's worker as well."""
         self.weight_transfer_engine.reject(reason)
         self._weight_update_active = False
 
-    def weights_drop(self) -> None:
-        """The memory of the weights is about to be given up."""
-        self.weight_transfer_engine.drop()
+    def weights_release(self) -> None:
+        """Prepare for the memory of the weights to be freed."""
+        self.weight_transfer_engine.release_weights()
 
-    def settle(self) -> None:
-        """Called once after the start.
+    def finish_startup(self) -> None:
+        """Exempt startup objects from garbage collection; called once after the start.
 
-        Keeps what the start allocated out of garbage collection, as vLLM does on GPUs only. On a
-        CPU, gives way to other processes: after its last step a worker polls for work for a
-        second at full speed, on cores that the trainer needs by then.
+        vLLM does that on GPUs only. On a CPU this also lowers the priority: after its last step a
+        worker polls for work for a second at full speed, on cores that the trainer needs by then.
         """
         gc.collect()
         gc.freeze()

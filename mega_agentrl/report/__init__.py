@@ -1,1 +1,1 @@
-"""What a person sees: progress, tables, curves, the report page with its viewer of trees."""
+"""Outputs for people: progress, tables, metric trackers, curves and the report page."""

@@ -1,7 +1,7 @@
-"""Which settings of a run differ from the defaults of the schema.
+"""Compare the settings of a run with the defaults of the schema.
 
-Both sides are flattened to dotted keys. A run of another version may have keys that the schema
-no longer has; they are listed with no default.
+Both sides are flattened to dotted keys. Keys of another version that the schema no longer has are
+listed without a default.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mega_agentrl.config.schema import TrainConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-ABSENT = "(not in this version)"
+NO_DEFAULT = "(not in this version)"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Difference:
-    """A key with its default and the value of the run, both as text."""
+class ConfigDifference:
+    """A key whose value differs from the default, with both values as text."""
 
     key: str
     default: str
@@ -30,9 +30,10 @@ class Difference:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Dotted keys of a run's `config.yaml`; empty where there is no file.
+    """Read a run's `config.yaml` as values by dotted key; empty if there is no file.
 
-    Raises `ValueError` for a file that is no mapping.
+    Raises:
+        ValueError: the file is not a mapping.
     """
     if not path.is_file():
         return {}
@@ -41,39 +42,41 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: got {type(loaded).__name__} without a key, expected a run's configuration"
         )
-    return flattened(loaded)
+    return flatten_config(loaded)
 
 
-def default_config() -> dict[str, Any]:
-    """Dotted keys of the schema with their defaults."""
+def schema_defaults() -> dict[str, Any]:
+    """Return the defaults of the schema by dotted key."""
     container = OmegaConf.to_container(OmegaConf.structured(TrainConfig), enum_to_str=True)
     assert isinstance(container, dict)
-    return flattened(container)
+    return flatten_config(container)
 
 
-def differences(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Difference]:
-    """What the run set, in the order of its file."""
+def diff_configs(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return the settings that differ from the defaults, in the order of the file."""
     return [
-        Difference(key=key, default=shown(defaults.get(key, ABSENT)), value=shown(value))
+        ConfigDifference(
+            key=key, default=format_value(defaults.get(key, NO_DEFAULT)), value=format_value(value)
+        )
         for key, value in config.items()
-        if key not in defaults or shown(defaults[key]) != shown(value)
+        if key not in defaults or format_value(defaults[key]) != format_value(value)
     ]
 
 
-def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots."""
+def flatten_config(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings, joining keys with dots."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{name}.")
+            found |= flatten_config(value, f"{name}.")
         else:
             found[name] = value
     return found
 
 
-def shown(value: Any) -> str:
-    """A setting as yaml would have it, near enough for people."""
+def format_value(value: Any) -> str:
+    """Format a setting approximately as yaml."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:

@@ -1,10 +1,9 @@
-"""The progress of one stage of a run: a live bar on a terminal, plain lines elsewhere.
+"""Progress of a stage of a run: a live bar on a terminal, plain lines elsewhere.
 
-A stage (warm start, evaluation, RL) has a known number of steps. After each step its owner
-calls `show` with a `StepView`; nothing here measures time of training or computes a metric.
-The bar is redrawn only in `show`: there is no refresh thread. In a log file (no terminal) the
-same text is printed: when the stage begins and ends, and between them the first step, the last
-and at most one every `plain_every_s` seconds.
+A stage (warm start, evaluation, RL) has a known number of steps. After each step its owner calls
+`update` with a `StepSummary`, which redraws the bar; there is no refresh thread. Without a terminal
+lines are printed at the start and the end of the stage, for the first and the last step, and at
+most every `plain_every_s` seconds in between.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-_WINDOW = 10
+_ETA_WINDOW_STEPS = 10
 _BAR_WIDTH = 24
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class StepView:
-    """What a person sees of one finished step.
-
-    step: steps done, from 1. values: shown in order as `name 0.123` (reward, success, loss).
-    phase_s: seconds by phase, in order. tokens_per_s: of the whole step; None is not shown.
-    """
+class StepSummary:
+    """Summary of a finished step for the console."""
 
     step: int
-    values: Mapping[str, float]
+    """Number of finished steps, from 1."""
+    metrics: Mapping[str, float]
+    """Metrics to show, in order (reward, success, loss)."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase, in order."""
     tokens_per_s: float | None = None
+    """Throughput of the whole step; None is not shown."""
 
     def headline(self) -> str:
-        """Values on one line."""
-        return "  ".join(f"{name} {value:.3f}" for name, value in self.values.items())
+        """Return the metrics as one line."""
+        return "  ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
 
     def details(self) -> str:
-        """Seconds of the step and of each phase, and throughput, on one line."""
+        """Return the times of the step and its phases, and the throughput, as one line."""
         parts = []
         if self.phase_s:
             inner = " · ".join(f"{name} {seconds:.2f}" for name, seconds in self.phase_s.items())
@@ -57,31 +56,38 @@ class StepView:
         return "  ".join(parts)
 
 
-class StepClock:
-    """Seconds left, from the mean of the last steps' durations."""
+class EtaEstimator:
+    """Estimates the remaining time from the mean duration of recent steps."""
 
     def __init__(
         self, num_steps: int, clock: Callable[[], float] = time.monotonic, *, num_done: int = 0
     ) -> None:
         self._num_steps = num_steps
         self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque([(num_done, clock())], maxlen=_WINDOW + 1)
+        self._step_times: deque[tuple[int, float]] = deque(
+            [(num_done, clock())], maxlen=_ETA_WINDOW_STEPS + 1
+        )
 
-    def mark(self, step: int) -> float:
-        """Note that `step` steps are done; returns the seconds left."""
-        self._marks.append((step, self._clock()))
-        first_step, first_s = self._marks[0]
-        last_step, last_s = self._marks[-1]
+    def update(self, step: int) -> float:
+        """Record that `step` steps are done and return the remaining seconds."""
+        self._step_times.append((step, self._clock()))
+        first_step, first_s = self._step_times[0]
+        last_step, last_s = self._step_times[-1]
         if last_step <= first_step:
             return 0.0
         return (last_s - first_s) / (last_step - first_step) * max(self._num_steps - step, 0)
 
 
 class StageProgress:
-    """Shows one stage; a context manager.
+    """Shows the progress of a stage, as a context manager.
 
-    console: where to; the default is standard output. plain_every_s: see the module. num_done:
-    steps that were made before, in a run that goes on.
+    Args:
+        title: name of the stage.
+        num_steps: number of steps of the stage.
+        console: output; standard output by default.
+        plain_every_s: minimum time between lines without a terminal.
+        clock: returns the time in seconds.
+        num_done: steps done before a resumed run started.
     """
 
     def __init__(
@@ -99,9 +105,9 @@ class StageProgress:
         self._console = console or Console()
         self._plain_every_s = plain_every_s
         self._clock = clock
-        self._left = StepClock(num_steps, clock, num_done=num_done)
+        self._eta_estimator = EtaEstimator(num_steps, clock, num_done=num_done)
         self._start_s = clock()
-        self._view: StepView | None = None
+        self._last_summary: StepSummary | None = None
         self._last_line_s: float | None = None
         self._live: Live | None = None
 
@@ -112,7 +118,7 @@ class StageProgress:
             self._live = Live(start, console=self._console, auto_refresh=False)
             self._live.start(refresh=True)
         else:
-            self.note(f"{self._title} ...")
+            self.print_line(f"{self._title} ...")
         return self
 
     def __exit__(
@@ -121,50 +127,50 @@ class StageProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lasted = duration(self._clock() - self._start_s)
+        lasted = format_duration(self._clock() - self._start_s)
         took = f"took {lasted}" if error is None else f"ended after {lasted}"
         if self._live is not None:
-            self._live.update(self._render(self._view, took), refresh=True)
+            self._live.update(self._render(self._last_summary, took), refresh=True)
             self._live.stop()
             self._live = None
         else:
-            self.note(f"{self._title} {took}")
+            self.print_line(f"{self._title} {took}")
 
-    def show(self, view: StepView) -> None:
+    def update(self, summary: StepSummary) -> None:
         """Show a finished step."""
-        self._view = view
-        eta = f"eta {duration(self._left.mark(view.step))}"
+        self._last_summary = summary
+        eta = f"eta {format_duration(self._eta_estimator.update(summary.step))}"
         if self._live is not None:
-            self._live.update(self._render(view, eta), refresh=True)
-        elif self._is_due(view.step):
+            self._live.update(self._render(summary, eta), refresh=True)
+        elif self._should_print(summary.step):
             self._last_line_s = self._clock()
-            line = f"{self._title} {view.step}/{self._num_steps}  {view.headline()}  {eta}"
-            self.note(f"{line}  {view.details()}".rstrip())
+            line = f"{self._title} {summary.step}/{self._num_steps}  {summary.headline()}  {eta}"
+            self.print_line(f"{line}  {summary.details()}".rstrip())
 
-    def note(self, text: str) -> None:
-        """Print a line of its own, above the bar where there is one."""
+    def print_line(self, text: str) -> None:
+        """Print a line, above the bar on a terminal."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _is_due(self, step: int) -> bool:
+    def _should_print(self, step: int) -> bool:
         if self._last_line_s is None or step >= self._num_steps:
             return True
         return self._clock() - self._last_line_s >= self._plain_every_s
 
-    def _render(self, view: StepView | None, times: str) -> Group:
-        """The bar; a stage that has shown no step is a title and its time."""
+    def _render(self, summary: StepSummary | None, times: str) -> Group:
+        """Render the bar, or only title and time before the first step."""
         row = Table.grid(padding=(0, 1))
         cells: list[RenderableType] = [Text(self._title, style="bold")]
-        if view:
+        if summary:
             total = max(self._num_steps, 1)
-            cells.append(ProgressBar(total=total, completed=view.step, width=_BAR_WIDTH))
-            cells += [Text(f"{view.step}/{self._num_steps}"), Text(view.headline())]
+            cells.append(ProgressBar(total=total, completed=summary.step, width=_BAR_WIDTH))
+            cells += [Text(f"{summary.step}/{self._num_steps}"), Text(summary.headline())]
         row.add_row(*cells, Text(times or "...", style="dim"))
-        details = view.details() if view else ""
+        details = summary.details() if summary else ""
         return Group(row, Text(f"  {details}", style="dim")) if details else Group(row)
 
 
-def duration(seconds: float) -> str:
-    """`0:07`, `3:05`, `2:03:05`."""
+def format_duration(seconds: float) -> str:
+    """Format seconds as `0:07`, `3:05` or `2:03:05`."""
     whole = round(max(seconds, 0.0))
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)

@@ -1,1 +1,1 @@
-"""Which rectangle of which Hugging Face tensor lives where, and how it moves."""
+"""Weight resharding between the trainer's and the rollout engines' parallel layouts."""

@@ -1,11 +1,11 @@
-"""A bucket as bytes: written by a trainer rank, read by a rollout rank, or passed on as it is.
+"""Byte format of a bucket: packed by a trainer rank, unpacked by a rollout rank or forwarded as is.
 
-    header   4 int64   magic, weight version, number of the bucket, bytes after the header
-    pieces             in the bucket's order, each on a multiple of 16 bytes, row-major, in the
-                       wire dtype of its tensor
+    header   4 int64   magic, weight version, bucket index, number of bytes after the header
+    slices             in the bucket's order, each aligned to 16 bytes, row-major, in the dtype in
+                       which its tensor is sent
 
-Both sides compute all offsets from the plan. `END` in place of a bucket number closes an
-update: a frame of nothing but a header.
+Both sides compute all offsets from the plan. A frame that is only a header, with `END_OF_UPDATE` in
+place of the bucket index, closes an update.
 """
 
 from __future__ import annotations
@@ -16,64 +16,78 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.reshard.delivery import Places
+from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from mega_agentrl.reshard.delivery import Bucket, DeliveryPlan, Piece, Place
     from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.planner.transfer_plan import (
+        Bucket,
+        ParamSlice,
+        TensorSlice,
+        TransferPlan,
+    )
 
-Copy = Callable[["Place", torch.Tensor, torch.Tensor], None]
-"""Copies from a place of a parameter, third, to a frame, second; shapes as in `tally.Tally`."""
+CopyFn = Callable[["ParamSlice", torch.Tensor, torch.Tensor], None]
+"""Copies from a slice of a parameter (third argument) to a frame (second argument).
 
-END = -1
+The shapes are those of `DigestAccumulator.copy`.
+"""
+
+END_OF_UPDATE = -1
 HEADER_BYTES = 32
 _MAGIC = 0x6D65676157
-_ALIGN = 16
+_SLICE_ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A piece in the frame and in the shards of one rank."""
+class FramePart:
+    """A tensor slice in a frame and in the shards of one rank."""
 
-    piece: Piece
+    tensor_slice: TensorSlice
+    """The slice, in Hugging Face coordinates."""
     span: slice
+    """Its bytes in the frame."""
     dtype: torch.dtype
-    places: tuple[Place, ...]
+    """Dtype in the frame."""
+    param_slices: tuple[ParamSlice, ...]
+    """Where this rank holds it: one entry on a trainer rank, one or more on a rollout rank."""
 
     def view(self, frame: torch.Tensor) -> torch.Tensor:
-        """Its values in a frame, shaped like its rectangle; shares memory."""
-        return frame[self.span].view(self.dtype).view(self.piece.rect.shape)
+        """Return the slice's values as a view of a frame, shaped like its rectangle."""
+        return frame[self.span].view(self.dtype).view(self.tensor_slice.rect.shape)
 
 
-def frame_bytes(bucket: Bucket) -> int:
-    """Size of the bucket's frame."""
-    return HEADER_BYTES + sum(_aligned(piece.num_bytes) for piece in bucket.pieces)
+def num_frame_bytes(bucket: Bucket) -> int:
+    """Return the size of the bucket's frame."""
+    return HEADER_BYTES + sum(_align(tensor_slice.num_bytes) for tensor_slice in bucket.slices)
 
 
-class Frames:
-    """Writes and reads the frames of one rank."""
+class FrameCodec:
+    """Packs and unpacks the frames of one rank."""
 
-    def __init__(self, plan: DeliveryPlan, layout: Iterable[ShardLayout]) -> None:
+    def __init__(self, plan: TransferPlan, layout: Iterable[ShardLayout]) -> None:
         self._dtype_of = {name: getattr(torch, dtype) for name, dtype in plan.dtype_of.items()}
-        self._places = Places(layout)
-        self._parts: dict[int, list[Part]] = {}
+        self._slice_index = ParamSliceIndex(layout)
+        self._parts: dict[int, list[FramePart]] = {}
 
-    def parts(self, bucket: Bucket) -> list[Part]:
-        """Where every piece is; raises `ValueError` for one this rank has no place for."""
+    def parts(self, bucket: Bucket) -> list[FramePart]:
+        """Locate every slice of a bucket; raises `ValueError` for one not held by this rank."""
         if bucket.index not in self._parts:
-            self._parts[bucket.index] = self._find(bucket)
+            self._parts[bucket.index] = self._locate_parts(bucket)
         return self._parts[bucket.index]
 
-    def _find(self, bucket: Bucket) -> list[Part]:
+    def _locate_parts(self, bucket: Bucket) -> list[FramePart]:
         offset = HEADER_BYTES
         parts = []
-        for piece in bucket.pieces:
-            span = slice(offset, offset + piece.num_bytes)
-            places = tuple(self._places.find(piece))
-            parts.append(Part(piece, span, self._dtype_of[piece.hf_name], places))
-            offset += _aligned(piece.num_bytes)
+        for tensor_slice in bucket.slices:
+            span = slice(offset, offset + tensor_slice.num_bytes)
+            param_slices = tuple(self._slice_index.find(tensor_slice))
+            parts.append(
+                FramePart(tensor_slice, span, self._dtype_of[tensor_slice.hf_name], param_slices)
+            )
+            offset += _align(tensor_slice.num_bytes)
         return parts
 
     def write(
@@ -82,63 +96,75 @@ class Frames:
         slot: torch.Tensor,
         shards: Mapping[str, torch.Tensor],
         version: int,
-        copy: Copy | None = None,
+        copy_fn: CopyFn | None = None,
     ) -> torch.Tensor:
-        """The frame in the beginning of a slot. shards: by parameter name, in any dtype."""
-        frame = slot[: frame_bytes(bucket)]
+        """Pack a bucket at the start of `slot` and return the frame.
+
+        Args:
+            bucket: The bucket.
+            slot: Buffer of at least `num_frame_bytes(bucket)` bytes.
+            shards: Parameters by name, in any dtype.
+            version: Weight version.
+            copy_fn: Copies values into the frame; by default a plain copy.
+        """
+        frame = slot[: num_frame_bytes(bucket)]
         frame[:HEADER_BYTES].view(torch.int64).copy_(_header(version, bucket.index, len(frame)))
         for part in self.parts(bucket):
-            place = part.places[0]
-            values = shards[place.param].detach()[place.rect.slices]
-            if copy is not None:
-                copy(place, part.view(frame), values)
+            param_slice = part.param_slices[0]
+            values = shards[param_slice.param].detach()[param_slice.rect.slices]
+            if copy_fn is not None:
+                copy_fn(param_slice, part.view(frame), values)
             else:
-                part.view(frame).copy_(values.reshape(part.piece.rect.shape))
+                part.view(frame).copy_(values.reshape(part.tensor_slice.rect.shape))
         return frame
 
-    def read(self, bucket: Bucket, frame: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
-        """Every place that gets values, with them, shaped like the place's rectangle."""
+    def read(
+        self, bucket: Bucket, frame: torch.Tensor
+    ) -> Iterator[tuple[ParamSlice, torch.Tensor]]:
+        """Yield every parameter slice with its values, shaped like its rectangle."""
         for part in self.parts(bucket):
             values = part.view(frame)
-            for place in part.places:
-                yield place, values.view(place.rect.shape)
+            for param_slice in part.param_slices:
+                yield param_slice, values.view(param_slice.rect.shape)
 
 
-def write_end(slot: torch.Tensor, version: int) -> torch.Tensor:
-    """The frame that closes an update."""
+def write_end_frame(slot: torch.Tensor, version: int) -> torch.Tensor:
+    """Return the frame that closes an update."""
     frame = slot[:HEADER_BYTES]
-    frame.view(torch.int64).copy_(_header(version, END, HEADER_BYTES))
+    frame.view(torch.int64).copy_(_header(version, END_OF_UPDATE, HEADER_BYTES))
     return frame
 
 
 def check_header(frame: torch.Tensor, version: int, bucket: Bucket | None) -> None:
-    """Raise `ValueError` where a frame is not the one expected; bucket: None for the end."""
-    index, size = (bucket.index, frame_bytes(bucket)) if bucket else (END, HEADER_BYTES)
+    """Raise `ValueError` if a frame is not the expected one; `bucket` is None for the end frame."""
+    index, size = (
+        (bucket.index, num_frame_bytes(bucket)) if bucket else (END_OF_UPDATE, HEADER_BYTES)
+    )
     expected = _header(version, index, size).tolist()
     got = frame[:HEADER_BYTES].view(torch.int64).tolist()
     if got == expected:
         return
     if got[0] != _MAGIC:
-        cause = "what came is no frame of ours"
+        cause = "the data received is not a frame"
     elif got[1] != version:
         cause = f"a frame of weight version {got[1]}"
     elif got[2] == index:
-        cause = "the sender has this bucket in another size; were plans made from other layouts?"
+        cause = "the sender's bucket has another size; were the plans made from other layouts?"
     else:
-        cause = f"a bucket was lost or sent twice: {_named(got[2])} came instead"
+        cause = f"a bucket was lost or sent twice: {_describe_frame(got[2])} arrived instead"
     raise ValueError(
-        f"expected {_named(index)} of weight version {version} with {expected[3]} bytes, "
+        f"expected {_describe_frame(index)} of weight version {version} with {expected[3]} bytes, "
         f"header says [magic, version, bucket, bytes] {got}: {cause}"
     )
 
 
-def _named(index: int) -> str:
-    return "the end" if index == END else f"bucket {index}"
+def _describe_frame(index: int) -> str:
+    return "the end of the update" if index == END_OF_UPDATE else f"bucket {index}"
 
 
 def _header(version: int, index: int, num_bytes: int) -> torch.Tensor:
     return torch.tensor([_MAGIC, version, index, num_bytes - HEADER_BYTES])
 
 
-def _aligned(num_bytes: int) -> int:
-    return (num_bytes + _ALIGN - 1) // _ALIGN * _ALIGN
+def _align(num_bytes: int) -> int:
+    return (num_bytes + _SLICE_ALIGN_BYTES - 1) // _SLICE_ALIGN_BYTES * _SLICE_ALIGN_BYTES

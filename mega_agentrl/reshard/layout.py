@@ -1,11 +1,12 @@
 """Rectangles of Hugging Face tensors: the vocabulary of loading, exporting and resharding.
 
-A shard is a tensor one rank holds. It is described as a list of blocks, each an equal-shaped
-pair of rectangles: one in a Hugging Face tensor, one in the shard. Coordinates are half-open
-and one pair per dim: ``Rect((8, 0), (16, 128))`` is rows 8..15, columns 0..127. Elements of a
-shard that no block covers are padding (vocabulary rows beyond the model's own).
+A shard is a tensor that one rank holds. A `ShardLayout` describes it as a list of blocks. Each
+block pairs a rectangle of a Hugging Face tensor with a rectangle of the shard of equal shape.
+Coordinates are half-open, with one entry per dim: ``Rect((8, 0), (16, 128))`` is rows 8..15 and
+columns 0..127. Elements of a shard that no block covers are padding, such as vocabulary rows
+beyond the model's own.
 
-Pure data; knows neither Megatron nor vLLM nor torch.distributed.
+The module is pure data and knows neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rect:
-    """Half-open box [start, stop) in element coordinates, one entry per dim."""
+    """Half-open box [start, stop) in element coordinates."""
 
     start: tuple[int, ...]
+    """First element, per dim."""
     stop: tuple[int, ...]
+    """One past the last element, per dim."""
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
@@ -31,7 +34,7 @@ class Rect:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Rect:
-        """The rectangle of a whole tensor."""
+        """Return the rectangle that covers a tensor of the given shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,8 +43,8 @@ class Rect:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
-    def sides(self) -> tuple[int, ...]:
-        """The extents that are more than one element."""
+    def squeezed_shape(self) -> tuple[int, ...]:
+        """Extents larger than one element."""
         return tuple(side for side in self.shape if side > 1)
 
     @property
@@ -51,19 +54,19 @@ class Rect:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index that selects it from a tensor."""
+        """Index that selects the rectangle from a tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Rect) -> Rect | None:
-        """The common part, None where there is none."""
+        """Return the intersection with `other`, or None if they do not overlap."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(b <= a for a, b in zip(start, stop, strict=True)):
             return None
         return Rect(start, stop)
 
-    def shifted(self, origin: tuple[int, ...], to: tuple[int, ...]) -> Rect:
-        """The same box after moving the point `origin` to `to`."""
+    def translate(self, origin: tuple[int, ...], to: tuple[int, ...]) -> Rect:
+        """Return the box translated by the vector from `origin` to `to`."""
         delta = tuple(b - a for a, b in zip(origin, to, strict=True))
         return Rect(
             tuple(a + d for a, d in zip(self.start, delta, strict=True)),
@@ -73,17 +76,21 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`hf_rect` of tensor `hf_name` is `local_rect` of the shard, element by element.
+    """A rectangle of a Hugging Face tensor and where a shard holds it, element by element.
 
-    Shapes are equal, dims of one element aside: an expert's matrix is one slice of a stack.
+    The two rectangles have equal shapes except for dims of size one: an expert's matrix is one
+    slice of a stack.
     """
 
     hf_name: str
+    """Name of the Hugging Face tensor."""
     hf_rect: Rect
+    """Rectangle in the Hugging Face tensor."""
     local_rect: Rect
+    """Rectangle in the shard."""
 
     def __post_init__(self) -> None:
-        if self.hf_rect.sides != self.local_rect.sides:
+        if self.hf_rect.squeezed_shape != self.local_rect.squeezed_shape:
             raise ValueError(
                 f"Block of {self.hf_name}: {self.hf_rect.shape} in the Hugging Face tensor "
                 f"against {self.local_rect.shape} in the shard"
@@ -92,11 +99,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Parameter `name` of one rank: its local shape and the blocks it is made of."""
+    """What one parameter of one rank holds."""
 
     name: str
+    """Parameter name on its rank."""
     shape: tuple[int, ...]
+    """Local shape of the parameter."""
     blocks: tuple[Block, ...]
+    """Parts of Hugging Face tensors that the parameter consists of."""
 
 
 def check_cover(
@@ -104,23 +114,28 @@ def check_cover(
 ) -> None:
     """Check that the shards together hold every element of every tensor exactly once.
 
-    hf_shapes: full shape by Hugging Face name. shards: of all ranks, one replica each.
-    Raises `ValueError` that lists unknown and missing tensors, names an overlap or the
-    number of elements of a hole. `owner` says whose shards these are, for the message.
+    Args:
+        hf_shapes: Full shape by Hugging Face name.
+        shards: Shards of all ranks, one replica each.
+        owner: Whose shards these are, for the error message.
+
+    Raises:
+        ValueError: If tensors are unknown or missing, rectangles overlap, or elements are not held.
     """
-    pieces: dict[str, list[Rect]] = defaultdict(list)
+    rects_of: dict[str, list[Rect]] = defaultdict(list)
     for shard in shards:
         for block in shard.blocks:
-            pieces[block.hf_name].append(block.hf_rect)
-    unknown = sorted(set(pieces) - set(hf_shapes))
-    missing = sorted(set(hf_shapes) - set(pieces))
+            rects_of[block.hf_name].append(block.hf_rect)
+    unknown = sorted(set(rects_of) - set(hf_shapes))
+    missing = sorted(set(hf_shapes) - set(rects_of))
     if unknown or missing:
         raise ValueError(
-            f"{owner}: tensors without a place {missing or 'none'}; places without a tensor "
-            f"{unknown or 'none'}; probable cause: the model folder holds another architecture"
+            f"{owner}: tensors that no shard holds {missing or 'none'}; tensors that the model "
+            f"does not have {unknown or 'none'}; probable cause: the model folder holds another "
+            "architecture"
         )
     for name, shape in hf_shapes.items():
-        rects = sorted(pieces[name])
+        rects = sorted(rects_of[name])
         whole = Rect.whole(shape)
         for rect in rects:
             if rect.intersect(whole) != rect:
@@ -128,11 +143,11 @@ def check_cover(
         check_disjoint(name, rects, owner=owner)
         hole = whole.numel - sum(rect.numel for rect in rects)
         if hole:
-            raise ValueError(f"{owner}: {hole} of {whole.numel} elements of {name} have no place")
+            raise ValueError(f"{owner}: {hole} of {whole.numel} elements of {name} are in no shard")
 
 
 def check_disjoint(name: str, rects: Iterable[Rect], *, owner: str) -> None:
-    """Raise `ValueError` naming two rectangles of tensor `name` that overlap."""
+    """Raise a `ValueError` naming two rectangles of tensor `name` if any overlap."""
     rects = sorted(rects)
     for position, rect in enumerate(rects):
         for other in rects[position + 1 :]:

@@ -1,1 +1,1 @@
-"""What a trajectory earned."""
+"""Reward functions, and the rubrics that combine them."""

@@ -1,86 +1,91 @@
-"""ARPO's reward (arXiv 2507.19849), as released and strict.
+r"""ARPO's reward (arXiv 2507.19849), in the released and a strict variant.
 
     reward = -1                  bad format
              F1 + 0.1            F1 > 0 and both search and Python were used
              F1                  otherwise
 
-Format: `<think>` and `</think>` equally often and at least once; `<answer>` and `</answer>`
-once each, in order, with a balanced `\\boxed{...}` between; every call followed by its close
-and a `<result>` block. The answer is the last `\\boxed`.
+The format requires: `<think>` and `</think>` equally often and at least once; `<answer>` and
+`</answer>` once each, in order, with a balanced `\boxed{...}` between them; every call followed by
+its closing tag and a `<result>` block. The answer is the content of the last `\boxed`.
 
-`score` reads the decoded response, tool results included, as the released code does: a result
-can void the episode, merely writing `</search>` and `</python>` earns the bonus, and numbers
-lose sign and decimal point. `score_strict` reads what the model wrote only, wants calls that
-really ran, treats a `<result>` written by the model as bad format, and compares numbers as
-numbers: an answer that is one number is right or wrong as a whole (`same_number`), numbers among
-words count by their value. Neither raises for what the policy wrote.
+`score` reads the decoded response with tool results, as the released code does. So a tool result
+can break the format, merely writing `</search>` and `</python>` earns the bonus, and numbers lose
+sign and decimal point. `score_strict` reads only what the model wrote, requires calls that ran
+successfully, treats a `<result>` written by the model as bad format, and compares numbers by value:
+an answer that is a single number is right or wrong as a whole (`numeric_match`), and numbers
+between words count by their value. Neither raises for what the policy wrote.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reward.same_number import same_number
+from mega_agentrl.reward.numeric_match import numeric_answers_match
 from mega_agentrl.reward.token_f1 import number_aware_f1, token_f1
-from mega_agentrl.types.records import Author, Score, ToolStatus
+from mega_agentrl.types.records import Role, Score, ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.types.records import Trajectory
 
-BONUS = 0.1
-_CALLS = ("search", "python")
-_RESULT = " <result></result>"
+MULTI_TOOL_BONUS = 0.1
+_TOOL_NAMES = ("search", "python")
+_EMPTY_RESULT = " <result></result>"
 
 
 class _FormatError(ValueError):
-    """Bad format; the message is the reason."""
+    """The response has a bad format; the message is the reason."""
 
 
 def score(response: str, ground_truth: str | Sequence[str], threshold: float = 1.0) -> Score:
     """Score a decoded response by the released rule.
 
-    threshold: token F1 from which the answer counts as correct.
+    Args:
+        response: the decoded response with tool results.
+        ground_truth: the true answer, or several of which the best match counts.
+        threshold: minimum token F1 of a correct answer.
     """
     try:
-        answer = checked_answer(response)
+        answer = parse_answer(response)
     except _FormatError as error:
-        return _bad(error)
-    used_both = all(f"</{name}>" in response for name in _CALLS)
-    return _graded(answer, token_f1(answer, ground_truth), used_both, threshold)
+        return _bad_format_score(error)
+    used_both = all(f"</{name}>" in response for name in _TOOL_NAMES)
+    return _f1_score(answer, token_f1(answer, ground_truth), used_both, threshold)
 
 
 def score_strict(trajectory: Trajectory, threshold: float = 1.0) -> Score:
-    """Score a trajectory by what its assistant turns say and its tools really did."""
+    """Score a trajectory by the text of its assistant turns and the outcomes of its tool calls."""
     parts: list[str] = []
     ran: set[str] = set()
     for turn in trajectory.turns:
-        if turn.author is Author.assistant:
+        if turn.role is Role.assistant:
             if "<result>" in turn.text or "</result>" in turn.text:
-                return _bad(_FormatError("bad format: the model wrote a result itself"))
+                return _bad_format_score(
+                    _FormatError("bad format: the model wrote a result itself")
+                )
             parts.append(turn.text)
-        elif turn.author is Author.tool:
-            parts.append(_RESULT)
+        elif turn.role is Role.tool:
+            parts.append(_EMPTY_RESULT)
             if turn.outcome is not None and turn.outcome.status is ToolStatus.ok:
                 ran.add(turn.outcome.tool)
     try:
-        answer = checked_answer("".join(parts))
+        answer = parse_answer("".join(parts))
     except _FormatError as error:
-        return _bad(error)
+        return _bad_format_score(error)
     truth = trajectory.prompt.ground_truth
     truths = [truth] if isinstance(truth, str) else truth
     f1 = max((_strict_f1(answer, one) for one in truths), default=0.0)
-    return _graded(answer, f1, ran.issuperset(_CALLS), threshold)
+    return _f1_score(answer, f1, ran.issuperset(_TOOL_NAMES), threshold)
 
 
 def _strict_f1(answer: str, truth: str) -> float:
-    same = same_number(answer, truth)
+    same = numeric_answers_match(answer, truth)
     return number_aware_f1(answer, truth) if same is None else float(same)
 
 
-def checked_answer(text: str) -> str:
-    """The boxed answer of a well-formed text; raises `_FormatError` with the reason."""
+def parse_answer(text: str) -> str:
+    """Return the boxed answer of a well-formed text; raise `_FormatError` for any other text."""
     num_open, num_close = text.count("<think>"), text.count("</think>")
     if num_open != num_close:
         raise _FormatError("bad format: <think> </think> not paired")
@@ -88,8 +93,8 @@ def checked_answer(text: str) -> str:
         raise _FormatError("bad format: <think> or </think> not found")
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         raise _FormatError("bad format: <answer> or </answer> not found")
-    for name in _CALLS:
-        _check_calls(text, name)
+    for name in _TOOL_NAMES:
+        _check_call_format(text, name)
     start, stop = text.index("<answer>"), text.index("</answer>")
     if start > stop:
         raise _FormatError("bad format: <answer> must be before </answer>")
@@ -100,8 +105,10 @@ def checked_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str:
-    """Content of the last `\\boxed{...}`; where the literal `\\boxed ` with a space occurs,
-    what follows its last occurrence up to a `$`. Raises `_FormatError` where it is unbalanced.
+    r"""Return the content of the last `\boxed{...}`; raise `_FormatError` if it is unbalanced.
+
+    If the text contains `\boxed ` with a space, return what follows its last occurrence, up to a
+    `$`.
     """
     spaced = "\\boxed "
     if spaced in text:
@@ -115,10 +122,10 @@ def last_boxed(text: str) -> str:
     raise _FormatError("bad format: the last \\boxed is not balanced")
 
 
-def _check_calls(text: str, name: str) -> None:
-    """Each opening tag needs, from there on, its close, a result and the result's close.
+def _check_call_format(text: str, name: str) -> None:
+    """Check that each opening tag is followed by its closing tag and a result block.
 
-    Scanning goes on after that result, so two calls may share one, as released.
+    Scanning continues after that result, so two calls may share one, as in the released code.
     """
     opening, closing = f"<{name}>", f"</{name}>"
     start = text.find(opening)
@@ -133,15 +140,15 @@ def _check_calls(text: str, name: str) -> None:
         start = text.find(opening, end + len("</result>"))
 
 
-def _bad(error: _FormatError) -> Score:
+def _bad_format_score(error: _FormatError) -> Score:
     return Score(value=-1.0, correct=False, f1=0.0, answer="", reason=str(error))
 
 
-def _graded(answer: str, f1: float, used_both: bool, threshold: float) -> Score:
+def _f1_score(answer: str, f1: float, used_both: bool, threshold: float) -> Score:
     if f1 <= 0:
         value, reason = 0.0, f"wrong answer but good format: {answer}"
     elif used_both:
-        value = f1 + BONUS
+        value = f1 + MULTI_TOOL_BONUS
         reason = (
             f"correct answer and calling search and python at the same time, get score: {value}"
         )

@@ -1,15 +1,15 @@
-"""EGPO's binary reward for function calling (arXiv 2508.05118): 1 for the right calls, else 0.
+"""EGPO's binary reward for function calling (arXiv 2508.05118).
 
-`match="ast"` compares what is called: the calls behind the last `</think>`, read by `call_text`,
-must be the expected ones, as a multiset, or in order with `ordered`. The reasoning must be
-closed; its opening marker may have been the template's. Where the ground truth holds no call, an
-answer without one is right.
+`match="ast"` parses the calls after the last `</think>` (`call_parser`) and compares them with the
+expected ones as a multiset, or in order with `ordered`. The reasoning must be closed, but its
+opening tag may be part of the chat template. If the ground truth holds no calls, the answer must
+hold none.
 
-`match="string"` is the published port: `<think>` and `</think>` and something like a call occur
-anywhere, and what stands behind the last `</think>` equals the ground truth once whitespace is
-collapsed. Key order, quotes and any further word count there.
+`match="string"` is the published rule: the response contains `<think>`, `</think>` and something
+like a call, and the text after the last `</think>` equals the ground truth up to whitespace. Key
+order and quotes matter there.
 
-Nothing the policy writes raises; a ground truth that holds no calls and is not empty does.
+Nothing that the policy writes raises an error; an unreadable ground truth does.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reward.call_text import Call, CallError, read_calls
+from mega_agentrl.reward.call_parser import CallParseError, FunctionCall, parse_calls
 from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MATCHES = ("ast", "string")
-_OPEN, _CLOSE = "<think>", "</think>"
-_LIKE_A_CALL = re.compile(
+MATCH_MODES = ("ast", "string")
+_THINK_START, _THINK_END = "<think>", "</think>"
+_CALL_PATTERN = re.compile(
     r"\[\w+\s*\([^)]*\)\]" r"|\{\s*[\"']name[\"']\s*:" r"|[\"']function[\"']\s*:", re.IGNORECASE
 )
 
@@ -38,61 +38,66 @@ def score(
     match: str = "ast",
     ordered: bool = False,
 ) -> Score:
-    """1 or 0 for a decoded response.
+    """Score a decoded response with 1 or 0.
 
-    ground_truth: the expected calls as text; of several texts any one will do. match: `ast` or
-    `string`. ordered: the calls must come in the expected order (`ast` only). Raises `ValueError`
-    for a ground truth that cannot be read.
+    Args:
+        solution: the decoded response.
+        ground_truth: the expected calls as text, or several texts of which any one counts.
+        match: `ast` or `string`.
+        ordered: whether the calls must come in the expected order (`ast` only).
+
+    Raises:
+        ValueError: `match` is unknown, or the ground truth cannot be parsed.
     """
-    if match not in MATCHES:
-        raise ValueError(f"match={match}: expected one of {', '.join(MATCHES)}")
+    if match not in MATCH_MODES:
+        raise ValueError(f"match={match}: expected one of {', '.join(MATCH_MODES)}")
     truths = [ground_truth] if isinstance(ground_truth, str) else list(ground_truth)
-    answer = solution.rpartition(_CLOSE)[2].strip()
+    answer = solution.rpartition(_THINK_END)[2].strip()
     if match == "string":
         return _string_score(solution, answer, truths)
-    expected = [_expected(truth) for truth in truths]
-    if _CLOSE not in solution:
-        return _score(False, answer, "bad format: the reasoning is not closed by </think>")
+    expected = [_parse_ground_truth(truth) for truth in truths]
+    if _THINK_END not in solution:
+        return _binary_score(False, answer, "bad format: the reasoning is not closed by </think>")
     try:
-        calls = read_calls(answer)
-    except CallError as error:
-        return _score(False, answer, f"bad format: {error}")
-    if any(_same(calls, wanted, ordered=ordered) for wanted in expected):
-        return _score(True, answer, f"the {len(calls)} expected calls")
+        calls = parse_calls(answer)
+    except CallParseError as error:
+        return _binary_score(False, answer, f"bad format: {error}")
+    if any(_calls_match(calls, wanted, ordered=ordered) for wanted in expected):
+        return _binary_score(True, answer, f"the {len(calls)} expected calls")
     names = ", ".join(call.name for call in calls) or "none"
-    return _score(False, answer, f"wrong calls: got {names}")
+    return _binary_score(False, answer, f"wrong calls: got {names}")
 
 
 def check_ground_truth(ground_truth: str | Sequence[str]) -> None:
-    """Raise `ValueError` where `score` with `ast` would, for what is no call."""
+    """Raise `ValueError` if the ground truth cannot be parsed as calls."""
     for truth in [ground_truth] if isinstance(ground_truth, str) else ground_truth:
-        _expected(truth)
+        _parse_ground_truth(truth)
 
 
 def _string_score(solution: str, answer: str, truths: Sequence[str]) -> Score:
-    if _OPEN not in solution or _CLOSE not in solution:
-        return _score(False, answer, "bad format: <think> or </think> not found")
-    if not _LIKE_A_CALL.search(solution):
-        return _score(False, answer, "bad format: nothing like a call")
+    if _THINK_START not in solution or _THINK_END not in solution:
+        return _binary_score(False, answer, "bad format: <think> or </think> not found")
+    if not _CALL_PATTERN.search(solution):
+        return _binary_score(False, answer, "bad format: nothing like a call")
     wanted = {" ".join(truth.split()) for truth in truths} - {""}
     right = " ".join(answer.split()) in wanted
-    return _score(right, answer, "equal text" if right else "other text")
+    return _binary_score(right, answer, "equal text" if right else "other text")
 
 
-def _expected(truth: str) -> list[Call]:
+def _parse_ground_truth(truth: str) -> list[FunctionCall]:
     try:
-        calls = read_calls(truth)
-    except CallError as error:
+        calls = parse_calls(truth)
+    except CallParseError as error:
         raise ValueError(f"ground_truth: got {truth[:200]!r}, expected calls; {error}") from error
     if not calls and truth.strip() not in ("", "[]"):
         raise ValueError(f"ground_truth: got {truth[:200]!r}, expected calls and found none")
     return calls
 
 
-def _same(calls: list[Call], wanted: list[Call], *, ordered: bool) -> bool:
+def _calls_match(calls: list[FunctionCall], wanted: list[FunctionCall], *, ordered: bool) -> bool:
     return calls == wanted if ordered else Counter(calls) == Counter(wanted)
 
 
-def _score(right: bool, answer: str, reason: str) -> Score:
+def _binary_score(right: bool, answer: str, reason: str) -> Score:
     value = 1.0 if right else 0.0
     return Score(value=value, correct=right, f1=value, answer=answer, reason=reason)

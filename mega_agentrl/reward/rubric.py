@@ -1,16 +1,17 @@
-"""What a trajectory earns: a weighted sum of named parts, chosen by its data source.
+"""Computes the reward of a trajectory as a weighted sum of parts, chosen by its data source.
 
     value = sum over the parts of its data source of weight * part
 
-The first part of a source decides about `correct`, `f1`, `answer` and `reason`. Parts:
+The first part of a source determines `correct`, `f1`, `answer` and `reason`. Parts:
 
-    arpo, arpo_released, function_call, accuracy    see the modules; computed at once
-    a tool, or a simulated user     its step rewards and its final reward; 0 where it was not used
-    a function of the user's own    in worker processes, see `user_function`
-    model                           of an address, see `judge`; of a folder, see below
+    arpo, arpo_released, function_call, accuracy    computed at once
+    name of a tool or simulated user                sum of its step rewards and its final reward
+    name of a user function                         computed in worker processes (`user_reward`)
+    model                                           an LLM judge at a URL (`llm_judge`), or a reward
+                                                    model in a folder
 
-A score that waits for functions or for an address is a future. What a reward model in a folder
-says is not known to a rubric: it reads whole batches, and `with_model` adds it afterwards.
+The score is a future if user functions or a judge are involved. A reward model in a folder reads
+whole batches; its part is added afterwards by `add_model_score`.
 """
 
 from __future__ import annotations
@@ -18,79 +19,85 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.choices import CallMatch
-from mega_agentrl.config.reward_schema import DEFAULT_SOURCE, MODEL_PART
+from mega_agentrl.config.enums import FunctionCallMatch
+from mega_agentrl.config.sections.reward import DEFAULT_SOURCE, MODEL_PART
 from mega_agentrl.reward import arpo, function_call
 from mega_agentrl.reward.ares import accuracy
-from mega_agentrl.reward.when_all import when_all
-from mega_agentrl.types.records import Author, Score
+from mega_agentrl.reward.future_join import gather_futures
+from mega_agentrl.types.records import Role, Score
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Future
 
-    from mega_agentrl.config.reward_schema import RewardConfig
-    from mega_agentrl.reward.judge import Judge
-    from mega_agentrl.reward.user_function import UserFunction, UserScore
+    from mega_agentrl.config.sections.reward import RewardConfig
+    from mega_agentrl.reward.llm_judge import LLMJudge
+    from mega_agentrl.reward.user_reward import UserRewardFunction, UserRewardResult
     from mega_agentrl.types.records import Prompt, Trajectory
 
 
 class WeightedRubric:
-    """Scores a finished trajectory by the parts of its data source; a `ports.Rubric`."""
+    """Scores finished trajectories by the parts of their data source; implements `Rubric`."""
 
     def __init__(
         self,
         config: RewardConfig,
-        functions: Mapping[str, UserFunction] | None = None,
-        judge: Judge | None = None,
+        functions: Mapping[str, UserRewardFunction] | None = None,
+        judge: LLMJudge | None = None,
     ) -> None:
-        """functions: by the name of their part. judge: the part `model` where it is an address."""
+        """Create the rubric.
+
+        Args:
+            config: weights and thresholds.
+            functions: user functions by the name of their part.
+            judge: the part `model` if it is a URL.
+        """
         self._config = config
         self._functions = functions or {}
         self._judge = judge
 
     def score(self, trajectory: Trajectory) -> Score | Future[Score]:
-        """See `Rubric.score`; without functions and an address it is there at once."""
+        """Return the score, or its future if user functions or a judge take part."""
         known: dict[str, Score] = {}
         waiting: dict[str, Future[Score]] = {}
-        weights = self._weights(trajectory.prompt)
+        weights = self._part_weights(trajectory.prompt)
         for name in weights:
             if name in self._functions:
-                waiting[name] = self._own(name, trajectory)
+                waiting[name] = self._submit_user_function(name, trajectory)
             elif name == MODEL_PART and self._judge is not None:
-                waiting[name] = self._asked(self._judge, trajectory)
+                waiting[name] = self._submit_judge(self._judge, trajectory)
             elif name != MODEL_PART:
-                known[name] = self._at_once(name, trajectory)
+                known[name] = self._compute_part(name, trajectory)
         if not waiting:
-            return _sum(weights, known)
-        return when_all(waiting, lambda came: _sum(weights, known | came))
+            return _weighted_sum(weights, known)
+        return gather_futures(waiting, lambda scores: _weighted_sum(weights, known | scores))
 
-    def needs_model(self, prompt: Prompt) -> bool:
-        """See `Rubric.needs_model`."""
-        return self._judge is None and MODEL_PART in self._weights(prompt)
+    def needs_reward_model(self, prompt: Prompt) -> bool:
+        """Return whether the prompt's rubric has a part from a reward model in a folder."""
+        return self._judge is None and MODEL_PART in self._part_weights(prompt)
 
-    def with_model(self, trajectory: Trajectory, value: float) -> Score:
-        """See `Rubric.with_model`; value: what the model says, without its weight."""
-        assert trajectory.score is not None, "a trajectory without a reward was given to the model"
-        weights = self._weights(trajectory.prompt)
-        said = self._number(value, f"the reward model says {value:.4g}")
-        first = said if next(iter(weights)) == MODEL_PART else trajectory.score
+    def add_model_score(self, trajectory: Trajectory, value: float) -> Score:
+        """Return the score with the model's part added; `value` is not weighted yet."""
+        assert trajectory.score is not None, "the trajectory has no score yet"
+        weights = self._part_weights(trajectory.prompt)
+        model_score = self._numeric_score(value, f"the reward model says {value:.4g}")
+        first = model_score if next(iter(weights)) == MODEL_PART else trajectory.score
         part = weights[MODEL_PART] * value
         if len(weights) == 1:
-            return replace(said, value=part)
-        given = {**trajectory.score.parts, MODEL_PART: part}
-        parts = {name: given[name] for name in weights}
+            return replace(model_score, value=part)
+        weighted = {**trajectory.score.parts, MODEL_PART: part}
+        parts = {name: weighted[name] for name in weights}
         return replace(
-            first, value=sum(parts.values()), parts=parts, fields=trajectory.score.fields
+            first, value=sum(parts.values()), parts=parts, extra_info=trajectory.score.extra_info
         )
 
-    def _weights(self, prompt: Prompt) -> Mapping[str, float]:
-        rubric = self._config.by_source
+    def _part_weights(self, prompt: Prompt) -> Mapping[str, float]:
+        rubric = self._config.weights_by_source
         weights = rubric.get(prompt.data_source) or rubric.get(DEFAULT_SOURCE)
-        assert weights, f"check_prompts comes first: {prompt.data_source} has no rubric"
+        assert weights, f"check_prompt_rubrics must run first: {prompt.data_source} has no rubric"
         return weights
 
-    def _at_once(self, name: str, trajectory: Trajectory) -> Score:
+    def _compute_part(self, name: str, trajectory: Trajectory) -> Score:
         threshold, truth = self._config.correct_threshold, trajectory.prompt.ground_truth
         match name:
             case "arpo":
@@ -98,64 +105,71 @@ class WeightedRubric:
             case "arpo_released":
                 return arpo.score(trajectory.response_text, truth, threshold)
             case "accuracy":
-                return accuracy(_said(trajectory), truth, threshold=threshold)
+                return accuracy(_assistant_text(trajectory), truth, threshold=threshold)
             case "function_call":
-                match = self._config.match
-                kind = "string" if match is CallMatch.string else "ast"
-                ordered = match is CallMatch.ast_ordered
-                return function_call.score(_said(trajectory), truth, match=kind, ordered=ordered)
+                match = self._config.function_call_match
+                kind = "string" if match is FunctionCallMatch.string else "ast"
+                ordered = match is FunctionCallMatch.ast_ordered
+                return function_call.score(
+                    _assistant_text(trajectory), truth, match=kind, ordered=ordered
+                )
             case _:
                 steps, final = trajectory.step_rewards, trajectory.tool_rewards
                 value = sum(steps.get(name, ())) + final.get(name, 0.0)
-                return self._number(value, f"{name} gave {value:.4g}")
+                return self._numeric_score(value, f"{name} gave {value:.4g}")
 
-    def _own(self, name: str, trajectory: Trajectory) -> Future[Score]:
-        asked = self._functions[name].submit(
+    def _submit_user_function(self, name: str, trajectory: Trajectory) -> Future[Score]:
+        future = self._functions[name].submit(
             data_source=trajectory.prompt.data_source,
             solution=trajectory.response_text,
             ground_truth=trajectory.prompt.ground_truth,
             extra_info=trajectory.prompt.extra_info,
         )
 
-        def read(came: Mapping[str, UserScore]) -> Score:
-            said = came[name]
-            score = self._number(said.value, f"{name} gave {said.value:.4g}")
-            return replace(score, fields={name: dict(said.fields)}) if said.fields else score
+        def to_score(results: Mapping[str, UserRewardResult]) -> Score:
+            result = results[name]
+            score = self._numeric_score(result.value, f"{name} gave {result.value:.4g}")
+            return (
+                replace(score, extra_info={name: dict(result.fields)}) if result.fields else score
+            )
 
-        return when_all({name: asked}, read)
+        return gather_futures({name: future}, to_score)
 
-    def _asked(self, judge: Judge, trajectory: Trajectory) -> Future[Score]:
-        asked = judge.submit(
-            trajectory.prompt.messages, _said(trajectory), trajectory.prompt.ground_truth
+    def _submit_judge(self, judge: LLMJudge, trajectory: Trajectory) -> Future[Score]:
+        future = judge.submit(
+            trajectory.prompt.messages, _assistant_text(trajectory), trajectory.prompt.ground_truth
         )
 
-        def read(came: Mapping[str, float]) -> Score:
-            return self._number(came[MODEL_PART], f"the judge says {came[MODEL_PART]:.4g}")
+        def to_score(results: Mapping[str, float]) -> Score:
+            value = results[MODEL_PART]
+            return self._numeric_score(value, f"the judge says {value:.4g}")
 
-        return when_all({MODEL_PART: asked}, read)
+        return gather_futures({MODEL_PART: future}, to_score)
 
-    def _number(self, value: float, reason: str) -> Score:
-        """The score of a part that is a number and no more."""
+    def _numeric_score(self, value: float, reason: str) -> Score:
+        """Return the score of a part that consists of a number only."""
         correct = value >= self._config.correct_threshold
         return Score(value=value, correct=correct, f1=float(correct), answer="", reason=reason)
 
 
-def _sum(weights: Mapping[str, float], scores: Mapping[str, Score]) -> Score:
-    """The score of the parts that are there; those of a model in a folder come later."""
+def _weighted_sum(weights: Mapping[str, float], scores: Mapping[str, Score]) -> Score:
+    """Combine the parts that are known; a reward model in a folder is added later."""
     parts = {name: weights[name] * scores[name].value for name in weights if name in scores}
-    fields = {key: value for score in scores.values() for key, value in score.fields.items()}
-    first = scores.get(next(iter(weights)), _UNKNOWN)
+    fields = {key: value for score in scores.values() for key, value in score.extra_info.items()}
+    first = scores.get(next(iter(weights)), _PENDING_SCORE)
     return replace(
         first,
         value=sum(parts.values()),
         parts=parts if len(weights) > 1 else {},
-        fields=fields,
+        extra_info=fields,
     )
 
 
-_UNKNOWN = Score(value=0.0, correct=False, f1=0.0, answer="", reason="not yet read by the model")
+_PENDING_SCORE = Score(
+    value=0.0, correct=False, f1=0.0, answer="", reason="not yet scored by the reward model"
+)
 
 
-def _said(trajectory: Trajectory) -> str:
-    """What the policy wrote."""
-    return "".join(turn.text for turn in trajectory.turns if turn.author is Author.assistant)
+def _assistant_text(trajectory: Trajectory) -> str:
+    """Return the text of all assistant turns."""
+    return "".join(turn.text for turn in trajectory.turns if turn.role is Role.assistant)

@@ -1,10 +1,9 @@
-"""Collects the scored rollout trees of a step: all prompts at once, scored as each one ends.
+"""Collection of scored rollout trees for a list of prompts.
 
-Consumes prompts, produces one tree per prompt in the same order. Waits for the engine, the tools
-and the rewards through their ports, which own the deadlines; unblocked by the last trajectory or
-by cancellation. A failed trajectory gets no score: it says nothing about the policy. With
-`rollout.branching=released` the prompts go in lock-step instead (see `released`); greedy
-sampling never branches.
+All prompts run concurrently, and each tree is scored as soon as it is complete. Engine, tools and
+rewards have their own deadlines. Failed trajectories get no score, since they say nothing about
+the policy. With `rollout.branching=released` the prompts advance in lock-step instead (see
+`branching.lockstep_arpo`). Greedy sampling never branches.
 """
 
 from __future__ import annotations
@@ -13,26 +12,32 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.choices import Branching
-from mega_agentrl.rollout.branching import NoBranching
-from mega_agentrl.rollout.policies import make_policy
-from mega_agentrl.rollout.released import ReleasedBatch
-from mega_agentrl.rollout.scoring import start_scores, wait_for
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
+from mega_agentrl.rollout.branching.policy import NoBranching
+from mega_agentrl.rollout.branching.registry import make_branch_policy
+from mega_agentrl.rollout.groups.scoring import start_scores, wait_for_scores
 from mega_agentrl.rollout.trajectory import RolloutContext
-from mega_agentrl.rollout.tree import grow_tree
+from mega_agentrl.rollout.tree import sample_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.config.schema import RolloutConfig
-    from mega_agentrl.rollout.branching import BranchPolicy
-    from mega_agentrl.rollout.spans import RolloutSpans
-    from mega_agentrl.rollout.tree_store import TreeStore
-    from mega_agentrl.types.ports import Generator, Interactions, Rubric, TextCodec, ToolProvider
+    from mega_agentrl.rollout.branching.policy import BranchPolicy
+    from mega_agentrl.rollout.io.tree_store import TreeStore
+    from mega_agentrl.rollout.tracing import RolloutSpans
+    from mega_agentrl.types.protocols import (
+        Generator,
+        InteractionProvider,
+        Rubric,
+        TextCodec,
+        ToolProvider,
+    )
     from mega_agentrl.types.records import Prompt, RolloutTree
 
 
-async def collect(
+async def collect_rollouts(
     prompts: Sequence[Prompt],
     *,
     generator: Generator,
@@ -45,18 +50,31 @@ async def collect(
     step: int | str,
     branching: BranchPolicy | None = None,
     temperature: float | None = None,
-    interactions: Interactions | None = None,
+    interactions: InteractionProvider | None = None,
     spans: RolloutSpans | None = None,
 ) -> list[RolloutTree]:
-    """Scored trees of the prompts, `config.num_trajectories` trajectories each.
+    """Collect one scored tree of `config.group_size` trajectories per prompt, in order.
 
-    max_model_len: prompt plus response, tokens. step: names the pass; passes with one seed
-    and step draw alike. branching, temperature (0: greedy): None takes what `config` says.
-    interactions: the simulated users of the prompts; None for none. spans: gets those of the
-    trajectories.
+    Args:
+        prompts: The prompts; repeated prompts are sampled independently.
+        generator: The engine.
+        tools: Opens the tool sessions.
+        codec: Encodes and decodes text.
+        rubric: Scores the trajectories.
+        config: The rollout settings.
+        max_model_len: Maximum tokens of prompt plus response.
+        seed: Seed of the run.
+        step: Name of the pass. Passes with the same seed and step draw the same samples.
+        branching: Branch policy; None selects the configured one.
+        temperature: Sampling temperature, 0 for greedy; None selects the configured one.
+        interactions: Simulated users of the prompts.
+        spans: Records OpenTelemetry spans of the trajectories.
+
+    Raises:
+        ValueError: A prompt leaves no room for a response.
     """
-    check_prompts(prompts, max_model_len)
-    context = make_context(
+    check_prompt_lengths(prompts, max_model_len)
+    context = make_rollout_context(
         generator=generator,
         tools=tools,
         codec=codec,
@@ -69,23 +87,25 @@ async def collect(
         interactions=interactions,
         spans=spans,
     )
-    keys = prompt_keys(prompts)
+    keys = make_prompt_keys(prompts)
     try:
-        if goes_in_rounds(context) and branching is None:
-            trees = await ReleasedBatch(context, prompts, keys).run()
-            await wait_for([one for tree in trees for one in start_scores(tree, rubric, spans)])
+        if is_lockstep(context) and branching is None:
+            trees = await LockstepArpoRollout(context, prompts, keys).run()
+            await wait_for_scores(
+                [one for tree in trees for one in start_scores(tree, rubric, spans)]
+            )
             return trees
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_collect_one(context, prompt, key, rubric))
+                group.create_task(_collect_tree(context, prompt, key, rubric))
                 for prompt, key in zip(prompts, keys, strict=True)
             ]
     except ExceptionGroup as errors:
-        raise first_error(errors) from None
+        raise unwrap_exception_group(errors) from None
     return [task.result() for task in tasks]
 
 
-def make_context(
+def make_rollout_context(
     *,
     generator: Generator,
     tools: ToolProvider,
@@ -96,15 +116,12 @@ def make_context(
     step: int | str,
     branching: BranchPolicy | None = None,
     temperature: float | None = None,
-    interactions: Interactions | None = None,
+    interactions: InteractionProvider | None = None,
     spans: RolloutSpans | None = None,
     with_greedy: bool = False,
-    store: TreeStore | None = None,
+    tree_store: TreeStore | None = None,
 ) -> RolloutContext:
-    """What the trajectories of one pass share; arguments as of `collect`.
-
-    with_greedy: groups get a greedy answer beside them.
-    """
+    """Build the context of one pass; see `collect_rollouts` and `RolloutContext`."""
     temperature = config.temperature if temperature is None else temperature
     if temperature == 0:
         branching = NoBranching()
@@ -112,7 +129,7 @@ def make_context(
         generator=generator,
         tools=tools,
         codec=codec,
-        policy=make_policy(config) if branching is None else branching,
+        policy=make_branch_policy(config) if branching is None else branching,
         config=config,
         temperature=temperature,
         max_model_len=max_model_len,
@@ -121,44 +138,44 @@ def make_context(
         interactions=interactions,
         spans=spans,
         with_greedy=with_greedy,
-        store=store,
+        tree_store=tree_store,
     )
 
 
-def goes_in_rounds(context: RolloutContext) -> bool:
-    """Whether the prompts go in lock-step, as `rollout.branching=released` does."""
+def is_lockstep(context: RolloutContext) -> bool:
+    """Return whether prompts advance in lock-step (`rollout.branching=released`)."""
     return context.config.branching is Branching.released and context.temperature > 0
 
 
-async def _collect_one(
+async def _collect_tree(
     context: RolloutContext, prompt: Prompt, prompt_key: str, rubric: Rubric
 ) -> RolloutTree:
-    tree = await grow_tree(context, prompt, prompt_key)
-    await wait_for(start_scores(tree, rubric, context.spans))
+    tree = await sample_tree(context, prompt, prompt_key)
+    await wait_for_scores(start_scores(tree, rubric, context.spans))
     return tree
 
 
-def prompt_keys(prompts: Sequence[Prompt]) -> list[str]:
-    """A name per prompt, unique in the list and without the separator ``/`` of request ids."""
-    keys = PromptKeys()
-    return [keys.take(prompt) for prompt in prompts]
+def make_prompt_keys(prompts: Sequence[Prompt]) -> list[str]:
+    """Return a name per prompt, unique in the list and free of the request id separator ``/``."""
+    keys = PromptKeyAllocator()
+    return [keys.allocate(prompt) for prompt in prompts]
 
 
-class PromptKeys:
-    """Names of prompts, each given once, that come one after the other."""
+class PromptKeyAllocator:
+    """Allocates unique prompt names one at a time."""
 
     def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
-    def take(self, prompt: Prompt) -> str:
-        """The name of the next prompt."""
+    def allocate(self, prompt: Prompt) -> str:
+        """Return a name for the prompt that was not returned before."""
         name = prompt.prompt_id.replace("/", "_")
-        num_before = self._seen[name]
-        self._seen[name] += 1
+        num_before = self._counts[name]
+        self._counts[name] += 1
         return f"{name}#{num_before}" if num_before else name
 
 
-def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
+def check_prompt_lengths(prompts: Sequence[Prompt], max_model_len: int) -> None:
     """Raise `ValueError` for the first prompt that leaves no room for a response."""
     for prompt in prompts:
         if len(prompt.token_ids) >= max_model_len:
@@ -168,8 +185,8 @@ def check_prompts(prompts: Sequence[Prompt], max_model_len: int) -> None:
             )
 
 
-def first_error(errors: ExceptionGroup[Exception]) -> Exception:
-    """The first bug itself: groups nest as deep as the tasks do."""
+def unwrap_exception_group(errors: ExceptionGroup[Exception]) -> Exception:
+    """Return the first exception that is no group; groups nest as deep as the tasks do."""
     error: Exception = errors
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

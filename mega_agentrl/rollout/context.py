@@ -1,4 +1,4 @@
-"""What trajectories share and what a fork starts from; the states of a trajectory."""
+"""Shared context of a rollout pass, fork snapshots and trajectory states."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import RolloutConfig
-    from mega_agentrl.rollout.branching import BranchPolicy
-    from mega_agentrl.rollout.spans import RolloutSpans
-    from mega_agentrl.rollout.tape import Tape
-    from mega_agentrl.rollout.tree_store import TreeStore
-    from mega_agentrl.types.ports import (
+    from mega_agentrl.rollout.branching.policy import BranchPolicy
+    from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
+    from mega_agentrl.rollout.io.tree_store import TreeStore
+    from mega_agentrl.rollout.tracing import RolloutSpans
+    from mega_agentrl.types.protocols import (
         Generator,
-        Interactions,
+        InteractionProvider,
         TextCodec,
         ToolProvider,
         ToolSession,
-        UserSession,
+        UserSimulatorSession,
     )
-    from mega_agentrl.types.records import Restart
+    from mega_agentrl.types.records import ContextReset
 
-FAULTS = (RuntimeError, OSError)
-"""What engines and tools raise when they, and not the policy, failed (see `types.ports`)."""
+INFRA_ERRORS = (RuntimeError, OSError)
+"""Exceptions of engines and tools that are not the policy's fault (see `types.protocols`)."""
 
 
-class State(StrEnum):
-    """Where a trajectory stands."""
+class TrajectoryState(StrEnum):
+    """The state of a trajectory."""
 
     pending = "pending"
     generating = "generating"
@@ -39,48 +39,52 @@ class State(StrEnum):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutContext:
-    """What all trajectories of one `collect` share.
-
-    step: names the pass over the prompts (training step, evaluation); keys the seeds.
-    temperature: of sampling, 0 is greedy. max_model_len: prompt plus response, tokens.
-    codec: a `ports.ChatCodec` where anything but tags is used. interactions: users and
-    environments to talk to, None for none. spans: of the trajectories, None for none.
-    with_greedy: every group gets a greedy answer beside it (`greedy`). warned: what was said once
-    already.
-    store: keeps finished trees for a run that goes on after a crash; None for none. max_age: how
-    many versions older than what is served the tokens of a kept tree may be.
-    """
+    """Everything that the trajectories of one rollout pass share."""
 
     generator: Generator
     tools: ToolProvider
     codec: TextCodec
+    """Must be a `ChatCodec` if tools are called by JSON or a user is simulated."""
     policy: BranchPolicy
     config: RolloutConfig
     temperature: float
+    """Sampling temperature; 0 is greedy."""
     max_model_len: int
+    """Maximum tokens of prompt plus response."""
     seed: int
     step: int | str
-    interactions: Interactions | None = None
+    """Name of the pass, such as a training step or an evaluation; part of every request seed."""
+    interactions: InteractionProvider | None = None
+    """Simulated users and environments."""
     spans: RolloutSpans | None = None
+    """Recorder of OpenTelemetry spans; None disables tracing."""
     with_greedy: bool = False
-    warned: set[str] = field(default_factory=set)
-    store: TreeStore | None = None
-    max_age: int = 0
+    """Whether each group gets a greedy trajectory in addition (see `groups.greedy`)."""
+    emitted_warnings: set[str] = field(default_factory=set)
+    """Keys of warnings that were already logged in this pass."""
+    tree_store: TreeStore | None = None
+    """Store of finished trees, from which a restarted run restores them."""
+    max_version_lag: int = 0
+    """Maximum weight versions by which tokens of a restored tree may lag behind the engine."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Origin:
-    """What a fork starts from; a fault instead of a session: it could not be forked.
-
-    until_s: when the path's wall time is over, on the event loop's clock.
-    """
+class ForkSnapshot:
+    """The state of a trajectory at the point where a fork starts."""
 
     parent_id: str
-    tape: Tape
-    session: ToolSession | RuntimeError | OSError
+    token_buffer: TokenBuffer
+    """Copy of the parent's tokens up to the fork."""
+    tool_session: ToolSession | RuntimeError | OSError
+    """Forked tools, or the error that forking them raised."""
     num_calls: int
-    baseline: float
-    streak: int
-    user: UserSession | RuntimeError | OSError | None = None
-    until_s: float | None = None
-    restarts: tuple[Restart, ...] = ()
+    """Tool calls of the parent so far."""
+    baseline_entropy: float
+    """Baseline entropy of the root, nats."""
+    num_consecutive_forks: int
+    """Most recent decisions on the path, without a gap, that forked."""
+    user_session: UserSimulatorSession | RuntimeError | OSError | None = None
+    """Forked user, or the error that forking it raised; None without a user."""
+    deadline_s: float | None = None
+    """Event-loop time at which `rollout.trajectory_timeout_s` is over; None without a limit."""
+    context_resets: tuple[ContextReset, ...] = ()

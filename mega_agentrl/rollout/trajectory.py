@@ -1,26 +1,24 @@
-"""One trajectory as one asyncio task: a state machine from PENDING to COMPLETED or FAILED.
+"""One trajectory as one asyncio task: a state machine from `pending` to `completed` or `failed`.
 
-Consumes a prompt (or the prefix of the trajectory it forks from), produces a `Trajectory`.
-Waits for the engine (GENERATING, see `speech`), its tools (TOOL_CALLING) and the simulated user
-(INTERACTING), each behind a port with its own deadlines; unblocked by their answers, by the end
-of its wall time or by cancellation, after which tools and user are released and the running
-request is aborted.
+The task waits for the engine (`generating`), the tools (`tool_calling`) and the simulated user
+(`interacting`), which have their own deadlines. When it is cancelled or exceeds
+`rollout.trajectory_timeout_s`, it aborts the running request and releases tools and user.
 
-A turn: sample until a closing tag, the end of the turn, or the token budget; run the calls it
-makes (see `answers`); append their answers with loss mask 0. With tags the answer goes on the
-assistant's turn, else it comes as chat messages and a new turn begins; a turn that lacks its
-end-of-turn token then gets it, with loss mask 0. A message without a call goes to the simulated
-user, where there is one. After tools' answers the branch policy may ask for a probe of k tokens
-and then for forks right behind the answers; the probed tokens stay with this trajectory.
+A turn samples until a closing tag, the end of the turn or the token budget, runs the calls that
+the turn makes, and appends their answers with loss mask 0. With the tag protocol an answer
+continues the assistant's turn; otherwise it is a chat message and a new turn begins, and a turn
+without an end-of-turn token gets one, with loss mask 0. A message without a call goes to the
+simulated user if there is one. After tool answers the branch policy may ask for a probe of k
+tokens and fork right behind the answers; the probed tokens stay with this trajectory.
 
-Budgets are the trajectory's own and exact: tool answers count, and one that does not fit is cut
-with a note. `max_calls` counts calls, not turns, wrong ones included: of a turn with more calls
-than are left the first ones are run, the others are answered by a refusal, and a turn that calls
-when none is left is the last one. Nothing is run whose answer nobody could read.
+Budgets are exact. Tool answers count towards the token budget, and answers that do not fit are
+truncated with a note. `rollout.max_tool_calls` counts calls including invalid ones: if a turn
+makes more calls than are left, the first ones run and the others are answered with a refusal. If
+none is left, the turn that calls is the last one. No call runs whose answer cannot be shown.
 
-A fault of engine, tools or user ends the trajectory as failed, one of tools or user with its
-outcome as the last turn, without tokens; anything else that raises is a bug and passes through.
-Scores nothing.
+Infrastructure errors of engine, tools or user end the trajectory as failed; for tools and user
+the outcome is recorded as a last turn without tokens. Other exceptions are bugs and propagate.
+Scoring is left to the caller.
 """
 
 from __future__ import annotations
@@ -29,18 +27,26 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.choices import OnBadCall
-from mega_agentrl.rollout.answers import CUT_NOTE, refused, run_calls
-from mega_agentrl.rollout.context import FAULTS, Origin, RolloutContext, State
-from mega_agentrl.rollout.dialogue import Dialogue
-from mega_agentrl.rollout.forking import Forks, copy_of
-from mega_agentrl.rollout.speech import ABORT_DEADLINE_S, Speech, ends_inside
-from mega_agentrl.rollout.tape import Tape
-from mega_agentrl.types.faults import RankLostError, ToolFault
+from mega_agentrl.config.enums import InvalidCallAction
+from mega_agentrl.rollout.branching.fork import ForkDecider, fork_sessions
+from mega_agentrl.rollout.context import INFRA_ERRORS, ForkSnapshot, RolloutContext, TrajectoryState
+from mega_agentrl.rollout.conversation.tool_calls import (
+    TRUNCATION_NOTE,
+    call_limit_outcome,
+    run_tool_calls,
+)
+from mega_agentrl.rollout.conversation.writer import ConversationWriter
+from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
+from mega_agentrl.rollout.generation.turn_generator import (
+    ABORT_TIMEOUT_S,
+    TurnGenerator,
+    ends_with_partial_stop,
+)
+from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
-    Author,
-    BadCall,
-    Finish,
+    FinishReason,
+    InvalidToolCall,
+    Role,
     StopReason,
     ToolStatus,
     Trajectory,
@@ -49,28 +55,34 @@ from mega_agentrl.types.records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mega_agentrl.rollout.branching import ForkBudget
-    from mega_agentrl.types.ports import ToolSession, UserSession
+    from mega_agentrl.rollout.branching.policy import ForkBudget
+    from mega_agentrl.types.protocols import ToolSession, UserSimulatorSession
     from mega_agentrl.types.records import Prompt, ToolCall
 
 __all__ = [
-    "ABORT_DEADLINE_S",
-    "CUT_NOTE",
-    "FAULTS",
+    "ABORT_TIMEOUT_S",
+    "INFRA_ERRORS",
+    "TRUNCATION_NOTE",
     "RolloutContext",
-    "State",
-    "TrajectoryRun",
-    "ends_inside",
+    "TrajectoryRunner",
+    "TrajectoryState",
+    "ends_with_partial_stop",
 ]
 
 _log = logging.getLogger(__name__)
 
 
-class TrajectoryRun:
-    """Grows one trajectory; `run` once.
+class TrajectoryRunner:
+    """Samples one trajectory; call `run` once.
 
-    prompt_key: the prompt's name, unique among the prompts of the call.
-    slots: pays for this path's forks. on_fork: takes each new sibling and runs it.
+    Args:
+        context: The shared context of the pass.
+        prompt: The prompt.
+        prompt_key: Name of the prompt, unique in the pass.
+        path: Position in the tree.
+        budget: Fork slots of this path.
+        on_fork: Receives the runner of each fork and must start it.
+        snapshot: State to start from; None for a root.
     """
 
     def __init__(
@@ -80,268 +92,305 @@ class TrajectoryRun:
         prompt_key: str,
         path: tuple[int, ...],
         *,
-        slots: ForkBudget,
-        on_fork: Callable[[TrajectoryRun], None],
-        origin: Origin | None = None,
+        budget: ForkBudget,
+        on_fork: Callable[[TrajectoryRunner], None],
+        snapshot: ForkSnapshot | None = None,
     ) -> None:
-        self.state = State.pending
+        self.state = TrajectoryState.pending
         self.path = path
         self._context = context
         self._prompt = prompt
         self._prompt_key = prompt_key
-        self._forks = Forks(context.policy, path, slots, origin.streak if origin else 0)
+        self._fork_decider = ForkDecider(
+            context.policy, path, budget, snapshot.num_consecutive_forks if snapshot else 0
+        )
         self._on_fork = on_fork
-        self._origin = origin
-        self._tape = origin.tape if origin else Tape()
-        self._fork_len = len(self._tape)
-        restarts = origin.restarts if origin else ()
-        parent_id = origin.parent_id if origin else None
-        self._speech = Speech(context, prompt, prompt_key, path, self._tape, restarts, parent_id)
-        self._spans = self._speech.spans
-        self._dialogue = Dialogue(context, prompt, self._tape, self._speech)
-        self._session: ToolSession | None = None
-        if origin and not isinstance(origin.session, FAULTS):
-            self._session = origin.session
-        self._user: UserSession | None = None
-        if origin and not isinstance(origin.user, FAULTS):
-            self._user = origin.user
-        self._until_s = origin.until_s if origin else None
-        self._num_calls = origin.num_calls if origin else 0
-        self._baseline = origin.baseline if origin else None
+        self._fork_snapshot = snapshot
+        self._token_buffer = snapshot.token_buffer if snapshot else TokenBuffer()
+        self._fork_len = len(self._token_buffer)
+        context_resets = snapshot.context_resets if snapshot else ()
+        parent_id = snapshot.parent_id if snapshot else None
+        self._turn_generator = TurnGenerator(
+            context, prompt, prompt_key, path, self._token_buffer, context_resets, parent_id
+        )
+        self._spans = self._turn_generator.spans
+        self._conversation_writer = ConversationWriter(
+            context, prompt, self._token_buffer, self._turn_generator
+        )
+        self._tool_session: ToolSession | None = None
+        if snapshot and not isinstance(snapshot.tool_session, INFRA_ERRORS):
+            self._tool_session = snapshot.tool_session
+        self._user_session: UserSimulatorSession | None = None
+        if snapshot and not isinstance(snapshot.user_session, INFRA_ERRORS):
+            self._user_session = snapshot.user_session
+        self._deadline_s = snapshot.deadline_s if snapshot else None
+        self._num_calls = snapshot.num_calls if snapshot else 0
+        self._baseline_entropy = snapshot.baseline_entropy if snapshot else None
         self._tool_rewards: dict[str, float] = {}
         self._num_children = 0
-        # A fork does not ask again about the answer it was forked at.
-        self._may_probe = False
+        # A fork does not probe again behind the answer at which it was forked.
+        self._probe_next_turn = False
 
     @property
     def trajectory_id(self) -> str:
-        """Unique over the run."""
-        return self._speech.trajectory_id
+        """Unique id within the run."""
+        return self._turn_generator.trajectory_id
 
     async def run(self) -> Trajectory:
-        """Live to the end; releases tools and user however that end comes."""
-        self._spans.begin()
+        """Sample to the end; tools and user are released in any case."""
+        self._spans.start()
         try:
-            stop_reason = await self._live()
+            stop_reason = await self._run_with_timeout()
         except BaseException:
-            self._spans.cut()
+            self._spans.mark_cancelled()
             raise
         finally:
             await self.release()
-        self._spans.over()
-        record = self._record(stop_reason)
-        self._spans.end(record)
+        self._spans.mark_ended()
+        record = self._build_trajectory(stop_reason)
+        self._spans.record_outcome(record)
         return record
 
     async def release(self) -> None:
         """Release tools and user; safe to call twice."""
-        for held in (self._session, self._user):
-            if held is None:
+        for session in (self._tool_session, self._user_session):
+            if session is None:
                 continue
             try:
-                await held.release()
-            except FAULTS as error:
+                await session.release()
+            except INFRA_ERRORS as error:
                 _log.warning("%s: release failed: %s", self.trajectory_id, error)
-        self._session = self._user = None
+        self._tool_session = self._user_session = None
 
-    async def _live(self) -> StopReason:
-        limit_s = self._context.config.max_wall_s
-        if limit_s and self._until_s is None:
-            self._until_s = asyncio.get_running_loop().time() + limit_s
-        clock = asyncio.timeout_at(self._until_s)
+    async def _run_with_timeout(self) -> StopReason:
+        limit_s = self._context.config.trajectory_timeout_s
+        if limit_s and self._deadline_s is None:
+            self._deadline_s = asyncio.get_running_loop().time() + limit_s
+        clock = asyncio.timeout_at(self._deadline_s)
         try:
             async with clock:
-                stop_reason = await self._take_turns()
+                stop_reason = await self._run_turns()
         except RankLostError:
-            raise  # of the whole run, which goes back to its last checkpoint
-        except FAULTS as error:
-            is_engine = self.state is State.generating
+            raise  # the whole run goes back to its last checkpoint
+        except INFRA_ERRORS as error:
+            is_engine = self.state is TrajectoryState.generating
             stop_reason = StopReason.aborted if is_engine else StopReason.tool_failure
             if clock.expired():
-                stop_reason = StopReason.wall_time
+                stop_reason = StopReason.trajectory_timeout
             _log.warning("%s: %s: %s", self.trajectory_id, stop_reason, error)
-            if len(self._tape) > self._tape.open_from:
+            if len(self._token_buffer) > self._token_buffer.open_turn_start:
                 self._close_turn()
-            if isinstance(error, ToolFault):
-                is_user = self.state is State.interacting
-                self._dialogue.note([error.outcome], Author.user if is_user else Author.tool)
+            if isinstance(error, ToolSessionError):
+                is_user = self.state is TrajectoryState.interacting
+                self._conversation_writer.write_hidden_outcomes(
+                    [error.outcome], Role.user if is_user else Role.tool
+                )
         failed = stop_reason.is_failure
-        self.state = State.failed if failed else State.completed
+        self.state = TrajectoryState.failed if failed else TrajectoryState.completed
         return stop_reason
 
-    async def _take_turns(self) -> StopReason:
-        session = await self._create()
+    async def _run_turns(self) -> StopReason:
+        session = await self._open_sessions()
         stop_reason: StopReason | None = None
         while stop_reason is None:
-            stop_reason = await self._take_turn(session)
+            stop_reason = await self._run_turn(session)
         self._spans.end_turn()
         if not stop_reason.is_failure:
-            self.state = State.tool_calling
-            self._tool_rewards = await self._spans.wait("reward", session.calc_reward())
-            if self._user is not None:
-                self.state = State.interacting
-                self._tool_rewards |= await self._user.calc_reward()
+            self.state = TrajectoryState.tool_calling
+            self._tool_rewards = await self._spans.trace_wait("reward", session.calc_reward())
+            if self._user_session is not None:
+                self.state = TrajectoryState.interacting
+                self._tool_rewards |= await self._user_session.calc_reward()
         return stop_reason
 
-    async def _create(self) -> ToolSession:
-        """Tools and user, made or inherited."""
-        context, origin = self._context, self._origin
-        if origin is not None:
-            for held in (origin.session, origin.user):
-                if isinstance(held, FAULTS):
-                    raise held
-            assert self._session is not None
-            return self._session
-        self._session = context.tools.open()
-        await self._spans.wait("tools", self._session.create(self._prompt.tools_kwargs))
-        user = context.interactions.open(self._prompt) if context.interactions else None
+    async def _open_sessions(self) -> ToolSession:
+        """Create tools and user, or take over those of the fork snapshot."""
+        context, snapshot = self._context, self._fork_snapshot
+        if snapshot is not None:
+            for session in (snapshot.tool_session, snapshot.user_session):
+                if isinstance(session, INFRA_ERRORS):
+                    raise session
+            assert self._tool_session is not None
+            return self._tool_session
+        self._tool_session = context.tools.open_session()
+        await self._spans.trace_wait("tools", self._tool_session.create(self._prompt.tools_kwargs))
+        user = context.interactions.open_session(self._prompt) if context.interactions else None
         if user is not None:
             await user.create()
-            self._user = user
-        return self._session
+            self._user_session = user
+        return self._tool_session
 
-    async def _take_turn(self, session: ToolSession) -> StopReason | None:
-        """Sample one turn and answer it; None: there is a next turn."""
-        self.state = State.generating
-        finish, text = await self._speak()
+    async def _run_turn(self, session: ToolSession) -> StopReason | None:
+        """Sample one turn and answer it; return None if the trajectory continues."""
+        self.state = TrajectoryState.generating
+        finish, text = await self._generate_turn()
         match finish:
-            case Finish.length:
+            case FinishReason.length:
                 return StopReason.length
-            case Finish.aborted:
+            case FinishReason.aborted:
                 return StopReason.aborted
         tools = self._context.tools
-        calls = tools.read(text) if tools.answers_in_chat or finish is Finish.stop else ()
+        calls = (
+            tools.parse_calls(text)
+            if tools.uses_tool_messages or finish is FinishReason.stop
+            else ()
+        )
         if calls:
-            return await self._use_tools(session, calls, finish)
-        if finish is Finish.stop:
+            return await self._run_tools(session, calls, finish)
+        if finish is FinishReason.stop:
             return StopReason.stop
-        return StopReason.eos if self._user is None else await self._hear(self._user)
+        return (
+            StopReason.eos
+            if self._user_session is None
+            else await self._get_user_reply(self._user_session)
+        )
 
-    async def _speak(self) -> tuple[Finish, str]:
-        """One assistant turn: how it ended and its text."""
-        start = len(self._tape)
-        is_first = not self._tape.turns
-        self._speech.begin_turn()
-        if self._speech.room < 1:
-            return Finish.length, ""
-        if self._may_probe and self._forks.left and self._baseline is not None:
-            finish = await self._speak_probed(start, self._baseline)
+    async def _generate_turn(self) -> tuple[FinishReason, str]:
+        """Sample one assistant turn; return how it ended and its text."""
+        start = len(self._token_buffer)
+        is_first = not self._token_buffer.turns
+        self._turn_generator.start_turn()
+        if self._turn_generator.num_tokens_left < 1:
+            return FinishReason.length, ""
+        if (
+            self._probe_next_turn
+            and self._fork_decider.num_slots_left
+            and self._baseline_entropy is not None
+        ):
+            finish = await self._generate_turn_with_probe(start, self._baseline_entropy)
         else:
-            finish = await self._speech.sample(self._speech.room)
+            finish = await self._turn_generator.sample(self._turn_generator.num_tokens_left)
         text = self._close_turn()
         if is_first:
-            self._baseline = self._context.policy.baseline(self._tape.entropies[start:])
+            self._baseline_entropy = self._context.policy.baseline_entropy(
+                self._token_buffer.entropies[start:]
+            )
         return finish, text
 
-    async def _speak_probed(self, start: int, baseline: float) -> Finish:
-        """Sample a probe, decide about forks, then sample the rest of the turn."""
-        probe_tokens = min(self._context.policy.probe_tokens, self._speech.room)
-        finish = await self._speech.sample(probe_tokens)
-        if finish is not Finish.aborted:
-            await self._fork(start, baseline)
-        return await self._speech.rest_of_turn(finish, start)
+    async def _generate_turn_with_probe(self, start: int, baseline: float) -> FinishReason:
+        """Sample the probe, decide about forks, then sample the rest of the turn."""
+        probe_tokens = min(
+            self._context.policy.num_probe_tokens, self._turn_generator.num_tokens_left
+        )
+        finish = await self._turn_generator.sample(probe_tokens)
+        if finish is not FinishReason.aborted:
+            await self._maybe_fork(start, baseline)
+        return await self._turn_generator.finish_turn(finish, start)
 
-    async def _fork(self, start: int, baseline: float) -> None:
-        """Ask the policy, and fork at token `start`, right behind the tool's answer."""
-        assert self._session is not None
-        for slots in self._forks.ask(start, baseline, self._tape.entropies[start:]):
-            copies = copy_of(self._session, self._user, self.trajectory_id)
-            session, user = await self._spans.wait("fork", copies)
-            origin = Origin(
+    async def _maybe_fork(self, start: int, baseline: float) -> None:
+        """Ask the branch policy, and fork at token `start`, right behind the tool's answer."""
+        assert self._tool_session is not None
+        for budget in self._fork_decider.decide(
+            start, baseline, self._token_buffer.entropies[start:]
+        ):
+            copies = fork_sessions(self._tool_session, self._user_session, self.trajectory_id)
+            session, user = await self._spans.trace_wait("fork", copies)
+            snapshot = ForkSnapshot(
                 parent_id=self.trajectory_id,
-                tape=self._tape.prefix(start),
-                session=session,
+                token_buffer=self._token_buffer.prefix(start),
+                tool_session=session,
                 num_calls=self._num_calls,
-                baseline=baseline,
-                streak=self._forks.streak,
-                user=user,
-                until_s=self._until_s,
-                restarts=self._speech.restarts,
+                baseline_entropy=baseline,
+                num_consecutive_forks=self._fork_decider.num_consecutive_forks,
+                user_session=user,
+                deadline_s=self._deadline_s,
+                context_resets=self._turn_generator.context_resets,
             )
-            child = TrajectoryRun(
+            child = TrajectoryRunner(
                 self._context,
                 self._prompt,
                 self._prompt_key,
                 (*self.path, self._num_children),
-                slots=slots,
+                budget=budget,
                 on_fork=self._on_fork,
-                origin=origin,
+                snapshot=snapshot,
             )
             self._num_children += 1
             self._on_fork(child)
 
-    async def _use_tools(
-        self, session: ToolSession, calls: Sequence[ToolCall | BadCall], finish: Finish
+    async def _run_tools(
+        self,
+        session: ToolSession,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        finish: FinishReason,
     ) -> StopReason | None:
         """Run the calls of a turn and append their answers."""
-        config, dialogue = self._context.config, self._dialogue
-        if self._num_calls >= config.max_calls:
+        config, writer = self._context.config, self._conversation_writer
+        if self._num_calls >= config.max_tool_calls:
             return StopReason.call_limit
-        if self._tape.num_said >= config.max_turns:
+        if self._token_buffer.num_assistant_turns >= config.max_turns:
             return StopReason.turn_limit
-        self.state = State.tool_calling
-        stops = config.on_bad_call is OnBadCall.stop
-        if stops and (bad := [call for call in calls if isinstance(call, BadCall)]):
-            calls = bad[:1]
-        fitting = calls[: config.max_calls - self._num_calls]
+        self.state = TrajectoryState.tool_calling
+        stops = config.on_invalid_call is InvalidCallAction.stop
+        if stops and (invalid := [call for call in calls if isinstance(call, InvalidToolCall)]):
+            calls = invalid[:1]
+        fitting = calls[: config.max_tool_calls - self._num_calls]
         self._num_calls += len(fitting)
-        outcomes = await run_calls(session, fitting, self._spans)
-        outcomes += [refused(call, config.max_calls) for call in calls[len(fitting) :]]
+        outcomes = await run_tool_calls(session, fitting, self._spans)
+        outcomes += [
+            call_limit_outcome(call, config.max_tool_calls) for call in calls[len(fitting) :]
+        ]
         failed = any(outcome.status is ToolStatus.infra_error for outcome in outcomes)
-        if failed or (stops and any(outcome.bad_call for outcome in outcomes)):
-            dialogue.note(outcomes)
-            return StopReason.tool_failure if failed else StopReason.bad_call
-        if not dialogue.answer(outcomes, ended=finish is Finish.eos):
+        if failed or (stops and any(outcome.is_invalid_call for outcome in outcomes)):
+            writer.write_hidden_outcomes(outcomes)
+            return StopReason.tool_failure if failed else StopReason.invalid_call
+        if not writer.write_tool_answers(outcomes, ended=finish is FinishReason.eos):
             return StopReason.length
-        self._may_probe = self._user is None or self._user.can_fork
+        self._probe_next_turn = self._user_session is None or self._user_session.can_fork
         return None
 
-    async def _hear(self, user: UserSession) -> StopReason | None:
-        """Let the user judge and answer the message."""
-        self.state = State.interacting
-        outcome, is_last = await self._spans.wait("user", user.respond(self._dialogue.messages))
+    async def _get_user_reply(self, user: UserSimulatorSession) -> StopReason | None:
+        """Pass the message to the user and append the user's answer."""
+        self.state = TrajectoryState.interacting
+        outcome, is_last = await self._spans.trace_wait(
+            "user", user.respond(self._conversation_writer.messages)
+        )
         stop_reason = None
         if is_last:
             stop_reason = StopReason.interaction_end
-        elif not user.may_speak:
+        elif not user.can_respond:
             stop_reason = StopReason.interaction_limit
-        elif self._tape.num_said >= self._context.config.max_turns:
+        elif self._token_buffer.num_assistant_turns >= self._context.config.max_turns:
             stop_reason = StopReason.turn_limit
         if stop_reason is not None:
-            self._dialogue.note([outcome], Author.user)
+            self._conversation_writer.write_hidden_outcomes([outcome], Role.user)
             return stop_reason
-        if not self._dialogue.reply(outcome):
+        if not self._conversation_writer.write_user_message(outcome):
             return StopReason.length
-        user.count_said()
-        self._may_probe = False
+        user.record_response()
+        self._probe_next_turn = False
         return None
 
     def _close_turn(self) -> str:
-        tape = self._tape
-        return tape.close_turn(self._context.codec.decode(tape.token_ids[tape.open_from :])).text
+        buffer = self._token_buffer
+        return buffer.close_turn(
+            self._context.codec.decode(buffer.token_ids[buffer.open_turn_start :])
+        ).text
 
-    def _record(self, stop_reason: StopReason) -> Trajectory:
-        tape, origin = self._tape, self._origin
+    def _build_trajectory(self, stop_reason: StopReason) -> Trajectory:
+        buffer, snapshot = self._token_buffer, self._fork_snapshot
         return Trajectory(
             trajectory_id=self.trajectory_id,
             prompt=self._prompt,
             path=self.path,
-            token_ids=tape.token_ids,
-            loss_mask=tape.loss_mask,
-            logps=tape.logps,
-            entropies=tape.entropies,
-            versions=tape.versions,
-            turn_ids=tape.turn_ids,
-            turns=tape.turns,
-            argmax_ids=tape.argmax_ids,
+            token_ids=buffer.token_ids,
+            loss_mask=buffer.loss_mask,
+            logps=buffer.logps,
+            entropies=buffer.entropies,
+            versions=buffer.versions,
+            turn_ids=buffer.turn_ids,
+            turns=buffer.turns,
+            argmax_ids=buffer.argmax_ids,
             stop_reason=stop_reason,
-            parent_id=origin.parent_id if origin else None,
+            parent_id=snapshot.parent_id if snapshot else None,
             fork_len=self._fork_len,
-            num_calls=self._num_calls,
-            baseline_entropy=self._baseline,
+            num_tool_calls=self._num_calls,
+            baseline_entropy=self._baseline_entropy,
             tool_rewards=self._tool_rewards,
-            decisions=self._forks.decisions,
-            restarts=self._speech.restarts,
-            template_drift="" if stop_reason.is_failure else self._dialogue.drift(),
-            topk_gap=self._speech.topk_gap,
+            decisions=self._fork_decider.decisions,
+            context_resets=self._turn_generator.context_resets,
+            template_drift=""
+            if stop_reason.is_failure
+            else self._conversation_writer.check_template_drift(),
+            topk_entropy_error=self._turn_generator.topk_entropy_error,
         )

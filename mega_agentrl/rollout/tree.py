@@ -1,10 +1,9 @@
-"""The rollout tree of one prompt: its roots, their forks, and the top-up to M trajectories.
+"""Sampling of the rollout tree of one prompt: roots, forks, and the top-up to M trajectories.
 
-Consumes a prompt, produces a `RolloutTree` of exactly M trajectories in path order. Waits for
-every trajectory: roots and forks run at once (where the policy monitors a first root, when that
-one has ended), fresh roots for unused fork slots start together when those have ended. A
-trajectory that fails is one of the M. A bug in one, or cancellation, ends the others, and every
-tool session is released before it goes on.
+Roots and their forks run concurrently; if the branch policy monitors a first root, the others
+start when it has ended. When all have ended, unused fork slots are filled with fresh roots. A
+failed trajectory counts as one of the M. A bug or a cancellation ends all trajectories, and every
+tool session is released before the exception propagates.
 """
 
 from __future__ import annotations
@@ -12,39 +11,49 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.branching import Share, root_budgets
-from mega_agentrl.rollout.trajectory import RolloutContext, TrajectoryRun
+from mega_agentrl.rollout.branching.policy import PathBudget, make_root_budgets
+from mega_agentrl.rollout.trajectory import RolloutContext, TrajectoryRunner
 from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.rollout.branching import ForkBudget
+    from mega_agentrl.rollout.branching.policy import ForkBudget
     from mega_agentrl.types.records import Prompt, Trajectory
 
 
-async def grow_tree(
+async def sample_tree(
     context: RolloutContext,
     prompt: Prompt,
     prompt_key: str,
     tasks: list[asyncio.Task[Trajectory]] | None = None,
 ) -> RolloutTree:
-    """All M trajectories of the prompt, unscored. tasks: gets each one's task as it starts."""
-    num_trajectories = context.config.num_trajectories
-    tree = _Tree(context, prompt, prompt_key, [] if tasks is None else tasks)
+    """Sample all M trajectories of a prompt, unscored.
+
+    Args:
+        context: The shared context of the pass.
+        prompt: The prompt.
+        prompt_key: Name of the prompt, unique in the pass.
+        tasks: Receives the task of each trajectory when it starts.
+
+    Returns:
+        A tree of exactly `rollout.group_size` trajectories in path order.
+    """
+    num_trajectories = context.config.group_size
+    tree = _TreeSampler(context, prompt, prompt_key, [] if tasks is None else tasks)
     policy, monitored = context.policy, None
     try:
-        if policy.monitors(num_trajectories):
-            await tree.run_roots([Share(0)])
+        if policy.needs_monitor_root(num_trajectories):
+            await tree.run_roots([PathBudget(0)])
             monitored = tree.tasks[0].result()
         slots = policy.fork_slots(num_trajectories, monitored)
-        await tree.run_roots(root_budgets(context.config.branch.budget, slots))
+        await tree.run_roots(make_root_budgets(context.config.branch.fork_budget, slots))
         num_missing = num_trajectories - len(tree.tasks)
-        await tree.run_roots([Share(0)] * num_missing)
+        await tree.run_roots([PathBudget(0)] * num_missing)
     finally:
-        for run in tree.runs:
+        for runner in tree.runners:
             # A task that is cancelled before its first step never reaches its own release.
-            await run.release()
+            await runner.release()
     trajectories = [task.result() for task in tree.tasks]
     assert len(trajectories) == num_trajectories, f"{len(trajectories)} of {num_trajectories}"
     return RolloutTree(
@@ -55,8 +64,8 @@ async def grow_tree(
     )
 
 
-class _Tree:
-    """The runs of one prompt and their tasks, in the order they were started."""
+class _TreeSampler:
+    """The trajectory runners of one prompt and their tasks, in starting order."""
 
     def __init__(
         self,
@@ -65,7 +74,7 @@ class _Tree:
         prompt_key: str,
         tasks: list[asyncio.Task[Trajectory]],
     ) -> None:
-        self.runs: list[TrajectoryRun] = []
+        self.runners: list[TrajectoryRunner] = []
         self.tasks = tasks
         self._context = context
         self._prompt = prompt
@@ -73,20 +82,20 @@ class _Tree:
         self._num_roots = 0
 
     async def run_roots(self, budgets: Sequence[ForkBudget]) -> None:
-        """Run a fresh root per budget, and all their forks, to the end."""
+        """Run one new root per budget, and all their forks, to the end."""
         async with asyncio.TaskGroup() as group:
 
-            def start(run: TrajectoryRun) -> None:
-                self.runs.append(run)
-                self.tasks.append(group.create_task(run.run()))
+            def start(runner: TrajectoryRunner) -> None:
+                self.runners.append(runner)
+                self.tasks.append(group.create_task(runner.run()))
 
             for budget in budgets:
-                root = TrajectoryRun(
+                root = TrajectoryRunner(
                     self._context,
                     self._prompt,
                     self._prompt_key,
                     (self._num_roots,),
-                    slots=budget,
+                    budget=budget,
                     on_fork=start,
                 )
                 self._num_roots += 1

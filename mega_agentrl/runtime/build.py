@@ -1,9 +1,9 @@
-"""Builds the parts of a run from its configuration and its input, and ends them all.
+"""Build the components of a run from its configuration and inputs, and close them at the end.
 
-Order: what can still be wrong in the input is opened first (trackers, then corpus and sandbox),
-then Ray starts, then policy and engines start side by side, or on shared GPUs the engines before
-the policy. Only where sandboxes are on other nodes (`tool.python.hosts`) the tools start after
-Ray, before the rest.
+Whatever can still fail because of the input is opened first: trackers, then corpus and sandboxes.
+Then Ray starts, then policy and engines start in parallel; on shared GPUs (`cluster.colocated`) the
+engines start before the policy. If sandboxes run on other nodes (`tool.python.num_hosts`), the
+tools start after Ray and before policy and engines.
 """
 
 from __future__ import annotations
@@ -18,50 +18,55 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mega_agentrl.data.sampler import PromptSampler
-from mega_agentrl.report.span_export import open_tracer
-from mega_agentrl.report.trackers.open import open_trackers
-from mega_agentrl.rollout.spans import RolloutSpans
-from mega_agentrl.runtime.bridge import WeightBridge
+from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.report.trace_export import open_tracer
+from mega_agentrl.report.trackers.factory import open_trackers
+from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.runtime.cluster import connect
-from mega_agentrl.runtime.critic_group import CriticGroup
-from mega_agentrl.runtime.engine_keeper import EngineKeeper
-from mega_agentrl.runtime.generator_group import GeneratorGroup
-from mega_agentrl.runtime.gpu_watch import ClusterGpus
-from mega_agentrl.runtime.loop_thread import LoopThread
-from mega_agentrl.runtime.memory_watch import GroupMemory
-from mega_agentrl.runtime.policy_group import PolicyGroup
-from mega_agentrl.runtime.remote import DiedError, RankGoneError
-from mega_agentrl.runtime.reward_group import RewardGroup
-from mega_agentrl.runtime.rewards import open_rubric
-from mega_agentrl.runtime.turns import Turns
-from mega_agentrl.types.parts import Parts
-from mega_agentrl.types.watch import Watch
+from mega_agentrl.runtime.event_loop_thread import EventLoopThread
+from mega_agentrl.runtime.gpu_monitor import ClusterGpuMonitor
+from mega_agentrl.runtime.memory_monitor import MemoryMonitor
+from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
+from mega_agentrl.runtime.rubric import open_rubric
+from mega_agentrl.runtime.weight_sync import WeightSynchronizer
+from mega_agentrl.runtime.workers.critic_group import CriticGroup
+from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
+from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+from mega_agentrl.runtime.workers.reward_model_group import RewardModelGroup
+from mega_agentrl.types.components import Components
+from mega_agentrl.types.monitoring import Monitors
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.runtime.inputs import Inputs
+    from mega_agentrl.runtime.inputs import RunInputs
 
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def build(config: TrainConfig, inputs: Inputs) -> Iterator[Parts]:
-    """All parts, ready; every process is ended on the way out, whatever happened.
+def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
+    """Build all components; every process is ended on exit, also after an error.
 
-    inputs: what `read_inputs` read for this configuration. Raises `ValueError` for bad input
-    before an engine starts, and before Ray does where it needs no cluster to be found.
+    Args:
+        config: the checked configuration.
+        inputs: the result of `read_inputs` for this configuration.
+
+    Raises:
+        ValueError: the input is invalid. Raised before an engine starts and, unless the cluster is
+            needed to find the error, before Ray starts.
     """
     start_s = time.perf_counter()
     run_dir = Path(config.run_dir)
-    tools, hosted = inputs.tools, config.tool.python.hosts > 0
+    tools, has_sandbox_hosts = inputs.tools, config.tool.python.num_hosts > 0
     with ExitStack() as stack:
         trackers = stack.enter_context(open_trackers(run_dir, config.report))
         spans = stack.enter_context(_open_spans(config))
         rubric = stack.enter_context(open_rubric(config.reward))
-        # One loop for the whole run.
-        runner: asyncio.Runner | LoopThread = (
-            LoopThread() if config.rollout.staleness else asyncio.Runner()
+        # One event loop for the whole run.
+        runner: asyncio.Runner | EventLoopThread = (
+            EventLoopThread() if config.rollout.max_staleness else asyncio.Runner()
         )
         stack.enter_context(runner)
 
@@ -69,17 +74,17 @@ def build(config: TrainConfig, inputs: Inputs) -> Iterator[Parts]:
             stack.callback(tools.close_now)
             runner.run(tools.start())
 
-        if not hosted:
+        if not has_sandbox_hosts:
             start_tools()
-        policy, generator = _start_groups(
-            config, stack, run_dir / "logs", start_tools if hosted else None
+        policy, generator = _start_policy_and_engines(
+            config, stack, run_dir / "logs", start_tools if has_sandbox_hosts else None
         )
         reward_model = _start_reward_model(config, stack, run_dir / "logs")
-        gpus = ClusterGpus.launch()
-        if gpus is not None:
-            stack.callback(gpus.close)
+        gpu_monitor = ClusterGpuMonitor.launch()
+        if gpu_monitor is not None:
+            stack.callback(gpu_monitor.close)
         critic = _start_critic(config, stack, run_dir / "logs")
-        yield Parts(
+        yield Components(
             run_dir=run_dir,
             policy=policy,
             generator=generator,
@@ -87,23 +92,23 @@ def build(config: TrainConfig, inputs: Inputs) -> Iterator[Parts]:
             codec=inputs.codec,
             rubric=rubric,
             reward_model=reward_model,
-            prompts=PromptSampler(
-                inputs.prompts, config.seed, weights=inputs.weights, order=config.data.order
+            prompt_source=PromptSampler(
+                inputs.prompts, config.seed, weights=inputs.prompt_weights, order=config.data.order
             ),
             critic=critic,
-            validation=inputs.validation,
-            dev=inputs.dev,
-            demonstrations=inputs.demonstrations,
-            start_s=inputs.read_s + time.perf_counter() - start_s,
-            wait=runner.run,
+            validation_prompts=inputs.validation,
+            dev_prompts=inputs.dev,
+            open_sft_stream=inputs.demonstrations,
+            startup_s=inputs.read_time_s + time.perf_counter() - start_s,
+            run_coroutine=runner.run,
             interactions=inputs.interactions,
-            cot_markers=inputs.cot_markers,
+            cot_marker_ids=inputs.cot_markers,
             trigger_ids=inputs.trigger_ids,
-            watch=Watch(
+            monitors=Monitors(
                 trackers=trackers,
-                gpus=gpus,
-                memory=GroupMemory(policy, generator),
-                spans=spans,
+                gpu=gpu_monitor,
+                memory=MemoryMonitor(policy, generator),
+                rollout_spans=spans,
                 gpu_name=policy.gpu_name(),
             ),
         )
@@ -111,7 +116,7 @@ def build(config: TrainConfig, inputs: Inputs) -> Iterator[Parts]:
 
 @contextmanager
 def _open_spans(config: TrainConfig) -> Iterator[RolloutSpans | None]:
-    with open_tracer(config.report.spans, Path(config.run_dir).name) as tracer:
+    with open_tracer(config.report.trace_destination, Path(config.run_dir).name) as tracer:
         spans = None if tracer is None else RolloutSpans(tracer)
         try:
             yield spans
@@ -120,7 +125,7 @@ def _open_spans(config: TrainConfig) -> Iterator[RolloutSpans | None]:
                 spans.close()
 
 
-def _start_groups(
+def _start_policy_and_engines(
     config: TrainConfig,
     stack: ExitStack,
     log_folder: Path,
@@ -130,85 +135,92 @@ def _start_groups(
     stack.callback(ray.shutdown)
     if start_tools is not None:
         start_tools()
-    launch = _launch_together if config.cluster.colocated else _launch_apart
-    policy, generator, turns = launch(config, stack, on_gpu, log_folder)
+    launch = _launch_colocated if config.cluster.colocated else _launch_disaggregated
+    policy, generator, gpu_time_sharing = launch(config, stack, on_gpu, log_folder)
     dtype = "bfloat16" if on_gpu else "float32"
-    bridge = WeightBridge(policy, generator, config, dtype=dtype, turns=turns)
-    (log_folder / "weights.txt").write_text(bridge.connect().describe() + "\n")
-    policy.attach(bridge)
-    keeper = EngineKeeper(generator, bridge, turns=turns)
-    generator.keep(keeper)
-    bridge.keep(keeper)
-    stack.callback(keeper.close)
-    keeper.start()
+    weight_sync = WeightSynchronizer(
+        policy, generator, config, dtype=dtype, gpu_time_sharing=gpu_time_sharing
+    )
+    (log_folder / "weights.txt").write_text(weight_sync.connect().summary() + "\n")
+    policy.set_weight_sync(weight_sync)
+    supervisor = EngineSupervisor(generator, weight_sync, gpu_time_sharing=gpu_time_sharing)
+    generator.set_engine_supervisor(supervisor)
+    weight_sync.set_engine_supervisor(supervisor)
+    stack.callback(supervisor.close)
+    supervisor.start()
     return policy, generator
 
 
-def _launch_apart(
+def _launch_disaggregated(
     config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
 ) -> tuple[PolicyGroup, GeneratorGroup, None]:
-    """Both with GPUs of their own, started side by side."""
+    """Start policy and engines in parallel, each on GPUs of their own."""
     generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(generator.close)
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(policy.close)
-    starting = generator.begin_start()
-    _start(policy)
-    _finish_start(generator, starting)
+    starting = generator.submit_start()
+    _start_policy(policy)
+    _wait_for_engines(generator, starting)
     return policy, generator, None
 
 
-def _start(policy: PolicyGroup) -> None:
-    """Once more where a rank dies meanwhile; if it dies again, that is no accident."""
+def _start_policy(policy: PolicyGroup) -> None:
+    """Start the policy; retry once if a rank dies during the start."""
     try:
         policy.start()
-    except RankGoneError as error:
-        _logger.warning("the policy is started once more: %s", error)
+    except PolicyRankDiedError as error:
+        _logger.warning("restarting the policy: %s", error)
         policy.restart()
 
 
-def _finish_start(generator: GeneratorGroup, starting: dict[str, Any]) -> None:
-    """Once more where an engine's process dies meanwhile. starting: by engine, in their order."""
+def _wait_for_engines(generator: GeneratorGroup, starting: dict[str, Any]) -> None:
+    """Wait for the engines; restart one engine once if it dies during the start.
+
+    Args:
+        generator: the engines.
+        starting: pending start calls by engine name, in engine order.
+    """
     try:
-        generator.finish_start(starting)
-    except DiedError as error:
-        _logger.warning("an engine is started once more: %s", error)
-        index, again = generator.begin_replace(list(starting).index(error.name))
-        generator.finish_start(starting | again)
-        generator.admit(index)
+        generator.wait_started(starting)
+    except ProcessDiedError as error:
+        _logger.warning("restarting an engine: %s", error)
+        index, again = generator.respawn_engine(list(starting).index(error.process_name))
+        generator.wait_started(starting | again)
+        generator.enable_routing(index)
 
 
-def _launch_together(
+def _launch_colocated(
     config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
-) -> tuple[PolicyGroup, GeneratorGroup, Turns]:
-    """The policy's ranks get the GPUs, the engines start there and sleep, the model is loaded."""
+) -> tuple[PolicyGroup, GeneratorGroup, GpuTimeSharing]:
+    """Start the engines on the ranks' GPUs and put them to sleep, then load the policy."""
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(policy.close)
     generator = GeneratorGroup.launch(
-        config, on_gpu=on_gpu, log_folder=log_folder, lodging=policy.lodging
+        config, on_gpu=on_gpu, log_folder=log_folder, engine_placement=policy.placement_for_engine
     )
     stack.callback(generator.close)
-    _finish_start(generator, generator.begin_start())
-    turns = Turns(policy, generator)
-    policy.share(turns)
-    _start(policy)
-    return policy, generator, turns
+    _wait_for_engines(generator, generator.submit_start())
+    gpu_time_sharing = GpuTimeSharing(policy, generator)
+    policy.set_gpu_time_sharing(gpu_time_sharing)
+    _start_policy(policy)
+    return policy, generator, gpu_time_sharing
 
 
 def _start_reward_model(
     config: TrainConfig, stack: ExitStack, log_folder: Path
-) -> RewardGroup | None:
-    if not config.reward.serves_model:
+) -> RewardModelGroup | None:
+    if not config.reward.hosts_reward_model:
         return None
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    group = RewardGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    group = RewardModelGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(group.close)
     group.start()
     return group
 
 
 def _start_critic(config: TrainConfig, stack: ExitStack, log_folder: Path) -> CriticGroup | None:
-    if not config.algo.needs_critic or config.validates_only:
+    if not config.algo.needs_critic or config.is_eval_only:
         return None
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     group = CriticGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)

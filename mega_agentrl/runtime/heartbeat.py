@@ -1,14 +1,15 @@
-"""Who is alive and what they are at: ranks beat, the driver listens.
+"""Heartbeats of the model ranks, and detection of silent ranks and overdue operations.
 
-Each rank's side thread sends a datagram every `BEAT_S`: its name, the marks of `types.doing` and
-their ages and bounds. A process that is stopped, or blocked in native code with the interpreter's
-lock held, sends none. The driver's thread keeps the last words of each rank and when they came:
+A thread in each rank sends a UDP datagram every `HEARTBEAT_INTERVAL_S` with the rank's name and its
+current activities (`types.activity`). A process that is stopped, or blocked in native code while
+holding the interpreter lock, sends none. A thread in the driver keeps the last heartbeat of each
+rank:
 
-    silent for `SILENCE_S`       the rank is lost: `check` raises, naming it and what all were at
-    a mark older than its bound  a line in `logs/driver.log`, see `Patience`
+    no heartbeat for `HEARTBEAT_TIMEOUT_S`   the rank is lost; `HeartbeatMonitor.check` raises
+    an activity older than its limit         a warning in `logs/driver.log` (`OverdueTracker`)
 
-Datagrams cost next to nothing, need no connection and may get lost; words of other runs, and of a
-rank's predecessor, do not carry the listener's token. Ends nobody: that is `rank_group`'s.
+Datagrams are cheap, need no connection and may get lost. A token separates them from those of other
+runs and of earlier processes of a rank. Restarting a lost rank is up to `workers.rank_group`.
 """
 
 from __future__ import annotations
@@ -22,205 +23,234 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mega_agentrl.runtime.remote import DiedError
-from mega_agentrl.types.doing import under_way
+from mega_agentrl.runtime.remote_calls import ProcessDiedError
+from mega_agentrl.types.activity import current_activities
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-BEAT_S = 1.0
-SILENCE_S = 15.0
-"""A rank is lost after so long; the interpreter's lock is never held for so long by what works."""
+HEARTBEAT_INTERVAL_S = 1.0
+HEARTBEAT_TIMEOUT_S = 15.0
+"""Silence in seconds after which a rank is lost; working code never holds the GIL for so long."""
 
-_NAP_S = 4 * BEAT_S
-"""A listener that did not run for so long cannot say that others were silent meanwhile."""
+_LISTENER_PAUSE_S = 4 * HEARTBEAT_INTERVAL_S
+"""If the listener thread itself did not run for this long, the silence of others proves nothing."""
 
-_MAX_BYTES = 4096
+_MAX_DATAGRAM_BYTES = 4096
 _logger = logging.getLogger(__name__)
 
 
-class Said(NamedTuple):
-    """A mark of `types.doing` as a beat tells it: with its age, as clocks differ."""
+class ActivityReport(NamedTuple):
+    """An activity in a heartbeat; it holds an age because clocks differ between nodes."""
 
     operation: str
+    """Name of the operation."""
     peer: str
+    """Process or rank that the operation waits for; empty for none."""
     age_s: float
-    bound_s: float
+    """Seconds since the start of the operation."""
+    overdue_after_s: float
+    """Age in seconds from which the operation is overdue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
-    """Where beats go. token: what they must carry."""
+class HeartbeatEndpoint:
+    """Address that heartbeats are sent to."""
 
     host: str
+    """IP address of the driver."""
     port: int
+    """UDP port."""
     token: str
+    """Secret that every heartbeat must carry."""
 
 
-class Heart:
-    """One process's side: beats from its making until `stop`, whatever the process does."""
+class HeartbeatSender:
+    """Sends heartbeats of this process from construction until `stop`."""
 
-    def __init__(self, station: Station, name: str) -> None:
-        self._station = station
+    def __init__(self, endpoint: HeartbeatEndpoint, name: str) -> None:
+        self._endpoint = endpoint
         self._name = name
-        self._over = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._stop_event = threading.Event()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """No beat from here on."""
-        self._over.set()
+        """Stop sending."""
+        self._stop_event.set()
 
-    def _beat(self) -> None:
-        at = (self._station.host, self._station.port)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+    def _run(self) -> None:
+        address = (self._endpoint.host, self._endpoint.port)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             while True:
                 try:
-                    way.sendto(self._words(), at)
-                except OSError as error:  # the network is away: the next beat may get through
-                    _logger.debug("beat of %s not sent: %s", self._name, error)
-                if self._over.wait(BEAT_S):
+                    sock.sendto(self._encode_heartbeat(), address)
+                except OSError as error:  # a network failure: the next heartbeat may get through
+                    _logger.debug("heartbeat of %s not sent: %s", self._name, error)
+                if self._stop_event.wait(HEARTBEAT_INTERVAL_S):
                     return
 
-    def _words(self) -> bytes:
+    def _encode_heartbeat(self) -> bytes:
         now = time.monotonic()
-        marks = [
-            Said(m.operation, m.peer, round(now - m.since_s, 1), m.bound_s) for m in under_way()
+        activities = [
+            ActivityReport(
+                activity.operation,
+                activity.peer,
+                round(now - activity.started_at_s, 1),
+                activity.overdue_after_s,
+            )
+            for activity in current_activities()
         ]
-        words = {"token": self._station.token, "name": self._name, "marks": marks}
-        return json.dumps(words).encode()
+        message = {"token": self._endpoint.token, "name": self._name, "activities": activities}
+        return json.dumps(message).encode()
 
 
 @dataclass(slots=True)
-class _Heard:
-    at_s: float
-    marks: list[Said]
+class _LastHeartbeat:
+    received_s: float
+    activities: list[ActivityReport]
 
 
-class Patience:
-    """Which marks are overdue, each told once while it goes on.
+class OverdueTracker:
+    """Decides which overdue activities to report, each once while it lasts.
 
-    One that was told and ended all the same is told again only beyond twice that age: what is
-    always slow soon goes unmentioned, what then hangs does not.
+    An activity that was reported and has ended is reported again only beyond twice its earlier age,
+    so that an operation which is always slow is not reported every time, but one that hangs is.
     """
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str, str], float] = {}
-        self._ended: dict[tuple[str, str, str], float] = {}
+        self._reported: dict[tuple[str, str, str], float] = {}
+        self._finished: dict[tuple[str, str, str], float] = {}
 
-    def overdue(self, name: str, marks: Sequence[Said]) -> list[str]:
-        """What is to be told of a rank by these words: operation, peer and seconds of each."""
-        ages = {(name, mark.operation, mark.peer): mark.age_s for mark in marks}
-        for key, age_s in list(self._told.items()):
+    def newly_overdue(self, name: str, activities: Sequence[ActivityReport]) -> list[str]:
+        """Return a line with operation, peer and seconds for each activity to report."""
+        ages = {
+            (name, activity.operation, activity.peer): activity.age_s for activity in activities
+        }
+        for key, age_s in list(self._reported.items()):
             if key[0] == name and ages.get(key, 0.0) < age_s:
-                self._ended[key] = self._told.pop(key)
+                self._finished[key] = self._reported.pop(key)
         lines = []
-        for at, mark in enumerate(marks):
-            key = (name, mark.operation, mark.peer)
-            is_told = key in self._told
-            if is_told or mark.age_s > max(mark.bound_s, 2 * self._ended.get(key, 0.0)):
-                self._told[key] = mark.age_s
-            if key in self._told and not is_told:
-                peer = next((inner.peer for inner in marks[at:] if inner.peer), "nobody else")
-                lines.append(f"{mark.operation} with {peer} for {mark.age_s:.0f} s")
+        for position, activity in enumerate(activities):
+            key = (name, activity.operation, activity.peer)
+            is_reported = key in self._reported
+            if is_reported or activity.age_s > max(
+                activity.overdue_after_s, 2 * self._finished.get(key, 0.0)
+            ):
+                self._reported[key] = activity.age_s
+            if key in self._reported and not is_reported:
+                peer = next(
+                    (inner.peer for inner in activities[position:] if inner.peer), "nobody else"
+                )
+                lines.append(f"{activity.operation} with {peer} for {activity.age_s:.0f} s")
         return lines
 
 
-class Listener:
-    """The driver's side: listens from its making until `close`."""
+class HeartbeatMonitor:
+    """The driver's side; listens from construction until `close`."""
 
     def __init__(self, host: str) -> None:
-        """host: the driver's address as other nodes know it."""
+        """Open the socket and start the listener thread.
+
+        Args:
+            host: the driver's IP address as seen from other nodes.
+        """
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
-        self._socket.settimeout(BEAT_S)
-        self.station = Station(host, self._socket.getsockname()[1], secrets.token_hex(8))
+        self._socket.settimeout(HEARTBEAT_INTERVAL_S)
+        self.endpoint = HeartbeatEndpoint(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()
-        self._heard: dict[str, _Heard] = {}
-        self._patience = Patience()
-        self._over = threading.Event()
+        self._last_heartbeats: dict[str, _LastHeartbeat] = {}
+        self._overdue_tracker = OverdueTracker()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="heartbeats", daemon=True)
         self._thread.start()
 
     def check(self, names: Collection[str]) -> None:
-        """Raise `DiedError` where one of these was heard of, and is not any more."""
+        """Raise `ProcessDiedError` if one of these ranks was heard before and is now silent."""
         now = time.monotonic()
         with self._lock:
             silent = {
-                name: now - self._heard[name].at_s
+                name: now - self._last_heartbeats[name].received_s
                 for name in names
-                if name in self._heard and now - self._heard[name].at_s > SILENCE_S
+                if name in self._last_heartbeats
+                and now - self._last_heartbeats[name].received_s > HEARTBEAT_TIMEOUT_S
             }
         if silent:
             name = max(silent, key=lambda one: silent[one])
-            raise DiedError(
+            raise ProcessDiedError(
                 f"{name} has not been heard of for {silent[name]:.0f} s; probable cause: its "
-                "process is stopped, blocked in native code, or its node is gone. Last words: "
-                f"{self.described()}",
+                "process is stopped, blocked in native code, or its node is gone. Last activities: "
+                f"{self.describe()}",
                 name,
             )
 
-    def described(self) -> str:
-        """What everybody was at, by their last words."""
+    def describe(self) -> str:
+        """Return the last known activities of all ranks as one line."""
         now = time.monotonic()
         with self._lock:
             lines = [
-                f"{name}: {_shown(heard.marks)} ({now - heard.at_s:.0f} s ago)"
-                for name, heard in sorted(self._heard.items())
+                f"{name}: {_format_activities(last.activities)} ({now - last.received_s:.0f} s ago)"
+                for name, last in sorted(self._last_heartbeats.items())
             ]
         return "; ".join(lines) or "none"
 
     def close(self) -> None:
         """Stop listening; safe to call twice."""
-        self._over.set()
+        self._stop_event.set()
         self._thread.join()
         self._socket.close()
 
     def _listen(self) -> None:
         before_s = time.monotonic()
-        while not self._over.is_set():
+        while not self._stop_event.is_set():
             try:
-                data: bytes | None = self._socket.recv(_MAX_BYTES)
+                data: bytes | None = self._socket.recv(_MAX_DATAGRAM_BYTES)
             except TimeoutError:
                 data = None
             now = time.monotonic()
-            if now - before_s > _NAP_S:  # it was this process that was stopped
-                self._forgive(now - before_s)
+            if now - before_s > _LISTENER_PAUSE_S:  # this process itself was paused
+                self._extend_deadlines(now - before_s)
             before_s = now
             if data is not None:
-                self._note(data, now)
+                self._record_heartbeat(data, now)
 
-    def _forgive(self, nap_s: float) -> None:
+    def _extend_deadlines(self, pause_s: float) -> None:
         with self._lock:
-            for heard in self._heard.values():
-                heard.at_s += nap_s
+            for last in self._last_heartbeats.values():
+                last.received_s += pause_s
 
-    def _note(self, data: bytes, now: float) -> None:
-        words = _read(data, self.station.token)
-        if words is None:
+    def _record_heartbeat(self, data: bytes, now: float) -> None:
+        message = _decode_heartbeat(data, self.endpoint.token)
+        if message is None:
             return
-        name, marks = words
+        name, activities = message
         with self._lock:
-            self._heard[name] = _Heard(now, marks)
-        for line in self._patience.overdue(name, marks):
-            _logger.warning("overdue: %s: %s. It is at: %s", name, line, _shown(marks))
+            self._last_heartbeats[name] = _LastHeartbeat(now, activities)
+        for line in self._overdue_tracker.newly_overdue(name, activities):
+            _logger.warning(
+                "overdue: %s: %s. Its activities: %s", name, line, _format_activities(activities)
+            )
 
 
-def _read(data: bytes, token: str) -> tuple[str, list[Said]] | None:
-    """Who says that they are at what; None for anything that is no beat of this run."""
+def _decode_heartbeat(data: bytes, token: str) -> tuple[str, list[ActivityReport]] | None:
+    """Return the sender's name and activities; None for anything but a heartbeat of this run."""
     try:
-        words: Any = json.loads(data)
-        if words["token"] != token:
+        message: Any = json.loads(data)
+        if message["token"] != token:
             return None
-        marks = [Said(str(a), str(b), float(c), float(d)) for a, b, c, d in words["marks"]]
-        return str(words["name"]), marks
+        activities = [
+            ActivityReport(str(a), str(b), float(c), float(d))
+            for a, b, c, d in message["activities"]
+        ]
+        return str(message["name"]), activities
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _shown(marks: list[Said]) -> str:
-    if not marks:
+def _format_activities(activities: list[ActivityReport]) -> str:
+    if not activities:
         return "idle"
     return ", ".join(
-        f"{mark.operation}{f' with {mark.peer}' if mark.peer else ''} for {mark.age_s:.0f} s"
-        for mark in marks
+        f"{operation}{f' with {peer}' if peer else ''} for {age_s:.0f} s"
+        for operation, peer, age_s, _ in activities
     )

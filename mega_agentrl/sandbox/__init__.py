@@ -1,1 +1,1 @@
-"""Isolated execution of untrusted code; the only place that starts child processes."""
+"""Isolated execution of untrusted code; the only package that starts child processes."""

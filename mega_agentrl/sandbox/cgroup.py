@@ -1,9 +1,9 @@
-"""A control group for each sandbox or session: its processes' memory and number together.
+"""Control groups that limit the total memory and process count of a sandbox or session.
 
-Best effort: version 2 where the controllers can be had, version 1 where that is what there
-is, nothing where neither can be written (the limits of single processes hold all the same).
-A group's name holds the process id and start time of its launcher, so that what a dead
-launcher left behind is found and removed by the next one.
+Cgroups are used on a best-effort basis: version 2 where its controllers are available, else version
+1. Where neither can be written there is no group, and only the per-process limits apply. The name
+of a group holds the process id and start time of its launcher, so that the next launcher can find
+and remove the groups of one that died.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "mega_agentrl"
 _MIB = 1 << 20
 _REMOVE_DEADLINE_S = 2.0
-_number = itertools.count()
-_late: list[Path] = []
-"""Folders of this process whose last process took longer than the deadline to end."""
+_group_counter = itertools.count()
+_pending_removal: list[Path] = []
+"""Folders of this process that still held a process when `Cgroup.close` timed out."""
 
 
 class Cgroup:
-    """Folders, one for each hierarchy; none where there is no control group to be had."""
+    """A control group: one folder per hierarchy, none if no group could be created."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
 
     @property
-    def is_real(self) -> bool:
-        """It limits something."""
+    def is_effective(self) -> bool:
+        """Whether the group limits anything."""
         return bool(self._folders)
 
     @property
-    def entrances(self) -> list[str]:
-        """Files to which a process writes its id to come in."""
+    def procs_files(self) -> list[str]:
+        """Files to which a process writes its id to join the group."""
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
     def add(self, pid: int) -> None:
-        """Move a process in; raises `OSError` where it is gone."""
-        for entrance in self.entrances:
-            Path(entrance).write_text(str(pid), encoding="ascii")
+        """Move a process into the group; raises `OSError` if it no longer exists."""
+        for procs_file in self.procs_files:
+            Path(procs_file).write_text(str(pid), encoding="ascii")
 
     def close(self) -> None:
-        """Remove it; its processes must have been killed. Safe twice.
+        """Remove the group, whose processes must have been killed. Safe to call twice.
 
-        What cannot be removed within 2 s is left to `remove_late`.
+        Folders that cannot be removed within 2 s are left to `remove_pending`.
         """
         deadline = time.monotonic() + _REMOVE_DEADLINE_S
         while self._folders:
@@ -55,74 +55,82 @@ class Cgroup:
                 self._folders[-1].rmdir()
             except FileNotFoundError:
                 pass
-            except OSError:  # the last process is on its way out
+            except OSError:  # the last process is still ending
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
-                _late.append(self._folders[-1])
+                _pending_removal.append(self._folders[-1])
             self._folders.pop()
 
 
-def new_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
-    """A group with these limits of memory (page cache and tmpfs included) and processes."""
-    remove_late()
-    name = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_number)}"
+def create_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
+    """Create a control group with these limits.
+
+    Args:
+        memory_mib: total memory of its processes, page cache and tmpfs included.
+        num_processes: total number of its processes and threads.
+    """
+    remove_pending()
+    name = f"{_PREFIX}-{os.getpid()}-{_process_start_ticks(os.getpid())}-{next(_group_counter)}"
     version_2 = {"memory.max": memory_mib * _MIB, "pids.max": num_processes, "memory.swap.max": 0}
-    for base in _bases("", _unified()):
-        folder = _make(base / name, version_2, needed=("memory.max", "pids.max"))
+    for base in _candidate_parents("", _unified_root()):
+        folder = _create_folder(base / name, version_2, needed=("memory.max", "pids.max"))
         if folder is not None:
             return Cgroup([folder])
     folders = []
     wanted = {"memory": {"memory.limit_in_bytes": memory_mib * _MIB, "memory.swappiness": 0}}
     for controller, values in (wanted | {"pids": {"pids.max": num_processes}}).items():
-        for base in _bases(controller, _ROOT / controller):
-            made = _make(base / name, values, needed=tuple(values)[:1])
-            if made is not None:
-                folders.append(made)
+        for base in _candidate_parents(controller, _ROOT / controller):
+            folder = _create_folder(base / name, values, needed=tuple(values)[:1])
+            if folder is not None:
+                folders.append(folder)
                 break
     return Cgroup(folders)
 
 
-def remove_late() -> None:
-    """Remove the groups that were not empty when they were closed, and are now."""
-    for folder in tuple(_late):
+def remove_pending() -> None:
+    """Remove the groups that were not yet empty when they were closed."""
+    for folder in tuple(_pending_removal):
         with contextlib.suppress(OSError):
             folder.rmdir()
         if not folder.exists():
-            with contextlib.suppress(ValueError):  # another thread was faster
-                _late.remove(folder)
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                _pending_removal.remove(folder)
 
 
-def remove_leftovers() -> None:
-    """Remove the empty groups of launchers that are gone."""
-    roots = [("", _unified()), *((one, _ROOT / one) for one in ("memory", "pids"))]
+def remove_stale_cgroups() -> None:
+    """Remove the empty groups of launchers that no longer exist."""
+    roots = [
+        ("", _unified_root()),
+        *((controller, _ROOT / controller) for controller in ("memory", "pids")),
+    ]
     for controller, root in roots:
-        for base in _bases(controller, root):
+        for base in _candidate_parents(controller, root):
             for folder in base.glob(f"{_PREFIX}-*-*-*"):
                 pid, start = (int(word) for word in folder.name.split("-")[1:3])
-                if _start_time(pid) != start:
+                if _process_start_ticks(pid) != start:
                     with contextlib.suppress(OSError):
                         folder.rmdir()
 
 
-def _unified() -> Path:
+def _unified_root() -> Path:
     return _ROOT if (_ROOT / "cgroup.controllers").exists() else _ROOT / "unified"
 
 
-def _bases(controller: str, root: Path) -> list[Path]:
-    """Where a group may be made: in our own, beside it, or at the top; what exists of these."""
+def _candidate_parents(controller: str, root: Path) -> list[Path]:
+    """Return the existing folders where a group may be created: our own, its parent, the root."""
     own = ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
                 own = path.strip("/")
-    places = [root / own, (root / own).parent, root]
-    found = [place for place in dict.fromkeys(places) if place.is_relative_to(root)]
+    candidates = [root / own, (root / own).parent, root]
+    found = [place for place in dict.fromkeys(candidates) if place.is_relative_to(root)]
     return [place for place in found if place.is_dir()]
 
 
-def _make(folder: Path, values: dict[str, int], *, needed: tuple[str, ...]) -> Path | None:
+def _create_folder(folder: Path, values: dict[str, int], *, needed: tuple[str, ...]) -> Path | None:
     try:
         folder.mkdir()
     except OSError:
@@ -140,8 +148,8 @@ def _make(folder: Path, values: dict[str, int], *, needed: tuple[str, ...]) -> P
     return None
 
 
-def _start_time(pid: int) -> int:
-    """In clock ticks after boot; -1 for a process that is gone."""
+def _process_start_ticks(pid: int) -> int:
+    """Return a process's start time in clock ticks since boot, or -1 if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

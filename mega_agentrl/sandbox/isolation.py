@@ -1,16 +1,16 @@
-"""The wall around a sandbox: which bubblewrap command puts a Python interpreter behind it.
+"""The bubblewrap command that isolates a sandbox's Python interpreter.
 
-Inside: own user, mount, PID, IPC, network (no interface but loopback), UTS and cgroup
-namespaces; no capability; `/usr` and the interpreter's own folders read-only; an empty
-environment. The program inside (`inner`) makes further namespaces, small tmpfs, limits and
-a system call filter for each call or session. Works the same for root, whose sandboxes run
-under users of their own (`stage`, `host_user`), and for any other user.
+Inside the sandbox there are separate user, mount, PID, IPC, network (loopback only), UTS and cgroup
+namespaces, no capabilities, `/usr` and the interpreter's own folders read-only, and an environment
+of a few fixed variables. For each call or session the guest program adds further namespaces, a
+small tmpfs, limits and a system call filter. This works the same for root, whose sandboxes run
+under dedicated user ids (`pre_exec`, `uid_lease`), and for any other user.
 
-Not covered: errors of the kernel in the system calls that are allowed; side channels (time,
-caches, load); memory of several processes together where no control group can be written
-(limits are per process then); the disk bandwidth and CPU share of other users; what a branch
-does through files its parent held open at the fork. A container whose own filter or masked
-/proc forbids user namespaces or mounting proc cannot hold sandboxes: `check_isolation` says so.
+Not covered: bugs of the kernel in the allowed system calls; side channels (timing, caches, load);
+the total memory of several processes where no control group can be written, since limits are then
+per process; disk bandwidth and CPU share of other users; what a fork does through files its parent
+held open. A container whose own filter or masked /proc forbids user namespaces or mounting proc
+cannot run sandboxes: `check_isolation` reports it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_agentrl.sandbox.process import run_to_end
-from mega_agentrl.sandbox.stage import REFUSED
+from mega_agentrl.sandbox.pre_exec import EXIT_SETUP_FAILED
+from mega_agentrl.sandbox.process import run_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-INNER_PATH = "/sandbox"
-"""Where the inner program's package is seen from inside."""
+GUEST_PATH = "/sandbox"
+"""Where the guest package is mounted inside the sandbox."""
 
-_ENVIRONMENT = Path("/sandbox/environment")
-"""Where a virtual environment is seen from inside, wherever it lies: it may be below /tmp,
-which every call replaces by a tmpfs of its own."""
+_VENV_PATH = Path("/sandbox/environment")
+"""Where a virtual environment is mounted inside the sandbox. Its own path will not do: it may be
+below /tmp, which every call replaces by a tmpfs of its own.
+"""
 
-_PACKAGE = "mega_agentrl/sandbox/inner"
-_START = (
-    "import sys; sys.path.insert(0, {0!r}); from mega_agentrl.sandbox.inner.main import main; "
+_GUEST_PACKAGE = "mega_agentrl/sandbox/guest"
+_BOOTSTRAP = (
+    "import sys; sys.path.insert(0, {0!r}); from mega_agentrl.sandbox.guest.main import main; "
     "del sys.path[0]; main(sys.argv[1])"
 )
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_CALM = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "LANG": "C.UTF-8"}
-"""A thread of the allocator's would not survive a fork, and might hold a lock meanwhile."""
+_THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_FIXED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "LANG": "C.UTF-8"}
+"""The allocator's background thread is off: it would not survive a fork and might hold a lock."""
 
-_INNER_ID = "1000"
-_CHECK_DEADLINE_S = 20.0
+_GUEST_ID = "1000"
+_CHECK_TIMEOUT_S = 20.0
 
 
 def find_bubblewrap() -> str:
-    """Absolute path of `bwrap`; raises `ValueError` naming the package where it is missing."""
+    """Return the absolute path of `bwrap`; raises `ValueError` if it is not installed."""
     path = shutil.which("bwrap")
     if path is None:
         raise ValueError(
@@ -61,16 +62,17 @@ def find_bubblewrap() -> str:
 
 
 def check_isolation(user: int | None = None) -> None:
-    """Raise `ValueError` where sandboxes cannot be made here, saying what is missing.
+    """Raise `ValueError` if sandboxes cannot run here, saying what is missing.
 
-    user: host user that sandboxes run under, None for our own.
+    Args:
+        user: host user id that sandboxes run under, None for our own.
     """
-    command = staged([*_wall(), "--", "/usr/bin/true"], user=user)
+    command = pre_exec_command([*_bwrap_command(), "--", "/usr/bin/true"], user=user)
     try:
-        code, error = run_to_end(command, timeout_s=_CHECK_DEADLINE_S)
+        code, error = run_command(command, timeout_s=_CHECK_TIMEOUT_S)
     except TimeoutError as slow:
         raise ValueError(f"sandbox: {slow}; expected an answer at once") from slow
-    if code == REFUSED:
+    if code == EXIT_SETUP_FAILED:
         raise ValueError(f"sandbox: {error}")
     if code != 0:
         raise ValueError(
@@ -81,62 +83,63 @@ def check_isolation(user: int | None = None) -> None:
         )
 
 
-def walled_command(settings: str) -> list[str]:
-    """The command that starts the inner program behind the wall, for `staged`.
+def isolated_command(settings: str) -> list[str]:
+    """Return the command that starts the guest program isolated, for `pre_exec_command`.
 
-    settings: its one argument, see `inner.settings`.
+    Args:
+        settings: its one argument, `GuestSettings` as JSON.
     """
-    inner = Path(__file__).with_name("inner")
+    guest_package = Path(__file__).with_name("guest")
     return [
-        *_wall(),
-        *("--ro-bind", _mark(inner), f"{INNER_PATH}/{_PACKAGE}"),
+        *_bwrap_command(),
+        *("--ro-bind", _mark_bind(guest_package), f"{GUEST_PATH}/{_GUEST_PACKAGE}"),
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         "--",
-        *(interpreter_path(), "-I", "-B", "-c", _START.format(INNER_PATH), settings),
+        *(interpreter_path(), "-I", "-B", "-c", _BOOTSTRAP.format(GUEST_PATH), settings),
     ]
 
 
-def open_command(settings: str) -> list[str]:
-    """The same without any wall: for trusted code only."""
+def unisolated_command(settings: str) -> list[str]:
+    """Return the command that starts the guest program without isolation, for trusted code only."""
     root = str(Path(__file__).parents[2])
-    variables = [f"{name}={value}" for name, value in _variables().items()]
-    program = [sys.executable, "-I", "-B", "-c", _START.format(root), settings]
+    variables = [f"{name}={value}" for name, value in _environment_variables().items()]
+    program = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP.format(root), settings]
     return ["/usr/bin/env", *variables, *program]
 
 
-def staged(
+def pre_exec_command(
     command: list[str], *, user: int | None = None, cgroups: Sequence[str] = ()
 ) -> list[str]:
-    """`command` by way of `stage`: as that user, in those cgroups."""
-    marks = [word for word in command if word.startswith(_MARK)]
-    job = {
+    """Wrap `command` with `pre_exec`, which switches to `user` and joins `cgroups` first."""
+    marked_paths = [word for word in command if word.startswith(_BIND_MARKER)]
+    request = {
         "cgroups": list(cgroups),
         "user": user,
-        "folders": [mark.removeprefix(_MARK) for mark in marks],
-        "command": [f"{{{marks.index(w)}}}" if w in marks else w for w in command],
+        "folders": [path.removeprefix(_BIND_MARKER) for path in marked_paths],
+        "command": [f"{{{marked_paths.index(w)}}}" if w in marked_paths else w for w in command],
     }
-    program = str(Path(__file__).with_name("stage.py"))
-    return [sys.executable, "-I", "-S", "-B", program, json.dumps(job)]
+    program = str(Path(__file__).with_name("pre_exec.py"))
+    return [sys.executable, "-I", "-S", "-B", program, json.dumps(request)]
 
 
-_MARK = "reach:"
-"""Ahead of a path that the sandbox's user may be unable to reach by itself."""
+_BIND_MARKER = "reach:"
+"""Prefix of a path in the command that the sandbox's user may be unable to reach by itself."""
 
 
-def _mark(folder: Path | str) -> str:
-    return f"{_MARK}{folder}"
+def _mark_bind(folder: Path | str) -> str:
+    return f"{_BIND_MARKER}{folder}"
 
 
-def _variables() -> dict[str, str]:
-    fixed = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"} | _CALM
-    return fixed | dict.fromkeys(_THREADS, "1")
+def _environment_variables() -> dict[str, str]:
+    fixed = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"} | _FIXED_VARIABLES
+    return fixed | dict.fromkeys(_THREAD_COUNT_VARIABLES, "1")
 
 
-def _wall() -> list[str]:
+def _bwrap_command() -> list[str]:
     command = [find_bubblewrap(), "--unshare-all", "--die-with-parent", "--new-session"]
     command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
-    # Not 0: only the id 0 needs a capability to be mapped again in a nested user namespace.
-    command += ["--uid", _INNER_ID, "--gid", _INNER_ID]
+    # Not 0, since mapping the id 0 again in a nested user namespace needs a capability.
+    command += ["--uid", _GUEST_ID, "--gid", _GUEST_ID]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         folder = Path("/", name)
@@ -147,27 +150,29 @@ def _wall() -> list[str]:
     for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
         command += ["--ro-bind-try", name, name]
     for folder in interpreter_folders():
-        command += ["--ro-bind", _mark(folder), str(folder)]
+        command += ["--ro-bind", _mark_bind(folder), str(folder)]
     if sys.prefix != sys.base_prefix:
-        command += ["--ro-bind", _mark(sys.prefix), str(_ENVIRONMENT)]
+        command += ["--ro-bind", _mark_bind(sys.prefix), str(_VENV_PATH)]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    for name, value in _variables().items():
+    for name, value in _environment_variables().items():
         command += ["--setenv", name, value]
     return command
 
 
 def interpreter_path() -> str:
-    """This process's interpreter as it is seen from inside."""
+    """Return the path of this process's interpreter as seen from inside the sandbox."""
     if sys.prefix == sys.base_prefix:
         return sys.executable
-    return str(_ENVIRONMENT / Path(sys.executable).relative_to(sys.prefix))
+    return str(_VENV_PATH / Path(sys.executable).relative_to(sys.prefix))
 
 
 def interpreter_folders() -> list[Path]:
-    """Folders outside /usr, at their own place, without which this interpreter does not run.
+    """Return the folders outside /usr that this interpreter needs, bound at their own paths.
 
-    A virtual environment is not among them. Raises `ValueError` for an interpreter below
-    /tmp: it would vanish inside.
+    A virtual environment is not among them.
+
+    Raises:
+        ValueError: the interpreter lies below /tmp and would vanish inside.
     """
     binary = Path(sys.executable).resolve()
     wanted = [Path(sys.base_prefix), binary.parent.parent]
@@ -177,8 +182,8 @@ def interpreter_folders() -> list[Path]:
         if folder.is_relative_to("/tmp"):
             raise ValueError(
                 f"sandbox: the Python interpreter lies in {folder}; expected a place outside /tmp, "
-                "which sandboxes replace. Probable cause: a Python unpacked there; make .venv from "
-                "another one (make env PYTHON=...)"
+                "which sandboxes replace. Probable cause: Python was unpacked there; create .venv "
+                "with another one (make env PYTHON=...)"
             )
         if folder == Path("/"):
             continue

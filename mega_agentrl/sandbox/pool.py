@@ -1,20 +1,17 @@
-"""A pool of warm sandboxes behind two coroutines: `run`, a call in a fresh interpreter, and
-`open`, an interpreter with a memory (`session`).
+"""A pool of warm sandboxes with two coroutines: `run` for one call and `open` for a session.
 
-`run` consumes code and produces a typed `SandboxResult`; it waits for a free sandbox and for
-the call, whose deadline starts when the sandbox takes it; it is unblocked by the answer, the
-deadline, cancellation (which ends the call at once) or `close`. It works from any event
-loop, because each of `config.workers` threads serves one call at a time and talks to its
-sandbox by blocking reads with deadlines.
+`SandboxPool.run` waits for a free sandbox and runs code in a fresh interpreter; the timeout starts
+when a sandbox takes the call. The call ends with its reply, its timeout, cancellation (at once) or
+`close`. It works from any event loop: each of `config.num_workers` threads serves one call at a
+time and talks to its sandbox by blocking reads with deadlines.
 
-A stateless sandbox serves one call at a time. A stateful one serves many sessions, each in
-namespaces of its own (processes, files, network, IPC, and with them its own count of
-processes) and, where control groups can be had, in a group of its own: a session that is
-killed or exhausted takes nothing from the others. Only so does an idle session cost a few
-MiB instead of a warm interpreter of its own.
+A stateless sandbox serves one call at a time. A stateful one serves many sessions, each in its own
+namespaces (processes, files, network, IPC) and, where control groups are available, in its own
+group, so that a session that is killed or exhausts its limits takes nothing from the others.
+Sharing a sandbox lets an idle session cost a few MiB instead of a warm interpreter.
 
 A sandbox that dies or does not answer is replaced when the next call needs one. Its call is
-repeated once, and only where the code certainly did not run: nothing runs twice silently.
+repeated once, and only if the code certainly did not run: nothing runs twice silently.
 """
 
 from __future__ import annotations
@@ -26,64 +23,65 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Isolation, PythonMode
-from mega_agentrl.sandbox.cgroup import remove_leftovers
-from mega_agentrl.sandbox.host_user import take_user
-from mega_agentrl.sandbox.inner.settings import Settings
-from mega_agentrl.sandbox.isolation import check_isolation
-from mega_agentrl.sandbox.session import Family, SandboxSession, infra_error
-from mega_agentrl.sandbox.supervisor import (
-    RefusedError,
+from mega_agentrl.config.enums import PythonMode, SandboxIsolation
+from mega_agentrl.sandbox.cgroup import remove_stale_cgroups
+from mega_agentrl.sandbox.client import (
+    CancelToken,
+    OrderRefusedError,
     Sandbox,
     SandboxLostError,
     SandboxResult,
-    Ticket,
 )
-from mega_agentrl.sandbox.syscall_filter import encoded_filter
+from mega_agentrl.sandbox.guest.settings import GuestSettings
+from mega_agentrl.sandbox.isolation import check_isolation
+from mega_agentrl.sandbox.session import SandboxSession, SessionGroup, infra_error_result
+from mega_agentrl.sandbox.syscall_filter import seccomp_filter_base64
+from mega_agentrl.sandbox.uid_lease import lease_uid
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mega_agentrl.config.sandbox_schema import PythonToolConfig
+    from mega_agentrl.config.sections.sandbox import PythonToolConfig
 
-OUTPUT_CHARS = 4000
-"""An answer beyond it is cut with a note: about 1,000 tokens, more than a policy reads."""
+MAX_OUTPUT_CHARS = 4000
+"""Longer output is cut with a note: about 1,000 tokens, more than a policy reads."""
 
-_LEAST_CPU_S = 1.0
-"""Of the kernel's limit, which counts whole seconds."""
+_MIN_CPU_S = 1.0
+"""Smallest CPU limit, since the kernel counts whole seconds."""
 
-_ATTEMPTS = 2
+_MAX_ATTEMPTS = 2
 _logger = logging.getLogger(__name__)
 
 
 class SandboxPool:
-    """`config.workers` sandboxes; `start` before the first `run` or `open`."""
+    """A pool of `config.num_workers` sandboxes; call `start` before the first `run` or `open`."""
 
     def __init__(self, config: PythonToolConfig) -> None:
         self._config = config
-        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="sandbox")
+        self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="sandbox")
         self._lock = threading.Lock()
         self._idle: list[Sandbox] = []
-        self._all: set[Sandbox] = set()
-        self._families: set[Family] = set()
+        self._sandboxes: set[Sandbox] = set()
+        self._session_groups: set[SessionGroup] = set()
         self._closed = False
         self._num_replaced = 0
-        self._settings = Settings()
+        self._settings = GuestSettings()
 
     @property
     def num_replaced(self) -> int:
-        """Sandboxes lost so far."""
+        """Number of sandboxes lost so far."""
         return self._num_replaced
 
     async def start(self) -> None:
-        """Warm every sandbox; raises `ValueError` where isolation is not to be had."""
-        await asyncio.to_thread(self._prepare)
+        """Start and warm every sandbox; raises `ValueError` if isolation is not possible."""
+        await asyncio.to_thread(self._check_and_configure)
         loop = asyncio.get_running_loop()
-        started = [
-            loop.run_in_executor(self._threads, self._new) for _ in range(self._config.workers)
+        startups = [
+            loop.run_in_executor(self._executor, self._start_sandbox)
+            for _ in range(self._config.num_workers)
         ]
-        results = await asyncio.gather(*started, return_exceptions=True)
+        results = await asyncio.gather(*startups, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             await self.close()
@@ -93,41 +91,45 @@ class SandboxPool:
                 f"tool.python: a sandbox did not start ({failures[0]}); expected a warm "
                 "interpreter. Probable cause: nested user namespaces or (mode=stateful) seccomp "
                 "user notification are not allowed here, or a module of "
-                f"tool.python.preload={list(self._config.preload)} cannot be imported"
+                f"tool.python.preload_modules={list(self._config.preload_modules)} "
+                "cannot be imported"
             ) from failures[0]
         with self._lock:
-            self._idle += [one for one in results if isinstance(one, Sandbox)]
+            self._idle += [result for result in results if isinstance(result, Sandbox)]
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run `code` in a fresh interpreter; raises nothing for what the code does."""
         if self._config.mode is PythonMode.stateful:
             return await self._run_in_session(code, timeout_s)
         limit_s = self._config.timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket()
+        cancel_token = CancelToken()
         try:
-            result: SandboxResult = await self._work(self._run, code, limit_s, ticket)
+            result: SandboxResult = await self._run_in_thread(
+                self._run_blocking, code, limit_s, cancel_token
+            )
         except asyncio.CancelledError:
-            ticket.cancel()
+            cancel_token.cancel()
             raise
         except SandboxLostError as error:
-            return infra_error(str(error))
+            return infra_error_result(str(error))
         return result
 
     async def open(self) -> SandboxSession:
-        """A new stateful interpreter.
+        """Open a session with a new stateful interpreter.
 
-        Raises `ValueError` for a pool in another mode, `RuntimeError` (`SandboxLostError`)
-        where none can be had.
+        Raises:
+            ValueError: the pool is not in stateful mode.
+            SandboxLostError: no sandbox could be had; it is a `RuntimeError`.
         """
         if self._config.mode is not PythonMode.stateful:
             raise ValueError(
                 f"tool.python.mode={self._config.mode}: expected stateful for a session"
             )
-        opening = asyncio.ensure_future(self._work(self._open))
+        opening = asyncio.ensure_future(self._run_in_thread(self._open_blocking))
         try:
             session: SandboxSession = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(_close_result)
+            opening.add_done_callback(_close_abandoned_session)
             raise
         return session
 
@@ -136,166 +138,174 @@ class SandboxPool:
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """The same from synchronous code; running calls become `infra_error` at once."""
+        """Close without an event loop; running calls become `infra_error` at once."""
         with self._lock:
             self._closed = True
-            sandboxes = list(self._all)
+            sandboxes = list(self._sandboxes)
             self._idle.clear()
         for sandbox in sandboxes:
             sandbox.kill()
-        self._threads.shutdown(wait=True)  # what still waits for a thread fails at once
-        for sandbox in self._all:
+        self._executor.shutdown(wait=True)  # calls that still wait for a thread fail at once
+        for sandbox in self._sandboxes:
             sandbox.close()
-        for family in tuple(self._families):
-            family.close()
+        for group in tuple(self._session_groups):
+            group.close()
 
-    def _prepare(self) -> None:
+    def _check_and_configure(self) -> None:
         config = self._config
-        walled = config.isolation is not Isolation.none
+        isolated = config.isolation is not SandboxIsolation.none
         stateful = config.mode is PythonMode.stateful
-        if walled:
-            remove_leftovers()
-            user = take_user()
+        if isolated:
+            remove_stale_cgroups()
+            uid_lease = lease_uid()
             try:
-                check_isolation(user.number if user else None)
+                check_isolation(uid_lease.uid if uid_lease else None)
             finally:
-                if user is not None:
-                    user.close()
+                if uid_lease is not None:
+                    uid_lease.close()
         else:
             _logger.warning(
                 "tool.python.isolation=none: THE POLICY'S CODE RUNS WITHOUT ANY ISOLATION, with "
                 "the rights of this process on this machine. For trusted code only."
             )
-        self._settings = Settings(
-            preload=tuple(config.preload),
-            filter=encoded_filter(stateful=stateful) if walled else "",
+        self._settings = GuestSettings(
+            preload_modules=tuple(config.preload_modules),
+            seccomp_filter=seccomp_filter_base64(stateful=stateful) if isolated else "",
             stateful=stateful,
-            walled=walled,
-            memory_mib=config.memory_mib,
-            # More CPU than wall time is several threads, of which a call is worth one.
-            cpu_s=max(_LEAST_CPU_S, config.timeout_s),
-            output_bytes=4 * OUTPUT_CHARS,  # the longest UTF-8 sequence is 4 bytes
+            isolated=isolated,
+            memory_mib=config.memory_limit_mib,
+            # One thread cannot use more; several threads of a call share it.
+            cpu_limit_s=max(_MIN_CPU_S, config.timeout_s),
+            max_output_bytes=4 * MAX_OUTPUT_CHARS,  # the longest UTF-8 sequence is 4 bytes
         )
 
-    async def _work(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function in one of the threads."""
+    async def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in one of the pool's threads."""
         loop = asyncio.get_running_loop()
         try:
-            running = loop.run_in_executor(self._threads, function, *arguments)
+            future = loop.run_in_executor(self._executor, function, *args)
         except RuntimeError as error:
             if not self._closed:
                 raise
-            raise SandboxLostError("the sandbox pool is closed", started=False) from error
-        return await running
+            raise SandboxLostError("the sandbox pool is closed", may_have_run=False) from error
+        return await future
 
     async def _run_in_session(self, code: str, timeout_s: float | None) -> SandboxResult:
         try:
             session = await self.open()
         except SandboxLostError as error:
-            return infra_error(str(error))
+            return infra_error_result(str(error))
         try:
             return await session.run(code, timeout_s)
         finally:
             await session.close()
 
-    def _run(self, code: str, timeout_s: float, ticket: Ticket) -> SandboxResult:
-        lost = ""
-        for _ in range(_ATTEMPTS):
+    def _run_blocking(
+        self, code: str, timeout_s: float, cancel_token: CancelToken
+    ) -> SandboxResult:
+        last_error = ""
+        for _ in range(_MAX_ATTEMPTS):
             try:
-                sandbox = self._take()
+                sandbox = self._acquire_sandbox()
             except SandboxLostError as error:
-                lost = str(error)
+                last_error = str(error)
                 continue
             try:
-                result = sandbox.call(code, timeout_s, ticket)
-            except RefusedError as error:  # cancelled before it began
-                self._give_back(sandbox)
-                return infra_error(str(error))
+                result = sandbox.call(code, timeout_s, cancel_token)
+            except OrderRefusedError as error:  # cancelled before it began
+                self._release_sandbox(sandbox)
+                return infra_error_result(str(error))
             except SandboxLostError as error:
-                lost = str(error)
+                last_error = str(error)
                 self._discard(sandbox)
-                if error.started:
+                if error.may_have_run:
                     break
                 continue
-            self._give_back(sandbox)
-            return self._cut(result)
-        return infra_error(lost)
+            self._release_sandbox(sandbox)
+            return self._truncate_output(result)
+        return infra_error_result(last_error)
 
-    def _open(self) -> SandboxSession:
-        lost = SandboxLostError("no sandbox", started=False)
-        for _ in range(_ATTEMPTS):
+    def _open_blocking(self) -> SandboxSession:
+        last_error = SandboxLostError("no sandbox", may_have_run=False)
+        for _ in range(_MAX_ATTEMPTS):
             try:
-                sandbox = self._take()
+                sandbox = self._acquire_sandbox()
             except SandboxLostError as error:
-                lost = error
+                last_error = error
                 continue
             try:
-                line, cgroup = sandbox.open()
+                connection, cgroup = sandbox.open()
             except SandboxLostError as error:
-                lost = error
+                last_error = error
                 self._discard(sandbox)
                 continue
-            family = Family(sandbox, cgroup, self._end_family)
+            group = SessionGroup(sandbox, cgroup, self._on_group_empty)
             with self._lock:
-                self._families.add(family)
+                self._session_groups.add(group)
                 sandbox.num_sessions += 1
-            self._give_back(sandbox)
-            return SandboxSession(line, family, self._work, self._cut, self._config.timeout_s)
-        raise lost
+            self._release_sandbox(sandbox)
+            return SandboxSession(
+                connection,
+                group,
+                self._run_in_thread,
+                self._truncate_output,
+                self._config.timeout_s,
+            )
+        raise last_error
 
-    def _end_family(self, family: Family) -> None:
+    def _on_group_empty(self, group: SessionGroup) -> None:
         with self._lock:
-            family.sandbox.num_sessions -= 1
+            group.sandbox.num_sessions -= 1
             closed = self._closed
         if not closed:
-            self._threads.submit(self._close_family, family)
+            self._executor.submit(self._close_session_group, group)
 
-    def _close_family(self, family: Family) -> None:
-        family.close()
+    def _close_session_group(self, group: SessionGroup) -> None:
+        group.close()
         with self._lock:
-            self._families.discard(family)
+            self._session_groups.discard(group)
 
-    def _take(self) -> Sandbox:
+    def _acquire_sandbox(self) -> Sandbox:
         with self._lock:
             if self._idle:
-                least = min(self._idle, key=lambda one: one.num_sessions)
-                self._idle.remove(least)
-                return least
-        return self._new()
+                sandbox = min(self._idle, key=lambda sandbox: sandbox.num_sessions)
+                self._idle.remove(sandbox)
+                return sandbox
+        return self._start_sandbox()
 
-    def _give_back(self, sandbox: Sandbox) -> None:
+    def _release_sandbox(self, sandbox: Sandbox) -> None:
         with self._lock:
             self._idle.append(sandbox)
 
-    def _new(self) -> Sandbox:
+    def _start_sandbox(self) -> Sandbox:
         if self._closed:
-            raise SandboxLostError("the sandbox pool is closed", started=False)
+            raise SandboxLostError("the sandbox pool is closed", may_have_run=False)
         sandbox = Sandbox(self._settings, total_memory_mib=self._config.total_memory_mib)
         with self._lock:
-            self._all.add(sandbox)
+            self._sandboxes.add(sandbox)
             closed = self._closed
-        if closed:  # it was started while `close_now` collected the others
+        if closed:  # it was started after `close_now` had listed the others
             sandbox.kill()
         return sandbox
 
     def _discard(self, sandbox: Sandbox) -> None:
         sandbox.close()
         with self._lock:
-            self._all.discard(sandbox)
+            self._sandboxes.discard(sandbox)
             self._num_replaced += 1
 
-    def _cut(self, result: SandboxResult) -> SandboxResult:
-        limit = OUTPUT_CHARS
-        extra = len(result.output) - limit
-        if extra <= 0:
+    def _truncate_output(self, result: SandboxResult) -> SandboxResult:
+        limit = MAX_OUTPUT_CHARS
+        num_cut = len(result.output) - limit
+        if num_cut <= 0:
             return result
         if result.status is ToolStatus.ok:
-            output = f"{result.output[:limit]}\n[{extra} more characters cut]"
+            output = f"{result.output[:limit]}\n[{num_cut} more characters cut]"
         else:
-            output = f"[{extra} characters cut]\n{result.output[-limit:]}"
+            output = f"[{num_cut} characters cut]\n{result.output[-limit:]}"
         return replace(result, output=output)
 
 
-def _close_result(opening: asyncio.Future[SandboxSession]) -> None:
+def _close_abandoned_session(opening: asyncio.Future[SandboxSession]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close_now()

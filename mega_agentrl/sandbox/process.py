@@ -1,10 +1,10 @@
-"""The one way this project starts a child process of its own.
+"""The one way in which this project starts its own child processes.
 
 Linux delivers a child's parent-death signal when the *thread* that started it ends, not the
-process. All children are therefore started by one thread that lives as long as this process:
-they never die because some event loop's thread came to its end, and always die with us.
+process. Therefore one thread that lives as long as this process starts all children: they always
+die with us, and never because the thread of an event loop ended.
 
-Does not isolate anything (`isolation`) and does not speak to the child (`supervisor`).
+This module neither isolates a child (`isolation`) nor talks to it (`client`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Child = subprocess.Popen[bytes]
-NOWHERE = subprocess.DEVNULL
+DEVNULL = subprocess.DEVNULL
 
 
 @cache
-def _starter() -> ThreadPoolExecutor:
+def _spawn_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="child-starter")
 
 
 def start_child(
     command: Sequence[str],
     *,
-    stdin: int | IO[bytes] = NOWHERE,
-    stdout: int | IO[bytes] = NOWHERE,
-    stderr: int | IO[bytes] = NOWHERE,
+    stdin: int | IO[bytes] = DEVNULL,
+    stdout: int | IO[bytes] = DEVNULL,
+    stderr: int | IO[bytes] = DEVNULL,
 ) -> Child:
     """Start `command` (an absolute path and its arguments) with an empty environment.
 
-    Raises `OSError` when it cannot be started.
+    Raises:
+        OSError: it cannot be started.
     """
 
     def start() -> Child:
@@ -43,24 +44,28 @@ def start_child(
             list(command), stdin=stdin, stdout=stdout, stderr=stderr, env={}, cwd="/"
         )
 
-    return _starter().submit(start).result()
+    return _spawn_executor().submit(start).result()
 
 
-def end_child(child: Child, *, timeout_s: float = 5.0) -> None:
-    """Kill the child and collect it. Safe to call twice; never waits beyond `timeout_s`."""
+def kill_child(child: Child, *, timeout_s: float = 5.0) -> None:
+    """Kill the child and collect its exit status.
+
+    Safe to call twice; never waits longer than `timeout_s`.
+    """
     if child.poll() is None:
         child.kill()
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        return  # blocked in the kernel: it ends when the call it sits in returns
+        return  # blocked in the kernel: it ends when its system call returns
 
 
-def run_to_end(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
-    """Exit code and error text of a short command.
+def run_command(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
+    """Run a short command; return its exit code and error text.
 
-    Raises `TimeoutError` past the deadline (the command is killed) and `OSError` when it
-    cannot be started.
+    Raises:
+        TimeoutError: it ran past `timeout_s` and was killed.
+        OSError: it cannot be started.
     """
     child = start_child(command, stderr=subprocess.PIPE)
     try:
@@ -68,5 +73,5 @@ def run_to_end(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{command[0]} did not end within {timeout_s:g} s") from None
     finally:
-        end_child(child)
+        kill_child(child)
     return child.returncode, error.decode("utf-8", "replace").strip()

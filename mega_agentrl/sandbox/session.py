@@ -1,15 +1,15 @@
-"""A stateful interpreter, one for each trajectory; forked where the trajectory is.
+"""A stateful interpreter, one per trajectory, which is forked when the trajectory is.
 
-Between calls it is stopped and nothing else of it runs: what a call started ends with it
-(threads are only stopped). A call past its deadline, or cancelled, or one whose process ends
-(`os._exit`, a crash), takes the state with it: the next call begins afresh, says so in its
-output (`LOST_NOTE`) and in `state_lost`. Where the sandbox itself fails, the state is gone by
-our fault: this call and all later ones are `infra_error`, nothing is run again.
+**Calls.** Between calls the interpreter is stopped, and whatever processes a call started end with
+it; threads are only stopped. A call that is cancelled, runs past its timeout or ends the process
+(`os._exit`, a crash) loses the state: the next call starts from an empty interpreter and says so in
+its output (`STATE_LOST_NOTE`) and in `state_lost`. If the sandbox itself fails, this call and all
+later ones are `infra_error`, and nothing is run again.
 
-Fork: variables, files, the working folder and the random generators are as they are now;
-neither side sees what the other does later. Not separated are files (also memory maps and
-sockets) that were open at the fork: both sides go on with the same open file, its position
-included. Threads end in the child and, from its next call on, in the parent too.
+**Forks.** A fork starts with the current variables, files, working folder and random generators;
+neither side sees what the other does later. Not separated are files, memory maps and sockets that
+were open at the fork: both sides share the open file and its position. Threads end in the fork and,
+from its next call on, in the parent too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mega_agentrl.sandbox.supervisor import (
-    RefusedError,
+from mega_agentrl.sandbox.client import (
+    CancelToken,
+    OrderRefusedError,
     SandboxLostError,
     SandboxResult,
-    Ticket,
 )
 from mega_agentrl.types.records import ToolStatus
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from typing import Any, TypeVar
 
     from mega_agentrl.sandbox.cgroup import Cgroup
-    from mega_agentrl.sandbox.supervisor import Line, Sandbox
+    from mega_agentrl.sandbox.client import GuestConnection, Sandbox
 
     T = TypeVar("T")
 
-LOST_NOTE = "[The interpreter was restarted: earlier variables and files are lost.]"
+STATE_LOST_NOTE = "[The interpreter was restarted: earlier variables and files are lost.]"
 
 
-class Family:
-    """The sessions that come from one trajectory's: they share a sandbox and a cgroup."""
+class SessionGroup:
+    """The sessions that descend from one session; they share a sandbox and a cgroup."""
 
     def __init__(
-        self, sandbox: Sandbox, cgroup: Cgroup, on_empty: Callable[[Family], None]
+        self, sandbox: Sandbox, cgroup: Cgroup, on_empty: Callable[[SessionGroup], None]
     ) -> None:
         self.sandbox = sandbox
         self._cgroup = cgroup
@@ -51,13 +51,13 @@ class Family:
         self._lock = threading.Lock()
         self._num_sessions = 0
 
-    def enter(self) -> None:
-        """One session more."""
+    def add_session(self) -> None:
+        """Count one more session."""
         with self._lock:
             self._num_sessions += 1
 
-    def leave(self) -> None:
-        """One session less; the last one tells the pool."""
+    def remove_session(self) -> None:
+        """Count one session less; the last one calls `on_empty`."""
         with self._lock:
             self._num_sessions -= 1
             empty = self._num_sessions == 0
@@ -70,101 +70,119 @@ class Family:
 
 
 class SandboxSession:
-    """One interpreter with a memory. One call, fork or close at a time."""
+    """An interpreter with state, for one call, fork or close at a time.
+
+    Sessions are made by `SandboxPool.open` and `fork`.
+
+    Args:
+        connection: the channel to the session's interpreter.
+        group: the sessions that share its cgroup.
+        run_in_thread: runs a function in a thread of the pool.
+        truncate_output: cuts long output.
+        timeout_s: default timeout of a call.
+    """
 
     def __init__(
         self,
-        line: Line,
-        family: Family,
-        work: Callable[..., Awaitable[Any]],
-        cut: Callable[[SandboxResult], SandboxResult],
+        connection: GuestConnection,
+        group: SessionGroup,
+        run_in_thread: Callable[..., Awaitable[Any]],
+        truncate_output: Callable[[SandboxResult], SandboxResult],
         timeout_s: float,
     ) -> None:
-        """Made by `SandboxPool.open` and `fork`. work: runs a function in a pool's thread."""
-        self._line = line
-        self._family = family
-        self._work = work
-        self._cut = cut
+        self._connection = connection
+        self._group = group
+        self._run_in_thread = run_in_thread
+        self._truncate_output = truncate_output
         self._timeout_s = timeout_s
-        self._failure = ""
+        self._failure_reason = ""
         self._closed = False
-        family.enter()
+        group.add_session()
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run `code`; raises nothing for what the code does. Cancelling ends it at once."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket()
+        cancel_token = CancelToken()
         try:
-            result: SandboxResult = await self._work(self._run, code, limit_s, ticket)
+            result: SandboxResult = await self._run_in_thread(
+                self._run_blocking, code, limit_s, cancel_token
+            )
         except asyncio.CancelledError:
-            ticket.cancel()
+            cancel_token.cancel()
             raise
         except SandboxLostError as error:
-            return infra_error(str(error))
+            return infra_error_result(str(error))
         return result
 
     async def fork(self) -> SandboxSession:
-        """A session that goes on from this one's state.
+        """Return a session that continues from this one's state.
 
-        Raises `RuntimeError` where it cannot be had: the state is lost by our fault, the
-        session is closed, or it lies too deep (namespaces nest 32 deep, a few are used up by
-        the machine's own containers). The session itself is as before then.
+        Raises:
+            RuntimeError: it cannot be forked, because the sandbox lost the state, the session is
+                closed, or forks are nested too deep (namespaces nest 32 deep, and the machine's own
+                containers use some). Unless the sandbox is lost, this session is unchanged.
         """
-        if self._closed or self._failure:
-            raise RuntimeError(f"the session cannot be forked: {self._failure or 'it is closed'}")
-        forking = asyncio.ensure_future(self._work(self._line.fork))
+        if self._closed or self._failure_reason:
+            raise RuntimeError(
+                f"the session cannot be forked: {self._failure_reason or 'it is closed'}"
+            )
+        forking = asyncio.ensure_future(self._run_in_thread(self._connection.fork))
         try:
-            line: Line = await asyncio.shield(forking)
+            connection: GuestConnection = await asyncio.shield(forking)
         except asyncio.CancelledError:
-            forking.add_done_callback(_hang_up)
+            forking.add_done_callback(_close_abandoned_fork)
             raise
         except SandboxLostError as error:
-            self._fail(str(error))
+            self._mark_state_lost(str(error))
             raise RuntimeError(f"the session cannot be forked: {error}") from error
-        except RefusedError as error:
+        except OrderRefusedError as error:
             raise RuntimeError(
-                f"the session cannot be forked: {error}. Where it says 'No space left on device' "
-                "or 'Invalid argument', forks of forks are nested too deep"
+                f"the session cannot be forked: {error}. Probable cause of 'No space left on "
+                "device' or 'Invalid argument': forks of forks are nested too deep"
             ) from error
-        return SandboxSession(line, self._family, self._work, self._cut, self._timeout_s)
+        return SandboxSession(
+            connection, self._group, self._run_in_thread, self._truncate_output, self._timeout_s
+        )
 
     async def close(self) -> None:
-        """End the interpreter; safe twice."""
+        """End the interpreter. Safe to call twice."""
         self.close_now()
 
     def close_now(self) -> None:
-        """The same from synchronous code."""
+        """Close without an event loop."""
         if self._closed:
             return
         self._closed = True
-        self._line.hang_up()
-        self._family.leave()
+        self._connection.shutdown()
+        self._group.remove_session()
 
-    def _run(self, code: str, limit_s: float, ticket: Ticket) -> SandboxResult:
-        if self._closed or self._failure:
-            return infra_error(self._failure or "the session is closed")
+    def _run_blocking(
+        self, code: str, timeout_s: float, cancel_token: CancelToken
+    ) -> SandboxResult:
+        if self._closed or self._failure_reason:
+            return infra_error_result(self._failure_reason or "the session is closed")
         try:
-            result = self._line.call(code, limit_s, ticket)
-        except RefusedError as error:
-            return infra_error(str(error))
+            result = self._connection.call(code, timeout_s, cancel_token)
+        except OrderRefusedError as error:
+            return infra_error_result(str(error))
         except SandboxLostError as error:
-            self._fail(str(error))
-            return infra_error(str(error))
-        result = self._cut(result)
+            self._mark_state_lost(str(error))
+            return infra_error_result(str(error))
+        result = self._truncate_output(result)
         if result.state_lost:
-            result = replace(result, output=f"{LOST_NOTE}\n{result.output}".strip())
+            result = replace(result, output=f"{STATE_LOST_NOTE}\n{result.output}".strip())
         return result
 
-    def _fail(self, why: str) -> None:
-        self._failure = f"the interpreter's state is lost: {why}"
+    def _mark_state_lost(self, reason: str) -> None:
+        self._failure_reason = f"the interpreter's state is lost: {reason}"
 
 
-def _hang_up(forking: asyncio.Future[Line]) -> None:
-    """Nobody wants the fork any more: its sandbox ends it when its channel closes."""
+def _close_abandoned_fork(forking: asyncio.Future[GuestConnection]) -> None:
+    """Close a fork whose caller was cancelled; the sandbox ends it when its channel closes."""
     if not forking.cancelled() and forking.exception() is None:
         forking.result().close()
 
 
-def infra_error(why: str) -> SandboxResult:
-    """A call that failed by our fault."""
-    return SandboxResult(status=ToolStatus.infra_error, output=why, latency_s=0.0)
+def infra_error_result(reason: str) -> SandboxResult:
+    """Return the result of a call that failed because of the infrastructure."""
+    return SandboxResult(status=ToolStatus.infra_error, output=reason, latency_s=0.0)

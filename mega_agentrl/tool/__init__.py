@@ -1,1 +1,1 @@
-"""Tools an agent can call: protocol, registry, call parsing, python, search."""
+"""Tools an agent can call: base class, toolkit, call protocols, and the built-in tools."""

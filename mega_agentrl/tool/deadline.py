@@ -1,9 +1,8 @@
-"""A hard deadline for somebody else's coroutine.
+"""A hard deadline for a coroutine that may not honour cancellation.
 
-Consumes a coroutine, produces its result. Waits for it in a task of its own; unblocked by its
-end, by the deadline, or by cancellation. After the latter two the task is cancelled and gets
-`GRACE_S` to end; one that does not end is left behind, so that no tool can hold a trajectory.
-What a late task still produces is handed to `undo`. Kills no thread: a blocked thread goes on.
+The coroutine runs in its own task. After the deadline, or when the caller is cancelled, the task is
+cancelled and gets `CANCEL_GRACE_S` to end; a task that does not end is abandoned, so that no tool
+can hold up a trajectory. A blocked thread cannot be killed and goes on.
 """
 
 from __future__ import annotations
@@ -15,61 +14,67 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-GRACE_S = 0.2
+CANCEL_GRACE_S = 0.2
 
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
-_left_behind: set[asyncio.Task[Any]] = set()
-"""Keeps the tasks nobody waits for from being collected."""
+_abandoned_tasks: set[asyncio.Task[Any]] = set()
+"""Strong references, so that abandoned tasks are not garbage-collected."""
 
 
-class DeadlinePassedError(Exception):
+class DeadlineExceededError(Exception):
     """The work was not done in time."""
 
 
-async def within(
+async def run_with_deadline(
     work: Coroutine[Any, Any, ResultT],
-    deadline_s: float | None,
+    timeout_s: float | None,
     *,
     undo: Callable[[ResultT], Awaitable[None]] | None = None,
     on_end: Callable[[], None] | None = None,
 ) -> ResultT:
-    """The work's result; raises what it raises, `DeadlinePassedError` after `deadline_s`.
+    """Return the result of `work`; raises what it raises.
 
-    undo: takes a result that came after the deadline or a cancellation. on_end: called once
-    when the work has really ended, which may be after this has returned.
-    Raises `RuntimeError` where the work cancelled itself.
+    Args:
+        work: the coroutine to run.
+        timeout_s: its time limit, None for no limit.
+        undo: called with a result that came after the deadline or a cancellation.
+        on_end: called once when the work has really ended, perhaps after this has returned.
+
+    Raises:
+        DeadlineExceededError: the work took longer than `timeout_s`.
+        RuntimeError: the work cancelled itself.
     """
     task = asyncio.ensure_future(work)
     if on_end is not None:
         task.add_done_callback(lambda _: on_end())
     try:
-        await asyncio.wait({task}, timeout=deadline_s)
+        await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
-        await _give_up(task, undo)
+        await _cancel_and_undo(task, undo)
         raise
     if not task.done():
-        await _give_up(task, undo)
-        raise DeadlinePassedError(f"not done within {deadline_s:g} s")
+        await _cancel_and_undo(task, undo)
+        raise DeadlineExceededError(f"not done within {timeout_s:g} s")
     if task.cancelled():
         raise RuntimeError("it cancelled itself")
     return task.result()
 
 
-async def _give_up(
+async def _cancel_and_undo(
     task: asyncio.Task[ResultT], undo: Callable[[ResultT], Awaitable[None]] | None
 ) -> None:
-    """Cancel the task, and undo what it makes nevertheless."""
+    """Cancel the task, and undo its result if it has one nevertheless."""
     if not task.done():
         task.cancel()
-    ending = asyncio.ensure_future(_end(task, undo))
-    _left_behind.add(ending)
-    ending.add_done_callback(_left_behind.discard)
-    await asyncio.wait({ending}, timeout=GRACE_S)
+    cleanup = asyncio.ensure_future(_wait_and_undo(task, undo))
+    _abandoned_tasks.add(cleanup)
+    cleanup.add_done_callback(_abandoned_tasks.discard)
+    await asyncio.wait({cleanup}, timeout=CANCEL_GRACE_S)
 
 
-async def _end(
+async def _wait_and_undo(
     task: asyncio.Task[ResultT], undo: Callable[[ResultT], Awaitable[None]] | None
 ) -> None:
     await asyncio.wait({task})

@@ -1,8 +1,4 @@
-"""A lock file between the processes of one machine; it goes with the process that holds it.
-
-Consumes nothing, produces nothing. Waits for whoever holds the file, at most a deadline;
-unblocked by its release, however that process ended.
-"""
+"""A lock file between the processes of one machine, released when its holder dies."""
 
 from __future__ import annotations
 
@@ -16,31 +12,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_POLL_S = 0.02
+_POLL_INTERVAL_S = 0.02
 
 
 @contextmanager
-def hold(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock file, made where it is missing; `TimeoutError` after `wait_s`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def hold_file_lock(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the lock file, which is created if it does not exist.
+
+    Raises:
+        TimeoutError: another process held it for `timeout_s`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _wait_for(descriptor, path, wait_s)
+        _acquire_lock(fd, path, timeout_s)
         yield
     finally:
-        os.close(descriptor)
+        os.close(fd)
 
 
-def _wait_for(descriptor: int, path: Path, wait_s: float) -> None:
-    give_up_s = time.monotonic() + wait_s
+def _acquire_lock(fd: int, path: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > give_up_s:
+            if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{path}: another process has held it for {wait_s:g} s; expected it to be "
-                    "done by now; probable cause: it was stopped, or the disk is very slow"
+                    f"{path}: another process has held it for {timeout_s:g} s; expected its "
+                    "release; probable cause: that process is stopped, or the disk is very slow"
                 ) from None
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_INTERVAL_S)
         else:
             return

@@ -1,24 +1,22 @@
-"""A function becomes a tool: `@tool` over type hints and a docstring.
+"""Turns a function into a tool: `@tool` over type hints and a docstring.
+
+Example::
 
     @tool(timeout_s=5)
     def area(width: float, height: float = 1.0) -> float:
-        '''Area of a rectangle.
-
-        Args:
-            width: in metres.
-            height: in metres.
-        '''
+        '''Return the area of a rectangle.'''
         return width * height
 
-Name, description, parameters and defaults come from the function; hints may be str, int, float,
-bool, list[...], dict, dict[str, ...], Literal, Optional, unions of these, and Any. An async
-function runs on the event loop, a plain one in a thread of its own, which cannot be killed: past
-the deadline it goes on, and its slot stays taken until it ends. The answer is the text that is
-returned, anything else as JSON; a `ToolAnswer` is taken as it is. `ValueError` is the policy's
-error. The decorated object is still called as the function it was.
+Name, description, parameters and defaults come from the function, descriptions of parameters from
+the section `Args:` of its docstring. Hints may be str, int, float, bool, list[...], dict, dict[str,
+...], Literal, Optional, unions of these, and Any. An async function runs on the event loop. A plain
+one runs in its own thread, which cannot be killed: past the timeout it goes on, and its slot stays
+taken until it ends. The response is the returned text, or any other value as JSON; a `ToolResponse`
+is used as it is. `ValueError` is an error of the policy. The decorated object can still be called
+like the function.
 
-In a tag, a function of one required parameter takes the text as that one's value; any other
-takes a JSON object.
+In a tag, a function with one required parameter receives the text as its value; any other function
+receives a JSON object.
 """
 
 from __future__ import annotations
@@ -34,17 +32,23 @@ from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
-from mega_agentrl.tool.protocol import Tool, ToolAnswer
-from mega_agentrl.tool.schema import JSON_ARGUMENTS
+from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON
 
-MAX_THREADS = 32
+DEFAULT_MAX_CONCURRENT = 32
 """Concurrent calls of a plain function that sets no limit of its own."""
 
-_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_SCALAR_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
 
 
 class FunctionTool(Tool):
-    """A tool around one function; made by `tool`."""
+    """A tool around one function, made by the decorator `tool`."""
 
     def __init__(
         self,
@@ -57,36 +61,36 @@ class FunctionTool(Tool):
         self.function = function
         self.name = name or function.__name__
         where = f"tool {self.name}"
-        self.description, documented = _read_docstring(inspect.getdoc(function) or "")
-        self.parameters = _parameters_of(function, documented, where)
+        self.description, parameter_docs = _parse_docstring(inspect.getdoc(function) or "")
+        self.parameters = _parameters_schema(function, parameter_docs, where)
         required = self.parameters["required"]
         properties = list(self.parameters["properties"])
         single = required if len(required) == 1 else properties if len(properties) == 1 else []
-        self.argument = single[0] if single else JSON_ARGUMENTS
-        self.deadline_s = timeout_s
+        self.text_argument = single[0] if single else ALL_ARGUMENTS_AS_JSON
+        self.timeout_s = timeout_s
         self._is_async = inspect.iscoroutinefunction(function)
-        self.max_concurrent = max_concurrent or (None if self._is_async else MAX_THREADS)
+        self.max_concurrent = max_concurrent or (None if self._is_async else DEFAULT_MAX_CONCURRENT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself."""
+        """Call the function."""
         return self.function(*args, **kwargs)
 
     async def execute(
         self, state: Any, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
-    ) -> ToolAnswer:
-        """Call the function; `kwargs` fixes parameters, whatever the policy asked for."""
+    ) -> ToolResponse:
+        """Call the function; `kwargs` fixes parameters, whatever the policy passed."""
         given = {**arguments, **kwargs}
         if self._is_async:
             value = await self.function(**given)
         else:
-            value = await _in_thread(lambda: self.function(**given))
-        if isinstance(value, ToolAnswer):
+            value = await _run_in_thread(lambda: self.function(**given))
+        if isinstance(value, ToolResponse):
             return value
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return ToolAnswer(text=text)
+        return ToolResponse(text=text)
 
     def check_kwargs(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """The dataset may fix parameters of the function only."""
+        """Check that `execute_kwargs` names only parameters of the function."""
         assert self.parameters is not None
         known = set(self.parameters["properties"])
         if unknown := sorted(set(kwargs.get("execute_kwargs") or {}) - known):
@@ -114,10 +118,16 @@ def tool(
     timeout_s: float = 60.0,
     max_concurrent: int | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Decorator, with or without arguments.
+    """Decorate a function to make it a tool, with or without arguments.
 
-    timeout_s: of one call. max_concurrent: calls at once. Raises `ValueError` for a parameter
-    whose hint is missing or has no JSON form.
+    Args:
+        function: the function.
+        name: name of the tool; the function's if None.
+        timeout_s: limit of one call.
+        max_concurrent: concurrent calls, None for no limit (32 for a plain function).
+
+    Raises:
+        ValueError: a parameter's hint is missing or has no JSON form.
     """
 
     def decorate(decorated: Callable[..., Any]) -> FunctionTool:
@@ -128,11 +138,11 @@ def tool(
     return decorate if function is None else decorate(function)
 
 
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    """Run `work` in a daemon thread, which does not hold up the end of the process.
+async def _run_in_thread(work: Callable[[], Any]) -> Any:
+    """Run `work` in a daemon thread, which does not delay the end of the process.
 
-    A first cancellation is kept back until the thread has ended, so that a slot is not given
-    away under it; a second one is obeyed.
+    A first cancellation waits until the thread has ended, so that its slot is not given away; a
+    second one is obeyed at once.
     """
     future: Future[Any] = Future()
 
@@ -151,8 +161,8 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         raise
 
 
-def _parameters_of(
-    function: Callable[..., Any], documented: Mapping[str, str], where: str
+def _parameters_schema(
+    function: Callable[..., Any], parameter_docs: Mapping[str, str], where: str
 ) -> dict[str, Any]:
     hints = get_type_hints(function)
     properties: dict[str, Any] = {}
@@ -164,13 +174,15 @@ def _parameters_of(
             raise ValueError(f"{where}: parameter {name} is positional-only, expected a named one")
         if name not in hints:
             raise ValueError(f"{where}: parameter {name} has no type hint, expected one")
-        properties[name] = _schema_of(hints[name], f"{where}: parameter {name}")
-        if name in documented:
-            properties[name]["description"] = documented[name]
+        properties[name] = _type_hint_schema(hints[name], f"{where}: parameter {name}")
+        if name in parameter_docs:
+            properties[name]["description"] = parameter_docs[name]
         if parameter.default is parameter.empty:
             required.append(name)
         else:
-            properties[name]["default"] = _plain(parameter.default, f"{where}: parameter {name}")
+            properties[name]["default"] = _default_as_json(
+                parameter.default, f"{where}: parameter {name}"
+            )
     return {
         "type": "object",
         "properties": properties,
@@ -179,48 +191,48 @@ def _parameters_of(
     }
 
 
-def _plain(default: Any, where: str) -> Any:
+def _default_as_json(default: Any, where: str) -> Any:
     try:
         return json.loads(json.dumps(default))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} has the default {default!r}, expected a JSON value") from error
 
 
-def _schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """JSON schema of a type hint."""
+def _type_hint_schema(hint: Any, where: str) -> dict[str, Any]:
+    """Return the JSON schema of a type hint."""
     if hint is Any:
         return {}
-    if hint in _SCALARS:
-        return {"type": _SCALARS[hint]}
+    if hint in _SCALAR_TYPES:
+        return {"type": _SCALAR_TYPES[hint]}
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is list:
-        return {"type": "array"} | ({"items": _schema_of(inner[0], where)} if inner else {})
+        return {"type": "array"} | ({"items": _type_hint_schema(inner[0], where)} if inner else {})
     if origin is dict and (not inner or inner[0] is str):
-        values = _schema_of(inner[1], where) if inner else {}
+        values = _type_hint_schema(inner[1], where) if inner else {}
         return {"type": "object"} | ({"additionalProperties": values} if values else {})
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema_of(part, where) for part in inner]}
+        return {"anyOf": [_type_hint_schema(part, where) for part in inner]}
     raise ValueError(
         f"{where} has the type {hint!r}, expected str, int, float, bool, list, dict with str keys, "
         "Literal, Optional, a union of these, or Any"
     )
 
 
-def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and the entries of a section `Args:`."""
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return the text before the first section, and the entries of the section `Args:`."""
     section = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):$")
     lines = text.splitlines()
-    heads = [index for index, line in enumerate(lines) if section.match(line)]
-    description = " ".join(" ".join(lines[: heads[0] if heads else None]).split())
-    documented: dict[str, str] = {}
-    for head, end in pairwise([*heads, len(lines)]):
+    headings = [index for index, line in enumerate(lines) if section.match(line)]
+    description = " ".join(" ".join(lines[: headings[0] if headings else None]).split())
+    parameter_docs: dict[str, str] = {}
+    for head, end in pairwise([*headings, len(lines)]):
         if lines[head] not in ("Args:", "Arguments:", "Parameters:"):
             continue
         body = inspect.cleandoc("\n" + "\n".join(lines[head + 1 : end]))
         for entry in re.split(r"\n(?=\S)", body):
-            found = re.match(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
-            if found:
-                documented[found[1]] = " ".join(found[2].split())
-    return description, documented
+            match = re.match(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
+            if match:
+                parameter_docs[match[1]] = " ".join(match[2].split())
+    return description, parameter_docs

@@ -1,12 +1,15 @@
-"""The Python tool: each call a fresh interpreter in a sandbox (ARPO's), or the next cell of the
-trajectory's own interpreter (`tool.python.mode=stateful`), forked where the trajectory is.
+"""The Python tool, which runs code in sandboxes.
 
-The last expression of the code is printed, as in a notebook; the answer is the stripped
-stdout, or the error text when the code failed. Code that prints nothing has run once and is
-answered with `EMPTY_ANSWER` (the released code runs it three times).
+By default each call runs in a fresh interpreter, as in ARPO (arXiv:2507.19849). With
+`tool.python.mode=stateful` it runs in the trajectory's own interpreter, like a cell of a notebook,
+and the interpreter is forked when the trajectory is.
 
-Where the sandboxes are is not known here: behind `Sandboxes` they are this process's own
-(`sandbox.pool`) or on other nodes (`runtime.sandbox_group`).
+The value of the last expression is printed, as in a notebook. The response is the stripped stdout,
+or the error text if the code failed. Code that prints nothing runs once and gets
+`EMPTY_OUTPUT_MESSAGE` (ARPO's released code runs it three times).
+
+The tool does not know where the sandboxes are: a `SandboxProvider` has them in this process
+(`sandbox.pool`) or on other nodes (`runtime.sandboxes.remote_pool`).
 """
 
 from __future__ import annotations
@@ -14,120 +17,126 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mega_agentrl.config.choices import PythonMode
+from mega_agentrl.config.enums import PythonMode
 from mega_agentrl.sandbox.pool import SandboxPool
-from mega_agentrl.tool.protocol import Tool, ToolAnswer
+from mega_agentrl.tool.base import Tool, ToolResponse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.config.sandbox_schema import PythonToolConfig
-    from mega_agentrl.sandbox.supervisor import SandboxResult
+    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.sandbox.client import SandboxResult
 
-EMPTY_ANSWER = "Tool(python) returned empty output."
-"""The released wording."""
+EMPTY_OUTPUT_MESSAGE = "Tool(python) returned empty output."
+"""The wording of ARPO's released code."""
 
 
-class Session(Protocol):
-    """One trajectory's interpreter, see `sandbox.session.SandboxSession`."""
+class InterpreterSession(Protocol):
+    """One trajectory's interpreter; `sandbox.session.SandboxSession` implements it."""
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run `code`; raises nothing for what it does. Cancelling ends it at once."""
 
-    async def fork(self) -> Session:
-        """A session that goes on from this state; raises `RuntimeError` where none can be had."""
+    async def fork(self) -> InterpreterSession:
+        """Return a session that continues from this state; raises `RuntimeError` if that fails."""
 
     async def close(self) -> None:
-        """End the interpreter; safe twice."""
+        """End the interpreter. Safe to call twice."""
 
     def close_now(self) -> None:
-        """The same from synchronous code."""
+        """Close without an event loop."""
 
 
-class Sandboxes(Protocol):
-    """Where code runs, see `sandbox.pool.SandboxPool`; works from any event loop."""
+class SandboxProvider(Protocol):
+    """A source of sandboxes that works from any event loop; `sandbox.pool.SandboxPool` is one."""
 
     @property
     def num_replaced(self) -> int:
-        """Sandboxes lost so far."""
+        """Number of sandboxes lost so far."""
 
     async def start(self) -> None:
-        """Once, before all else; raises `ValueError` where there can be no sandboxes."""
+        """Start the sandboxes once, before all else; raises `ValueError` if that fails."""
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run `code` in a fresh interpreter; raises nothing for what it does."""
 
-    async def open(self) -> Session:
-        """A new session; raises `RuntimeError` where none can be had."""
+    async def open(self) -> InterpreterSession:
+        """Return a new session; raises `RuntimeError` if none can be had."""
 
     async def close(self) -> None:
-        """End everything; safe twice."""
+        """End all sandboxes. Safe to call twice."""
 
     def close_now(self) -> None:
-        """The same from synchronous code."""
+        """Close without an event loop."""
 
 
 class PythonTool(Tool):
-    """Runs code in sandboxes, which keep each call's deadline.
+    """Runs code in sandboxes, which enforce each call's timeout.
 
-    The state of a trajectory is its session; None in stateless mode.
+    The state of a trajectory is its session, or None in stateless mode.
+
+    Args:
+        config: section `tool.python`.
+        sandboxes: where the code runs, owned by the tool from now on; None creates a pool in this
+            process.
     """
 
     name = "python"
     description = "Runs Python code; the answer is what it prints and its last expression."
-    argument = "code"
-    deadline_s = None
+    text_argument = "code"
+    timeout_s = None
 
-    def __init__(self, config: PythonToolConfig, sandboxes: Sandboxes | None = None) -> None:
-        """sandboxes: that it owns from now on; None for a pool in this process."""
-        self._sandboxes: Sandboxes = sandboxes or SandboxPool(config)
-        self._keeps_state = config.mode is PythonMode.stateful
+    def __init__(self, config: PythonToolConfig, sandboxes: SandboxProvider | None = None) -> None:
+        self._sandbox_provider: SandboxProvider = sandboxes or SandboxPool(config)
+        self._stateful = config.mode is PythonMode.stateful
 
     async def start(self) -> None:
-        """Warm the sandboxes; raises `ValueError` where they cannot be isolated."""
-        await self._sandboxes.start()
+        """Warm the sandboxes; raises `ValueError` if they cannot be isolated."""
+        await self._sandbox_provider.start()
 
     async def close(self) -> None:
         """End the sandboxes."""
-        await self._sandboxes.close()
+        await self._sandbox_provider.close()
 
     def close_now(self) -> None:
-        """End the sandboxes from synchronous code."""
-        self._sandboxes.close_now()
+        """Close without an event loop."""
+        self._sandbox_provider.close_now()
 
-    async def create(self, kwargs: Mapping[str, Any]) -> Session | None:
-        """The trajectory's interpreter; raises `RuntimeError` where none can be had."""
-        return await self._sandboxes.open() if self._keeps_state else None
+    async def create(self, kwargs: Mapping[str, Any]) -> InterpreterSession | None:
+        """Open the trajectory's interpreter; raises `RuntimeError` if none can be had."""
+        return await self._sandbox_provider.open() if self._stateful else None
 
     async def execute(
-        self, state: Session | None, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
-    ) -> ToolAnswer:
-        """Run `arguments["code"]`; `kwargs["timeout_s"]` overrides the configured limit."""
+        self,
+        state: InterpreterSession | None,
+        arguments: Mapping[str, Any],
+        kwargs: Mapping[str, Any],
+    ) -> ToolResponse:
+        """Run `arguments["code"]`; `kwargs["timeout_s"]` overrides the configured timeout."""
         code = print_last_expression(str(arguments["code"]))
-        run = self._sandboxes.run if state is None else state.run
+        run = self._sandbox_provider.run if state is None else state.run
         result = await run(code, kwargs.get("timeout_s"))
-        return ToolAnswer(
-            text=result.output or EMPTY_ANSWER,
+        return ToolResponse(
+            text=result.output or EMPTY_OUTPUT_MESSAGE,
             status=result.status,
             metrics={"run_s": result.latency_s, "state_lost": float(result.state_lost)},
         )
 
-    async def fork(self, state: Session | None) -> Session | None:
-        """An interpreter with the same variables and files; raises `RuntimeError` where it
-        cannot be had."""
+    async def fork(self, state: InterpreterSession | None) -> InterpreterSession | None:
+        """Fork the interpreter, variables and files; raises `RuntimeError` if that fails."""
         return None if state is None else await state.fork()
 
-    async def release(self, state: Session | None, kwargs: Mapping[str, Any]) -> None:
+    async def release(self, state: InterpreterSession | None, kwargs: Mapping[str, Any]) -> None:
         """End the trajectory's interpreter."""
         if state is not None:
             await state.close()
 
 
 def print_last_expression(code: str) -> str:
-    """`code` with its last top-level expression wrapped into `print(...)`.
+    """Return `code` with its last top-level expression wrapped in `print(...)`.
 
-    Unchanged where the last statement is no expression, is already a call of the bare name
-    `print`, or does not parse (the interpreter then reports the error).
+    The code is unchanged if its last statement is not an expression, already calls the bare name
+    `print`, or if it does not parse (the interpreter then reports the error).
     """
     try:
         tree = ast.parse(code)

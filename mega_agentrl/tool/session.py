@@ -1,17 +1,16 @@
-"""All tools of one trajectory: `ports.ToolSession`.
+"""The tools of one trajectory: implements `types.protocols.ToolSession`.
 
-`execute` consumes a parsed call and produces a typed outcome. It waits for a free slot of the
-tool, at most `queue_s`, then for the tool, at most its deadline; unblocked by the answer, by
-either limit, or by cancellation. This is the one place where whatever a tool raises becomes an
-outcome: arguments that do not fit the schema and `ValueError` are the policy's (`user_error`),
-the deadline is `timeout`, anything else is ours (`infra_error`). Nothing is run twice here. What
-a tool says is untrusted and leaves here escaped.
+`TrajectoryToolSession.execute` turns a parsed call into a typed outcome. It waits at most
+`queue_timeout_s` for a free slot of the tool, then at most the tool's timeout. This is the one
+place where an exception of a tool becomes an outcome: arguments that do not fit the schema and
+`ValueError` are errors of the policy (`user_error`), a missed deadline is a `timeout`, anything
+else is an `infra_error`. Nothing is run twice here. A tool's text is untrusted and is escaped here.
 
-`create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_s` for each tool and raise
-`ToolFault` where one fails. States made before a failure or a cancellation are released, and so
-is one that arrives too late. Sessions are independent. Calls of one session may run at once:
-those to one tool take turns in the order they came, unless it keeps no state (`create` gave
-None).
+`create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_timeout_s` for each tool and
+raise `ToolSessionError` if one fails. States created before a failure or cancellation are released,
+and so is a state that arrives too late. Sessions are independent. Calls of one session may run
+concurrently; calls to one tool take turns in order of arrival, unless the tool keeps no state
+(`create` returned None).
 """
 
 from __future__ import annotations
@@ -28,164 +27,187 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mega_agentrl.tool.deadline import DeadlinePassedError, within
-from mega_agentrl.tool.protocol import ToolAnswer
-from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.tool.base import ToolResponse
+from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
+from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from mega_agentrl.tool.protocol import Tool
-    from mega_agentrl.tool.schema import FunctionSchema
-    from mega_agentrl.tool.slots import Slots
+    from mega_agentrl.tool.base import Tool
+    from mega_agentrl.tool.concurrency_limiter import ConcurrencyLimiter
+    from mega_agentrl.tool.function_schema import FunctionSchema
 
 ResultT = TypeVar("ResultT")
 
 MAX_METRICS = 32
-MAX_ANSWER_CHARS = 1 << 20
-"""What a tool says beyond is cut: no context takes it, and escaping it would hold up everybody."""
+MAX_RESPONSE_CHARS = 1 << 20
+"""Longer responses are cut: no context could hold them, and escaping them would block the loop."""
 
-_METRIC = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Installed:
-    """A tool of the run with its checked schema and its slots, shared by all sessions."""
+class RegisteredTool:
+    """A tool of the run with its validated schema and its limiter, shared by all sessions."""
 
     tool: Tool
+    """The tool."""
     schema: FunctionSchema
-    slots: Slots
+    """Its validated schema."""
+    limiter: ConcurrencyLimiter
+    """Its limit on concurrent executions."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SessionLimits:
-    """lifecycle_s: of one create, fork, calc_reward or release. queue_s: wait for a slot."""
+    """Time limits of a session."""
 
-    lifecycle_s: float = 60.0
-    queue_s: float = 600.0
+    lifecycle_timeout_s: float = 60.0
+    """Limit of one create, fork, calc_reward or release."""
+    queue_timeout_s: float = 600.0
+    """Limit of the wait for a free slot of a tool."""
 
 
-class TrajectoryTools:
-    """A session over the run's tools; `create` chooses which of them this prompt gets.
+class TrajectoryToolSession:
+    """A session over the run's tools; `create` chooses which of them the prompt gets.
 
-    escape: makes what a tool says harmless, before anybody sees it.
+    Args:
+        tools: all tools of the run by name.
+        limits: time limits.
+        escape: makes a tool's text harmless before anything else sees it.
     """
 
     def __init__(
-        self, tools: Mapping[str, Installed], limits: SessionLimits, escape: Callable[[str], str]
+        self,
+        tools: Mapping[str, RegisteredTool],
+        limits: SessionLimits,
+        escape: Callable[[str], str],
     ) -> None:
         self._tools = tools
         self._limits = limits
         self._escape = escape
         self._kwargs: Mapping[str, Mapping[str, Any]] = {}
         self._states: dict[str, Any] = {}
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tool_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make the state of the tools named in `tools_kwargs`; of all where it is empty.
+        """Create the state of the tools named in `tools_kwargs`, of all tools if it is empty.
 
-        A name with the value None is left out: that is how a parquet column of structs reads
-        where a row lacks the key. Raises `ValueError` for an unknown tool or kwargs key,
-        `ToolFault` for a tool that fails.
+        A name with the value None is left out: a parquet column of structs reads like that where a
+        row lacks the key.
+
+        Raises:
+            ValueError: an unknown tool or kwargs key.
+            ToolSessionError: a tool failed.
         """
         wanted = {name: value for name, value in tools_kwargs.items() if value is not None}
         check_tools_kwargs(wanted, self._tools)
         self._kwargs = wanted
         try:
             for name in wanted or self._tools:
-                work = self._tools[name].tool.create(self._of(name, "create_kwargs"))
-                self._states[name] = await self._make(name, "create", work)
+                work = self._tools[name].tool.create(self._kwargs_for(name, "create_kwargs"))
+                self._states[name] = await self._create_state(name, "create", work)
         except BaseException:
-            with suppress(ToolFault):
+            with suppress(ToolSessionError):
                 await self.release()
             raise
 
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
-        """Run one call to a typed outcome; raises only cancellation."""
-        begin = time.monotonic()
+        """Run one call and return its typed outcome; raises only cancellation."""
+        arrival_time = time.monotonic()
         if tool not in self._states:
             there = ", ".join(sorted(self._states)) or "none"
             text = self._escape(f"Tool({tool}) is not available; there is {there}.")
-            return _no_run(tool, text, bad_call=True)
-        installed = self._tools[tool]
+            return _outcome_without_run(tool, text, is_invalid_call=True)
+        registered = self._tools[tool]
         try:
-            given = installed.schema.read(arguments)
+            checked_arguments = registered.schema.validate_arguments(arguments)
         except ValueError as error:
-            return _no_run(tool, self._escape(str(error)), bad_call=True)
+            return _outcome_without_run(tool, self._escape(str(error)), is_invalid_call=True)
         if self._states[tool] is None:
-            return await self._run(installed, given, begin)
-        turn = self._turns[tool]
+            return await self._run_limited(registered, checked_arguments, arrival_time)
+        lock = self._tool_locks[tool]
         try:
-            async with asyncio.timeout(self._limits.queue_s):
-                await turn.acquire()
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                await lock.acquire()
         except TimeoutError:
-            text = f"an earlier call was not done within {self._limits.queue_s:g} s"
-            return _no_run(tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_s)
+            text = f"an earlier call was not done within {self._limits.queue_timeout_s:g} s"
+            return _outcome_without_run(
+                tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_timeout_s
+            )
         try:
-            return await self._run(installed, given, begin)
+            return await self._run_limited(registered, checked_arguments, arrival_time)
         finally:
-            turn.release()
+            lock.release()
 
-    async def _run(
-        self, installed: Installed, given: Mapping[str, Any], begin: float
+    async def _run_limited(
+        self, registered: RegisteredTool, checked_arguments: Mapping[str, Any], arrival_time: float
     ) -> ToolOutcome:
-        """begin: when the call came, on the monotonic clock."""
-        tool = installed.tool.name
+        """Run a validated call once a slot is free; `arrival_time` is on the monotonic clock."""
+        tool = registered.tool.name
         try:
-            await installed.slots.take(self._limits.queue_s)
+            await registered.limiter.acquire(self._limits.queue_timeout_s)
         except TimeoutError:
-            text = f"no slot of {installed.tool.max_concurrent} free in {self._limits.queue_s:g} s"
-            return _no_run(tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_s)
+            limit = registered.tool.max_concurrent
+            text = f"none of the {limit} slots became free in {self._limits.queue_timeout_s:g} s"
+            return _outcome_without_run(
+                tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_timeout_s
+            )
         start = time.monotonic()
-        answer = await self._answer(installed, self._states[tool], given)
+        response = await self._execute_tool(registered, self._states[tool], checked_arguments)
         return ToolOutcome(
             tool=tool,
-            status=answer.status,
-            answer=self._escape(answer.text),
+            status=response.status,
+            answer=self._escape(response.text),
             latency_s=time.monotonic() - start,
-            queue_s=start - begin,
-            step_reward=answer.step_reward,
-            metrics=answer.metrics,
+            queue_s=start - arrival_time,
+            step_reward=response.step_reward,
+            metrics=response.metrics,
         )
 
-    async def fork(self) -> TrajectoryTools:
-        """A session whose tools' states are copies; raises `ToolFault` for one that fails."""
-        child = TrajectoryTools(self._tools, self._limits, self._escape)
+    async def fork(self) -> TrajectoryToolSession:
+        """Return a session with copies of the tools' states; raises `ToolSessionError`."""
+        child = TrajectoryToolSession(self._tools, self._limits, self._escape)
         child._kwargs = self._kwargs
         try:
             for name, state in self._states.items():
                 work = self._tools[name].tool.fork(state)
-                child._states[name] = await self._make(name, "fork", work)
+                child._states[name] = await self._create_state(name, "fork", work)
         except BaseException:
-            with suppress(ToolFault):
+            with suppress(ToolSessionError):
                 await child.release()
             raise
         return child
 
     async def calc_reward(self) -> dict[str, float]:
-        """Final reward by tool; tools that give none are left out.
+        """Return the final reward by tool; tools that give none are left out.
 
-        Raises `ToolFault` for a tool that fails or gives no finite number.
+        Raises:
+            ToolSessionError: a tool failed or returned a number that is not finite.
         """
         rewards: dict[str, float] = {}
         for name, state in self._states.items():
-            work = self._tools[name].tool.calc_reward(state, self._of(name, "calc_reward_kwargs"))
-            reward = await self._step(name, "calc_reward", work)
+            work = self._tools[name].tool.calc_reward(
+                state, self._kwargs_for(name, "calc_reward_kwargs")
+            )
+            reward = await self._run_lifecycle_step(name, "calc_reward", work)
             if reward is None:
                 continue
             if not _is_finite(reward):
-                raise _fault(name, "calc_reward", f"got {reward!r}, expected a finite number")
+                raise _tool_fault(name, "calc_reward", f"got {reward!r}, expected a finite number")
             rewards[name] = float(reward)
         return rewards
 
     async def release(self) -> None:
-        """Free every state, whatever happens meanwhile; a second call does nothing.
+        """Release every state, even when cancelled; a second call does nothing.
 
-        Raises `ToolFault` for the first tool that failed at it, after all have been asked.
+        Raises:
+            ToolSessionError: a tool failed; raised after all tools have been asked.
         """
         states, self._states = self._states, {}
         if not states:
@@ -195,101 +217,107 @@ class TrajectoryTools:
         try:
             await asyncio.shield(releasing)
         except asyncio.CancelledError:
-            # It has deadlines of its own; leaving now would leave sandboxes behind.
+            # Release has its own timeouts; returning now would leave sandboxes open.
             await asyncio.wait({releasing})
             raise
         for error in releasing.result():
             if isinstance(error, BaseException):
                 raise error
 
-    def _of(self, name: str, key: str) -> Mapping[str, Any]:
+    def _kwargs_for(self, name: str, key: str) -> Mapping[str, Any]:
         return self._kwargs.get(name, {}).get(key) or {}
 
     async def _release_one(self, name: str, state: Any) -> None:
-        work = self._tools[name].tool.release(state, self._of(name, "release_kwargs"))
-        await self._step(name, "release", work)
+        work = self._tools[name].tool.release(state, self._kwargs_for(name, "release_kwargs"))
+        await self._run_lifecycle_step(name, "release", work)
 
-    async def _make(self, name: str, step: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """A new state; one that comes too late is released."""
+    async def _create_state(self, name: str, step: str, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return a new state; one that comes too late is released."""
 
         async def undo(state: Any) -> None:
             await self._release_one(name, state)
 
-        return await self._step(name, step, work, undo)
+        return await self._run_lifecycle_step(name, step, work, undo)
 
-    async def _step(
+    async def _run_lifecycle_step(
         self,
         name: str,
         step: str,
         work: Coroutine[Any, Any, ResultT],
         undo: Callable[[ResultT], Awaitable[None]] | None = None,
     ) -> ResultT:
-        begin = time.monotonic()
+        start = time.monotonic()
         try:
-            return await within(work, self._limits.lifecycle_s, undo=undo)
-        except DeadlinePassedError as error:
-            raise _fault(name, step, str(error), time.monotonic() - begin) from error
-        except Exception as error:  # the edge: a tool's failure is data
+            return await run_with_deadline(work, self._limits.lifecycle_timeout_s, undo=undo)
+        except DeadlineExceededError as error:
+            raise _tool_fault(name, step, str(error), time.monotonic() - start) from error
+        except Exception as error:  # a tool may raise anything: its failure is data
             _log.warning("tool %s: %s failed", name, step, exc_info=error)
             text = f"{type(error).__name__}: {error}"
-            raise _fault(name, step, text, time.monotonic() - begin) from error
+            raise _tool_fault(name, step, text, time.monotonic() - start) from error
 
-    async def _answer(
-        self, installed: Installed, state: Any, arguments: Mapping[str, Any]
-    ) -> ToolAnswer:
-        tool = installed.tool
-        work = tool.execute(state, arguments, self._of(tool.name, "execute_kwargs"))
+    async def _execute_tool(
+        self, registered: RegisteredTool, state: Any, arguments: Mapping[str, Any]
+    ) -> ToolResponse:
+        tool = registered.tool
+        work = tool.execute(state, arguments, self._kwargs_for(tool.name, "execute_kwargs"))
         try:
-            answer = await within(work, tool.deadline_s, on_end=installed.slots.give)
-            return _checked(answer, tool.name)
-        except DeadlinePassedError:
-            text = f"Timed out after {tool.deadline_s:g} s."
-            return ToolAnswer(text=text, status=ToolStatus.timeout)
+            response = await run_with_deadline(
+                work, tool.timeout_s, on_end=registered.limiter.release
+            )
+            return _validate_response(response, tool.name)
+        except DeadlineExceededError:
+            text = f"Timed out after {tool.timeout_s:g} s."
+            return ToolResponse(text=text, status=ToolStatus.timeout)
         except ValueError as error:
-            return ToolAnswer(text=str(error), status=ToolStatus.user_error)
-        except Exception as error:  # noqa: BLE001  the edge: a tool's failure is data
+            return ToolResponse(text=str(error), status=ToolStatus.user_error)
+        except Exception as error:  # noqa: BLE001  a tool may raise anything: its failure is data
             _log.warning("tool %s: execute failed", tool.name, exc_info=error)
             text = f"{type(error).__name__}: {error}"
-            return ToolAnswer(text=text, status=ToolStatus.infra_error)
+            return ToolResponse(text=text, status=ToolStatus.infra_error)
 
 
 def check_tools_kwargs(
-    tools_kwargs: Mapping[str, Mapping[str, Any] | None], tools: Mapping[str, Installed]
+    tools_kwargs: Mapping[str, Mapping[str, Any] | None], tools: Mapping[str, RegisteredTool]
 ) -> None:
     """Raise `ValueError` for a tool or a kwargs key that does not exist."""
     for name, kwargs in tools_kwargs.items():
         if name not in tools:
             raise ValueError(
                 f"tools_kwargs names the tool {name!r}, expected one of {sorted(tools)}; "
-                "the dataset and the configured tools do not belong together"
+                "probable cause: the dataset was made for other tools"
             )
-        unknown = sorted(set(kwargs or {}) - set(_KWARGS))
+        unknown = sorted(set(kwargs or {}) - set(_KWARGS_KEYS))
         if unknown:
-            raise ValueError(f"tools_kwargs[{name!r}] has {unknown}, expected some of {_KWARGS}")
+            raise ValueError(
+                f"tools_kwargs[{name!r}] has {unknown}, expected some of {_KWARGS_KEYS}"
+            )
 
 
-def _checked(answer: ToolAnswer, name: str) -> ToolAnswer:
-    """The answer without metrics that cannot be written; raises `TypeError` for a broken one."""
-    if not isinstance(answer, ToolAnswer) or not isinstance(answer.text, str):
-        raise TypeError(f"execute returned {type(answer).__name__}, expected a ToolAnswer of text")
-    if not _is_finite(answer.step_reward):
-        raise TypeError(f"step_reward is {answer.step_reward!r}, expected a finite number")
-    # Names may come from what the tool has read: only plain ones reach the metrics.
-    kept = {
+def _validate_response(response: ToolResponse, name: str) -> ToolResponse:
+    """Return the response without invalid metrics; raises `TypeError` for an invalid response."""
+    if not isinstance(response, ToolResponse) or not isinstance(response.text, str):
+        raise TypeError(
+            f"execute returned {type(response).__name__}, expected a ToolResponse with text"
+        )
+    if not _is_finite(response.step_reward):
+        raise TypeError(f"step_reward is {response.step_reward!r}, expected a finite number")
+    # Metric names may come from untrusted text: only plain ones are kept.
+    metrics = {
         key: float(value)
-        for key, value in answer.metrics.items()
-        if isinstance(key, str) and _METRIC.fullmatch(key) and _is_finite(value)
+        for key, value in response.metrics.items()
+        if isinstance(key, str) and _METRIC_NAME.fullmatch(key) and _is_finite(value)
     }
-    if len(kept) < len(answer.metrics) or len(kept) > MAX_METRICS:
+    if len(metrics) < len(response.metrics) or len(metrics) > MAX_METRICS:
         _log.warning("tool %s: metrics with odd names or values were dropped", name)
-    text = answer.text
-    if len(text) > MAX_ANSWER_CHARS:
-        text = f"{text[:MAX_ANSWER_CHARS]}... [cut]"
-    return ToolAnswer(
+    text = response.text
+    if len(text) > MAX_RESPONSE_CHARS:
+        text = f"{text[:MAX_RESPONSE_CHARS]}... [cut]"
+    return ToolResponse(
         text=text,
-        status=answer.status,
-        step_reward=float(answer.step_reward),
-        metrics=dict(sorted(kept.items())[:MAX_METRICS]),
+        status=response.status,
+        step_reward=float(response.step_reward),
+        metrics=dict(sorted(metrics.items())[:MAX_METRICS]),
     )
 
 
@@ -297,21 +325,26 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _no_run(
+def _outcome_without_run(
     tool: str,
     text: str,
     status: ToolStatus = ToolStatus.user_error,
     *,
     queue_s: float = 0.0,
-    bad_call: bool = False,
+    is_invalid_call: bool = False,
 ) -> ToolOutcome:
     return ToolOutcome(
-        tool=tool, status=status, answer=text, latency_s=0.0, queue_s=queue_s, bad_call=bad_call
+        tool=tool,
+        status=status,
+        answer=text,
+        latency_s=0.0,
+        queue_s=queue_s,
+        is_invalid_call=is_invalid_call,
     )
 
 
-def _fault(name: str, step: str, text: str, latency_s: float = 0.0) -> ToolFault:
-    return ToolFault(
+def _tool_fault(name: str, step: str, text: str, latency_s: float = 0.0) -> ToolSessionError:
+    return ToolSessionError(
         ToolOutcome(
             tool=name,
             status=ToolStatus.infra_error,

@@ -1,9 +1,9 @@
-"""Texts cut to a budget of tokens, at word borders, with an ellipsis where something is left out.
+"""Cuts texts to a token budget at word boundaries, with an ellipsis for what is left out.
 
-`trim` keeps the beginning, `around` the window that holds most of a query's words: words count
-by how rare they are in the text, each distinct one once. A budget is in tokens of the policy.
-A codec is nothing for several threads, so whatever takes one belongs on the loop's own thread;
-`from_window`, which reads the whole text, takes none.
+`truncate_to_tokens` keeps the beginning; `extract_snippet` keeps the window with most of a query's
+words, where each distinct word counts once, weighted by how rare it is in the text. A budget is in
+tokens of the policy. A codec is not thread-safe, so functions that take one belong on the event
+loop's thread; `text_from_best_window`, which reads the whole text, takes none.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.types.ports import TextCodec
+    from mega_agentrl.types.protocols import TextCodec
 
 ELLIPSIS = " ..."
 
 _WORD = re.compile(r"\S+")
-_LETTERS = re.compile(r"[^\W_]+")
-_CHARS_PER_TOKEN = 16  # more than a real text has: bounds how much is ever encoded at once
+_QUERY_WORD = re.compile(r"[^\W_]+")
+_MAX_CHARS_PER_TOKEN = 16  # above that of real text; bounds the text encoded at once
 _SAMPLE_CHARS = 4000
-_ROUGHLY = 64  # tokens of a budget for which a cut may come one character early
+_TOLERANCE_DIVISOR = 64  # budget tokens per character that a cut may come early
 
 
-def trim(text: str, codec: TextCodec, max_tokens: int) -> str:
-    """The beginning of a text in at most `max_tokens`, the ellipsis included."""
-    limit = max_tokens * _CHARS_PER_TOKEN
+def truncate_to_tokens(text: str, codec: TextCodec, max_tokens: int) -> str:
+    """Return the beginning of a text in at most `max_tokens`, ellipsis included."""
+    limit = max_tokens * _MAX_CHARS_PER_TOKEN
     num_tokens = len(codec.encode(text[:limit]))
     if len(text) <= limit and num_tokens <= max_tokens:
         return text
@@ -38,9 +38,9 @@ def trim(text: str, codec: TextCodec, max_tokens: int) -> str:
         return len(codec.encode(text[:size].rstrip() + ELLIPSIS)) <= max_tokens
 
     fits, breaks = 0, min(len(text), limit) + 1
-    # Near the rate of the whole first: the rest of the search is then over short texts.
+    # First try the average rate of the text, so that the search continues over short texts.
     guess = int(1.2 * breaks * max_tokens / max(1, num_tokens))
-    while breaks - fits > 1 + max_tokens // _ROUGHLY:
+    while breaks - fits > 1 + max_tokens // _TOLERANCE_DIVISOR:
         middle = guess if fits < guess < breaks else (fits + breaks) // 2
         guess = 0
         if is_short(middle):
@@ -50,35 +50,41 @@ def trim(text: str, codec: TextCodec, max_tokens: int) -> str:
     return text[: _word_end(text, fits)].rstrip() + ELLIPSIS
 
 
-def around(text: str, query: str, codec: TextCodec, max_tokens: int) -> str:
-    """The part of a text that says most about a query, in at most `max_tokens`."""
-    num_words = words_that_fit(text, codec, max_tokens)
-    return trim(from_window(text, query, num_words), codec, max_tokens)
+def extract_snippet(text: str, query: str, codec: TextCodec, max_tokens: int) -> str:
+    """Return the part of a text most relevant to a query, in at most `max_tokens`."""
+    num_words = estimate_max_words(text, codec, max_tokens)
+    return truncate_to_tokens(text_from_best_window(text, query, num_words), codec, max_tokens)
 
 
-def words_that_fit(text: str, codec: TextCodec, max_tokens: int) -> int:
-    """About how many words of a text make `max_tokens` with an ellipsis at both ends."""
+def estimate_max_words(text: str, codec: TextCodec, max_tokens: int) -> int:
+    """Estimate how many words of a text fit in `max_tokens` with an ellipsis at both ends."""
     sample = text[:_SAMPLE_CHARS]
     room = max_tokens - 2 * len(codec.encode(ELLIPSIS))
     return max(1, room * len(_WORD.findall(sample)) // max(1, len(codec.encode(sample))))
 
 
-def from_window(text: str, query: str, num_words: int) -> str:
-    """The text from where the best window of `num_words` begins; an ellipsis for the rest."""
+def text_from_best_window(text: str, query: str, num_words: int) -> str:
+    """Return the text from where its best window begins; an ellipsis marks the cut.
+
+    Args:
+        text: the text.
+        query: words to look for.
+        num_words: size of the window.
+    """
     words = list(_WORD.finditer(text))
-    wanted = {word.casefold() for word in _LETTERS.findall(query)}
+    wanted = {word.casefold() for word in _QUERY_WORD.findall(query)}
     if not wanted or len(words) <= num_words:
         return text
     hits = [
-        [word for word in _LETTERS.findall(match.group().casefold()) if word in wanted]
+        [word for word in _QUERY_WORD.findall(match.group().casefold()) if word in wanted]
         for match in words
     ]
-    start = _best_start(hits, num_words)
+    start = _best_window_start(hits, num_words)
     return f"{ELLIPSIS.strip()} {text[words[start].start() :]}" if start else text
 
 
-def _best_start(hits: Sequence[Sequence[str]], size: int) -> int:
-    """Index of the first word of the best window of `size` words, what it found in its middle."""
+def _best_window_start(hits: Sequence[Sequence[str]], size: int) -> int:
+    """Return the index of the first word of the best window, with the hits in its middle."""
     counts = Counter(word for found in hits for word in found)
     weight = {word: 1 / math.sqrt(count) for word, count in counts.items()}
     inside: Counter[str] = Counter()
@@ -103,7 +109,7 @@ def _best_start(hits: Sequence[Sequence[str]], size: int) -> int:
 
 
 def _word_end(text: str, end: int) -> int:
-    """The last border of a word up to `end`; `end` itself in a text without spaces."""
+    """Return the last word boundary up to `end`, or `end` in a text without spaces."""
     if end >= len(text) or text[end].isspace():
         return end
     start = end

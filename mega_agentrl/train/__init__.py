@@ -1,1 +1,1 @@
-"""The loop, its phases, evaluation and metrics."""
+"""The training loop: rollouts, advantages, updates, evaluation, checkpoints and metrics."""

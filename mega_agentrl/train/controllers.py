@@ -1,8 +1,8 @@
-"""What the driver steers by across steps: ARES's controllers, mastered prompts, the KL weight.
+"""State of the algorithm that lasts across steps: ARES, mastered prompts, the KL weight.
 
-`Controllers` is one value: a step takes it and gives the next one, a checkpoint holds it as plain
-numbers, lists and strings. It is updated from training rollouts only. How ARES's part moves is in
-`ares`.
+`Controllers` is one immutable value: a step takes it and returns the next one, and a checkpoint
+holds it as plain numbers, lists and strings. It is updated from training rollouts only. The update
+of ARES is in `ares.shaping`.
 """
 
 from __future__ import annotations
@@ -14,81 +14,99 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mega_agentrl.algo import kl
-from mega_agentrl.algo.ares_state import AresState
+from mega_agentrl.algo.ares.state import AresState
 from mega_agentrl.algo.kl import AdaptiveKL
-from mega_agentrl.algo.mastery import Mastery
-from mega_agentrl.config.choices import KlPlace
+from mega_agentrl.algo.mastery import MasteryState
+from mega_agentrl.config.enums import KlPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.config.algo_schema import AlgoConfig
+    from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
-KL_HORIZON = 10_000
-"""Optimizer steps in which the KL coefficient moves by 20 % at most, as in Ziegler et al. 2019 and
-in verl; a run that wants another speed wants another `algo.kl_target`."""
+KL_HORIZON_STEPS = 10_000
+"""Optimizer steps in which the KL coefficient changes by 20 % at most.
 
-_FIELDS = ("ares", "kl", "mastery")
+The value of Ziegler et al. (arXiv 1909.08593) and of verl; `algo.kl_target` sets the speed.
+"""
+
+_STATE_KEYS = ("adaptive_kl", "ares", "mastery")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controllers:
-    """kl: None where `algo.kl_coef` is the weight throughout."""
+    """All controller states of a run."""
 
     ares: AresState = field(default_factory=AresState)
-    mastery: Mastery = field(default_factory=Mastery)
-    kl: AdaptiveKL | None = None
+    mastery: MasteryState = field(default_factory=MasteryState)
+    adaptive_kl: AdaptiveKL | None = None
+    """State of the adaptive KL weight; None if `algo.kl_coef` is the weight throughout."""
 
     def kl_coef(self, algo: AlgoConfig) -> float:
-        """The weight of the KL term now."""
-        return algo.kl_coef if self.kl is None else self.kl.coef
+        """Return the current weight of the KL term."""
+        return algo.kl_coef if self.adaptive_kl is None else self.adaptive_kl.coef
 
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, lists, strings and None only; survives JSON and `from_plain` exactly."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers, lists and None, which survive JSON and `from_dict` exactly."""
         return {
-            "ares": self.ares.to_plain(),
-            "mastery": self.mastery.to_plain(),
-            "kl": None if self.kl is None else asdict(self.kl),
+            "ares": self.ares.to_dict(),
+            "mastery": self.mastery.to_dict(),
+            "adaptive_kl": None if self.adaptive_kl is None else asdict(self.adaptive_kl),
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Controllers:
-        """What `to_plain` wrote; raises `ValueError` for other fields."""
-        if sorted(plain) != list(_FIELDS):
+    def from_dict(cls, state: Mapping[str, Any]) -> Controllers:
+        """Read what `to_dict` returned; raise `ValueError` for other fields."""
+        if sorted(state) != list(_STATE_KEYS):
             raise ValueError(
-                f"controllers: got the fields {sorted(plain)}, expected {list(_FIELDS)}; "
+                f"controllers: got the fields {sorted(state)}, expected {list(_STATE_KEYS)}; "
                 "probable cause: a checkpoint of another version"
             )
         return cls(
-            ares=AresState.from_plain(plain["ares"]),
-            mastery=Mastery.from_plain(plain["mastery"]),
-            kl=None if plain["kl"] is None else AdaptiveKL(**plain["kl"]),
+            ares=AresState.from_dict(state["ares"]),
+            mastery=MasteryState.from_dict(state["mastery"]),
+            adaptive_kl=None
+            if state["adaptive_kl"] is None
+            else AdaptiveKL(**state["adaptive_kl"]),
         )
 
 
-def start(algo: AlgoConfig) -> Controllers:
-    """Those of a run's beginning."""
+def initial_controllers(algo: AlgoConfig) -> Controllers:
+    """Return the controllers at the start of a run, before a bootstrap pass."""
     if algo.kl_target is None:
         return Controllers()
-    adaptive = AdaptiveKL(coef=algo.kl_coef, target=algo.kl_target, horizon=KL_HORIZON)
-    return Controllers(kl=adaptive)
+    adaptive = AdaptiveKL(coef=algo.kl_coef, target=algo.kl_target, horizon=KL_HORIZON_STEPS)
+    return Controllers(adaptive_kl=adaptive)
 
 
-def kl_after(controllers: Controllers, ref_kl_mean: float, num_optimizer_steps: int) -> Controllers:
-    """Those after an update that measured a mean KL to the reference of so many nats a token.
+def update_kl(
+    controllers: Controllers, ref_kl_mean: float, num_optimizer_steps: int
+) -> Controllers:
+    """Advance the adaptive KL weight by an update's mean KL to the reference.
 
-    A KL that is not finite, of a step that was skipped, moves nothing.
+    Args:
+        controllers: State before the update.
+        ref_kl_mean: Measured KL in nats per token. If it is not finite, as after a skipped step,
+        the
+            state stays as it is.
+        num_optimizer_steps: Optimizer steps of the update.
     """
-    if controllers.kl is None or not isfinite(ref_kl_mean):
+    if controllers.adaptive_kl is None or not isfinite(ref_kl_mean):
         return controllers
-    return replace(controllers, kl=kl.update(controllers.kl, ref_kl_mean, num_optimizer_steps))
+    return replace(
+        controllers,
+        adaptive_kl=kl.update(controllers.adaptive_kl, ref_kl_mean, num_optimizer_steps),
+    )
 
 
-def loss_kl_weights(
+def adaptive_kl_weights(
     controllers: Controllers, algo: AlgoConfig, batch: TrainBatch
 ) -> torch.Tensor | None:
-    """[B, T] float32 weight of the loss's KL term where it is adaptive; None: `algo.kl_coef`."""
-    if controllers.kl is None or algo.kl_place is not KlPlace.loss:
+    """Return the weight of the loss's KL term, [B, T] float32, if it is adaptive.
+
+    None means `algo.kl_coef`.
+    """
+    if controllers.adaptive_kl is None or algo.kl_placement is not KlPlacement.loss:
         return None
-    return torch.full(batch.mask_BT.shape, controllers.kl.coef, dtype=torch.float32)
+    return torch.full(batch.mask_BT.shape, controllers.adaptive_kl.coef, dtype=torch.float32)

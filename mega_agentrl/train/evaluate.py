@@ -1,11 +1,11 @@
-"""Evaluation on fixed questions: samples at a temperature, and greedy answers beside them.
+"""Evaluation on fixed questions: answers sampled at a temperature, and greedy ones.
 
-Never branches, never updates anything: the engine's weights are the only input, and random streams
-have names of their own, so that training goes on as if there had been none. The reward is the one
-that is trained on, a reward model's part of it included.
+An evaluation never branches and never updates anything. It depends on the engine's weights alone
+and has random streams of its own, so training continues as if it had not happened. The reward is
+the one that training uses, including a reward model's part.
 
-Numbers are also told apart by data source, and where a source has questions of one turn and of
-several (`extra_info.turns`, as BFCL has) by these: `success/bfcl`, `success/bfcl/single_turn`.
+Results are also split by data source, and for sources with single-turn and multi-turn questions
+(`extra_info.turns`, as in BFCL) by these: `success/bfcl`, `success/bfcl/single_turn`.
 """
 
 from __future__ import annotations
@@ -18,68 +18,71 @@ from math import sqrt
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.choices import Branching
-from mega_agentrl.rollout.collector import collect
-from mega_agentrl.rollout.metrics import rollout_metrics
-from mega_agentrl.train.pass_at import pass_metrics
-from mega_agentrl.train.rewards import add_model_scores, report_missing
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.metrics.rollout import rollout_metrics
+from mega_agentrl.train.pass_at_k import pass_at_k_metrics
+from mega_agentrl.train.rewards import add_reward_model_scores, warn_missing_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.types.parts import Parts
+    from mega_agentrl.types.components import Components
     from mega_agentrl.types.records import Prompt, RolloutTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Means over all answers: `metrics` by name, reward and success also by data source.
-
-    reward_se: standard error of the reward, from the spread of the questions' means. at: pass@k
-    and mean@k (`pass_at`), also by data source, `pass@4/bfcl`.
-    """
+class EvalResult:
+    """Means over all answers of an evaluation."""
 
     num_questions: int
     num_samples: int
     reward: float
     reward_se: float
+    """Standard error of the reward, from the spread of the questions' means."""
     success: float
     reward_by_source: Mapping[str, float]
+    """Mean reward by data source."""
     success_by_source: Mapping[str, float]
+    """Mean success by data source."""
     metrics: Mapping[str, float]
-    at: Mapping[str, float] = field(default_factory=dict)
+    """Rollout metrics by name."""
+    pass_at_k: Mapping[str, float] = field(default_factory=dict)
+    """pass@k and mean@k by name, also by data source: `pass@4/bfcl`."""
 
-    def as_metrics(self, prefix: str) -> dict[str, float]:
-        """Flat metrics under a prefix."""
+    def to_metrics(self, prefix: str) -> dict[str, float]:
+        """Return flat metrics, named with a prefix."""
         flat = {"reward": self.reward, "reward_se": self.reward_se, "success": self.success}
         flat |= {f"reward/{source}": value for source, value in self.reward_by_source.items()}
         flat |= {f"success/{source}": value for source, value in self.success_by_source.items()}
-        flat |= self.at
-        # Parts of the reward may be called as data sources are.
-        flat |= {_below_rollout(name): value for name, value in self.metrics.items()}
+        flat |= self.pass_at_k
+        # Parts of the reward may have the names of data sources.
+        flat |= {_with_rollout_prefix(name): value for name, value in self.metrics.items()}
         return {f"{prefix}/{name}": value for name, value in flat.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """The validation questions, sampled and, if asked for, answered greedily."""
+class ValidationResult:
+    """Results on the validation questions."""
 
-    sampled: Evaluation
-    greedy: Evaluation | None
+    sampled: EvalResult
+    """Of sampled answers."""
+    greedy: EvalResult | None
+    """Of greedy answers; None unless `evaluate.greedy` is set."""
 
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, maps and None only; survives JSON and `from_plain` exactly."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers, maps and None, which survive JSON and `from_dict` exactly."""
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> HeldOut:
-        """What `to_plain` wrote; raises `ValueError` for anything else."""
+    def from_dict(cls, state: Mapping[str, Any]) -> ValidationResult:
+        """Read what `to_dict` returned; raise `ValueError` for anything else."""
         try:
-            greedy = plain["greedy"]
+            greedy = state["greedy"]
             return cls(
-                sampled=Evaluation(**plain["sampled"]),
-                greedy=None if greedy is None else Evaluation(**greedy),
+                sampled=EvalResult(**state["sampled"]),
+                greedy=None if greedy is None else EvalResult(**greedy),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -87,136 +90,148 @@ class HeldOut:
                 "`greedy`; probable cause: a checkpoint of another version"
             ) from error
 
-    def as_metrics(self) -> dict[str, float]:
-        """Flat metrics for the log."""
-        return self.sampled.as_metrics("sampled") | (
-            self.greedy.as_metrics("greedy") if self.greedy else {}
+    def to_metrics(self) -> dict[str, float]:
+        """Return flat metrics for the log."""
+        return self.sampled.to_metrics("sampled") | (
+            self.greedy.to_metrics("greedy") if self.greedy else {}
         )
 
 
-def evaluate_held_out(
-    parts: Parts,
+def evaluate_validation_set(
+    components: Components,
     config: TrainConfig,
-    keep: Callable[[str, Sequence[RolloutTree]], None] | None = None,
-) -> HeldOut:
-    """Evaluate on `data.validation` as `evaluate.*` says.
+    save_trees: Callable[[str, Sequence[RolloutTree]], None] | None = None,
+) -> ValidationResult:
+    """Evaluate on `data.validation` as the section `evaluate` says.
 
-    keep: gets the trees of each pass with the end of its name, "" or "_greedy".
+    Args:
+        components: The parts of the run.
+        config: Settings of the run.
+        save_trees: Called with the trees of each pass and its name suffix, "" or "_greedy".
     """
-    chosen = config.evaluate
-    questions = parts.validation[: chosen.num_questions or None]
+    settings = config.evaluate
+    questions = components.validation_prompts[: settings.num_questions or None]
     sampled = evaluate(
-        parts,
+        components,
         config,
         questions,
-        num_samples=chosen.num_samples,
-        temperature=chosen.temperature,
+        num_samples=settings.num_samples,
+        temperature=settings.temperature,
         name="held-out",
-        keep=None if keep is None else partial(keep, ""),
+        save_trees=None if save_trees is None else partial(save_trees, ""),
     )
     greedy = None
-    if chosen.greedy:
+    if settings.greedy:
         greedy = evaluate(
-            parts,
+            components,
             config,
             questions,
             num_samples=1,
             temperature=0.0,
             name="held-out-greedy",
-            keep=None if keep is None else partial(keep, "_greedy"),
+            save_trees=None if save_trees is None else partial(save_trees, "_greedy"),
         )
-    return HeldOut(sampled=sampled, greedy=greedy)
+    return ValidationResult(sampled=sampled, greedy=greedy)
 
 
 def evaluate(
-    parts: Parts,
+    components: Components,
     config: TrainConfig,
     questions: Sequence[Prompt],
     *,
     num_samples: int,
     temperature: float,
     name: str,
-    keep: Callable[[Sequence[RolloutTree]], None] | None = None,
-) -> Evaluation:
-    """Sample `num_samples` answers to each question; temperature 0 is greedy.
+    save_trees: Callable[[Sequence[RolloutTree]], None] | None = None,
+) -> EvalResult:
+    """Sample answers to each question and return their means.
 
-    name: keys the random streams, so that two evaluations with one name and seed draw alike.
-    keep: gets the trees.
+    Args:
+        components: The parts of the run.
+        config: Settings of the run.
+        questions: The questions.
+        num_samples: Answers per question.
+        temperature: Sampling temperature; 0 is greedy.
+        name: Key of the random streams: two evaluations with the same name and seed draw alike.
+        save_trees: Called with the trees.
     """
     rollout = replace(
         config.rollout,
-        num_trajectories=num_samples,
+        group_size=num_samples,
         branching=Branching.none,
         top_p=1.0,
         top_k=0,
     )
-    trees = parts.wait(
-        collect(
+    trees = components.run_coroutine(
+        collect_rollouts(
             questions,
-            generator=parts.generator,
-            tools=parts.tools,
-            codec=parts.codec,
-            interactions=parts.interactions,
-            rubric=parts.rubric,
+            generator=components.generator,
+            tools=components.tools,
+            codec=components.codec,
+            interactions=components.interactions,
+            rubric=components.rubric,
             config=rollout,
             max_model_len=config.engine.max_model_len,
             seed=config.seed,
             step=name,
             temperature=temperature,
-            spans=parts.watch.spans,
+            spans=components.monitors.rollout_spans,
         )
     )
-    add_model_scores(parts, trees)
-    report_missing(trees)
-    if keep is not None:
-        keep(trees)
-    return summarize(trees, num_samples=num_samples)
+    add_reward_model_scores(components, trees)
+    warn_missing_rewards(trees)
+    if save_trees is not None:
+        save_trees(trees)
+    return compute_eval_result(trees, num_samples=num_samples)
 
 
-def summarize(trees: Sequence[RolloutTree], *, num_samples: int) -> Evaluation:
-    """Means over the answers of finished trees."""
+def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> EvalResult:
+    """Return the means over the answers of finished trees."""
     reward: defaultdict[str, list[float]] = defaultdict(list)
     question_means: list[float] = []
     success: defaultdict[str, list[float]] = defaultdict(list)
-    everything: list[tuple[float, float]] = []
-    right_by_question: defaultdict[str, list[list[bool]]] = defaultdict(list)
+    all_scores: list[tuple[float, float]] = []
+    correct_by_question: defaultdict[str, list[list[bool]]] = defaultdict(list)
     for tree in trees:
         scores = [t.score for t in tree.trajectories if t.score is not None]
         if not scores:
             continue
-        values, right = [score.value for score in scores], [float(one.correct) for one in scores]
+        values, is_correct = (
+            [score.value for score in scores],
+            [float(one.correct) for one in scores],
+        )
         question_means.append(_mean(values))
-        everything += zip(values, right, strict=True)
-        right_by_question[""].append([score.correct for score in scores])
-        for name in _sources(tree.prompt):
+        all_scores += zip(values, is_correct, strict=True)
+        correct_by_question[""].append([score.correct for score in scores])
+        for name in _source_names(tree.prompt):
             reward[name] += values
-            success[name] += right
-            right_by_question[name].append([score.correct for score in scores])
-    return Evaluation(
+            success[name] += is_correct
+            correct_by_question[name].append([score.correct for score in scores])
+    return EvalResult(
         num_questions=len(trees),
         num_samples=num_samples,
-        reward=_mean([value for value, _ in everything]),
+        reward=_mean([value for value, _ in all_scores]),
         reward_se=_standard_error(question_means),
-        success=_mean([right for _, right in everything]),
+        success=_mean([is_correct for _, is_correct in all_scores]),
         reward_by_source={source: _mean(values) for source, values in sorted(reward.items())},
         success_by_source={source: _mean(values) for source, values in sorted(success.items())},
         metrics=rollout_metrics(trees),
-        at={
+        pass_at_k={
             f"{measure}/{source}" if source else measure: value
-            for source, questions in sorted(right_by_question.items())
-            for measure, value in pass_metrics(questions, num_samples).items()
+            for source, questions in sorted(correct_by_question.items())
+            for measure, value in pass_at_k_metrics(questions, num_samples).items()
         },
     )
 
 
-def _sources(prompt: Prompt) -> list[str]:
-    """The data source, and its part that the question belongs to where it has parts."""
+def _source_names(prompt: Prompt) -> list[str]:
+    """Return the data source, and its part that the question belongs to, if it has parts."""
     turns = prompt.extra_info.get("turns")
     names = [prompt.data_source]
     return [*names, f"{prompt.data_source}/{turns}"] if isinstance(turns, str) else names
 
 
-def _below_rollout(name: str) -> str:
+def _with_rollout_prefix(name: str) -> str:
     return name if name.startswith("rollout/") else f"rollout/{name}"
 
 

@@ -1,9 +1,9 @@
-"""Rewards that come after the rollout: of functions and models that others run.
+"""Rewards that arrive after the rollout, from functions and models that run elsewhere.
 
-A step without a filter does not wait for them: what they work on meanwhile is the step's own
-log-prob pass. `settle_rewards` waits, fills `reward_B` and the trees' scores, and adds what a
-reward model in a folder says, which reads whole batches. A trajectory whose reward could not be
-had is masked from the loss and counted, `reward/failed`.
+Without a group filter, a step does not wait for them: they are computed while the policy does its
+log-prob pass. `resolve_rewards` waits for them, fills `reward_B` and the trees' scores, and adds
+the score of a local reward model, which reads whole batches. A trajectory without a reward is
+masked from the loss and counted in `reward/failed_fraction`.
 """
 
 from __future__ import annotations
@@ -12,85 +12,105 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-from mega_agentrl.batch.pack import pack, with_rewards
-from mega_agentrl.rollout.scoring import settle
+from mega_agentrl.batch.packing import fill_rewards, pack_trees
+from mega_agentrl.rollout.groups.scoring import resolve_scores
 from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.rollout.collected import Collected
+    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
     from mega_agentrl.types.batch import TrainBatch
-    from mega_agentrl.types.parts import Parts
+    from mega_agentrl.types.components import Components
     from mega_agentrl.types.records import Trajectory
 
 _logger = logging.getLogger(__name__)
 
 
-def settle_rewards(
-    parts: Parts, collected: Collected, batch: TrainBatch
-) -> tuple[Collected, TrainBatch]:
-    """The step with all of its rewards; batch: packed of `collected.trees`.
+def resolve_rewards(
+    components: Components, rollout_batch: RolloutBatch, batch: TrainBatch
+) -> tuple[RolloutBatch, TrainBatch]:
+    """Return the step with all of its rewards.
 
-    Waits for: who works on the rewards. Unblocked by: their deadlines. The trees of `collected`
-    are scored in place. Raises `ValueError` where no trajectory is left to train on.
+    Waits for the reward workers, which have deadlines. The trees are scored in place.
+
+    Args:
+        components: The parts of the run.
+        rollout_batch: The rollouts of the step.
+        batch: Packed from `rollout_batch.trees`.
+
+    Raises:
+        ValueError: No trajectory is left to train on.
     """
-    settle(collected.pending)
-    same = len(collected.seen) == len(collected.trees)
-    add_model_scores(parts, collected.seen, batch if same else None)
-    greedy = [_alone(tree.greedy) for tree in collected.seen if tree.greedy is not None]
-    add_model_scores(parts, greedy)
-    report_missing(collected.seen)
-    return collected, with_rewards(batch, collected.trees)
+    resolve_scores(rollout_batch.pending_scores)
+    is_unfiltered = len(rollout_batch.finished_trees) == len(rollout_batch.trees)
+    add_reward_model_scores(
+        components, rollout_batch.finished_trees, batch if is_unfiltered else None
+    )
+    greedy = [
+        _as_single_tree(tree.greedy_trajectory)
+        for tree in rollout_batch.finished_trees
+        if tree.greedy_trajectory is not None
+    ]
+    add_reward_model_scores(components, greedy)
+    warn_missing_rewards(rollout_batch.finished_trees)
+    return rollout_batch, fill_rewards(batch, rollout_batch.trees)
 
 
-def add_model_scores(
-    parts: Parts, trees: Sequence[RolloutTree], batch: TrainBatch | None = None
+def add_reward_model_scores(
+    components: Components, trees: Sequence[RolloutTree], batch: TrainBatch | None = None
 ) -> None:
-    """Add what the reward model says to the scores of the trees, where their rubric has it.
+    """Add the reward model's score to those trees whose rubric uses it.
 
-    batch: packed of all of these trees; None packs those that it takes.
+    Args:
+        components: The parts of the run.
+        trees: Trees that the rubric has scored; changed in place.
+        batch: Packed from all of these trees; None packs those that need it.
     """
-    model = parts.reward_model
+    model = components.reward_model
     if model is None:
         return
     if batch is None:
-        trees = [tree for tree in trees if parts.rubric.needs_model(tree.prompt) and _scored(tree)]
+        trees = [
+            tree
+            for tree in trees
+            if components.rubric.needs_reward_model(tree.prompt) and _scored_trajectories(tree)
+        ]
         if not trees:
             return
-        batch = pack(trees)
-    everyone = [trajectory for tree in trees for trajectory in tree.trajectories]
-    owners = range(len(everyone)) if batch.owner_B is None else batch.owner_B.tolist()
-    # Of a trajectory that is several rows the last one ends as it did.
+        batch = pack_trees(trees)
+    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+    owners = range(len(trajectories)) if batch.trajectory_B is None else batch.trajectory_B.tolist()
+    # A trajectory with several rows is scored by its last one, which has its end.
     last_row = {owner: row for row, owner in enumerate(owners)}
-    said_B = model.scores(batch).tolist()
-    for owner, trajectory in enumerate(everyone):
-        if trajectory.score is None or not parts.rubric.needs_model(trajectory.prompt):
+    model_score_B = model.compute_scores(batch).tolist()
+    for owner, trajectory in enumerate(trajectories):
+        if trajectory.score is None or not components.rubric.needs_reward_model(trajectory.prompt):
             continue
-        value = float(said_B[last_row[owner]])
+        value = float(model_score_B[last_row[owner]])
         if math.isfinite(value):
-            trajectory.score = parts.rubric.with_model(trajectory, value)
+            trajectory.score = components.rubric.add_model_score(trajectory, value)
         else:
             trajectory.score = None
-            trajectory.no_reward = f"the reward model gave {value}"
+            trajectory.reward_error = f"the reward model gave {value}"
 
 
-def report_missing(trees: Sequence[RolloutTree]) -> None:
-    """Warn once of the rewards of these trees that could not be had."""
-    without = [one for tree in trees for one in tree.trajectories if one.no_reward]
-    if without:
-        first = without[0]
+def warn_missing_rewards(trees: Sequence[RolloutTree]) -> None:
+    """Log one warning about the trajectories that have no reward."""
+    unrewarded = [one for tree in trees for one in tree.trajectories if one.reward_error]
+    if unrewarded:
+        first = unrewarded[0]
         _logger.warning(
             "%d trajectories have no reward and are not trained on; the first, %s: %s",
-            len(without),
+            len(unrewarded),
             first.trajectory_id,
-            first.no_reward,
+            first.reward_error,
         )
 
 
-def _alone(answer: Trajectory) -> RolloutTree:
+def _as_single_tree(answer: Trajectory) -> RolloutTree:
     return RolloutTree(prompt=answer.prompt, trajectories=[answer])
 
 
-def _scored(tree: RolloutTree) -> list[Trajectory]:
+def _scored_trajectories(tree: RolloutTree) -> list[Trajectory]:
     return [one for one in tree.trajectories if one.score is not None]

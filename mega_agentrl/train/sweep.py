@@ -1,14 +1,14 @@
-"""A sweep (`-m`): what each job leaves in its folder, and the table when all have ended.
+"""Files of a sweep (`-m`): one by each job, and a comparison when all jobs have ended.
 
     <sweep folder>/<number>-<overrides>/     one run, with sweep_job.json
-    <sweep folder>/comparison.{md,json,png}  over all of them
+    <sweep folder>/comparison.{md,json,png}  over all runs
 
-A job that fails does not end the sweep: it raises `JobFailed`, which the launcher keeps, the others
-run, and Hydra ends with exit code 1. An interrupt does end it. Either way the table is written of
-what there is, by the process that started the sweep: Hydra's callback at a sweep's end is not
-called after a failed job, so the callback only notes the folder, and `finish` makes the table.
-With the submitit launcher that process waits for the jobs; where it was closed before,
-`tools/compare_runs.py <sweep folder>` makes the same table.
+A failed job does not end the sweep: it raises `SweepJobFailed`, which the launcher records, the
+other jobs run, and Hydra exits with code 1. An interrupt ends the sweep. In either case the process
+that started the sweep compares the runs there are. Hydra does not call its callback for the end of
+a sweep after a failed job, so the callback only records the folder, and `write_sweep_reports`
+writes the comparison. With the submitit launcher that process waits for the jobs; if it was closed
+before, `tools/compare_runs.py <sweep folder>` writes the same comparison.
 """
 
 from __future__ import annotations
@@ -26,51 +26,52 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-_started: list[Path] = []
-"""Folders of the sweeps that this process has started and not finished."""
+_pending_sweep_dirs: list[Path] = []
+"""Folders of sweeps that this process has started and not finished."""
 
 
-class JobFailed(CompactHydraException):  # type: ignore[misc]
-    """A job of a sweep that failed; its message has been printed and kept."""
+class SweepJobFailed(CompactHydraException):  # type: ignore[misc]
+    """A job of a sweep failed; its message has been printed and saved."""
 
 
-class SweepStart(Callback):  # type: ignore[misc]
-    """Notes the folder of a sweep; named in `configs/train.yaml`."""
+class SweepCallback(Callback):  # type: ignore[misc]
+    """Records the folder of a sweep; set in `configs/train.yaml`."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """See `hydra.experimental.callback.Callback`."""
-        _started.append(Path(str(config.hydra.sweep.dir)).resolve())
+        """Record the folder of the sweep that starts."""
+        _pending_sweep_dirs.append(Path(str(config.hydra.sweep.dir)).resolve())
 
 
-def note_job(run_dir: Path, overrides: Sequence[str], failed: str = "") -> None:
-    """Write what a job is, and why it failed where it did."""
-    # Here as the report's modules take a while to import, and this one is imported first of all.
-    from mega_agentrl.report.run_result import JOB_FILE
+def write_job_file(run_dir: Path, overrides: Sequence[str], failed: str = "") -> None:
+    """Write the overrides of a job, and why it failed if it did."""
+    # Imported here because report is slow to import and this module is imported first of all.
+    from mega_agentrl.report.compare.run_result import JOB_FILE
 
     run_dir.mkdir(parents=True, exist_ok=True)
     job = {"overrides": list(overrides), "failed": failed}
     (run_dir / JOB_FILE).write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
 
 
-def finish() -> None:
-    """Write and print the table of a sweep that has ended; nothing where there was none."""
-    while _started:
-        folder = _started.pop()
+def write_sweep_reports() -> None:
+    """Write and print the comparison of each sweep that has ended."""
+    while _pending_sweep_dirs:
+        folder = _pending_sweep_dirs.pop()
         try:
-            print(compare_folders([folder], folder))
+            print(compare_run_dirs([folder], folder))
         except (ValueError, OSError) as error:
             print(f"mega_agentrl: no comparison of the sweep: {error}", file=sys.stderr)
         else:
             print(f"comparison of the sweep: {folder / 'comparison.md'}")
 
 
-def compare_folders(folders: Sequence[Path], out: Path) -> str:
-    """Compare runs, and those of sweeps; writes into `out` and returns the table.
+def compare_run_dirs(folders: Sequence[Path], out: Path) -> str:
+    """Compare runs, and the runs of sweeps; write into `out` and return the table.
 
-    Raises `ValueError` for a folder without runs.
+    Raises:
+        ValueError: A folder contains no run.
     """
-    from mega_agentrl.report.run_result import read_run, runs_below
-    from mega_agentrl.report.sweep_table import write_sweep
+    from mega_agentrl.report.compare.run_result import find_run_dirs, read_run_result
+    from mega_agentrl.report.compare.sweep_table import write_sweep_report
 
-    paths = dict.fromkeys(path for folder in folders for path in runs_below(folder))
-    return write_sweep(out, [read_run(path) for path in paths])
+    paths = dict.fromkeys(path for folder in folders for path in find_run_dirs(folder))
+    return write_sweep_report(out, [read_run_result(path) for path in paths])

@@ -1,1 +1,1 @@
-"""Records and ports (Protocols) shared by every layer; the bottom of the import order."""
+"""Records, errors and protocols that every layer uses; the bottom of the import order."""

@@ -1,7 +1,7 @@
-"""The training batch: what the driver computes on and what the policy trains on.
+"""The batch that the driver computes on and the policy trains on.
 
-Suffixes: B trajectories, T response positions (right-padded to the longest). One typed
-record instead of a bag of named tensors; fields that a later phase fills are None before it.
+Shape suffixes: B rows, T response positions (right-padded to the longest response). Fields that a
+later phase fills are None before it.
 """
 
 from __future__ import annotations
@@ -15,50 +15,55 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
 
-_INTEGERS = ("response_BT", "length_B", "group_B", "node_BT", "version_BT", "owner_B")
+_INT64_FIELDS = ("response_BT", "length_B", "group_B", "node_BT", "version_BT", "trajectory_B")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainBatch:
-    """B rows, a trajectory each unless `owner_B` says otherwise; response tensors padded to T.
+    """B rows of response tensors padded to T positions.
 
-    prompt_ids: B tuples of prompt token ids, any length.
-    response_BT: [B, T] int64 response token ids, 0 where padded.
-    length_B: [B] int64 response length, tool tokens included.
-    mask_BT: [B, T] bool, True where the policy sampled the token and it may be trained on.
-    group_B: [B] int64, equal value = same prompt.
-    reward_B: [B] float32. baseline_B: [B] float32 reward of the greedy answer to the prompt, NaN
-        where it failed; None where nobody asked for any.
-    node_BT: [B, T] int64 id of the tree token; equal id = physically the same token.
-    rollout_logp_BT, rollout_entropy_BT: [B, T] float32 from the engine.
-    version_BT: [B, T] int64 weight version of each token.
-    old_logp_BT, entropy_BT, ref_logp_BT: [B, T] float32 from the actors, else None.
-    advantage_BT: [B, T] float32, else None.
-    correction_BT: [B, T] float32 weight of each token's policy loss, for what the engine and the
-        policy disagree about; None weighs all the same.
-    value_BT, return_BT: [B, T] float32 from a critic and of its advantages, else None.
-    owner_B: [B] int64 number of the row's trajectory, where some are several rows; else None.
+    A row is a whole trajectory unless `trajectory_B` is set.
     """
 
     prompt_ids: tuple[tuple[int, ...], ...]
+    """B tuples of prompt token ids, of any length."""
     response_BT: torch.Tensor
+    """[B, T] int64 response token ids, 0 in the padding."""
     length_B: torch.Tensor
+    """[B] int64 response lengths, tool tokens included."""
     mask_BT: torch.Tensor
+    """[B, T] bool, True for tokens that the policy sampled and that may be trained on."""
     group_B: torch.Tensor
+    """[B] int64 group index; rows of the same prompt have equal values."""
     reward_B: torch.Tensor
+    """[B] float32 rewards."""
     node_BT: torch.Tensor
+    """[B, T] int64 tree-token ids; rows that share a prefix have the same ids there."""
     rollout_logp_BT: torch.Tensor
+    """[B, T] float32 sampling log-probs from the engine."""
     rollout_entropy_BT: torch.Tensor
+    """[B, T] float32 exact entropies in nats from the engine."""
     version_BT: torch.Tensor
+    """[B, T] int64 weight version that sampled each token."""
     old_logp_BT: torch.Tensor | None = None
+    """[B, T] float32 log-probs of the policy before the update."""
     entropy_BT: torch.Tensor | None = None
+    """[B, T] float32 entropies in nats of the policy before the update."""
     ref_logp_BT: torch.Tensor | None = None
+    """[B, T] float32 log-probs of the reference policy."""
     advantage_BT: torch.Tensor | None = None
-    correction_BT: torch.Tensor | None = None
+    """[B, T] float32 advantages."""
+    importance_weight_BT: torch.Tensor | None = None
+    """[B, T] float32 weight of each token's policy loss, which corrects for the difference between
+    the engine's and the policy's log-probs; None is a weight of 1 everywhere."""
     value_BT: torch.Tensor | None = None
+    """[B, T] float32 values from the critic."""
     return_BT: torch.Tensor | None = None
-    owner_B: torch.Tensor | None = None
+    """[B, T] float32 returns, the critic's targets."""
+    trajectory_B: torch.Tensor | None = None
+    """[B] int64 index of the trajectory of each row, where a trajectory may be several rows."""
     baseline_B: torch.Tensor | None = None
+    """[B] float32 reward of the greedy answer to the row's prompt (ReMax), NaN where it failed."""
 
     def __post_init__(self) -> None:
         if self.response_BT.ndim != 2:
@@ -80,14 +85,17 @@ class TrainBatch:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Number of rows B."""
         return len(self.prompt_ids)
 
-    def check(self) -> Self:
-        """The batch itself; its shapes were checked when it was made.
+    def validate(self) -> Self:
+        """Check dtypes, lengths, masks and groups, and return the batch itself.
 
-        Raises ValueError naming the first field of another dtype, a length beyond the positions,
-        a token to train on behind its row's end, or a trajectory (`owner_B`) of two groups.
+        Shapes are checked on construction.
+
+        Raises:
+            ValueError: a field has the wrong dtype, a length exceeds T, the mask is set in the
+                padding, or the rows of a trajectory (`trajectory_B`) belong to different groups.
         """
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -99,18 +107,18 @@ class TrainBatch:
                 f"TrainBatch: length_B has {length_B.tolist()}, expected 0 to {width}, the width "
                 "of response_BT; probable cause: rows of another batch"
             )
-        behind_BT = torch.arange(width)[None, :] >= length_B[:, None].cpu()
-        if bool((self.mask_BT.cpu() & behind_BT).any()):
+        padding_BT = torch.arange(width)[None, :] >= length_B[:, None].cpu()
+        if bool((self.mask_BT.cpu() & padding_BT).any()):
             raise ValueError(
-                "TrainBatch: mask_BT has tokens to train on behind length_B, expected none in the "
-                "padding; probable cause: a mask of another batch"
+                "TrainBatch: mask_BT is set beyond length_B, expected no tokens to train on in "
+                "the padding; probable cause: a mask of another batch"
             )
-        if self.owner_B is not None:
-            _check_owners(self.owner_B.tolist(), self.group_B.tolist())
+        if self.trajectory_B is not None:
+            _check_trajectory_groups(self.trajectory_B.tolist(), self.group_B.tolist())
         return self
 
-    def select(self, rows: Sequence[int]) -> Self:
-        """The given rows, in the given order, as `check` lets them pass; T is kept."""
+    def select_rows(self, rows: Sequence[int]) -> Self:
+        """Return a validated batch of the given rows in the given order; T does not change."""
         picked: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -118,32 +126,35 @@ class TrainBatch:
                 picked[spec.name] = tuple(self.prompt_ids[row] for row in rows)
             elif value is not None:
                 picked[spec.name] = value[list(rows)]
-        return replace(self, **picked).check()
+        return replace(self, **picked).validate()
 
     def with_fields(self, **changes: Any) -> Self:
-        """A copy with fields set; shapes are checked again."""
+        """Return a copy with the given fields replaced; shapes are checked again."""
         return replace(self, **changes)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class UpdateStats:
-    """What one policy update reports; `metrics` are means over the global batch.
-
-    num_tokens: trained tokens. num_skipped: optimizer steps skipped for non-finite gradients.
-    """
+    """Statistics of one update of the policy or the critic."""
 
     loss: float
+    """Mean loss."""
     grad_norm: float
+    """Gradient norm before clipping, mean over the optimizer steps."""
     learning_rate: float
+    """Learning rate of the last optimizer step."""
     num_tokens: int
-    num_skipped: int
+    """Number of tokens trained on."""
+    num_skipped_steps: int
+    """Number of optimizer steps skipped because of non-finite gradients."""
     metrics: Mapping[str, float]
+    """Further metrics, as means over the global batch."""
 
 
 def _check_dtype(name: str, got: torch.dtype) -> None:
     if name == "mask_BT":
         is_right, expected = got == torch.bool, "torch.bool"
-    elif name in _INTEGERS:
+    elif name in _INT64_FIELDS:
         is_right, expected = got == torch.int64, "torch.int64"
     else:
         is_right, expected = got.is_floating_point, "a floating dtype"
@@ -151,12 +162,12 @@ def _check_dtype(name: str, got: torch.dtype) -> None:
         raise ValueError(f"TrainBatch: {name} is {got}, expected {expected}")
 
 
-def _check_owners(owners: Sequence[int], groups: Sequence[int]) -> None:
+def _check_trajectory_groups(trajectories: Sequence[int], groups: Sequence[int]) -> None:
     group_of: dict[int, int] = {}
-    for row, (owner, group) in enumerate(zip(owners, groups, strict=True)):
-        if owner < 0 or group_of.setdefault(owner, group) != group:
+    for row, (trajectory, group) in enumerate(zip(trajectories, groups, strict=True)):
+        if trajectory < 0 or group_of.setdefault(trajectory, group) != group:
             raise ValueError(
-                f"TrainBatch: owner_B has {owner} in row {row} of group_B {group}, expected "
-                f"trajectories numbered from 0, each in one group; it was in group "
-                f"{group_of.get(owner)} before"
+                f"TrainBatch: trajectory_B has {trajectory} in row {row} of group_B {group}, "
+                "expected trajectories numbered from 0, each in one group; it was in group "
+                f"{group_of.get(trajectory)} before"
             )

@@ -1,14 +1,14 @@
-"""Records of a rollout: prompts, engine requests, tool outcomes, trajectories and trees.
+r"""Records of a rollout: prompts, engine requests, tool outcomes, trajectories and trees.
 
-A token carries where it came from for life: its id, whether the policy sampled it, the
-engine's log-prob and exact entropy, the weight version it was sampled with and its turn.
-Lengths are checked on construction. Text is for people and rewards; training reads ids only.
+Each response token has an id, a loss mask (1 if the policy sampled it), the engine's log-prob and
+exact entropy, the weight version it was sampled with and the index of its turn. Lengths are checked
+on construction. Text is for people and rewards; training reads token ids only.
 
-Example, a trajectory of one tool call (response tokens only)::
+Example of a trajectory with one tool call (response tokens only)::
 
     turn 0 assistant  <think> a </think> <python> 1+1 </python>      loss_mask 1
     turn 1 tool       <result> 2 </result>                           loss_mask 0
-    turn 2 assistant  <answer> \\boxed{2} </answer> <eos>             loss_mask 1
+    turn 2 assistant  <answer> \boxed{2} </answer> <eos>             loss_mask 1
 """
 
 from __future__ import annotations
@@ -21,39 +21,46 @@ from statistics import fmean
 from typing import Any
 
 Message = dict[str, Any]
-"""One chat message: ``{"role": str, "content": str}``."""
+"""A chat message: ``{"role": str, "content": str}``."""
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended.
-
-    eos, stop: the policy ended its turn, or a call that was none ended it. length, turn_limit,
-    call_limit, wall_time: a budget. bad_call: under `rollout.on_bad_call=stop`.
-    interaction_end, interaction_limit: the environment had enough, or had spoken often enough.
-    tool_failure, aborted: tools (the environment is one) or engine failed.
-    """
+    """Why a trajectory ended."""
 
     eos = "eos"
+    """The policy ended its turn without a tool call."""
     stop = "stop"
+    """A stop string ended the turn, but the text contains no tool call."""
     length = "length"
+    """The response reached its token limit."""
     turn_limit = "turn_limit"
+    """The trajectory reached `rollout.max_turns`."""
     call_limit = "call_limit"
-    wall_time = "wall_time"
-    bad_call = "bad_call"
+    """The trajectory reached `rollout.max_tool_calls`."""
+    trajectory_timeout = "trajectory_timeout"
+    """The trajectory ran longer than `rollout.trajectory_timeout_s`."""
+    invalid_call = "invalid_call"
+    """The policy wrote an invalid tool call, with `rollout.on_invalid_call=stop`."""
     interaction_end = "interaction_end"
+    """The simulated user ended the conversation."""
     interaction_limit = "interaction_limit"
+    """The simulated user reached its number of messages."""
     tool_failure = "tool_failure"
+    """A tool or the simulated user failed."""
     aborted = "aborted"
+    """The engine aborted the request."""
 
     @property
     def is_failure(self) -> bool:
-        """Ended through our own fault. The wall clock is one: how fast engines and tools are is
-        not the policy's doing."""
-        return self in (StopReason.tool_failure, StopReason.aborted, StopReason.wall_time)
+        """Whether the infrastructure, not the policy, ended the trajectory.
+
+        A timeout counts: the policy does not control how fast engines and tools are.
+        """
+        return self in (StopReason.tool_failure, StopReason.aborted, StopReason.trajectory_timeout)
 
 
-class Finish(StrEnum):
-    """Why one engine call ended."""
+class FinishReason(StrEnum):
+    """Why an engine call ended."""
 
     eos = "eos"
     stop = "stop"
@@ -62,16 +69,20 @@ class Finish(StrEnum):
 
 
 class ToolStatus(StrEnum):
-    """How one tool call went. `infra_error` is ours, `user_error` the policy's."""
+    """Result of a tool call."""
 
     ok = "ok"
+    """The call succeeded."""
     user_error = "user_error"
+    """The policy's code or arguments failed; the policy sees the message."""
     timeout = "timeout"
+    """The call exceeded its time limit."""
     infra_error = "infra_error"
+    """The tool or its sandbox failed, through no fault of the policy."""
 
 
-class Author(StrEnum):
-    """Who wrote a span of a response."""
+class Role(StrEnum):
+    """Author of a span of a response."""
 
     assistant = "assistant"
     tool = "tool"
@@ -86,70 +97,80 @@ def _check_lengths(record: str, **lengths: int) -> None:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Prompt:
-    """One question as the dataset gives it, with its token ids.
-
-    prompt_id: stable over runs and epochs (data source and index).
-    token_ids: [P] the chat template's output with the generation prompt.
-    tools_kwargs: per tool name, its create/execute/calc_reward/release kwargs; the keys
-        choose the tools the prompt is offered.
-    tool_schemas: what the chat template rendered of these tools into `token_ids`.
-    """
+    """A question of the dataset with its token ids."""
 
     prompt_id: str
+    """Id made of data source and index, stable across runs and epochs."""
     data_source: str
+    """Name of the data source; selects the reward."""
     messages: tuple[Message, ...]
+    """Chat messages of the prompt."""
     ground_truth: str | tuple[str, ...]
+    """Reference answer or answers."""
     token_ids: tuple[int, ...]
+    """[P] ids of the rendered chat template, generation prompt included."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By tool name, the keyword arguments of its `create`, `execute`, `calc_reward` and `release`.
+    The keys select the tools that the prompt is offered."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the dataset row."""
     tool_schemas: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of these tools as rendered by the chat template into `token_ids`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GenerateRequest:
-    """One engine call. `temperature` 0 is greedy; `seed` None is unseeded sampling.
-
-    stop: strings after which generation ends; the string itself stays in the output.
-    num_top_logps: K to get `Generation.top_logps`, 0 for none.
-    """
+    """A request to an engine."""
 
     request_id: str
+    """Unique id, with which the request can be aborted."""
     token_ids: tuple[int, ...]
+    """Context: the prompt and the response so far."""
     max_tokens: int
+    """Maximum number of tokens to sample."""
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    """Nucleus sampling threshold; 1 disables it."""
     top_k: int = 0
+    """Number of most probable tokens to sample from; 0 disables it."""
     seed: int | None = None
+    """Sampling seed; None samples unseeded."""
     stop: tuple[str, ...] = ()
+    """Strings after which generation ends; the string stays in the output."""
     num_top_logps: int = 0
+    """K of `Generation.top_logps`; 0 leaves them out."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Generation:
-    """What one engine call produced; all sequences have length N.
-
-    logps: log-prob of each sampled token at the sampling temperature, before top-k / top-p.
-    entropies: exact full-vocabulary entropy in nats of the same distribution (at
-        temperature 1 for greedy requests).
-    argmax_ids: most probable token at each position.
-    version: weight version the tokens were sampled with.
-    top_logps: per position the log-probs, at temperature 1, of the K most probable tokens and
-        of the sampled one where it is not among them; in no order, empty unless asked for.
-    num_cached: tokens of the request that were found in the KV cache and not computed again.
-    versions: per position, where the weights changed in the middle; empty: all are `version`.
-    """
+    """Result of a request to an engine; all sequences have length N."""
 
     request_id: str
+    """Id of the request."""
     token_ids: tuple[int, ...]
+    """[N] sampled token ids."""
     logps: tuple[float, ...]
+    """[N] log-prob of each sampled token at the sampling temperature, before top-k and top-p."""
     entropies: tuple[float, ...]
+    """[N] exact full-vocabulary entropy in nats of the same distribution (at temperature 1 for
+    greedy requests)."""
     argmax_ids: tuple[int, ...]
-    finish: Finish
+    """[N] most probable token at each position."""
+    finish_reason: FinishReason
+    """Why generation ended."""
     stop_string: str | None
+    """Stop string that ended generation, if one did."""
     version: int
+    """Weight version that sampled the tokens."""
     top_logps: tuple[tuple[float, ...], ...] = ()
-    num_cached: int = 0
+    """Per position the log-probs at temperature 1 of the K most probable tokens, and of the sampled
+    token where it is not among them, in no order. Empty unless requested."""
+    num_cached_tokens: int = 0
+    """Number of context tokens found in the KV cache."""
     versions: tuple[int, ...] = ()
+    """[N] weight version per token if the weights changed during the request; empty if all tokens
+    have `version`."""
 
     def __post_init__(self) -> None:
         _check_lengths(
@@ -165,151 +186,183 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolCall:
-    """One call as parsed from what the policy wrote."""
+    """A tool call parsed from the policy's text."""
 
     tool: str
+    """Name of the tool."""
     arguments: Mapping[str, Any]
+    """Arguments by name."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class BadCall:
-    """What was meant as a call and cannot be read. message: for the policy, escaped."""
+class InvalidToolCall:
+    """A tool call that cannot be parsed."""
 
     tool: str
+    """Name of the tool, as far as it can be read."""
     message: str
+    """Error message for the policy, control tags escaped."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ToolOutcome:
-    """The typed result of one tool call; `answer` is what the tool said, control tags escaped.
-
-    latency_s: of the call itself; queue_s: what it waited before, for the tool's limit on
-    concurrent calls. bad_call: nothing was run, the policy wrote the call wrongly.
-    """
+    """Typed result of a tool call."""
 
     tool: str
+    """Name of the tool."""
     status: ToolStatus
+    """How the call went."""
     answer: str
+    """Text for the policy, control tags escaped."""
     latency_s: float
+    """Duration of the call itself."""
     queue_s: float = 0.0
+    """Time the call waited for the tool's limit on concurrent calls."""
     step_reward: float = 0.0
+    """Reward of this call."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    bad_call: bool = False
+    """Metrics that the tool reports."""
+    is_invalid_call: bool = False
+    """Whether the call was invalid, so that nothing was run."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Turn:
     """A span [start, stop) of response tokens written by one author.
 
-    Several answers that came in together are a turn each, whose tokens are all the last one's.
+    Tool answers that arrive together are one turn each; the last turn has all of their tokens.
     """
 
     index: int
-    author: Author
+    """Position in `Trajectory.turns`."""
+    role: Role
+    """Author of the span."""
     start: int
+    """First response token."""
     stop: int
+    """One past the last response token."""
     text: str
+    """Text of the turn."""
     outcome: ToolOutcome | None = None
+    """Outcome of the tool call, for tool turns."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Score:
-    """What a trajectory earned and why.
-
-    value: the reward. correct: accuracy reached the threshold. f1: token F1 in [0, 1].
-    parts: what `value` is the sum of, by name; empty where it has one part only.
-    fields: what parts said beside their number, by the name of the part; as JSON has it.
-    """
+    """Reward of a trajectory and how it came about."""
 
     value: float
+    """The reward."""
     correct: bool
+    """Whether the accuracy reached `reward.correct_threshold`."""
     f1: float
+    """Token F1 of the answer, in [0, 1]."""
     answer: str
+    """Answer extracted from the response."""
     reason: str
+    """Why the trajectory got this reward, for people."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Weighted parts that add up to `value`, by name; empty if there is only one."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that parts returned beside their number, by name of the part."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Decision:
-    """One question to the branch policy and its answer, "no" included; entropies in nats.
-
-    path: who asked. at: response tokens before the place asked about, right behind a tool's
-        answer. slots: forks it could still make. baseline: of the root.
-    probe_entropies: what was read to decide. num_forks: how many forks were made here.
-    probability, threshold: P and tau of the policy's law; None where it had none to apply.
-    """
+class BranchDecision:
+    """A decision of the branch policy, including decisions not to fork; entropies in nats."""
 
     path: tuple[int, ...]
-    at: int
-    slots: int
-    baseline: float
+    """Path of the trajectory that asked."""
+    position: int
+    """Number of response tokens before the possible fork, right after a tool's answer."""
+    num_slots_left: int
+    """Forks that the path could still make."""
+    baseline_entropy: float
+    """Entropy of the root's first probe."""
     probe_entropies: tuple[float, ...]
+    """Entropies of the tokens that were sampled to decide."""
     num_forks: int
+    """Number of forks made here."""
     probability: float | None = None
+    """Branching probability P of the policy's rule; None if it computes none."""
     threshold: float | None = None
+    """Threshold tau of the policy's rule; None if it has none."""
 
     @property
     def delta_h(self) -> float | None:
-        """Mean entropy of the probe minus the baseline, nats; None of an empty probe."""
-        return fmean(self.probe_entropies) - self.baseline if self.probe_entropies else None
+        """Mean probe entropy minus the baseline, in nats; None for an empty probe."""
+        return fmean(self.probe_entropies) - self.baseline_entropy if self.probe_entropies else None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Restart:
-    """From response token `start` on, tokens were sampled behind `token_ids` and each other."""
+class ContextReset:
+    """A change of the context that a trajectory is sampled in.
+
+    Response tokens from `start` on were sampled after the context `token_ids`, followed by the
+    response from `start`, instead of after the prompt and the whole response. This happens where
+    the chat template renders earlier turns differently.
+    """
 
     start: int
+    """First response token sampled in the new context."""
     token_ids: tuple[int, ...]
+    """The new context."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One path of a rollout tree from the prompt to its end; sequences have length N.
-
-    path: position in the tree: root r is ``(r,)``, the c-th fork of a path appends c.
-    parent_id / fork_len: the trajectory it was forked from and how many response tokens
-        the two physically share; None / 0 for a root.
-    versions: weight version per token (tool tokens carry the version of their turn's call).
-    turn_ids: index into `turns` per token.
-    baseline_entropy: mean entropy of the root's first probe, nats; inherited by forks.
-    tool_rewards: final reward by tool name; step rewards are in the turns' outcomes.
-    decisions: what it asked the branch policy itself, in order: its c-th fork was made by the
-        decision at which their `num_forks` add up to more than c.
-    no_reward: why its reward could not be had; empty where it could.
-    failed: ended through our own fault, or has no reward: kept, shown, masked from the loss.
-    restarts: where the context that was sampled in is not prompt and response, in order.
-    topk_gap: mean distance of the top-k estimate to the exact entropies of its own tokens, nats;
-        None where nobody asked (`rollout.branch.estimate_top_k`).
-    template_drift: what the full chat template makes of the conversation instead, where it
-        differs; empty where it does not or nobody looked.
-    argmax_ids: most probable token at each position, -1 where nothing was sampled; empty where
-        nobody kept them. An array, as four bytes a token are enough.
-    """
+    """A path of a rollout tree from the prompt to its end; sequences have length N."""
 
     trajectory_id: str
+    """Unique id."""
     prompt: Prompt
+    """The prompt."""
     path: tuple[int, ...]
+    """Position in the tree: root r is ``(r,)``, the c-th fork of a path appends c."""
     token_ids: list[int]
+    """[N] response token ids."""
     loss_mask: list[int]
+    """[N] 1 for tokens that the policy sampled."""
     logps: list[float]
+    """[N] sampling log-probs from the engine."""
     entropies: list[float]
+    """[N] exact entropies in nats from the engine."""
     versions: list[int]
+    """[N] weight version per token; tool tokens have the version of the turn with their call."""
     turn_ids: list[int]
+    """[N] index into `turns` per token."""
     turns: list[Turn]
+    """Turns in order."""
     stop_reason: StopReason
+    """Why the trajectory ended."""
     parent_id: str | None = None
+    """Trajectory that this one was forked from; None for a root."""
     fork_len: int = 0
-    num_calls: int = 0
+    """Number of response tokens shared with the parent; 0 for a root."""
+    num_tool_calls: int = 0
+    """Number of tool calls."""
     baseline_entropy: float | None = None
+    """Mean entropy in nats of the root's first probe; inherited by forks."""
     score: Score | None = None
+    """The reward, once it is known."""
     tool_rewards: dict[str, float] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
-    restarts: tuple[Restart, ...] = ()
+    """Final reward by tool name; step rewards are in the outcomes of `turns`."""
+    decisions: list[BranchDecision] = field(default_factory=list)
+    """Branch decisions of this path, in order. Its c-th fork was made by the decision at which the
+    running sum of `num_forks` first exceeds c."""
+    context_resets: tuple[ContextReset, ...] = ()
+    """Where the sampling context is not simply prompt and response, in order."""
     template_drift: str = ""
-    topk_gap: float | None = None
-    no_reward: str = ""
+    """Text that the full chat template renders instead of the conversation, where it differs; empty
+    if it does not or was not checked."""
+    topk_entropy_error: float | None = None
+    """Mean difference in nats between the top-k estimate and the exact entropies of the tokens
+    that this path sampled itself; None unless `rollout.branch.entropy_estimate_top_k` is set."""
+    reward_error: str = ""
+    """Why the reward could not be computed; empty if it could."""
     argmax_ids: Sequence[int] = field(default_factory=lambda: array("i"))
+    """[N] most probable token per position, -1 where nothing was sampled; empty if not recorded. An
+    int32 array, to save memory."""
 
     def __post_init__(self) -> None:
         _check_lengths(
@@ -330,17 +383,20 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """True where the environment, not the policy, ended it, or left it without a reward."""
-        return self.stop_reason.is_failure or self.no_reward != ""
+        """Whether the infrastructure ended the trajectory or it has no reward.
+
+        Failed trajectories are kept and shown, but masked from the loss.
+        """
+        return self.stop_reason.is_failure or self.reward_error != ""
 
     @property
-    def num_bad_calls(self) -> int:
-        """Calls the policy wrote wrongly: no JSON, no such tool, arguments that do not fit."""
-        return sum(turn.outcome is not None and turn.outcome.bad_call for turn in self.turns)
+    def num_invalid_calls(self) -> int:
+        """Number of invalid calls: malformed JSON, an unknown tool or wrong arguments."""
+        return sum(turn.outcome is not None and turn.outcome.is_invalid_call for turn in self.turns)
 
     @property
     def step_rewards(self) -> dict[str, list[float]]:
-        """Step rewards by tool name, one per call, those of a shared prefix included."""
+        """Step rewards by tool name, one per call, including calls in a shared prefix."""
         rewards: dict[str, list[float]] = {}
         for turn in self.turns:
             if turn.outcome is not None:
@@ -349,26 +405,29 @@ class Trajectory:
 
     @property
     def response_text(self) -> str:
-        """Everything after the prompt as text, tool answers included."""
+        """Text of the whole response, tool answers included."""
         return "".join(turn.text for turn in self.turns)
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutTree:
-    """All trajectories of one prompt, in path order (parents first), and how they came to be.
-
-    num_forks / num_top_ups: how many of them were forked and how many fresh roots filled
-        the group up after the forks.
-    greedy: the greedy answer to the prompt where one was asked for; not of the group.
-    """
+    """All trajectories of a prompt."""
 
     prompt: Prompt
+    """The prompt."""
     trajectories: Sequence[Trajectory]
+    """Trajectories in path order, parents first."""
     num_forks: int = 0
+    """Number of forked trajectories."""
     num_top_ups: int = 0
-    greedy: Trajectory | None = None
+    """Number of additional roots that filled the group up after the forks."""
+    greedy_trajectory: Trajectory | None = None
+    """Greedy answer to the prompt, if requested; not a member of the group."""
 
     @property
-    def with_greedy(self) -> list[Trajectory]:
-        """The trajectories, and the greedy answer behind them."""
-        return [*self.trajectories, *([] if self.greedy is None else [self.greedy])]
+    def all_trajectories(self) -> list[Trajectory]:
+        """The trajectories, followed by the greedy answer if there is one."""
+        return [
+            *self.trajectories,
+            *([] if self.greedy_trajectory is None else [self.greedy_trajectory]),
+        ]

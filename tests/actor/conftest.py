@@ -13,7 +13,7 @@ from tests.tiny_models import make_tiny_model
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Folders of a two-layer Qwen3 by whether the embedding is tied."""
+    """Return folders of a two-layer Qwen3, by whether the embedding is tied."""
     root = tmp_path_factory.mktemp("qwen3")
     folders = {}
     for tied in (False, True):
@@ -24,13 +24,13 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def batch():
-    """Six rows of different lengths, one without a trained token, advantages of both signs."""
+    """Return six rows of different lengths, one without a trained token."""
     return make_batch()
 
 
 @pytest.fixture(scope="session")
 def train_config():
-    """`train_config(folder, tensor=2)`: a configuration for the tiny checkpoint."""
+    """Return `train_config(folder, tensor=2)`, which makes a config for a tiny checkpoint."""
 
     def make(folder, **layout):
         config = TrainConfig(model=ModelConfig(path=str(folder)))
@@ -43,12 +43,13 @@ def train_config():
 
 @pytest.fixture
 def one_rank():
-    """Process groups of a single rank, in this process."""
-    from mega_agentrl.actor import device, groups
+    """Create process groups of a single rank, in this process."""
+    from mega_agentrl.actor import device
+    from mega_agentrl.actor.parallel import process_groups
 
     threads = torch.get_num_threads()
-    device.choose_device(0)
-    joined = groups.join(
+    device.init_device(0)
+    groups = process_groups.init_process_groups(
         ParallelConfig(),
         rank=0,
         world_size=1,
@@ -56,22 +57,22 @@ def one_rank():
         master_port=free_port(),
         timeout_s=30.0,
     )
-    yield joined
-    groups.leave()
+    yield groups
+    process_groups.destroy_process_groups()
     torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def one_model(one_rank, checkpoints):
-    """(shape, groups, chunk in its data-parallel wrapper) of the tied checkpoint, on one rank."""
-    from mega_agentrl.actor.model import build_chunks, wrap_data_parallel
-    from mega_agentrl.reshard.checkpoint import read_shards
-    from mega_agentrl.reshard.model_shape import ModelShape
-    from mega_agentrl.reshard.names import hf_shapes, megatron_layout
+    """Return (shape, groups, DDP-wrapped chunk) of the tied checkpoint, on one rank."""
+    from mega_agentrl.actor.model.gpt_model import build_model_chunks, wrap_with_ddp
+    from mega_agentrl.reshard.hf_checkpoint import read_shards
+    from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
     shape, layout = ModelShape.from_folder(checkpoints[True]), ParallelConfig()
-    chunks = build_chunks(shape, one_rank, layout, torch.float32)
-    shards = megatron_layout(shape, one_rank.position.place)
+    chunks = build_model_chunks(shape, one_rank, layout, torch.float32)
+    shards = megatron_layout(shape, one_rank.coordinates.model_parallel_rank)
     read_shards(checkpoints[True], shards, hf_shapes(shape), dict(chunks[0].named_parameters()))
-    (wrapped,) = wrap_data_parallel(chunks, one_rank, layout)
+    (wrapped,) = wrap_with_ddp(chunks, one_rank, layout)
     return shape, one_rank, wrapped

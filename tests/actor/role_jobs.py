@@ -1,22 +1,22 @@
-"""What the tests of critic and reward model run on the ranks of a pool."""
+"""Jobs of the tests of critic and reward model, run on each rank."""
 
 from __future__ import annotations
 
 from mega_agentrl.actor.critic import CriticRank
-from mega_agentrl.actor.network import Seat
-from mega_agentrl.actor.reward_model import RewardRank
+from mega_agentrl.actor.megatron_model import RankInfo
+from mega_agentrl.actor.reward_model import RewardModelRank
 from tests.parallel.policy_jobs import gradients_before_step, weights_of
 
-ROLES = {"critic": CriticRank, "reward": RewardRank}
+ROLES = {"critic": CriticRank, "reward": RewardModelRank}
 
 
-def run_role(seat, role, config, calls):
-    """A loaded rank of a role for config.model.path, and the results of its `calls`.
+def run_role(rank_info, role, config, calls):
+    """Load a critic or reward model and return the results of `calls` on it.
 
     A call is (method, *arguments); `weights` and `traced_update` are the functions below.
     """
-    rank = ROLES[role](config, Seat(**seat), model_path=config.model.path)
-    rank.load(config.model.path)
+    rank = ROLES[role](config, RankInfo(**rank_info), model_path=config.model.path)
+    rank.load_hf(config.model.path)
     own = {"weights": weights, "traced_update": traced_update}
     results = [
         own[method](rank, *arguments) if method in own else getattr(rank, method)(*arguments)
@@ -28,11 +28,11 @@ def run_role(seat, role, config, calls):
 
 def weights(rank):
     """(Hugging Face name, rectangle, values) of every block this rank holds."""
-    return weights_of(rank.network)
+    return weights_of(rank.megatron_model)
 
 
 def traced_update(rank, batch, lr):
     """Stats of an update and this rank's gradients before clipping, step by step."""
-    with gradients_before_step(rank.network) as caught:
+    with gradients_before_step(rank.megatron_model) as caught:
         stats = rank.update(batch, lr)
     return stats, caught

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from mega_agentrl.actor.critic import CriticRank, ValueObjective
-from mega_agentrl.actor.network import Seat
-from mega_agentrl.actor.packing import pack_rows
-from mega_agentrl.algo.policy_loss import MODES, aggregate
+from mega_agentrl.actor.megatron_model import RankInfo
+from mega_agentrl.actor.training.packing import pack_rows
+from mega_agentrl.algo.policy_loss import AGGREGATION_MODES, aggregate
 from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import SCORE, hf_shapes
+from mega_agentrl.reshard.mapping.model_mapping import HF_SCORE_HEAD, hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.role_jobs import run_role
 from tests.parallel.merge import assemble, relative_errors
 from tests.parallel.pool import free_port
@@ -23,9 +23,9 @@ CLIP = 0.5
 LAYOUTS = {
     "one": {},
     "TP2": {"tensor": 2},
-    "TP2 SP": {"tensor": 2, "sequence": True},
+    "TP2 SP": {"tensor": 2, "sequence_parallel": True},
     "PP2": {"pipeline": 2},
-    "PP2 VP2": {"pipeline": 2, "virtual": 2},
+    "PP2 VP2": {"pipeline": 2, "virtual_pipeline": 2},
     "DP2": {"data": 2},
     "DP2 plain": {"data": 2, "distributed_optimizer": False},
     "CP2": {"context": 2},
@@ -37,7 +37,7 @@ def select(batch):
 
 
 def reference_values(model, batch):
-    """[B, T] with gradients, from a transformers classifier without its last-token rule."""
+    """Return `[B, T]` values with gradients, from a transformers classifier at every token."""
     rows = []
     for prompt, response, length in zip(
         batch.prompt_ids, batch.response_BT, batch.length_B.tolist(), strict=True
@@ -51,7 +51,7 @@ def reference_values(model, batch):
 
 
 class Known:
-    """A checkpoint with a head, a batch around its values, and what they give in one process."""
+    """A checkpoint with a head, a batch around its values, and single-process results."""
 
     def __init__(self, name, folder, batch):
         import transformers
@@ -101,8 +101,8 @@ def merged_values(answers, batch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_loss_and_gradients_are_those_of_one_process(layout, known, rank_pool, train_config):
     batch, config = known.batch, config_of(train_config, known.folder, LAYOUTS[layout])
-    calls = [("values", batch), ("traced_update", batch, 0.0)]
-    ranks = rank_pool.run(run_role, config.parallel.num_ranks, "critic", config, calls)
+    calls = [("compute_values", batch), ("traced_update", batch, 0.0)]
+    ranks = rank_pool.run(run_role, config.parallel.world_size, "critic", config, calls)
     got_BT = merged_values([values for values, _ in ranks], batch)
     torch.testing.assert_close(got_BT, known.value_BT, atol=1e-4, rtol=0.0)
     assert got_BT[~select(batch)].abs().max() == 0
@@ -137,7 +137,7 @@ def check_metrics(stats, known):
 
 
 def test_two_steps_of_adam_are_those_of_torch(rank_pool, train_config, batch, tmp_path):
-    """A later step sees moments and weights of an earlier one, masters included."""
+    """A later step uses the moments and weights of an earlier one."""
     import transformers
 
     known = Known("qwen3_reward", tmp_path / "model", batch)
@@ -152,7 +152,7 @@ def test_two_steps_of_adam_are_those_of_torch(rank_pool, train_config, batch, tm
         lr=1e-2,
     )
     for rows in (slice(0, 3), slice(3, 6)):
-        part = known.batch.select(range(6)[rows])
+        part = known.batch.select_rows(range(6)[rows])
         loss_BT, _ = clipped_value_loss(
             reference_values(model, part), part.value_BT, part.return_BT, part.mask_BT, clip=CLIP
         )
@@ -161,11 +161,11 @@ def test_two_steps_of_adam_are_those_of_torch(rank_pool, train_config, batch, tm
         adam.step()
     expected_BT = reference_values(model, batch).detach()
     assert (expected_BT - known.value_BT).abs().max() > 0.1
-    for layout in ({}, {"tensor": 2, "sequence": True}, {"data": 2}):
+    for layout in ({}, {"tensor": 2, "sequence_parallel": True}, {"data": 2}):
         config = config_of(train_config, known.folder, layout)
         config.optim.num_minibatches = 2
-        calls = [("update", known.batch, 1e-2), ("values", batch)]
-        ranks = rank_pool.run(run_role, config.parallel.num_ranks, "critic", config, calls)
+        calls = [("update", known.batch, 1e-2), ("compute_values", batch)]
+        ranks = rank_pool.run(run_role, config.parallel.world_size, "critic", config, calls)
         got_BT = merged_values([values for _, values in ranks], batch)
         torch.testing.assert_close(got_BT, expected_BT, atol=1e-3, rtol=1e-3)
 
@@ -174,7 +174,7 @@ def test_two_steps_of_adam_are_those_of_torch(rank_pool, train_config, batch, tm
     ("name", "layouts"),
     [
         ("qwen3", [{}, {"tensor": 2}, {"pipeline": 2}]),
-        ("qwen3_moe", [{}, {"tensor": 2, "sequence": True, "expert": 2}]),
+        ("qwen3_moe", [{}, {"tensor": 2, "sequence_parallel": True, "expert": 2}]),
     ],
 )
 def test_a_policys_body_starts_with_values_of_zero(
@@ -189,11 +189,16 @@ def test_a_policys_body_starts_with_values_of_zero(
     learned = []
     for layout in layouts:
         config = config_of(train_config, folder, layout)
-        calls = [("values", batch), ("weights",), ("update", batch, 1e-3), ("values", batch)]
-        ranks = rank_pool.run(run_role, config.parallel.num_ranks, "critic", config, calls)
+        calls = [
+            ("compute_values", batch),
+            ("weights",),
+            ("update", batch, 1e-3),
+            ("compute_values", batch),
+        ]
+        ranks = rank_pool.run(run_role, config.parallel.world_size, "critic", config, calls)
         assert merged_values([rank[0] for rank in ranks], batch).abs().max() == 0
         held = assemble([rank[1] for rank in ranks], shapes, atol=0.0)
-        assert held[SCORE].abs().max() == 0
+        assert held[HF_SCORE_HEAD].abs().max() == 0
         check_body(held, folder)
         learned.append(merged_values([rank[3] for rank in ranks], batch))
     # All returns are positive, and the one step taken is the same however the body is cut.
@@ -206,7 +211,7 @@ def check_body(held, folder):
     from safetensors.torch import load_file
 
     saved = load_file(folder / "model.safetensors")
-    body = {name: value for name, value in held.items() if name != SCORE}
+    body = {name: value for name, value in held.items() if name != HF_SCORE_HEAD}
     assert set(body) == set(saved) - {"lm_head.weight"}
     assert all(torch.equal(value, saved[name]) for name, value in body.items())
 
@@ -224,24 +229,24 @@ def test_another_body_is_an_error(tmp_path, train_config):
     threads = torch.get_num_threads()
     folder = make_tiny_model("qwen3", tmp_path / "four")
     other = make_tiny_model("qwen3", tmp_path / "two", num_hidden_layers=2)
-    seat = Seat(
+    rank_info = RankInfo(
         rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), timeout_s=30.0
     )
-    critic = CriticRank(train_config(str(folder)), seat, model_path=str(folder))
+    critic = CriticRank(train_config(str(folder)), rank_info, model_path=str(folder))
     try:
         with pytest.raises(ValueError, match=r"another model than model\.path names"):
-            critic.load(str(other))
-        critic.load(str(make_tiny_model("qwen3_reward", tmp_path / "scored")))
-        assert critic.network.parameters["output_layer.weight"].abs().max() > 0
-        critic.load(str(folder))
-        assert critic.network.parameters["output_layer.weight"].abs().max() == 0
+            critic.load_hf(str(other))
+        critic.load_hf(str(make_tiny_model("qwen3_reward", tmp_path / "scored")))
+        assert critic.megatron_model.parameters["output_layer.weight"].abs().max() > 0
+        critic.load_hf(str(folder))
+        assert critic.megatron_model.parameters["output_layer.weight"].abs().max() == 0
     finally:
         critic.close()
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_shares_add_up_however_the_rows_are_cut(mode, batch):
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_stats_add_up_for_any_split_of_the_rows(mode, batch):
     generator = torch.Generator().manual_seed(1)
     value, old, target = torch.randn(3, *batch.response_BT.shape, generator=generator)
     batch = batch.with_fields(value_BT=old, return_BT=target)

@@ -1,4 +1,4 @@
-"""What a policy does with its network; that layouts agree is in `tests/parallel`."""
+"""Policy ranks on real processes; `tests/parallel` compares the layouts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from mega_agentrl.actor.network import Seat
+from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
-from mega_agentrl.config.algo_schema import AlgoConfig
+from mega_agentrl.config.sections.algo import AlgoConfig
 from tests.parallel.merge import scores_by_row
 from tests.parallel.policy_jobs import run_calls
 from tests.parallel.pool import free_port
@@ -20,14 +20,14 @@ LR = 1e-2
 
 @pytest.fixture
 def run(rank_pool, train_config, checkpoints):
-    """`run(calls, layout, **leaves)`: results by [rank][call] on the tied checkpoint."""
+    """Return `run(calls, layout, **leaves)`: results by [rank][call] on the tied checkpoint."""
 
     def on_ranks(calls, layout=None, **leaves):
         config = train_config(checkpoints[True], **(layout or {}))
         for key, value in leaves.items():
             section, _, leaf = key.partition("__")
             setattr(getattr(config, section), leaf, value)
-        return rank_pool.run(run_calls, config.parallel.num_ranks, config, calls)
+        return rank_pool.run(run_calls, config.parallel.world_size, config, calls)
 
     return on_ranks
 
@@ -49,47 +49,51 @@ def test_a_weight_per_token_replaces_the_kl_coefficient(run, batch):
 
 def test_the_reference_stays_while_the_weights_move(run, batch):
     calls = [
-        ("logprobs", batch),
-        ("supervise", batch, LR),
-        ("logprobs", batch, True),
-        ("logprobs", batch),
-        ("supervise", batch, LR),
+        ("compute_log_probs", batch),
+        ("sft_step", batch, LR),
+        ("compute_log_probs", batch, True),
+        ("compute_log_probs", batch),
+        ("sft_step", batch, LR),
         ("reset_optimizer",),
-        ("logprobs", batch, True),
-        ("logprobs", batch),
+        ("compute_log_probs", batch, True),
+        ("compute_log_probs", batch),
     ]
     # Replicas of the weights are exchanged under a distributed optimizer too.
     ranks = run(calls, {"data": 2, "pipeline": 2}, algo__kl_coef=0.1)
-    start, kept, moved, anew, present = (
+    start, reference, moved, new_reference, current = (
         scores_by_row([rank[call] for rank in ranks], batch)[0] for call in (0, 2, 3, 6, 7)
     )
-    assert torch.equal(kept, start)
+    assert torch.equal(reference, start)
     assert (moved - start).abs().max() > 0.1
-    assert torch.equal(anew, present)
-    assert (anew - start).abs().max() > 0.1
+    assert torch.equal(new_reference, current)
+    assert (new_reference - start).abs().max() > 0.1
 
 
 def test_a_fresh_optimizer_repeats_the_first_steps(run, batch, checkpoints):
-    step = ("supervise", batch, LR)
+    step = ("sft_step", batch, LR)
     ((first, second, _, _, again, anew),) = run(
-        [step, step, ("reset_optimizer",), ("load", str(checkpoints[True])), step, step]
+        [step, step, ("reset_optimizer",), ("load_hf", str(checkpoints[True])), step, step]
     )
     assert again.loss == pytest.approx(first.loss, abs=1e-6)
     assert anew.loss == pytest.approx(second.loss, abs=1e-5)
 
 
 def test_a_step_between_turns_on_the_gpu_is_the_same_step(run, batch):
-    everything, step = {"weights", "gradients", "optimizer"}, ("supervise", batch, LR)
+    everything, step = {"weights", "gradients", "optimizer"}, ("sft_step", batch, LR)
     ((*_, plain),) = run([step, step])
-    turns = [("occupy", {"weights"}), ("occupy", frozenset()), ("occupy", everything)]
+    turns = [
+        ("set_gpu_resident", {"weights"}),
+        ("set_gpu_resident", frozenset()),
+        ("set_gpu_resident", everything),
+    ]
     ((*_, turned),) = run([step, *turns, step])
     assert turned.loss == plain.loss
     assert turned.grad_norm == plain.grad_norm
 
 
 def test_scores_are_zero_after_a_rows_end_and_at_the_rollouts_temperature(run, batch):
-    (((rows, logp_BT, entropy_BT),),) = run([("logprobs", batch)])
-    (((_, cooler_BT, sharper_BT),),) = run([("logprobs", batch)], rollout__temperature=0.5)
+    (((rows, logp_BT, entropy_BT),),) = run([("compute_log_probs", batch)])
+    (((_, cooler_BT, sharper_BT),),) = run([("compute_log_probs", batch)], rollout__temperature=0.5)
     inside_BT = torch.arange(12)[None, :] < batch.length_B[rows, None]
     assert torch.equal(logp_BT != 0, inside_BT)
     assert torch.equal(entropy_BT != 0, inside_BT)
@@ -101,10 +105,10 @@ def test_a_trace_holds_the_pass_and_the_update(run, batch, tmp_path):
     file = tmp_path / "step-1-rank0.json"
     run(
         [
-            ("begin_profile",),
-            ("logprobs", batch),
+            ("start_profile",),
+            ("compute_log_probs", batch),
             ("update", batch, None, 0.0),
-            ("end_profile", str(file)),
+            ("stop_profile", str(file)),
         ]
     )
     names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
@@ -115,27 +119,27 @@ def test_a_trace_holds_the_pass_and_the_update(run, batch, tmp_path):
 def test_a_reference_that_was_never_kept_is_an_error(batch, checkpoints, train_config):
     policy = PolicyRank.__new__(PolicyRank)
     policy._reference = None
-    with pytest.raises(ValueError, match=r"expected algo\.kl_coef above 0.*freeze_reference"):
-        policy.logprobs(batch, True)
+    with pytest.raises(ValueError, match=r"expected algo\.kl_coef above 0.*snapshot_reference"):
+        policy.compute_log_probs(batch, True)
 
 
 def test_a_given_reference_is_that_model_whatever_the_policy_does(run, batch, tmp_path):
     other = str(make_tiny_model("qwen3", tmp_path, seed=9, tied=True, num_hidden_layers=2))
     calls = [
-        ("logprobs", batch),
-        ("logprobs", batch, True),
-        ("supervise", batch, LR),
+        ("compute_log_probs", batch),
+        ("compute_log_probs", batch, True),
+        ("sft_step", batch, LR),
         ("reset_optimizer",),
         ("set_objective", AlgoConfig(kl_coef=0.3), 1.0),
-        ("logprobs", batch, True),
+        ("compute_log_probs", batch, True),
     ]
     layout = {"data": 2, "tensor": 2}
-    settings = {"algo__kl_coef": 0.1, "model__reference": other}
+    settings = {"algo__kl_coef": 0.1, "model__reference_path": other}
     ranks = run(calls, layout, **settings)
     own, given, later = (
         scores_by_row([rank[call] for rank in ranks], batch)[0] for call in (0, 1, 5)
     )
-    ((expected, *_),) = run([("logprobs", batch)], model__path=other)
+    ((expected, *_),) = run([("compute_log_probs", batch)], model__path=other)
     assert torch.equal(given, later)
     assert torch.allclose(given, scores_by_row([[expected]][0], batch)[0], atol=1e-4)
     assert not torch.allclose(own, given, atol=1e-2)
@@ -144,38 +148,40 @@ def test_a_given_reference_is_that_model_whatever_the_policy_does(run, batch, tm
 def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config):
     config = train_config(checkpoints[True])
     config.total_steps, config.algo.kl_coef = 0, 0.1
-    seat = Seat(
+    rank_info = RankInfo(
         rank=0,
         world_size=1,
         master_address="127.0.0.1",
         master_port=free_port(),
         timeout_s=30.0,
     )
-    policy = PolicyRank(config, seat)
+    policy = PolicyRank(config, rank_info)
     try:
-        policy.load(str(checkpoints[True]))
-        assert not policy.network.trains
-        assert not any(parameter.requires_grad for parameter in policy.network.parameters.values())
-        before = policy.probe([1, 2, 3])
+        policy.load_hf(str(checkpoints[True]))
+        assert not policy.megatron_model.is_trainable
+        assert not any(
+            parameter.requires_grad for parameter in policy.megatron_model.parameters.values()
+        )
+        before = policy.compute_prompt_log_probs([1, 2, 3])
         assert before is not None
-        policy.occupy(frozenset())
+        policy.set_gpu_resident(frozenset())
         with pytest.raises(ValueError, match="weights in host memory"):
-            policy.probe([1, 2, 3])
-        policy.occupy({"weights"})
-        assert policy.probe([1, 2, 3]) == before
+            policy.compute_prompt_log_probs([1, 2, 3])
+        policy.set_gpu_resident({"weights"})
+        assert policy.compute_prompt_log_probs([1, 2, 3]) == before
     finally:
         policy.close()
 
 
 def test_another_objective_starts_from_the_weights_it_finds(run, batch):
     calls = [
-        ("supervise", batch, LR),
+        ("sft_step", batch, LR),
         ("set_objective", AlgoConfig(kl_coef=0.3), 0.5),
-        ("logprobs", batch),
-        ("logprobs", batch, True),
+        ("compute_log_probs", batch),
+        ("compute_log_probs", batch, True),
         ("update", batch, None, 0.0),
-        ("supervise", batch, LR),
-        ("logprobs", batch, True),
+        ("sft_step", batch, LR),
+        ("compute_log_probs", batch, True),
         ("set_objective", AlgoConfig(), 1.0),
         ("update", batch, None, 0.0),
     ]
@@ -190,19 +196,19 @@ def test_another_objective_starts_from_the_weights_it_finds(run, batch):
 
 
 def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(run, batch, tmp_path):
-    """Start, train, save; then as a new run does: start, objective, resume."""
+    """Start, train, save; then, like a new run, start, set the objective and load."""
     start, later = str(tmp_path / "start"), str(tmp_path / "later")
     objective = ("set_objective", AlgoConfig(kl_coef=0.1), 1.0)
-    scores = [("logprobs", batch), ("logprobs", batch, True)]
+    scores = [("compute_log_probs", batch), ("compute_log_probs", batch, True)]
     calls = [
-        ("save", start, {"step": 0}, 2),
+        ("save_checkpoint", start, {"step": 0}, 2),
         objective,
-        ("supervise", batch, LR),
+        ("sft_step", batch, LR),
         *scores,
-        ("save", later, {"step": 1}, 2),
-        ("resume", start),
+        ("save_checkpoint", later, {"step": 1}, 2),
+        ("load_checkpoint", start),
         objective,
-        ("resume", later),
+        ("load_checkpoint", later),
         *scores,
     ]
     ((_, _, _, present, reference, _, zero, _, one, again, its_reference),) = run(calls)
@@ -214,6 +220,6 @@ def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(ru
 
 def test_a_cut_that_does_not_divide_the_model_is_refused(checkpoints, train_config):
     config = train_config(checkpoints[True], tensor=3)
-    seat = Seat(rank=0, world_size=3, master_address="", master_port=0, timeout_s=1.0)
+    rank_info = RankInfo(rank=0, world_size=3, master_address="", master_port=0, timeout_s=1.0)
     with pytest.raises(ValueError, match=r"parallel\.tensor=3.*num_attention_heads is 4"):
-        PolicyRank(config, seat)
+        PolicyRank(config, rank_info)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_agentrl.actor.network import Seat
-from mega_agentrl.actor.reward_model import RewardRank, _with_successor
+from mega_agentrl.actor.megatron_model import RankInfo
+from mega_agentrl.actor.reward_model import RewardModelRank, _append_placeholder_token
 from tests.actor.role_jobs import run_role
 from tests.parallel.pool import free_port
 from tests.tiny_models import REWARDS, make_tiny_model
@@ -14,9 +14,9 @@ from tests.tiny_models import REWARDS, make_tiny_model
 LAYOUTS = {
     "one": {},
     "TP2": {"tensor": 2},
-    "TP2 SP": {"tensor": 2, "sequence": True},
+    "TP2 SP": {"tensor": 2, "sequence_parallel": True},
     "PP2": {"pipeline": 2},
-    "PP2 VP2": {"pipeline": 2, "virtual": 2},
+    "PP2 VP2": {"pipeline": 2, "virtual_pipeline": 2},
     "DP2": {"data": 2},
     "CP2": {"context": 2},
 }
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", params=REWARDS)
 def judged(request, tmp_path_factory, batch):
-    """(folder, scores by transformers, batch with one empty response) of an architecture."""
+    """Return (folder, transformers' scores, batch with one empty response)."""
     import transformers
 
     folder = make_tiny_model(request.param, tmp_path_factory.mktemp("reward"))
@@ -48,7 +48,7 @@ def test_scores_are_those_of_transformers(layout, judged, rank_pool, train_confi
     folder, expected_B, batch = judged
     config = train_config(folder, **LAYOUTS[layout])
     ranks = rank_pool.run(
-        run_role, config.parallel.num_ranks, "reward", config, [("scores", batch)]
+        run_role, config.parallel.world_size, "reward", config, [("compute_scores", batch)]
     )
     shares = [answer for (answer,) in ranks if answer is not None]
     assert len(shares) == config.parallel.data
@@ -63,13 +63,13 @@ def test_neither_padding_nor_the_token_put_behind_a_row_is_read(judged, rank_poo
     past_BT = torch.arange(batch.response_BT.size(1))[None, :] >= batch.length_B[:, None]
     dirty = batch.with_fields(response_BT=batch.response_BT.masked_fill(past_BT, 60))
     (((rows, got_B),),) = rank_pool.run(
-        run_role, 1, "reward", train_config(folder), [("scores", dirty)]
+        run_role, 1, "reward", train_config(folder), [("compute_scores", dirty)]
     )
     torch.testing.assert_close(got_B, expected_B[rows], atol=1e-4, rtol=0.0)
 
 
 def test_a_row_gets_one_more_place_and_nothing_else_changes(batch):
-    wider = _with_successor(batch)
+    wider = _append_placeholder_token(batch)
     assert wider.response_BT.shape == (6, 13)
     assert torch.equal(wider.response_BT[:, :12], batch.response_BT)
     assert torch.equal(wider.length_B, batch.length_B + 1)
@@ -77,8 +77,8 @@ def test_a_row_gets_one_more_place_and_nothing_else_changes(batch):
     assert wider.prompt_ids == batch.prompt_ids
 
 
-def seat():
-    return Seat(
+def rank_info():
+    return RankInfo(
         rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), timeout_s=30.0
     )
 
@@ -86,7 +86,7 @@ def seat():
 def test_a_policy_is_no_reward_model(tmp_path, train_config):
     folder = str(make_tiny_model("qwen3", tmp_path / "policy"))
     with pytest.raises(ValueError, match="got architecture Qwen3ForCausalLM, expected one of"):
-        RewardRank(train_config(folder), seat(), model_path=folder)
+        RewardModelRank(train_config(folder), rank_info(), model_path=folder)
 
 
 def test_nothing_is_kept_for_training_and_a_lacking_head_is_an_error(tmp_path, train_config):
@@ -94,14 +94,14 @@ def test_nothing_is_kept_for_training_and_a_lacking_head_is_an_error(tmp_path, t
     folder = str(make_tiny_model("qwen3_reward", tmp_path / "reward"))
     bare = make_tiny_model("qwen3_reward", tmp_path / "bare")
     drop_head(bare / "model.safetensors")
-    reward = RewardRank(train_config(folder), seat(), model_path=folder)
+    reward = RewardModelRank(train_config(folder), rank_info(), model_path=folder)
     try:
-        assert not any(weight.requires_grad for weight in reward.network.parameters.values())
-        assert all(not chunk.buffers for chunk in reward.network.chunks)
+        assert not any(weight.requires_grad for weight in reward.megatron_model.parameters.values())
+        assert all(not chunk.buffers for chunk in reward.megatron_model.chunks)
         with pytest.raises(AssertionError, match="no optimizer"):
-            _ = reward.network.optimizer
-        with pytest.raises(ValueError, match=r"missing \['score.weight'\]"):
-            reward.load(str(bare))
+            _ = reward.megatron_model.optimizer
+        with pytest.raises(ValueError, match=r"missing tensors \['score\.weight'\]"):
+            reward.load_hf(str(bare))
     finally:
         reward.close()
         torch.set_num_threads(threads)

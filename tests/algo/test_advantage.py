@@ -59,7 +59,7 @@ def test_order_and_names_of_groups_do_not_matter(rows, random):
         torch.testing.assert_close(estimator(reward, 1000 - 7 * group), plain)
 
 
-def test_a_constant_reward_is_exactly_zero_and_a_shift_changes_nothing():
+def test_constant_rewards_give_exactly_zero():
     group = torch.tensor([0, 0, 0, 1, 1])
     assert advantage.grpo(torch.full((5,), 0.1), group).tolist() == [0.0] * 5
     reward = torch.tensor([1.0, 0.5, 0.0, 2.0, -1.0])
@@ -73,7 +73,7 @@ def test_a_constant_reward_is_exactly_zero_and_a_shift_changes_nothing():
     st.lists(st.tuples(st.integers(-8, 8), st.integers(0, 2)), min_size=2, max_size=12),
     st.integers(-20, 20),
 )
-def test_a_constant_added_to_all_rewards_changes_nothing(estimator, rows, shift):
+def test_shift_of_all_rewards_changes_nothing(estimator, rows, shift):
     reward = torch.tensor([row[0] / 4 for row in rows], dtype=torch.float64)
     group = torch.tensor([row[1] for row in rows])
     names = [row[1] for row in rows]
@@ -83,7 +83,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(estimator, rows, shift)
     torch.testing.assert_close(moved[~alone], plain[~alone], atol=1e-7, rtol=0)
 
 
-def test_a_constant_added_shifts_nothing_that_whitens_either():
+def test_shift_of_all_rewards_does_not_change_whitened_advantages():
     reward, group, mask = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3), torch.ones(3, 2)
     for estimate in (
         lambda r: advantage.reinforce_plus_plus_baseline(r, group, mask),
@@ -94,7 +94,7 @@ def test_a_constant_added_shifts_nothing_that_whitens_either():
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
-def test_values_behind_the_mask_never_matter(junk):
+def test_masked_values_have_no_effect(junk):
     generator = torch.Generator().manual_seed(11)
     reward, value = torch.randn(2, 3, 9, generator=generator)
     mask = torch.rand(3, 9, generator=generator) > 0.4
@@ -113,7 +113,7 @@ def test_values_behind_the_mask_never_matter(junk):
 
 
 @given(st.integers(0, 1000))
-def test_gae_is_the_recursion_over_the_tokens_that_were_sampled(seed):
+def test_gae_matches_the_recursion_over_sampled_tokens(seed):
     generator = torch.Generator().manual_seed(seed)
     reward, value = torch.randn(2, 2, 70, generator=generator, dtype=torch.float64)
     mask = torch.rand(2, 70, generator=generator) > 0.5
@@ -180,7 +180,7 @@ def test_hard_leaves_a_masked_trajectory_out_of_the_mean():
 
 
 @given(st.integers(0, 10_000))
-def test_hard_keeps_the_sum_over_each_token(seed):
+def test_hard_preserves_the_sum_per_token(seed):
     generator = torch.Generator().manual_seed(seed)
     scalar = torch.randn(6, generator=generator)
     node = torch.randint(0, 4, (6, 1), generator=generator)
@@ -193,7 +193,7 @@ def test_hard_keeps_the_sum_over_each_token(seed):
 
 
 @given(st.integers(0, 1000))
-def test_ids_of_tokens_are_names_only(seed):
+def test_node_ids_are_labels_only(seed):
     """Close together or as far apart as integers go, negative or not, the means are the same."""
     generator = torch.Generator().manual_seed(seed)
     node = torch.randint(0, 6, (4, 5), generator=generator)

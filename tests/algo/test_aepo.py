@@ -1,4 +1,4 @@
-"""`algo.aepo`: every golden row, numbers by hand, and what masks and shifts do not change."""
+"""`algo.aepo`: golden rows, numbers by hand, invariance to masks and shifts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_scaled_by_hand():
 
 
 @pytest.mark.parametrize("mask", [[[1, 1]], [[1, 0]], [[0, 0]]])
-def test_without_a_spread_nothing_is_scaled(mask):
+def test_equal_entropies_scale_nothing(mask):
     got = entropy_scaled(torch.ones(1, 2), torch.full((1, 2), 3.0), torch.tensor(mask))
     assert got.tolist() == torch.tensor(mask).float().tolist()
 
@@ -82,7 +82,7 @@ def test_a_shift_and_a_scale_of_the_entropies_change_nothing():
 
 
 @given(st.integers(1, 64), st.floats(0, 12), st.floats(0, 12), st.floats(0, 5))
-def test_more_roots_where_the_question_is_harder_than_the_tools(n, h_root, h_tool, more):
+def test_more_roots_for_a_higher_question_entropy(n, h_root, h_tool, more):
     few = initial_rollouts(n, h_root, h_tool)
     assert 1 <= few <= initial_rollouts(n, h_root + more, h_tool) <= n
 

@@ -1,4 +1,4 @@
-"""`algo.ares`: the paper's controllers by hand, and in closed loops that they must steer."""
+"""`algo.ares`: the paper's controllers by hand and in closed loops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_first_batch_starts_targets_and_moves_no_alpha():
     # Medium: 4 of 8 right; the right ones hesitate 2, 4, 4, 2 times, the others 8 times.
     seen = stats([1, 1, 1, 1, 0, 0, 0, 0], [2, 4, 4, 2, 8, 8, 8, 8], kl=0.05, p95=[2.0] * 8)
     state = ares.update(ares.AresState(), seen)
-    assert state.difficulty == {"p": 1}
+    assert state.difficulty_by_prompt == {"p": 1}
     assert state.targets == (None, 3.0, None)
     assert state.alphas == (0.5, 0.5, 0.5)
     assert state.lambdas == pytest.approx((0.0, 0.1 * (0.05 - 0.02), 0.0))
@@ -69,9 +69,9 @@ def test_second_batch_by_hand(correct, code, sign):
     assert [after.alphas[other] for other in range(3) if other != code] == [0.5, 0.5]
 
 
-def test_small_buckets_and_buckets_without_right_answers():
+def test_small_buckets_and_buckets_without_correct_answers():
     few = ares.update(ares.AresState(), stats([1] * 7, [9] * 7, kl=9.0, p95=[1.0] * 7))
-    assert few.difficulty == {"p": 0} and few.threshold == 1.0
+    assert few.difficulty_by_prompt == {"p": 0} and few.threshold == 1.0
     assert few.targets == (None,) * 3 and few.alphas == (0.5,) * 3 and few.lambdas == (0.0,) * 3
     wrong = ares.update(ares.AresState(), stats([0] * 8, [9] * 8))
     assert wrong.targets == (None,) * 3
@@ -81,10 +81,10 @@ def test_small_buckets_and_buckets_without_right_answers():
     assert moved.alphas == (0.5, 0.5, pytest.approx(0.5 + 0.05 * 2 / 4))
 
 
-def test_a_step_leaves_the_old_state_alone():
-    before = ares.AresState(difficulty={"q": 2})
+def test_update_does_not_modify_the_old_state():
+    before = ares.AresState(difficulty_by_prompt={"q": 2})
     ares.update(before, stats([1] * 8, [3] * 8, kl=0.5, p95=[1.0] * 8))
-    assert before == ares.AresState(difficulty={"q": 2})
+    assert before == ares.AresState(difficulty_by_prompt={"q": 2})
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
@@ -134,7 +134,7 @@ def test_lambda_steers_kl_to_its_budget(code):
     assert released.lambdas[code] == 0.0, "a KL below its budget is let go"
 
 
-def test_kl_that_was_not_measured_has_no_say():
+def test_unmeasured_kl_is_ignored():
     """Only the trajectories that are trained on have a KL, and eight of them are needed."""
     seen = stats([1] * 4 + [0] * 12, [1] * 16)
     kl_B = torch.full((16,), NAN, dtype=torch.float64)
@@ -143,7 +143,9 @@ def test_kl_that_was_not_measured_has_no_say():
     assert moved.lambdas == pytest.approx((0.0, 0.0, 0.1 * (0.14 - 0.04)))
     kl_B[7] = NAN
     assert ares.update(moved, replace(seen, kl_B=kl_B)).lambdas == moved.lambdas
-    shown = ares.metrics(moved, replace(seen, kl_B=kl_B), torch.full((16,), 2), ares.PAPER)
+    shown = ares.metrics(
+        moved, replace(seen, kl_B=kl_B), torch.full((16,), 2), ares.PAPER_HYPERPARAMS
+    )
     assert shown["ares/hard/kl"] == pytest.approx(0.14)
 
 
@@ -154,7 +156,7 @@ def test_alpha_stays_in_its_range():
     assert state.alphas[0] == 2.0
 
 
-def test_the_contract_s_names_are_here():
+def test_package_exports_the_contract_names():
     for name in ares.__all__:
         assert getattr(ares, name) is not None
     with pytest.raises(ValueError, match="expected 1 axes"):

@@ -1,4 +1,4 @@
-"""`algo.ares_reward`: every golden row, the issue's bounds and directions, and KL weights."""
+"""`algo.ares.reward`: golden rows, bounds and directions, and KL weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.algo import ares_reward
-from mega_agentrl.algo.ares_reward import NAMES, difficulty, entropy_reward, token_kl_weight
+from mega_agentrl.algo.ares import reward as ares_reward
+from mega_agentrl.algo.ares.reward import (
+    DIFFICULTY_NAMES,
+    difficulty,
+    entropy_reward,
+    token_kl_weight,
+)
 from mega_agentrl.algo.masking import masked_mean
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -30,7 +35,7 @@ def reward_of(rows, rule="released"):
 def test_golden_rows():
     rows = GOLDEN["rows"]
     assert len(rows) == 430
-    codes = {name: code for code, name in enumerate(NAMES)} | {"unknown": -1}
+    codes = {name: code for code, name in enumerate(DIFFICULTY_NAMES)} | {"unknown": -1}
     got = reward_of([(codes[name], *rest[:4]) for name, *rest in rows])
     assert got.tolist() == pytest.approx([row[5] for row in rows], abs=1e-6)
     overall = got + torch.tensor([row[1] for row in rows])
@@ -44,11 +49,11 @@ def test_golden_helpers_and_defaults():
         got = ares_reward.margin(torch.tensor([target]), share)
         assert got.item() == pytest.approx(want, abs=1e-6)
     for x, temperature, want in GOLDEN["helpers"]["sigmoid"]:
-        code = ares_reward.TEMPERATURE.index(temperature)
+        code = ares_reward.SATURATION_TEMPERATURE.index(temperature)
         # A wrong answer x above a margin of 1 earns its share of the cap times the sigmoid.
         if x >= 0:
             paid = reward_of([(code, 0, 1 + x, 0, 1.0)]).item()
-            scale = ares_reward.WRONG_SHARE[code] * ares_reward.CAP[code]
+            scale = ares_reward.WRONG_CAP_FACTOR[code] * ares_reward.CAP_FACTOR[code]
             assert paid / scale == pytest.approx(want, abs=1e-6)
     right, wrong = reward_of([(0, 1, 0, 0, 0.5), (0, 0, 0, 0, 0.5)]).tolist()
     want = GOLDEN["defaults_missing_fields"]
@@ -85,7 +90,7 @@ def test_golden_shaped_scores_that_the_released_filter_saw(case):
         (2, 0, 60, 0.6),
     ],
 )
-def test_crisp_cases(code, correct, hwe, overall):
+def test_cases_by_hand(code, correct, hwe, overall):
     got = correct + reward_of([(code, correct, hwe, 10, 0.5)]).item()
     assert got == pytest.approx(overall, abs=1e-5)
 
@@ -95,16 +100,30 @@ COUNTS = st.integers(0, 60)
 ALPHAS = st.floats(0, 2)
 
 
-@given(CODES, st.booleans(), COUNTS, st.floats(0, 40), ALPHAS, st.sampled_from(ares_reward.RULES))
-def test_never_beyond_the_cap(code, correct, hwe, target, alpha, rule):
+@given(
+    CODES,
+    st.booleans(),
+    COUNTS,
+    st.floats(0, 40),
+    ALPHAS,
+    st.sampled_from(ares_reward.REWARD_RULES),
+)
+def test_reward_is_within_the_cap(code, correct, hwe, target, alpha, rule):
     got = reward_of([(code, correct, hwe, target, alpha)], rule).item()
-    assert abs(got) <= alpha * ares_reward.CAP[code] + 1e-12
+    assert abs(got) <= alpha * ares_reward.CAP_FACTOR[code] + 1e-12
     if not correct:
         assert got >= 0
 
 
-@given(CODES, st.booleans(), COUNTS, st.floats(0, 40), ALPHAS, st.sampled_from(ares_reward.RULES))
-def test_one_more_window_moves_the_reward_the_right_way(code, correct, hwe, target, alpha, rule):
+@given(
+    CODES,
+    st.booleans(),
+    COUNTS,
+    st.floats(0, 40),
+    ALPHAS,
+    st.sampled_from(ares_reward.REWARD_RULES),
+)
+def test_reward_is_monotonic_in_the_number_of_windows(code, correct, hwe, target, alpha, rule):
     less, more = reward_of(
         [(code, correct, hwe, target, alpha), (code, correct, hwe + 1, target, alpha)], rule
     ).tolist()
@@ -116,7 +135,7 @@ def test_one_more_window_moves_the_reward_the_right_way(code, correct, hwe, targ
         assert more >= less - 1e-12
 
 
-def test_the_centred_rule_pays_nothing_for_not_exploring_and_has_no_jump():
+def test_centred_rule_is_zero_without_exploration_and_continuous():
     idle = reward_of([(code, 0, 0, 10, 0.5) for code in range(3)], "centred")
     assert idle.tolist() == [0.0, 0.0, 0.0]
     below, at = reward_of([(2, 1, 6.5 - 1e-9, 10, 0.5), (2, 1, 6.5, 10, 0.5)], "centred").tolist()
@@ -127,7 +146,7 @@ def test_the_centred_rule_pays_nothing_for_not_exploring_and_has_no_jump():
     assert far.tolist() == pytest.approx([0.3, 0.4])
 
 
-def test_what_is_not_known_earns_nothing():
+def test_unknown_difficulty_or_target_gives_zero():
     nan = float("nan")
     assert reward_of([(-1, 0, 9, 1, 0.5), (3, 1, 9, 1, 0.5), (0, 0, 9, nan, 0.5)]).tolist() == [
         0.0,
@@ -146,7 +165,7 @@ def test_golden_difficulties():
         group = torch.tensor([number[name] for name in names])
         code = difficulty(torch.tensor(step["accuracy"]), group)
         for name, got in zip(names, code.tolist(), strict=True):
-            assert NAMES[got] == step["difficulty"][name]
+            assert DIFFICULTY_NAMES[got] == step["difficulty"][name]
 
 
 def test_difficulty_at_the_edges_and_alone():

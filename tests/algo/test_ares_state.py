@@ -1,4 +1,4 @@
-"""`algo.ares_state`: saved exactly, looked up by difficulty, checked, and reported."""
+"""`algo.ares.state`: serialization, lookups by difficulty, checks, metrics."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.algo.ares import update
-from mega_agentrl.algo.ares_state import AresRules, AresState, AresStats, ReleasedKl, metrics
+from mega_agentrl.algo.ares.state import (
+    AresHyperparams,
+    AresState,
+    AresStats,
+    ReleasedKLController,
+    metrics,
+)
 
 NUMBERS = st.floats(-1e6, 1e6)
 THREE = st.tuples(NUMBERS, NUMBERS, NUMBERS)
 MAYBE = st.tuples(*[st.none() | NUMBERS] * 3)
 STATES = st.builds(
     AresState,
-    difficulty=st.dictionaries(st.text(), st.integers(0, 2)),
+    difficulty_by_prompt=st.dictionaries(st.text(), st.integers(0, 2)),
     targets=MAYBE,
     alphas=THREE,
     lambdas=THREE,
     betas=st.none() | THREE,
     threshold=st.none() | NUMBERS,
     released_kl=st.builds(
-        ReleasedKl, betas=THREE, kl_means=MAYBE, errors=THREE, num_updates=st.integers(0, 10**6)
+        ReleasedKLController,
+        betas=THREE,
+        kl_means=MAYBE,
+        errors=THREE,
+        num_updates=st.integers(0, 10**6),
     ),
 )
 
@@ -40,51 +50,51 @@ def stats(**changes):
 
 
 @given(STATES)
-def test_json_and_back_is_the_same_state(state):
-    assert AresState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
+def test_json_round_trip(state):
+    assert AresState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
-def test_a_restored_state_goes_on_as_if_it_had_not_been_away():
-    rules = AresRules(min_trajectories=1)
-    seen = stats(kl_B=torch.tensor([0.1, 0.2, 0.3]))
+def test_restored_state_continues_identically():
+    hyperparams = AresHyperparams(min_trajectories=1)
+    batch_stats = stats(kl_B=torch.tensor([0.1, 0.2, 0.3]))
     straight = restored = AresState()
     for _ in range(5):
-        straight = update(straight, seen, rules)
-        restored = AresState.from_plain(
-            json.loads(json.dumps(update(restored, seen, rules).to_plain()))
+        straight = update(straight, batch_stats, hyperparams)
+        restored = AresState.from_dict(
+            json.loads(json.dumps(update(restored, batch_stats, hyperparams).to_dict()))
         )
     assert straight == restored
 
 
-def test_other_fields_are_refused():
-    plain = AresState().to_plain()
-    del plain["alphas"]
+def test_unknown_fields_are_rejected():
+    state_dict = AresState().to_dict()
+    del state_dict["alphas"]
     with pytest.raises(ValueError, match=r"expected .*alphas.*checkpoint of another version"):
-        AresState.from_plain(plain)
+        AresState.from_dict(state_dict)
 
 
-def test_what_holds_for_a_prompt():
+def test_lookups_by_prompt():
     state = AresState(
-        difficulty={"a": 2, "b": 0},
+        difficulty_by_prompt={"a": 2, "b": 0},
         targets=(4.0, None, 9.0),
         alphas=(0.1, 0.2, 0.3),
         betas=(0.01, 0.02, 0.03),
     )
-    code = state.codes(["a", "b", "new"])
+    code = state.difficulty_codes(["a", "b", "new"])
     assert code.tolist() == [2, 0, -1]
-    assert state.codes(["a", "new"], torch.tensor([0, 1])).tolist() == [2, 1]
-    target = state.target_of(torch.tensor([2, 0, 1, -1]))
+    assert state.difficulty_codes(["a", "new"], torch.tensor([0, 1])).tolist() == [2, 1]
+    target = state.targets_for(torch.tensor([2, 0, 1, -1]))
     assert target[:2].tolist() == [9.0, 4.0] and target[2:].isnan().all()
-    assert state.alpha_of(code).tolist() == [0.3, 0.1, 0.0]
-    rules = AresRules(kl_coef=0.5)
-    assert state.beta_of(code, rules).tolist() == [0.03, 0.01, 0.5]
-    assert AresState().beta_of(code, rules).tolist() == [0.5] * 3
+    assert state.alphas_for(code).tolist() == [0.3, 0.1, 0.0]
+    hyperparams = AresHyperparams(kl_coef=0.5)
+    assert state.betas_for(code, hyperparams).tolist() == [0.03, 0.01, 0.5]
+    assert AresState().betas_for(code, hyperparams).tolist() == [0.5] * 3
 
 
 def test_metrics_by_bucket():
     state = AresState(targets=(None, 2.0, 5.0), threshold=1.5)
-    seen = stats(kl_B=torch.tensor([0.1, 0.3, 0.4]))
-    got = metrics(state, seen, torch.tensor([1, 1, 2]), AresRules())
+    batch_stats = stats(kl_B=torch.tensor([0.1, 0.3, 0.4]))
+    got = metrics(state, batch_stats, torch.tensor([1, 1, 2]), AresHyperparams())
     assert got["ares/threshold"] == 1.5
     assert got["ares/medium/share"] == pytest.approx(2 / 3)
     assert got["ares/medium/accuracy"] == 0.5 and got["ares/medium/hwe"] == 2.0
@@ -93,7 +103,7 @@ def test_metrics_by_bucket():
     assert got["ares/easy/share"] == 0.0 and got["ares/easy/beta"] == 0.01
     assert got["ares/easy/lambda"] == 0.0
     assert "ares/easy/accuracy" not in got and "ares/easy/target" not in got
-    assert "ares/easy/kl" not in metrics(state, stats(), torch.tensor([1, 1, 2]), AresRules())
+    assert "ares/easy/kl" not in metrics(state, stats(), torch.tensor([1, 1, 2]), AresHyperparams())
 
 
 def test_groups_are_numbered_as_they_come():
@@ -108,6 +118,6 @@ def test_bad_input():
     with pytest.raises(ValueError, match="got 1 prompt_ids"):
         stats(prompt_ids=("a",))
     with pytest.raises(ValueError, match="name=own: expected one of paper, released"):
-        AresRules(name="own")
+        AresHyperparams(name="own")
     with pytest.raises(ValueError, match=r"unseen_B \(1,\)"):
-        AresState().codes(["a", "b"], torch.zeros(1))
+        AresState().difficulty_codes(["a", "b"], torch.zeros(1))

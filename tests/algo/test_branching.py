@@ -1,4 +1,4 @@
-"""`algo.branching`: every golden row of the entropies and of both decision laws."""
+"""`algo.branching`: golden rows of the entropies and of both decision rules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_golden_released_decisions():
 
 
 @pytest.mark.parametrize("case", GOLDEN["probability_table"])
-def test_golden_share_of_coins_that_fork(case):
+def test_golden_fraction_of_draws_that_fork(case):
     draws = [(index + 0.5) / 2000 for index in range(2000)]
     share = sum(
         branching.released_should_branch(

@@ -1,4 +1,4 @@
-"""`algo.correction`: weights by hand, unbiased where nothing is capped, and blind to masks."""
+"""`algo.correction`: weights by hand, unbiasedness without a cap, mask invariance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.algo.correction import LEVELS, MODES, importance_weights, mismatch
+from mega_agentrl.algo.correction import LEVELS, MODES, importance_weights, logprob_mismatch
 
 LN = torch.log
 
@@ -39,7 +39,7 @@ def test_by_hand(level, mode, want):
         cap=2.0,
     )
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
-    assert info["capped"].item() == pytest.approx(1 / 5 if level == "token" else 2 / 5)
+    assert info["capped_fraction"].item() == pytest.approx(1 / 5 if level == "token" else 2 / 5)
     assert info["weight_mean"].item() == pytest.approx(sum(map(sum, want)) / 5)
 
 
@@ -63,17 +63,17 @@ def test_probabilities_by_hand(num_copies):
     train = LN(torch.tensor([[0.25, 0.5, 0.125, 0.1]])).repeat(num_copies, 1)
     mask = torch.tensor([[1, 1, 1, 0]]).repeat(num_copies, 1)
     _, weighed = importance_weights(train, rollout, mask, level="sequence", mode="masked", cap=0.1)
-    for info in (mismatch(train, rollout, mask), weighed):
+    for info in (logprob_mismatch(train, rollout, mask), weighed):
         assert info["prob_mean_abs"].item() == pytest.approx(1 / 6)
         assert info["prob_max_abs"].item() == pytest.approx(0.25)
         assert info["prob_std_abs"].item() == pytest.approx(math.sqrt(1 / 72))
-    swapped = mismatch(rollout, train, mask)
+    swapped = logprob_mismatch(rollout, train, mask)
     assert swapped["prob_mean_abs"].item() == pytest.approx(1 / 6)
 
 
-def test_probabilities_that_differ_everywhere_by_the_same_have_no_spread():
+def test_constant_probability_difference_has_zero_std():
     rollout, train = LN(torch.full((3, 7), 0.3)), LN(torch.full((3, 7), 0.1))
-    info = mismatch(train, rollout, torch.ones(3, 7))
+    info = logprob_mismatch(train, rollout, torch.ones(3, 7))
     assert info["prob_mean_abs"].item() == pytest.approx(0.2)
     assert info["prob_max_abs"].item() == pytest.approx(0.2)
     assert info["prob_std_abs"].item() == pytest.approx(0.0, abs=1e-7)
@@ -81,14 +81,16 @@ def test_probabilities_that_differ_everywhere_by_the_same_have_no_spread():
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_equal_policies_weigh_one_and_masked_values_never_matter(level, mode):
+def test_equal_policies_have_weight_one(level, mode):
     logp = torch.tensor([[-1.0, -2.0, -3.0]])
     mask = torch.tensor([[1, 0, 1]])
     dirty = torch.tensor([[-1.0, math.nan, -3.0]])
     got, info = importance_weights(dirty, logp, mask, level=level, mode=mode, cap=2.0)
     assert got.tolist() == [[1.0, 0.0, 1.0]]
     assert info["ess"].item() == info["ratio_mean"].item() == info["weight_mean"].item() == 1.0
-    assert info["logp_max_abs"].item() == info["kl_k3"].item() == info["capped"].item() == 0.0
+    assert (
+        info["logp_max_abs"].item() == info["kl_k3"].item() == info["capped_fraction"].item() == 0.0
+    )
     assert info["prob_max_abs"].item() == info["prob_std_abs"].item() == 0.0
 
 
@@ -103,12 +105,12 @@ def test_no_gradient_and_no_overflow():
 
 
 def test_nothing_unmasked():
-    info = mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
+    info = logprob_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     assert all(value.item() == 0.0 for value in info.values())
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=6), st.integers(0, 99))
-def test_uncapped_weights_turn_rollout_averages_into_training_ones(parts, seed):
+def test_uncapped_weights_are_unbiased(parts, seed):
     """Over the whole vocabulary: sum of rollout p * w * x = sum of train p * x."""
     rollout = torch.tensor(parts, dtype=torch.float64)
     rollout = rollout / rollout.sum()

@@ -1,4 +1,4 @@
-"""`algo.egpo`: golden rows, where the reasoning is, and that the bonus keeps every sign."""
+"""`algo.egpo`: golden rows, location of the chain of thought, preserved signs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.algo import advantage
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
-from mega_agentrl.algo.scan import ROWS_AT_ONCE
+from mega_agentrl.algo.masked_scan import ROWS_PER_CHUNK
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "egpo.json").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_defaults_are_the_paper_s():
     assert torch.equal(egpo(plain, torch.zeros(4)), plain)
 
 
-def test_equal_reasoning_and_another_ending_earn_the_same():
+def test_bonus_depends_on_the_chain_of_thought_only():
     """Fails where the entropy of the whole response is taken for that of the reasoning."""
     token = torch.tensor([[START, 5, 6, END, 7, 8], [START, 5, 6, END, 9, 10]])
     entropy = torch.tensor([[0.0, 0.2, 0.4, 0.0, 0.1, 0.1], [0.0, 0.2, 0.4, 0.0, 3.0, 3.0]])
@@ -105,7 +105,7 @@ def test_first_block_or_all():
     assert mask_of(*TURNS, **marks, blocks="all") == [0, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0]
 
 
-def test_every_turn_follows_the_rule_for_itself():
+def test_rule_applies_to_each_turn():
     marks = {"start_id": START, "end_id": END, "blocks": "all"}
     # Opened by the template; never closed; without any; empty.
     token = [5, END, 7, 90, START, 6, 90, 5, 7, 90, START, END, 7]
@@ -113,7 +113,7 @@ def test_every_turn_follows_the_rule_for_itself():
     assert mask_of(token, mask, **marks) == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_block_goes_on_behind_a_tool_s_answer():
+def test_block_continues_after_a_tool_answer():
     token, mask = [START, 5, END, START, 6, END, 7], [1, 1, 0, 0, 1, 1, 1]
     marks = {"start_id": START, "end_id": END}
     assert mask_of(token, mask, **marks) == [0, 1, 0, 0, 1, 0, 0]
@@ -129,7 +129,7 @@ def test_a_block_goes_on_behind_a_tool_s_answer():
         max_size=14,
     )
 )
-def test_masked_tokens_never_matter_and_rows_do_not_mix(blocks, rows):
+def test_masked_tokens_and_other_rows_have_no_effect(blocks, rows):
     token = torch.tensor([[row[0] for row in rows]])
     mask = torch.tensor([[row[1] for row in rows]])
     other = torch.where(mask, token, torch.tensor([[row[2] for row in rows]]))
@@ -142,7 +142,7 @@ def test_masked_tokens_never_matter_and_rows_do_not_mix(blocks, rows):
 
 
 def test_many_rows():
-    num = ROWS_AT_ONCE + 5
+    num = ROWS_PER_CHUNK + 5
     token = torch.full((num, 4), 5)
     token[torch.arange(num), torch.arange(num) % 4] = END
     got = cot_mask(token, torch.ones_like(token), start_id=START, end_id=END)
@@ -153,7 +153,7 @@ def test_many_rows():
     st.lists(st.tuples(st.floats(-3, 3), st.floats(0, 20)), min_size=1, max_size=8),
     st.floats(0.01, 1.9),
 )
-def test_signs_are_kept_and_the_bonus_is_bounded(rows, lam):
+def test_bonus_keeps_signs_and_is_bounded(rows, lam):
     plain = torch.tensor([row[0] for row in rows], dtype=torch.float64)
     entropy = torch.tensor([row[1] for row in rows], dtype=torch.float64)
     got = egpo(plain, entropy, lam=lam, alpha=2.0)

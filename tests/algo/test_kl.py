@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.algo.kl import AdaptiveKL, in_reward, kl_penalty, update
+from mega_agentrl.algo.kl import AdaptiveKL, apply_kl_penalty, kl_penalty, update
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "policy_loss_and_kl.json").read_text(encoding="utf-8")
@@ -65,10 +65,10 @@ def test_gradient_is_the_slope(kind):
     torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-6)
 
 
-def test_in_reward_by_hand():
+def test_apply_kl_penalty_by_hand():
     reward = torch.tensor([[0.0, 0.0, 1.0]])
     kl = torch.tensor([[0.5, float("nan"), -0.25]], requires_grad=True)
-    got = in_reward(reward, kl, torch.tensor([[1, 0, 1]]), coef=0.2)
+    got = apply_kl_penalty(reward, kl, torch.tensor([[1, 0, 1]]), coef=0.2)
     assert got[0].tolist() == pytest.approx([-0.1, 0.0, 1.05]) and not got.requires_grad
 
 
@@ -99,4 +99,4 @@ def test_bad_input():
     with pytest.raises(ValueError, match="target=0"):
         AdaptiveKL(coef=0.1, target=0, horizon=10)
     with pytest.raises(ValueError, match=r"reward_BT \(1, 1\), kl_BT \(1, 2\)"):
-        in_reward(torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 1), coef=0.1)
+        apply_kl_penalty(torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 1), coef=0.1)

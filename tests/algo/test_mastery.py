@@ -1,4 +1,4 @@
-"""`algo.mastery`: two clean visits and a calm policy, coins that repeat, a state that is saved."""
+"""`algo.mastery`: mastery after two correct visits, repeatable revisits, serialization."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mega_agentrl.algo.mastery import RETURN_PROBABILITY, Mastery, update
+from mega_agentrl.algo.mastery import REVISIT_PROBABILITY, MasteryState, update
 
 
 def visit(state, correct, entropy):
@@ -18,41 +18,47 @@ def visit(state, correct, entropy):
     return update(state, ids, torch.tensor(flat), torch.tensor(calm, dtype=torch.float64))
 
 
-def test_two_clean_visits_in_a_row_at_low_entropy():
+def test_mastered_after_two_correct_visits_at_low_entropy():
     names = "abcdef"
     entropy = {name: 0.1 * (index + 1) for index, name in enumerate(names)}
     right = dict.fromkeys(names, (True, True))
-    once = visit(Mastery(), right, entropy)
-    assert once.mastered() == frozenset()
+    once = visit(MasteryState(), right, entropy)
+    assert once.mastered_prompts() == frozenset()
     twice = visit(once, right, entropy)
-    assert twice.mastered() == {"a", "b"}  # 20th percentile of .1 to .6 is .2
+    assert twice.mastered_prompts() == {"a", "b"}  # 20th percentile of .1 to .6 is .2
     failed = visit(twice, {"a": (True, False)}, entropy)
-    assert failed.mastered() == {"b"}
+    assert failed.mastered_prompts() == {"b"}
     again = visit(failed, {"a": (True, True)}, entropy)
-    assert again.mastered() == {"b"} and again.streaks["a"] == 1
+    assert again.mastered_prompts() == {"b"} and again.correct_streaks["a"] == 1
     warmer = visit(twice, {"a": (True, True)}, {"a": 9.0})
-    assert "a" not in warmer.mastered()
-    assert once.streaks == dict.fromkeys(names, 1), "the old state is untouched"
+    assert "a" not in warmer.mastered_prompts()
+    assert once.correct_streaks == dict.fromkeys(names, 1), "the old state is untouched"
 
 
-def test_mastered_prompts_come_back_by_a_coin_that_repeats():
+def test_revisits_of_mastered_prompts_are_repeatable():
     names = [f"p{index}" for index in range(2000)]
-    state = Mastery(streaks=dict.fromkeys(names, 2), entropies=dict.fromkeys(names, 0.5))
-    assert len(state.mastered()) == 2000
-    first = state.skipped(seed=1, epoch=3)
-    assert first == state.skipped(seed=1, epoch=3)
-    assert first != state.skipped(seed=1, epoch=4) != state.skipped(seed=2, epoch=4)
-    assert len(first) == pytest.approx(2000 * (1 - RETURN_PROBABILITY), abs=60)
+    state = MasteryState(
+        correct_streaks=dict.fromkeys(names, 2), last_entropies=dict.fromkeys(names, 0.5)
+    )
+    assert len(state.mastered_prompts()) == 2000
+    first = state.skipped_prompts(seed=1, epoch=3)
+    assert first == state.skipped_prompts(seed=1, epoch=3)
+    assert first != state.skipped_prompts(seed=1, epoch=4) != state.skipped_prompts(seed=2, epoch=4)
+    assert len(first) == pytest.approx(2000 * (1 - REVISIT_PROBABILITY), abs=60)
 
 
-def test_saved_exactly():
-    state = visit(Mastery(), {"a": (True, True), "b": (False, True)}, {"a": 0.1, "b": 1 / 3})
-    assert Mastery.from_plain(json.loads(json.dumps(state.to_plain()))) == state
-    assert Mastery().mastered() == Mastery().skipped(seed=0, epoch=0) == frozenset()
+def test_state_round_trip():
+    state = visit(MasteryState(), {"a": (True, True), "b": (False, True)}, {"a": 0.1, "b": 1 / 3})
+    assert MasteryState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    assert (
+        MasteryState().mastered_prompts()
+        == MasteryState().skipped_prompts(seed=0, epoch=0)
+        == frozenset()
+    )
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"correct_B \(1,\), entropy_B \(2,\)"):
-        update(Mastery(), ["a"], torch.ones(1), torch.ones(2))
+        update(MasteryState(), ["a"], torch.ones(1), torch.ones(2))
     with pytest.raises(ValueError, match="got 1 prompt_ids"):
-        update(Mastery(), ["a"], torch.ones(2), torch.ones(2))
+        update(MasteryState(), ["a"], torch.ones(2), torch.ones(2))

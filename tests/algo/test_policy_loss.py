@@ -1,4 +1,4 @@
-"""`algo.policy_loss`: golden values and gradients, and sums that survive any cut."""
+"""`algo.policy_loss`: golden values and gradients, and shards that add up."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from mega_agentrl.algo import advantage
 from mega_agentrl.algo.policy_loss import (
-    MODES,
+    AGGREGATION_MODES,
     aggregate,
     cispo,
     clipped,
-    count,
     dapo,
     dr_grpo,
     gspo,
+    loss_denominator,
 )
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -92,7 +92,7 @@ def test_above_the_range_only_the_balanced_clip_has_a_gradient(balanced, factor)
     assert logp.grad is not None and logp.grad.item() == pytest.approx(factor)
 
 
-def test_masked_positions_never_matter_whatever_they_hold():
+def test_masked_positions_have_no_effect():
     mask = torch.tensor([[1, 0], [1, 1]])
     clean = torch.tensor([[-1.0, 0.0], [-2.0, -0.5]])
     logp = clean.clone()
@@ -114,14 +114,14 @@ def test_a_huge_ratio_stays_finite():
     assert loss.isfinite().all() and logp.grad is not None and logp.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 4))
 def test_shards_with_the_global_denominator_add_up(mode, seed, cut):
     generator = torch.Generator().manual_seed(seed)
     loss = torch.randn(5, 6, generator=generator)
     mask = torch.rand(5, 6, generator=generator) > 0.4
     whole = aggregate(loss, mask, mode)
-    total = count(mask, mode)
+    total = loss_denominator(mask, mode)
     parts = [
         aggregate(loss[rows], mask[rows], mode, denominator=total)
         for rows in (slice(0, cut), slice(cut, 5))
@@ -129,10 +129,10 @@ def test_shards_with_the_global_denominator_add_up(mode, seed, cut):
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_a_wholly_masked_row_changes_no_mode():
+def test_fully_masked_row_changes_no_aggregation():
     loss = torch.tensor([[1.0, 2.0], [7.0, 7.0]])
     mask = torch.tensor([[1, 1], [0, 0]])
-    for mode in MODES:
+    for mode in AGGREGATION_MODES:
         torch.testing.assert_close(aggregate(loss, mask, mode), aggregate(loss[:1], mask[:1], mode))
 
 
@@ -172,7 +172,7 @@ def _check_gradient(loss, logp):
     torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("dual", [None, 1.5])
 @pytest.mark.parametrize("seed", range(3))
 def test_clipped_gradient_is_the_slope(mode, dual, seed):
@@ -185,7 +185,7 @@ def test_clipped_gradient_is_the_slope(mode, dual, seed):
     _check_gradient(loss, logp)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_gradient_is_the_slope(mode, seed):
     logp, old, gain, mask = _random(seed)
@@ -198,7 +198,7 @@ def test_gspo_gradient_is_the_slope(mode, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_cispo_and_balanced_gradients_are_the_slope_with_their_weights_held(seed):
+def test_cispo_and_balanced_gradients_are_the_slope_at_fixed_weights(seed):
     """Both hold a factor still: the slope is that of the loss with the factor frozen."""
     logp, old, gain, mask = _random(seed, spread=0.8)
     on = mask.double()
@@ -247,7 +247,7 @@ def test_cispo_by_hand():
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
 @pytest.mark.parametrize("loss_of", [clipped, gspo, cispo])
-def test_no_loss_looks_behind_the_mask(loss_of, junk):
+def test_masked_values_do_not_change_the_losses(loss_of, junk):
     logp, old, gain, mask = (value.float() for value in _random(7))
     gain = gain[:, 0] if loss_of is gspo else gain
     plain, info = loss_of(logp, old, gain, mask, **RANGE)

@@ -1,4 +1,4 @@
-"""`algo.value_loss`: hand-worked clips and gradients, and masks that hide anything."""
+"""`algo.value_loss`: hand-worked clips and gradients, mask invariance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.algo.policy_loss import MODES, aggregate, count
+from mega_agentrl.algo.policy_loss import AGGREGATION_MODES, aggregate, loss_denominator
 from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
 
 
@@ -59,7 +59,7 @@ def test_an_infinite_clip_is_half_the_squared_error():
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10_000), clip=st.floats(0.01, 3.0))
-def test_the_clip_only_ever_adds_and_a_value_that_stood_still_has_the_plain_loss(seed, clip):
+def test_clip_never_lowers_the_loss_and_an_unchanged_value_has_the_plain_loss(seed, clip):
     generator = torch.Generator().manual_seed(seed)
     value, old, target = torch.randn(3, 4, 5, generator=generator)
     mask = torch.ones(4, 5)
@@ -71,8 +71,8 @@ def test_the_clip_only_ever_adds_and_a_value_that_stood_still_has_the_plain_loss
     assert info["value_clipfrac"].item() == 0.0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_masked_positions_never_matter_and_shards_add_up(mode):
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_masked_positions_have_no_effect_and_shards_add_up(mode):
     generator = torch.Generator().manual_seed(5)
     value, old, target = torch.randn(3, 4, 6, generator=generator)
     mask = torch.rand(4, 6, generator=generator) > 0.4
@@ -86,7 +86,7 @@ def test_masked_positions_never_matter_and_shards_add_up(mode):
             )[0],
             mask[rows],
             mode,
-            denominator=count(mask, mode),
+            denominator=loss_denominator(mask, mode),
         )
         for rows in (slice(0, 1), slice(1, 4))
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def test_masked_positions_never_matter_and_shards_add_up(mode):
     assert dirty.grad is not None and (dirty.grad[~mask] == 0).all()
 
 
-def test_half_precision_comes_back_in_float32():
+def test_half_precision_returns_float32():
     half = torch.full((1, 1), 0.1, dtype=torch.bfloat16)
     loss_BT, _ = clipped_value_loss(half, half, half + 1, torch.ones(1, 1), clip=0.2)
     assert loss_BT.dtype == torch.float32
@@ -114,7 +114,7 @@ def test_explained_variance_by_hand():
 
 
 @pytest.mark.parametrize("mask", [[[0, 0]], [[1, 0]], [[1, 1]]])
-def test_returns_that_do_not_vary_cannot_be_explained(mask):
+def test_constant_returns_give_nan(mask):
     got = explained_variance(
         torch.tensor([[1.0, 2.0]]), torch.full((1, 2), 0.1), torch.tensor(mask)
     )

@@ -1,4 +1,4 @@
-"""Every setting has a reader, a meaning and a checked range; there are not too many of them."""
+"""Every setting is read by the code and has a checked range; their number is limited."""
 
 import ast
 import dataclasses
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ValidationError
 
 from mega_agentrl.config import schema
-from mega_agentrl.config.keys import known_keys
+from mega_agentrl.config.override_keys import known_keys
 from mega_agentrl.config.schema import RolloutConfig, TrainConfig
 
 PACKAGE = Path(schema.__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ def attributes_of(tree: ast.AST) -> set[str]:
 def attributes_read() -> set[str]:
     """Names read as attributes anywhere in the package outside `config/`.
 
-    A property of the schema that is read there reads what it is made of.
+    A property of the schema that is read there counts as reading its fields.
     """
     names: set[str] = set()
     properties: dict[str, set[str]] = {}
@@ -48,7 +48,7 @@ def attributes_read() -> set[str]:
                 isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list
             ):
                 properties[node.name] = attributes_of(node)
-    return names.union(*(made_of for name, made_of in properties.items() if name in names))
+    return names.union(*(fields for name, fields in properties.items() if name in names))
 
 
 def test_there_are_at_most_150_leaves():
@@ -62,7 +62,7 @@ def test_every_leaf_is_read_outside_config():
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda kind: kind.__name__)
-def test_every_section_says_what_it_is(section):
+def test_every_section_has_a_docstring(section):
     assert section.__doc__
     assert not section.__doc__.startswith(f"{section.__name__}(")
 
@@ -77,17 +77,17 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
     ("key", "value"),
     [
         ("parallel.tensor", 0),
-        ("engine.tensor", 0),
+        ("engine.tensor_parallel_size", 0),
         ("engine.max_model_len", 8),
-        ("engine.memory_fraction", 1.0),
-        ("rollout.num_trajectories", 0),
+        ("engine.gpu_memory_utilization", 1.0),
+        ("rollout.group_size", 0),
         ("rollout.temperature", 0.0),
         ("rollout.top_p", 0.0),
-        ("rollout.max_calls", -1),
-        ("rollout.max_wall_s", -1.0),
-        ("rollout.max_wall_s", float("inf")),
-        ("rollout.branch.probe_tokens", 0),
-        ("rollout.branch.forks_per_decision", -1),
+        ("rollout.max_tool_calls", -1),
+        ("rollout.trajectory_timeout_s", -1.0),
+        ("rollout.trajectory_timeout_s", float("inf")),
+        ("rollout.branch.num_probe_tokens", 0),
+        ("rollout.branch.num_forks_per_decision", -1),
         ("tool.python.timeout_s", 0.0),
         ("tool.search.top_k", 0),
         ("algo.clip_low", 1.5),
@@ -97,18 +97,18 @@ def test_the_defaults_are_a_valid_configuration_and_plain_values():
         ("optim.lr", -1.0),
         ("optim.grad_clip", 0.0),
         ("sft.max_steps", -1),
-        ("sft.target_success", 1.5),
+        ("sft.target_success_rate", 1.5),
         ("data.prompts_per_step", 0),
         ("evaluate.num_samples", 0),
-        ("evaluate.every", -1),
-        ("cluster.call_deadline_s", 0.0),
-        ("report.trees_every", -1),
+        ("evaluate.every_steps", -1),
+        ("cluster.call_timeout_s", 0.0),
+        ("report.save_trees_every_steps", -1),
         ("report.prometheus_port", 65536),
-        ("report.spans", "grpc://collector:4317"),
+        ("report.trace_destination", "grpc://collector:4317"),
         ("report.profile_steps", [0]),
         ("cluster.num_engines", 0),
         ("total_steps", -1),
-        ("save_every", -1),
+        ("save_every_steps", -1),
     ],
 )
 def test_values_out_of_range_name_their_key_and_value(key, value):
@@ -120,7 +120,7 @@ def test_values_out_of_range_name_their_key_and_value(key, value):
 
 
 def test_boundary_values_pass():
-    RolloutConfig(top_p=1.0, max_calls=0, num_trajectories=1)
+    RolloutConfig(top_p=1.0, max_tool_calls=0, group_size=1)
 
 
 def test_a_wrong_type_and_an_unknown_key_fail():
@@ -128,6 +128,6 @@ def test_a_wrong_type_and_an_unknown_key_fail():
     with pytest.raises(ValidationError, match="learning"):
         OmegaConf.update(config, "optim.lr", "learning")
     with pytest.raises(ValidationError, match="k9"):
-        OmegaConf.update(config, "algo.kl_kind", "k9")
+        OmegaConf.update(config, "algo.kl_estimator", "k9")
     with pytest.raises(ConfigAttributeError, match="lrr"):
         OmegaConf.update(config, "optim.lrr", 1.0)

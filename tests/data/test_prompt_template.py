@@ -40,9 +40,13 @@ def test_a_template_that_cannot_be_filled(tmp_path, text, expected):
 
 
 def test_a_file_that_is_no_template(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.template=.*t\.jinja line 2: .*expected a Jinja"):
+    with pytest.raises(
+        ValueError, match=r"data\.prompt_template=.*t\.jinja line 2: .*expected a Jinja"
+    ):
         template(tmp_path, "a\n{% if %}")
-    with pytest.raises(ValueError, match=r"data\.template=.*absent\.jinja: TemplateNotFound"):
+    with pytest.raises(
+        ValueError, match=r"data\.prompt_template=.*absent\.jinja: TemplateNotFound"
+    ):
         PromptTemplate(str(tmp_path / "absent.jinja"))
 
 

@@ -7,7 +7,7 @@ def asset_overrides(assets, run_dir):
         f"model.path={assets}/model",
         f"data.train={assets}/train.parquet",
         f"data.validation={assets}/validation.parquet",
-        f"sft.data={assets}/demonstrations.parquet",
-        f"sft.dev={assets}/dev.parquet",
+        f"sft.train_data={assets}/demonstrations.parquet",
+        f"sft.dev_data={assets}/dev.parquet",
         f"tool.search.source={assets}/corpus.jsonl",
     ]

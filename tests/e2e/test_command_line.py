@@ -8,8 +8,8 @@ import signal
 import pandas as pd
 import pytest
 
-from mega_agentrl.train import run_state
-from mega_agentrl.train.stopping import CODES
+from mega_agentrl.train.resume import run_state
+from mega_agentrl.train.signals import EXIT_CODES
 from tests.e2e.conftest import (
     ROOT,
     finish,
@@ -92,7 +92,7 @@ def test_help_lists_groups_and_keys(tmp_path):
         "experiment=NAME",
         "algo: aepo, ares, arpo, ",
         "branching: after_result",
-        "max_calls",
+        "max_tool_calls",
     ):
         assert piece in output
 
@@ -144,10 +144,10 @@ def test_a_signal_ends_every_process(moment, signal_number, assets, tmp_path, mo
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-    assert code == CODES[signal_number], output[-2000:]
+    assert code == EXIT_CODES[signal_number], output[-2000:]
     if moment is in_rl:
-        assert "The same command goes on after RL step" in output
-        assert run_state.whole_ones(run_dir)[0].parent.name == "checkpoints"
+        assert "The same command resumes the run after RL step" in output
+        assert run_state.valid_checkpoints(run_dir)[0].parent.name == "checkpoints"
     else:
         assert "There is no checkpoint to resume from" in output
     assert "Traceback" not in output

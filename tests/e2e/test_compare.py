@@ -44,10 +44,11 @@ def test_a_killed_comparison_goes_on(assets, tmp_path):
     assert not (run / "result.json").exists()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"arpo-seed3: goes on after step [24]", done.stdout)
+    assert re.search(r"arpo-seed3: continues after step [24]", done.stdout)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    spent = [mark["num_tokens"] for mark in json.loads((run / "result.json").read_text())["marks"]]
+    points = json.loads((run / "result.json").read_text())["evaluations"]
+    spent = [point["num_tokens"] for point in points]
     assert spent[0] == 0 < spent[1] < spent[2] < spent[3]
     warm = (out / "warm" / "metrics.jsonl").read_text().splitlines()
     assert len(warm) == 20, "the warm start was made again"

@@ -14,7 +14,7 @@ import torch
 
 from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from mega_agentrl.types.batch import TrainBatch
-from tests.actor.checkpoint_jobs import call_all
+from tests.actor.checkpoint.checkpoint_jobs import call_all
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_vllm_scores_the_exported_weights_alike(name, tmp_path, rank_pool):
     # vLLM has CPU attention from head width 32 on, which its Qwen2 takes for hidden over heads.
     model = make_tiny_model(name, tmp_path / "model", hidden_size=128, head_dim=32)
     config = TrainConfig(model=ModelConfig(path=str(model)))
-    config.parallel = ParallelConfig(tensor=2, sequence=name == "qwen3_moe")
+    config.parallel = ParallelConfig(tensor=2, sequence_parallel=name == "qwen3_moe")
     batch = make_batch()
     calls = [
         ("load", model),

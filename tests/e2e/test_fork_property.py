@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import PythonMode
-from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 NAMES = ("a", "b", "c")
@@ -128,7 +128,7 @@ def nodes(draw, depth=2):
 @pytest.fixture(scope="module")
 def pool():
     config = PythonToolConfig(
-        workers=1, preload=["numpy"], memory_mib=256, mode=PythonMode.stateful
+        num_workers=1, preload_modules=["numpy"], memory_limit_mib=256, mode=PythonMode.stateful
     )
     made = SandboxPool(config)
     asyncio.run(made.start())

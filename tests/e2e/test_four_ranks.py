@@ -8,7 +8,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 from tests.report.chromium import Chromium, needs_browser
@@ -32,7 +32,7 @@ def finished_run(assets, tmp_path_factory):
     child = start(
         "experiment=smoke_ci",
         "parallel=tp2_pp2",
-        "engine.tensor=2",
+        "engine.tensor_parallel_size=2",
         "cluster.colocated=true",
         "total_steps=2",
         "sft.max_steps=2",
@@ -59,9 +59,9 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, finished_run):
         assert line["mismatch/logp_mean_abs"] < 1e-3
         assert line["mismatch/entropy_max_abs"] < 1e-3
         assert line["rollout/num_trajectories"] == 16
-        assert line["rollout/failed"] == 0
-        assert line["send/bytes_per_worker"] == own_bytes(f"{assets}/model", 2)
-        assert 0 < line["send/probe_gap"] < 1e-3
+        assert line["rollout/failed_fraction"] == 0
+        assert line["weight_sync/bytes_per_worker"] == own_bytes(f"{assets}/model", 2)
+        assert 0 < line["weight_sync/probe_gap"] < 1e-3
     assert (run_dir / "reward.png").exists()
     assert "held-out reward after RL" in output
     with (

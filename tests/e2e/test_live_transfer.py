@@ -23,7 +23,7 @@ import torch
 pytest.importorskip("vllm")
 
 from mega_agentrl.config.schema import EngineConfig
-from mega_agentrl.generator.trace import trace_destinations
+from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
 from mega_agentrl.types.records import GenerateRequest
 from tests.generator import worker_probe
 from tests.generator.engine_host import EngineHost
@@ -96,7 +96,7 @@ def start_engine(folders_of, tmp_path_factory):
     hosts = []
 
     def start(name, count, tensor):
-        config = EngineConfig(tensor=tensor, max_model_len=128, kv_cache_gib=1)
+        config = EngineConfig(tensor_parallel_size=tensor, max_model_len=128, cpu_kv_cache_gib=1)
         log = tmp_path_factory.mktemp("engine")
         new = [
             EngineHost(config, folders_of(name)[0], log / f"{number}.log", wait=False)
@@ -147,11 +147,11 @@ def check_refuses(engine, name):
     return str(refusal.value)
 
 
-def seen(engine):
+def inspect_workers(engine):
     """Of every worker: parameters as they were before processing and as they are now; and all
     logits of PROMPT.
     """
-    engine.call("probe", PROMPT)
+    engine.call("compute_prompt_log_probs", PROMPT)
     workers = [pickle.loads(answer) for answer in engine.call("rpc", worker_probe.take_seen)]
     logits = torch.cat(next(worker.logits for worker in workers if worker.logits))
     assert logits.shape == (len(PROMPT), VOCAB)
@@ -165,29 +165,31 @@ def bits(tensor):
 
 def check_as_from_disk(engine, layouts, folder):
     """What the last transfer has left, against vLLM's loader in the same engine; its logits."""
-    ours, our_logits = seen(engine)
+    sent, sent_logits = inspect_workers(engine)
     engine.call("pause")
     engine.call("rpc", worker_probe.load_from_disk, None, (str(folder),))
-    theirs, their_logits = seen(engine)
-    for layout, mine, reference in zip(layouts, ours, theirs, strict=True):
+    loaded, loaded_logits = inspect_workers(engine)
+    for layout, received, reference in zip(layouts, sent, loaded, strict=True):
         for shard in layout:
-            materialised = reference.loaded.get(shard.name, reference.kept.get(shard.name))
-            assert materialised.shape == shard.shape, shard.name
-            got = mine.loaded.get(shard.name, mine.kept.get(shard.name))
-            assert torch.equal(bits(got), bits(materialised)), shard.name
-        assert mine.kept.keys() == reference.kept.keys()
-        for name, kept in reference.kept.items():
-            assert torch.equal(bits(mine.kept[name]), bits(kept)), name
-        assert {name for name in mine.loaded if name in reference.loaded} == set(reference.loaded)
-    assert torch.equal(bits(our_logits), bits(their_logits))
-    return our_logits
+            expected_values = reference.loaded.get(shard.name, reference.current.get(shard.name))
+            assert expected_values.shape == shard.shape, shard.name
+            got = received.loaded.get(shard.name, received.current.get(shard.name))
+            assert torch.equal(bits(got), bits(expected_values)), shard.name
+        assert received.current.keys() == reference.current.keys()
+        for name, expected in reference.current.items():
+            assert torch.equal(bits(received.current[name]), bits(expected)), name
+        assert {name for name in received.loaded if name in reference.loaded} == set(
+            reference.loaded
+        )
+    assert torch.equal(bits(sent_logits), bits(loaded_logits))
+    return sent_logits
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_transfers_leave_what_vllm_loads_from_disk(sides, name):
     side = sides(name)
     engines = side.transfer.engines
-    at_start = [seen(engine)[1] for engine in engines]
+    at_start = [inspect_workers(engine)[1] for engine in engines]
     side.reconnect()
     for index in [*range(1, len(side.folders)), 0]:
         side.update(index)
@@ -211,7 +213,7 @@ def test_a_worker_traces_what_is_traced_without_an_engine(sides, name):
     side = sides(name)
     for engine in side.transfer.engines:
         layouts = [layout for layout, _ in engine.call("layout")]
-        assert layouts == trace_destinations(side.folders[0], len(layouts), "float32")
+        assert layouts == trace_engine_layouts(side.folders[0], len(layouts), "float32")
 
 
 FAULTS = [
@@ -231,10 +233,10 @@ FAULTS = [
 
 def cases():
     """Each kind's first fault to the one side, the others to the other."""
-    seen = set()
+    tested = set()
     for fault in FAULTS:
-        name, marks = ("pair", pytest.mark.slow) if fault.kind in seen else ("wide", ())
-        seen.add(fault.kind)
+        name, marks = ("pair", pytest.mark.slow) if fault.kind in tested else ("wide", ())
+        tested.add(fault.kind)
         yield pytest.param(name, fault, id=f"{name}-{fault.kind}-{fault.rank}", marks=marks)
 
 
@@ -284,19 +286,32 @@ def test_a_tensor_taken_for_another_shows_in_the_probe_alone(sides, name, one, t
     expected = logits_of(side.folders[1], PROMPT[:1], PROMPT[1:]).log_softmax(-1)
     expected = expected.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
     gaps = [
-        (torch.tensor(engine.call("probe", PROMPT)) - expected).abs().mean().item()
+        (torch.tensor(engine.call("compute_prompt_log_probs", PROMPT)) - expected)
+        .abs()
+        .mean()
+        .item()
         for engine in side.transfer.engines
     ]
     assert gaps[0] > 1e-3
     assert all(gap < 1e-3 for gap in gaps[1:])
-    engine.call("refuse", "the probe differs")
+    engine.call("refuse_requests", "the probe differs")
     assert "the probe differs" in check_refuses(engine, "probe")
     engine.call("rpc", worker_probe.trace_again)
     side.recover(0)
-    gap = (torch.tensor(engine.call("probe", PROMPT)) - expected).abs().mean().item()
+    gap = (
+        (torch.tensor(engine.call("compute_prompt_log_probs", PROMPT)) - expected)
+        .abs()
+        .mean()
+        .item()
+    )
     assert gap > 1e-3  # of other weights
     side.update(1)
-    gap = (torch.tensor(engine.call("probe", PROMPT)) - expected).abs().mean().item()
+    gap = (
+        (torch.tensor(engine.call("compute_prompt_log_probs", PROMPT)) - expected)
+        .abs()
+        .mean()
+        .item()
+    )
     assert gap < 1e-3
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.config.choices import PythonMode
-from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
 from mega_agentrl.sandbox import cgroup
 from mega_agentrl.sandbox.pool import SandboxPool
 from tests.escape.outside import descendants
@@ -73,7 +73,7 @@ def count_descriptors(pid):
         return 0
 
 
-def cgroups_of_ours():
+def own_cgroups():
     """Control groups that were made for this process."""
     return {str(path) for path in Path("/sys/fs/cgroup").rglob(f"mega_agentrl-{os.getpid()}-*")}
 
@@ -83,10 +83,10 @@ async def cgroups_left(before):
     until all are gone or for a minute: on a busy machine the kernel ends killed processes late.
     """
     deadline = time.monotonic() + 60.0
-    while left := cgroups_of_ours() - before:
+    while left := own_cgroups() - before:
         if time.monotonic() > deadline:
             break
-        cgroup.remove_late()
+        cgroup.remove_pending()
         await asyncio.sleep(0.05)
     return left
 
@@ -137,12 +137,14 @@ async def call_all(pool, count):
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_many_calls(count, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before_start, groups_before = await at_rest(), cgroups_of_ours()
-    pool = SandboxPool(PythonToolConfig(workers=WORKERS, preload=[], memory_mib=128))
+    before_start, groups_before = await at_rest(), own_cgroups()
+    pool = SandboxPool(
+        PythonToolConfig(num_workers=WORKERS, preload_modules=[], memory_limit_mib=128)
+    )
     await pool.start()
     assert not await call_all(pool, 40)
     warm = await at_rest()
-    folders, groups = sorted(tmp_path.rglob("*")), cgroups_of_ours()
+    folders, groups = sorted(tmp_path.rglob("*")), own_cgroups()
     wrong = await call_all(pool, count)
     assert not wrong, f"{len(wrong)} wrong: {wrong[:5]}"
     assert not await grown(warm)
@@ -158,12 +160,14 @@ async def test_many_calls(count, tmp_path, monkeypatch):
 
 async def test_many_sessions(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before_start, groups_before = await at_rest(), cgroups_of_ours()
-    config = PythonToolConfig(workers=2, preload=[], memory_mib=128, mode=PythonMode.stateful)
+    before_start, groups_before = await at_rest(), own_cgroups()
+    config = PythonToolConfig(
+        num_workers=2, preload_modules=[], memory_limit_mib=128, mode=PythonMode.stateful
+    )
     pool = SandboxPool(config)
     await pool.start()
     await trajectories(pool, 4)
-    warm, groups = await at_rest(), cgroups_of_ours()
+    warm, groups = await at_rest(), own_cgroups()
     await trajectories(pool, 60)
     assert not await grown(warm)
     assert not await cgroups_left(groups)

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.batch.pack import pack
+from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.schema import RewardConfig, RolloutConfig
 from mega_agentrl.reward.rubric import WeightedRubric
-from mega_agentrl.rollout.branching import NoBranching
-from mega_agentrl.rollout.collector import collect
-from mega_agentrl.rollout.metrics import rollout_metrics
-from mega_agentrl.rollout.render import render
-from mega_agentrl.tool.gsm8k import WORSE
-from mega_agentrl.tool.kit import ToolKit
-from mega_agentrl.tool.own import load_tools
-from mega_agentrl.tool.protocol import Tool, ToolAnswer
+from mega_agentrl.rollout.branching.policy import NoBranching
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.io.render import render_trajectory
+from mega_agentrl.rollout.metrics.rollout import rollout_metrics
+from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.gsm8k import NO_IMPROVEMENT_REWARD
+from mega_agentrl.tool.toolkit import ToolKit
+from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.types.records import StopReason, ToolStatus
 from tests.fakes import EOS, CharCodec, FakeGenerator, make_prompt, turns
 
@@ -27,13 +27,13 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tools.yaml"
 
 def grow(tools, texts, *, reward=None, num_trajectories=1, **prompt):
     (tree,) = asyncio.run(
-        collect(
+        collect_rollouts(
             [make_prompt(**prompt)],
             generator=FakeGenerator(turns(*texts)),
             tools=ToolKit(tools),
             codec=CharCodec(),
             rubric=WeightedRubric(reward or RewardConfig()),
-            config=RolloutConfig(num_trajectories=num_trajectories, max_response_tokens=2000),
+            config=RolloutConfig(group_size=num_trajectories, max_response_tokens=2000),
             max_model_len=4000,
             seed=1,
             step=0,
@@ -45,7 +45,7 @@ def grow(tools, texts, *, reward=None, num_trajectories=1, **prompt):
 
 def test_gsm8k_from_the_example_to_the_reward():
     tree = grow(
-        load_tools(EXAMPLE),
+        load_user_tools(EXAMPLE),
         [
             "<think> a </think><gsm8k>17</gsm8k>",
             "<gsm8k> $18.00 </gsm8k>",
@@ -56,25 +56,28 @@ def test_gsm8k_from_the_example_to_the_reward():
         tools_kwargs={"gsm8k": {"create_kwargs": {"ground_truth": "6 * 3 = 18\n#### 18"}}},
     )
     (one,) = tree.trajectories
-    assert one.step_rewards == {"gsm8k": [WORSE, 0.0]}
+    assert one.step_rewards == {"gsm8k": [NO_IMPROVEMENT_REWARD, 0.0]}
     assert one.tool_rewards == {"gsm8k": 1.0}
     assert one.score.parts == pytest.approx({"arpo": 1.0, "gsm8k": 0.475})
     assert one.score.value == pytest.approx(1.475)
-    assert float(pack([tree]).reward_B[0]) == pytest.approx(1.475)
+    assert float(pack_trees([tree]).reward_B[0]) == pytest.approx(1.475)
     got = rollout_metrics([tree])
     assert got["rollout/tool/gsm8k/num_ok"] == 2
     assert got["rollout/tool/gsm8k/metric/right"] == 0.5
-    assert got["rollout/tool/gsm8k/step_reward"] == pytest.approx(WORSE)
+    assert got["rollout/tool/gsm8k/step_reward"] == pytest.approx(NO_IMPROVEMENT_REWARD)
     assert got["rollout/tool/gsm8k/final_reward"] == 1.0
     assert got["reward/gsm8k"] == pytest.approx(0.475)
-    assert "  tools   gsm8k: steps -0.05 0, final 1\n  reward 1.475 = arpo 1 + gsm8k" in render(one)
+    assert (
+        "  tools   gsm8k: steps -0.05 0, final 1\n  reward 1.475 = arpo 1 + gsm8k"
+        in render_trajectory(one)
+    )
 
 
 class Post(Tool):
     """Something with side effects that breaks for one trajectory."""
 
     name = "post"
-    argument = "text"
+    text_argument = "text"
 
     def __init__(self, step: str) -> None:
         self.step, self.num_made, self.num_open = step, 0, 0
@@ -89,7 +92,7 @@ class Post(Tool):
         self.posted.append(state)
         if state == 1 and self.step == "execute":
             raise OSError("connection lost")
-        return ToolAnswer(text="posted")
+        return ToolResponse(text="posted")
 
     async def calc_reward(self, state, kwargs):
         if state == 1 and self.step == "calc_reward":
@@ -114,18 +117,18 @@ def test_our_fault_masks_one_trajectory_and_runs_nothing_twice(step, answer):
     assert failed[0].turns[-1].outcome.status is ToolStatus.infra_error
     assert failed[0].turns[-1].outcome.answer == answer
     assert sorted(post.posted) == [1, 2, 3] and post.num_open == 0
-    batch = pack([tree])
+    batch = pack_trees([tree])
     trained = batch.mask_BT.any(dim=1).tolist()
     assert trained == [not one.failed for one in tree.trajectories]
     assert rollout_metrics([tree])["rollout/tool/post/num_infra_error"] == 1
-    assert answer in render(failed[0])
+    assert answer in render_trajectory(failed[0])
 
 
 class Counted(Tool):
     """Takes its time at every step and counts its open states."""
 
     def __init__(self, name: str, argument: str, rng: random.Random) -> None:
-        self.name, self.argument, self._rng = name, argument, rng
+        self.name, self.text_argument, self._rng = name, argument, rng
         self.num_open = self.num_opened = 0
 
     async def _wait(self):
@@ -144,7 +147,7 @@ class Counted(Tool):
 
     async def execute(self, state, arguments, kwargs):
         await self._wait()
-        return ToolAnswer(text="ok")
+        return ToolResponse(text="ok")
 
     async def fork(self, state):
         return await self.create({})
@@ -162,9 +165,9 @@ async def test_whenever_a_collection_is_cancelled_no_state_stays_open(seed):
     rng = random.Random(seed)
     tools = [Counted("search", "query", rng), Counted("python", "code", rng)]
     kit = ToolKit(tools)
-    config = RolloutConfig(num_trajectories=8, max_response_tokens=400)
+    config = RolloutConfig(group_size=8, max_response_tokens=400)
     collecting = asyncio.create_task(
-        collect(
+        collect_rollouts(
             [make_prompt("a"), make_prompt("b")],
             generator=FakeGenerator(delays=seed),
             tools=kit,

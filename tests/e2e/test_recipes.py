@@ -8,18 +8,18 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from mega_agentrl.config.choices import AresMode, Branching, FilterKey
-from mega_agentrl.config.places import config_folder, folder_name
+from mega_agentrl.config.enums import AresMode, Branching, FilterMetric
+from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
 from mega_agentrl.config.schema import TrainConfig
 
 GIVEN = ["data.train=a", "data.validation=b", "tool.search.source=http://search"]
-FOLDER = Path(config_folder())
+FOLDER = Path(find_config_dir())
 ALL = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 
 
 def recipe(name, *overrides):
     ConfigStore.instance().store(name="schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
+    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         composed = compose("train", [f"experiment={name}", *overrides])
@@ -36,7 +36,7 @@ def test_every_experiment_composes_into_valid_settings(name):
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     assert config.engine.max_model_len >= longest
     assert config.optim.micro_batch_tokens * config.parallel.context >= longest
-    rows = config.data.prompts_per_step * config.rollout.num_trajectories
+    rows = config.data.prompts_per_step * config.rollout.group_size
     assert rows % (config.optim.num_minibatches * config.parallel.data) == 0
 
 
@@ -53,15 +53,15 @@ def test_arpo(name, sizes, lengths, calls, epochs):
     rollout, data, algo, optim = config.rollout, config.data, config.algo, config.optim
     mini_batch = data.prompts_per_step // optim.num_minibatches
     assert sizes == (
-        rollout.num_trajectories,
+        rollout.group_size,
         rollout.branch.initial_rollouts,
         data.prompts_per_step,
         mini_batch,
     )
     assert (data.max_prompt_tokens, rollout.max_response_tokens) == lengths
-    assert (rollout.max_calls, config.epochs) == (calls, epochs)
+    assert (rollout.max_tool_calls, config.total_epochs) == (calls, epochs)
     assert (rollout.branch.alpha, rollout.branch.beta) == (0.5, 0.2)
-    assert rollout.branch.forks_per_decision == 1
+    assert rollout.branch.num_forks_per_decision == 1
     assert rollout.branching is Branching.after_result
     assert (algo.clip_low, algo.clip_high, algo.clip_dual, algo.kl_coef) == (0.2, 0.2, 3.0, 0.0)
     assert (optim.lr, optim.weight_decay, optim.grad_clip) == (1e-6, 0.01, 1.0)
@@ -69,21 +69,21 @@ def test_arpo(name, sizes, lengths, calls, epochs):
 
 def test_egpo():
     config = recipe("egpo_qwen3_4b", *GIVEN)
-    assert (config.epochs, config.optim.lr, config.algo.kl_coef) == (5, 1e-6, 0.001)
+    assert (config.total_epochs, config.optim.lr, config.algo.kl_coef) == (5, 1e-6, 0.001)
     assert (config.rollout.temperature, config.rollout.max_response_tokens) == (0.7, 8192)
     assert (config.algo.egpo.lam, config.algo.egpo.alpha) == (0.4, 2.0)
-    assert config.reward.parts == ("function_call",)
+    assert config.reward.part_names == ("function_call",)
 
 
 def test_ares():
     config = recipe("ares_7b", *GIVEN)
     rollout, algo = config.rollout, config.algo
-    assert (config.data.prompts_per_step, rollout.num_trajectories) == (512, 8)
+    assert (config.data.prompts_per_step, rollout.group_size) == (512, 8)
     assert config.data.prompts_per_step // config.optim.num_minibatches == 128
     assert (config.data.max_prompt_tokens, rollout.max_response_tokens) == (4096, 8192)
     assert (rollout.temperature, rollout.top_p) == (1.0, 0.99)
     assert (algo.clip_low, algo.clip_high, algo.kl_coef) == (0.2, 0.3, 0.01)
     assert algo.ares.mode is AresMode.paper
-    assert rollout.filter_key is FilterKey.accuracy
+    assert rollout.filter_metric is FilterMetric.accuracy
     assert rollout.filter_range == [0.01, 0.99]
-    assert (config.epochs, config.evaluate.temperature) == (50, 0.5)
+    assert (config.total_epochs, config.evaluate.temperature) == (50, 0.5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.reshard.fake_rollout import FakeRollout
 from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import (
@@ -104,52 +104,52 @@ def trainer(folders):
     trainer.close()
 
 
-class Line:
+class TransferSetup:
     """Trainer and rollout ranks of a case, link after link."""
 
     def __init__(self, case, trainer, folders):
         shape = ModelShape.from_folder(folders[0])
         layouts = [rollout_layout(shape, rank, case.tensor) for rank in range(case.tensor)]
-        self.sinks = layouts * case.engines
+        self.rollout_ranks = layouts * case.engines
         self.dtype = getattr(torch, case.dtype)
         self.folders = folders
         self.trainer = trainer
         trainer.use(folders[0], case.dtype)
-        self.rollout = FakeRollout(self.sinks, self.dtype)
+        self.rollout = FakeRollout(self.rollout_ranks, self.dtype)
         self.version = 0
         tensors = [load_file(folder / "model.safetensors") for folder in folders]
-        self.right = [[cut(layout, t) for layout in self.sinks] for t in tensors]
+        self.right = [[cut(layout, t) for layout in self.rollout_ranks] for t in tensors]
 
     def connect(self, bucket_bytes, fault=None):
         """Returns what the trainer ranks say."""
-        link = self.trainer.connect(self.sinks, bucket_bytes=bucket_bytes, fault=fault)
-        self.rollout.join(link)
-        for courier in self.rollout.couriers if fault else ():
-            courier._timeout_s = SHORT_S  # who was told nonsense may leave others without a frame
-        self.plan, self.bucket_bytes = link.plan, bucket_bytes
+        session = self.trainer.connect(self.rollout_ranks, bucket_bytes=bucket_bytes, fault=fault)
+        self.rollout.join(session)
+        for executor in self.rollout.executors if fault else ():
+            executor._timeout_s = SHORT_S  # who was told nonsense may leave others without a frame
+        self.plan, self.bucket_bytes = session.plan, bucket_bytes
         return [a for a in self.trainer.results() if isinstance(a, Exception)]
 
     def transfer(self, fault=None):
         """Errors of all ranks, and regions that differ by rollout rank."""
         self.version += 1
-        ours = fault if fault and fault.rank < NUM_TRAINER else None
-        self.trainer.send(self.folders[self.version % 2], self.version, fault=ours)
-        errors = self.rollout.receive(self.version, fault=None if ours else fault)
+        trainer_fault = fault if fault and fault.rank < NUM_TRAINER else None
+        self.trainer.send(self.folders[self.version % 2], self.version, fault=trainer_fault)
+        errors = self.rollout.receive(self.version, fault=None if trainer_fault else fault)
         if any(errors):
             self.rollout.leave()
         answers = self.trainer.results()
         errors = [e for e in [*errors, *answers] if isinstance(e, Exception)]
         if errors:
             return errors, {}
-        wrong = self.rollout.mismatches(self.trainer.expected(answers))
+        wrong = self.rollout.find_mismatches(self.trainer.expected_digests(answers))
         return [], {NUM_TRAINER + sink: found for sink, found in enumerate(wrong) if found}
 
     def check_all_is_right(self):
         assert self.transfer() == ([], {})
-        for landing, right in zip(self.rollout.landings, self.right[self.version % 2], strict=True):
-            assert landing.params.keys() == right.keys()
+        for writer, right in zip(self.rollout.writers, self.right[self.version % 2], strict=True):
+            assert writer.params.keys() == right.keys()
             for name, values in right.items():
-                assert torch.equal(bits(landing.params[name]), bits(values.to(self.dtype))), name
+                assert torch.equal(bits(writer.params[name]), bits(values.to(self.dtype))), name
 
 
 def bits(values):
@@ -168,50 +168,54 @@ def bits(values):
     ],
 )
 def test_every_fault_is_caught_and_named_and_the_next_transfer_is_right(case, trainer, folders):
-    line = Line(case, trainer, folders[case.model])
+    setup = TransferSetup(case, trainer, folders[case.model])
     caught = Counter()
-    line.connect(BUCKET_BYTES[0])
-    line.check_all_is_right()
+    setup.connect(BUCKET_BYTES[0])
+    setup.check_all_is_right()
     for kind, rank, frame, bit, bucket_bytes in faults_of(case):
-        rank = a_rank(line.plan, kind, rank, frame)
-        caught[hit_by(Fault(kind=kind, rank=rank, frame=frame, bit=bit), line)] += 1
+        rank = a_rank(setup.plan, kind, rank, frame)
+        caught[hit_by(Fault(kind=kind, rank=rank, frame=frame, bit=bit), setup)] += 1
         trainer.revive()
-        assert not line.connect(bucket_bytes)
-        line.check_all_is_right()
-    line.rollout.close()
+        assert not setup.connect(bucket_bytes)
+        setup.check_all_is_right()
+    setup.rollout.close()
     assert caught.total() == case.num_faults
     assert min(caught[way] for way in ("header", "proof", "gone")) > 0
 
 
 def a_rank(plan, kind, rank, frame):
     """The rank that was drawn (None: one that passes something on), if the fault can hit it."""
-    ranks = plan.sinks if rank is None else [(rank + n) % NUM_TRAINER for n in range(NUM_TRAINER)]
+    ranks = (
+        plan.rollout_ranks
+        if rank is None
+        else [(rank + n) % NUM_TRAINER for n in range(NUM_TRAINER)]
+    )
     able = [one for one in ranks if can_hit(kind, one, plan)]
     return able[frame % len(able)] if rank is None else able[0]
 
 
-def hit_by(fault, line):
+def hit_by(fault, setup):
     """How a fault showed; the link is broken afterwards."""
-    plan = line.plan
+    plan = setup.plan
     if fault.kind in TOLD_FAULTS:
-        if refused := line.connect(line.bucket_bytes, fault):
-            check_refusal(fault, plan, line.trainer.layouts[fault.rank], refused)
+        if refused := setup.connect(setup.bucket_bytes, fault):
+            check_refusal(fault, plan, setup.trainer.layouts[fault.rank], refused)
             return "join"
-    errors, wrong = line.transfer(fault)
+    errors, wrong = setup.transfer(fault)
     assert errors or wrong, f"{fault} was missed"
     messages = [str(error) for error in errors]
     if fault.kind == "kill":
-        assert line.trainer.processes[fault.rank].exitcode == 9
+        assert setup.trainer.processes[fault.rank].exitcode == 9
         check_named(fault, aimed(fault, plan)[1], messages, "could not receive from rank")
         return "gone"
-    hit = line.rollout.hit if fault.rank >= NUM_TRAINER else line.trainer.hit
+    hit = setup.rollout.hit if fault.rank >= NUM_TRAINER else setup.trainer.hit
     assert hit is not None
     if errors:
         assert fault.kind not in (*CONTENT_FAULTS, "names")
         check_named(fault, hit, messages, "expected")
         return "header"
     assert fault.kind in (*CONTENT_FAULTS, *TOLD_FAULTS)
-    check_proof(fault, hit, line.rollout, wrong)
+    check_proof(fault, hit, setup.rollout, wrong)
     return "proof"
 
 
@@ -219,7 +223,7 @@ def check_refusal(fault, plan, layout, refused):
     """A rank that was told nonsense says so when it joins, and nobody else complains."""
     told_plan, told_layout = fault.spoil(fault.rank, plan, layout)
     right, told = (
-        {piece for bucket in p.buckets for piece in bucket.pieces}
+        {piece for bucket in p.buckets for piece in bucket.slices}
         | {block for shard in shards for block in shard.blocks}
         for p, shards in ((plan, layout), (told_plan, told_layout))
     )
@@ -243,7 +247,7 @@ def named(hit, message):
     """As the bucket that was expected, with its first tensor, or as the one that came instead."""
     expected = any(f"bucket {bucket} (from " in message for bucket in hit.buckets)
     return (expected and any(f"(from {name} " in message for name in hit.names)) or any(
-        f": bucket {bucket} came instead" in message for bucket in hit.buckets
+        f": bucket {bucket} arrived instead" in message for bucket in hit.buckets
     )
 
 
@@ -252,5 +256,5 @@ def check_proof(fault, hit, rollout, wrong):
     assert {region.hf_name for regions in wrong.values() for region in regions} == hit.names
     for target in hit.targets:
         assert {region.hf_name for region in wrong[target]} <= hit.names
-        ways = [rollout.couriers[target - NUM_TRAINER].sources_of(name) for name in hit.names]
+        ways = [rollout.executors[target - NUM_TRAINER].sources_of(name) for name in hit.names]
         assert any(hit.buckets & set(way.get(fault.rank, ())) for way in ways)

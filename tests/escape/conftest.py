@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from mega_agentrl.config.choices import PythonMode
-from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 LIMIT_S = 30.0
@@ -57,10 +57,10 @@ class Target:
 def started(mode):
     config = PythonToolConfig(
         mode=mode,
-        workers=2,
+        num_workers=2,
         timeout_s=LIMIT_S,
-        memory_mib=128,
-        preload=[],
+        memory_limit_mib=128,
+        preload_modules=[],
     )
     pool = SandboxPool(config)
     asyncio.run(pool.start())

@@ -1,7 +1,7 @@
-"""Attacks without a wall: the same code as a plain child process, for the proof that it works.
+"""Runs attacks without isolation, as a plain child process, to prove that they work.
 
-What is proven outside is bounded by the values an attack is given there, never by luck: every
-run has a deadline and its process group is killed at the end.
+The damage is bounded by the values that an attack gets here; every run has a deadline, and its
+process group is killed at the end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def started(code: str, folder: Path, **environment: str) -> Iterator[subprocess.
 
 
 def outside(code: str, folder: Path, **environment: str) -> str:
-    """What `code` prints without a wall."""
+    """Return what `code` prints without isolation."""
     with started(code, folder, **environment) as child:
         output, _ = child.communicate(timeout=DEADLINE_S)
     return output.strip()

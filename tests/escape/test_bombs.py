@@ -1,4 +1,4 @@
-"""What uses everything up is stopped at its limit or its deadline, and nobody else notices."""
+"""Code that exhausts a resource is stopped at a limit or deadline and affects no one else."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Attacks on the copying of a fork's files, which is done by somebody with more rights."""
+"""Attacks on the copying of a fork's files, which runs with more privileges."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Nothing inside reads a file of the host or the environment of who started it."""
+"""Nothing inside reads a file of the host or the environment of the launcher."""
 
 import ctypes
 import os
@@ -162,7 +162,7 @@ async def test_no_descriptor_of_the_host(target, tmp_path):
     lines = (await target.attack(code)).output.splitlines()
     kinds = [line.split()[1] for line in lines]
     assert set(kinds[:3]) <= {"/dev/null", "pipe"}
-    # One more may be there, for the word that the call is done (see `test_forged_words`).
+    # One more may be there, for the event that the call is done (see `test_forged_messages`).
     assert kinds[3:] in ([], ["socket"])
 
 

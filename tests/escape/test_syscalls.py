@@ -1,4 +1,4 @@
-"""System calls outside the filter: each works without a wall, and is refused behind it.
+"""System calls outside the filter: each works without isolation and is refused with it.
 
 Every call is made by a child of its own, so that one that is answered by a signal is one line
 of the table like the others. Arguments are such that a call that is let through does no harm:
@@ -124,7 +124,7 @@ def encoded(table):
 
 @pytest.fixture(scope="module")
 def free(tmp_path_factory):
-    """Error number of every call without a wall."""
+    """Error number of every call without isolation."""
     code = encoded(TABLE | ALLOWED)
     return json.loads(outside(code, tmp_path_factory.mktemp("outside")))
 

@@ -151,7 +151,7 @@ async def test_mounts_of_its_own(target, tmp_path):
     assert set(held.values()) == {"Operation not permitted"}, held
 
 
-async def test_mounts_of_the_wall(target, tmp_path):
+async def test_mounts_of_the_sandbox(target, tmp_path):
     if os.getuid() == 0:  # in a mount namespace that ends with the attack
         place = with_values(READ_ONLY_MOUNT + REMOUNT, folders=[str(tmp_path)])
         assert outside(place, tmp_path).splitlines() == [f"{tmp_path} 0 0", "written"]

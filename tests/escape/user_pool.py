@@ -10,14 +10,19 @@ import json
 import sys
 from typing import Any
 
-from mega_agentrl.config.choices import PythonMode
-from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 
 async def run(job: dict[str, Any]) -> list[tuple[str, str]]:
     """Status and output of every code, one after the other."""
-    values = {"workers": 2, "memory_mib": 128, "preload": [], "mode": PythonMode(job["mode"])}
+    values = {
+        "num_workers": 2,
+        "memory_limit_mib": 128,
+        "preload_modules": [],
+        "mode": PythonMode(job["mode"]),
+    }
     pool = SandboxPool(PythonToolConfig(**values))
     await pool.start()
     try:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from mega_agentrl.config.policy_schema import ParallelConfig
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.estimate.rank_parameters import rank_parameters
+from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.estimate.memory.rank_parameters import rank_parameters
 
 
 def configured(*, prompt=2048, response=6144, tokens=8192, engine=1, engines=1, **cut):
     """A run of full rows; `cut` is that of the policy."""
     config = TrainConfig(parallel=ParallelConfig(**cut))
     config.data.prompts_per_step, config.data.max_prompt_tokens = 64, prompt
-    config.rollout.num_trajectories, config.rollout.max_response_tokens = 16, response
+    config.rollout.group_size, config.rollout.max_response_tokens = 16, response
     config.optim.micro_batch_tokens = tokens
-    config.engine.tensor, config.engine.max_model_len = engine, prompt + response
-    config.engine.memory_fraction = 0.85
+    config.engine.tensor_parallel_size, config.engine.max_model_len = engine, prompt + response
+    config.engine.gpu_memory_utilization = 0.85
     config.cluster.num_engines = engines
     return config
 
@@ -28,7 +28,7 @@ def check_of(shape):
         ranks = layout.tensor * layout.context * layout.data
         if ranks % (layout.expert * layout.expert_tensor_size):
             raise ValueError(f"parallel.expert={layout.expert}")
-        if config.engine.tensor > shape.num_heads or config.cluster.num_engines < 1:
-            raise ValueError(f"engine.tensor={config.engine.tensor}")
+        if config.engine.tensor_parallel_size > shape.num_heads or config.cluster.num_engines < 1:
+            raise ValueError(f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}")
 
     return check

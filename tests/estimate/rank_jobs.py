@@ -1,109 +1,113 @@
-"""What the tests of the estimates run on each rank: build a network, count what it holds."""
+"""Functions that the estimate tests run on each rank: build a model and count its bytes."""
 
 from __future__ import annotations
 
 import torch
 
-from mega_agentrl.actor import optimizer_state
-from mega_agentrl.actor.groups import Position
-from mega_agentrl.actor.heads import VocabHead
-from mega_agentrl.actor.model import vocab_shard
-from mega_agentrl.actor.network import Network, Seat
-from mega_agentrl.actor.packing import pack_rows
-from mega_agentrl.config.choices import Dtype
+from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
+from mega_agentrl.actor.model.gpt_model import make_vocab_shard
+from mega_agentrl.actor.model.heads import LogProbHead
+from mega_agentrl.actor.parallel.process_groups import RankCoordinates
+from mega_agentrl.actor.training import optimizer_state
+from mega_agentrl.actor.training.packing import pack_rows
+from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.schema import ModelConfig, TrainConfig
-from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.types.batch import TrainBatch
 
 ROWS, TOKENS, PROMPT = 8, 64, 8
-"""Rows of a micro-batch, tokens that a model reads of each, prompt tokens among them."""
+"""Rows of a micro-batch; tokens a model reads of each row; prompt tokens among them."""
 
 
 def num_bytes(tensors):
-    """Of the memory under the tensors, each piece once."""
+    """Return the bytes of the tensors' storages, counting each storage once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def buffers(network):
-    for chunk in network.chunks:
+def grad_buffers(model):
+    for chunk in model.chunks:
         yield from chunk.buffers
         yield from chunk.expert_parallel_buffers
 
 
-def held(seat, folder, layout, dtype):
-    """(stage, replica, expert replica), and bytes of weights, gradients and optimizer state."""
+def held_bytes(rank_info, folder, layout, dtype):
+    """Return (stage, replica, expert replica) and bytes of weights, gradients, optimizer."""
     config = TrainConfig(model=ModelConfig(path=folder, dtype=Dtype(dtype)), parallel=layout)
-    network = Network(config, ModelShape.from_folder(folder), Seat(**seat))
-    for part in network.optimizer._parts:
-        optimizer_state._fill(part)
-    weights = list(network.parameters.values())
-    ours = {weight.untyped_storage().data_ptr() for weight in weights}
-    # In float32 without cut buffers what is stepped are the weights themselves.
-    state = [t for t in network.optimizer.tensors() if t.untyped_storage().data_ptr() not in ours]
-    position = Position.of(seat["rank"], layout)
+    model = MegatronModel(config, ModelShape.from_folder(folder), RankInfo(**rank_info))
+    for part in model.optimizer._chained_optimizers:
+        optimizer_state._init_missing_moments(part)
+    weights = list(model.parameters.values())
+    weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    # In float32 without the distributed optimizer, the optimizer steps the weights themselves.
+    state = [
+        t
+        for t in model.optimizer.state_tensors()
+        if t.untyped_storage().data_ptr() not in weight_storages
+    ]
+    position = RankCoordinates.from_rank(rank_info["rank"], layout)
     replica = position.data_rank * position.context_size + position.context_rank
     return (
-        (position.place.pipeline_rank, replica, position.expert_data_rank),
+        (position.model_parallel_rank.pipeline_rank, replica, position.expert_data_rank),
         (
             num_bytes(weights),
-            num_bytes([buffer.grad_data for buffer in buffers(network)]),
+            num_bytes([buffer.grad_data for buffer in grad_buffers(model)]),
             num_bytes(state),
         ),
     )
 
 
-class Saved:
-    """Bytes that autograd keeps for the backward pass: now, and at most so far."""
+class SavedTensorCounter:
+    """Counts the bytes that autograd saves for the backward pass, current and peak."""
 
-    def __init__(self, network):
+    def __init__(self, model):
         self._not_counted = {
             tensor.untyped_storage().data_ptr()
-            for chunk in network.chunks
+            for chunk in model.chunks
             for tensor in chunk.module.parameters()
         }
         self._uses = {}
-        self.now = self.most = 0
+        self.current = self.peak = 0
 
     def pack(self, tensor):
-        return Kept(self, tensor)
+        return _SavedTensor(self, tensor)
 
-    def enter(self, storage):
+    def add(self, storage):
         key = storage.data_ptr()
         if key in self._not_counted:
             return
         self._uses[key] = self._uses.get(key, 0) + 1
         if self._uses[key] == 1:
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
+            self.current += storage.nbytes()
+            self.peak = max(self.peak, self.current)
 
-    def leave(self, storage):
+    def remove(self, storage):
         key = storage.data_ptr()
         if key in self._uses:
             self._uses[key] -= 1
             if not self._uses[key]:
                 del self._uses[key]
-                self.now -= storage.nbytes()
+                self.current -= storage.nbytes()
 
 
-class Kept:
-    """A saved tensor, counted as long as the graph has it."""
+class _SavedTensor:
+    """A saved tensor, counted as long as the graph holds it."""
 
-    def __init__(self, saved, tensor):
-        self._saved, self.tensor = saved, tensor
-        saved.enter(tensor.untyped_storage())
+    def __init__(self, counter, tensor):
+        self._counter, self.tensor = counter, tensor
+        counter.add(tensor.untyped_storage())
 
     def __del__(self):
-        self._saved.leave(self.tensor.untyped_storage())
+        self._counter.remove(self.tensor.untyped_storage())
 
 
-def most_saved(seat, folder, layout, dtype, num_micro_batches):
-    """(stage, most bytes saved at one time) in a pass over micro-batches of ROWS full rows."""
+def peak_saved_bytes(rank_info, folder, layout, dtype, num_micro_batches):
+    """Return (stage, peak saved bytes) of a pass over micro-batches of ROWS full rows."""
     config = TrainConfig(model=ModelConfig(path=folder, dtype=Dtype(dtype)), parallel=layout)
-    network = Network(config, ModelShape.from_folder(folder), Seat(**seat))
-    network.load(folder)
+    model = MegatronModel(config, ModelShape.from_folder(folder), RankInfo(**rank_info))
+    model.load_hf(folder)
     batch = full_rows(ROWS * num_micro_batches * layout.data)
-    position = Position.of(seat["rank"], layout)
+    position = RankCoordinates.from_rank(rank_info["rank"], layout)
     first = ROWS * num_micro_batches * position.data_rank
     micros = [
         pack_rows(
@@ -111,27 +115,27 @@ def most_saved(seat, folder, layout, dtype, num_micro_batches):
             range(first + number * ROWS, first + (number + 1) * ROWS),
             batch.mask_BT,
             torch.device("cpu"),
-            multiple=layout.tensor if layout.sequence else 1,
+            multiple=layout.tensor if layout.sequence_parallel else 1,
             context_rank=position.context_rank,
             context_size=position.context_size,
         )
         for number in range(num_micro_batches)
     ]
-    shard = vocab_shard(network.shape, network.groups)
-    head = VocabHead(temperature=1.0, shard=shard, num_positions=batch.response_BT.size(1))
-    saved = Saved(network)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
-        network._schedule.train(micros, head, summed)
-    return position.place.pipeline_rank, saved.most
+    shard = make_vocab_shard(model.shape, model.groups)
+    head = LogProbHead(temperature=1.0, vocab_shard=shard, num_positions=batch.response_BT.size(1))
+    counter = SavedTensorCounter(model)
+    with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved.tensor):
+        model._pipeline_schedule.forward_backward(micros, head, sum_loss)
+    return position.model_parallel_rank.pipeline_rank, counter.peak
 
 
-def summed(micro, logp_RT, entropy_RT):
+def sum_loss(micro, logp_RT, entropy_RT):
     loss = logp_RT.sum() + entropy_RT.sum()
     return loss, {"loss": loss.detach(), "num_tokens": torch.zeros(())}
 
 
 def full_rows(num_rows):
-    """Rows of which a model reads TOKENS, all the same."""
+    """Return identical rows of which a model reads TOKENS tokens each."""
     width = TOKENS - PROMPT + 1
     zeros_BT = torch.zeros(num_rows, width)
     return TrainBatch(

@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "tools" / "model_configs"
 

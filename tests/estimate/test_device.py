@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.choices import Dtype
-from mega_agentrl.estimate.device import GIB, Device
+from mega_agentrl.config.enums import Dtype
+from mega_agentrl.estimate.device import GIB, DeviceSpec
 
 
 def test_a_gpu_keeps_a_reserve_and_a_cpu_has_no_bound():
-    assert Device(gib=80, reserve=0.05).usable_bytes == 76 * GIB
-    assert Device(gib=None).usable_bytes == float("inf")
+    assert DeviceSpec(memory_gib=80, reserved_fraction=0.05).usable_bytes == 76 * GIB
+    assert DeviceSpec(memory_gib=None).usable_bytes == float("inf")
 
 
 def test_types_follow_the_device_unless_one_is_named():
-    gpu, cpu = Device(), Device(gib=None)
+    gpu, cpu = DeviceSpec(), DeviceSpec(memory_gib=None)
     assert [device.train_item_bytes(Dtype.auto) for device in (gpu, cpu)] == [2, 4]
     assert gpu.train_item_bytes(Dtype.float32) == 4
     assert cpu.train_item_bytes(Dtype.bfloat16) == 2
     assert (gpu.engine_item_bytes, cpu.engine_item_bytes) == (2, 4)
 
 
-@pytest.mark.parametrize("wrong", [{"gib": 0}, {"per_node": 0}, {"reserve": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"memory_gib": 0}, {"gpus_per_node": 0}, {"reserved_fraction": 1.0}]
+)
 def test_impossible_devices_are_refused(wrong):
     (key,) = wrong
     with pytest.raises(ValueError, match=f"{key}="):
-        Device(**wrong)
+        DeviceSpec(**wrong)

@@ -5,15 +5,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from mega_agentrl.estimate.flops import forward_flops, layer_flops, train_flops
-from mega_agentrl.reshard.model_shape import ModelShape
+from mega_agentrl.estimate.flops import forward_flops, layer_flops_per_token, train_flops
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.estimate.shapes import released
 
 
 def test_a_layer_of_qwen2_5_7b_by_hand():
     # 3584 wide, 28 + 4 heads of 128, MLP 18944: q, k, v, o and three MLP matrices.
     by_hand = 2 * (3584 * 3584 + 2 * 3584 * 512 + 3584 * 3584 + 3 * 3584 * 18944)
-    assert layer_flops(released("qwen2.5-7b"), 0) == by_hand == 466_092_032
+    assert layer_flops_per_token(released("qwen2.5-7b"), 0) == by_hand == 466_092_032
 
 
 def test_the_rule_of_six_flops_a_parameter_holds_for_short_sequences():
@@ -33,8 +33,8 @@ def test_each_token_looks_at_itself_and_those_before_it():
     shape = released("qwen2.5-7b")
     flops = forward_flops(shape, [1, 3], 0)
     # 1 + (1 + 2 + 3) pairs; two products of 28 heads of 128; 28 layers.
-    assert flops.scores == 28 * 7 * 2 * 2 * 28 * 128
-    assert flops.output == 0
+    assert flops.attention_scores == 28 * 7 * 2 * 2 * 28 * 128
+    assert flops.output_layer == 0
     assert flops.linears == forward_flops(shape, [4], 0).linears
 
 
@@ -73,6 +73,6 @@ def test_torch_counts_the_same(config, tmp_path):
     ours = forward_flops(shape, [24, 24], 48)
     # Eager attention multiplies all pairs, 24 * 24, where 24 * 25 / 2 count here. What is left is
     # the product that makes the rotary angles, below 1 %.
-    counted = ours.linears + ours.scores * 24 * 24 / (24 * 25 / 2) + ours.output
+    counted = ours.linears + ours.attention_scores * 24 * 24 / (24 * 25 / 2) + ours.output_layer
     assert forward == pytest.approx(counted, rel=0.01)
     assert counter.get_total_flops() == pytest.approx(3 * counted, rel=0.01)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.reward.user_function import run
-from mega_agentrl.tool.own import load_tools
+from mega_agentrl.reward.user_reward import run
+from mega_agentrl.tool.user_tools import load_user_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_tool_is_loaded_and_answers():
-    (tool,) = load_tools(ROOT / "examples" / "my_tools.yaml")
+    (tool,) = load_user_tools(ROOT / "examples" / "my_tools.yaml")
     function = tool.schema()["function"]
     assert function["name"] == "convert"
     assert set(function["parameters"]["properties"]) == {"amount", "unit", "to"}

@@ -16,7 +16,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def engine(model_folder, tmp_path_factory):
-    config = EngineConfig(max_model_len=512, kv_cache_gib=1)
+    config = EngineConfig(max_model_len=512, cpu_kv_cache_gib=1)
     host = EngineHost(config, model_folder, tmp_path_factory.mktemp("engine") / "vllm.log")
     yield host
     host.close()

@@ -36,22 +36,22 @@ class EngineHost:
         dtype: str | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_end = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            args=(theirs, config, str(model), log_path, on_gpu, dtype),
+            args=(child_end, config, str(model), log_path, on_gpu, dtype),
             daemon=False,
         )
         self.process.start()
-        theirs.close()
-        self._numbers = itertools.count()
+        child_end.close()
+        self._call_ids = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
         threading.Thread(target=self._read, daemon=True).start()
         if wait:
             self.call("ready")
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
-        number, future = next(self._numbers), Future[Any]()
+        number, future = next(self._call_ids), Future[Any]()
         self._futures[number] = future
         self._pipe.send((number, method, args))
         return future
@@ -85,13 +85,13 @@ def _serve(
     on_gpu: bool,
     dtype: str | None,
 ) -> None:
-    from mega_agentrl.generator.environment import set_environment
+    from mega_agentrl.generator.environment import set_vllm_environment
 
     log_path.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log_path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    set_environment(config, on_gpu=on_gpu, log_path=log_path)
+    set_vllm_environment(config, on_gpu=on_gpu, log_path=log_path)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # tests send functions to the workers
     asyncio.run(_answer_calls(pipe, config, model, dtype))
 

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.reshard.proof import regions_of
+from mega_agentrl.reshard.verify.digest_verifier import regions_of_layout
 from tests.reshard.fake_rollout import expected_of
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ class LiveTransfer:
         self.layouts: list[list[list[ShardLayout]]] = []
 
     def connect(self, *, fault: Fault | None = None) -> None:
-        """Let all ranks join a new link. fault: what a trainer rank is told wrongly."""
+        """Let all ranks join a new session. fault: what a trainer rank is told wrongly."""
         found = self._on_all("layout")
         self.layouts = [[layout for layout, _ in workers] for workers in found]
-        sinks = [layout for workers in self.layouts for layout in workers]
-        link = self.trainer.connect(sinks, fault=fault)
+        rollout_layouts = [layout for workers in self.layouts for layout in workers]
+        session = self.trainer.connect(rollout_layouts, fault=fault)
         first = itertools.accumulate([len(workers) for workers in self.layouts], initial=0)
         joining = [
-            engine.begin("connect_weights", replace(link, first_sink=number))
+            engine.begin("join_weight_transfer", replace(session, rollout_rank_offset=number))
             for engine, number in zip(self.engines, first, strict=False)
         ]
         self.trainer.wait_joined()
@@ -66,14 +66,14 @@ class LiveTransfer:
         self._refuse_after([*errors, *results])
         return results
 
-    def prove(self, version: int, testimonies: list[Any]) -> None:
+    def prove(self, version: int, rank_digests: list[Any]) -> None:
         """Until all have confirmed."""
-        digest_of = self.trainer.expected(testimonies)
+        digest_of = self.trainer.expected_digests(rank_digests)
         confirming = [
             engine.begin(
-                "confirm_weights",
+                "verify_weights",
                 version,
-                [expected_of(regions_of(layout), digest_of) for layout in workers],
+                [expected_of(regions_of_layout(layout), digest_of) for layout in workers],
             )
             for engine, workers in zip(self.engines, self.layouts, strict=True)
         ]
@@ -82,7 +82,7 @@ class LiveTransfer:
     def _refuse_after(self, outcomes: Sequence[Any]) -> None:
         errors = [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
         if errors:
-            self._on_all("refuse", f"one of all failed: {errors[0]}")
+            self._on_all("refuse_requests", f"one of all failed: {errors[0]}")
             raise RuntimeError("\n".join(errors))
 
     def _on_all(self, method: str, *args: Any) -> list[Any]:

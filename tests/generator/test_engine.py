@@ -38,19 +38,19 @@ class Vllm:
 @pytest.fixture
 def hollow(monkeypatch):
     """An engine around `Vllm` that nothing runs in."""
-    monkeypatch.setattr(engine_module, "DEATH_CHECK_S", 0.01)
+    monkeypatch.setattr(engine_module, "DEATH_POLL_S", 0.01)
     engine = Engine("engine 3")
-    engine._idle.set()
+    engine._idle_event.set()
     return engine
 
 
 async def test_the_cause_is_told_before_what_followed_from_it(hollow):
     hollow._llm = Vllm([(True, "lost rank 5"), None, (False, "a bucket was lost"), (True, "late")])
-    assert await hollow._failure_of_workers() == (
+    assert await hollow._worker_failures() == (
         "worker 2: a bucket was lost; worker 0: lost rank 5; worker 3: late"
     )
     hollow._llm = Vllm([None, None])
-    assert await hollow._failure_of_workers() is None
+    assert await hollow._worker_failures() is None
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ async def test_a_dying_engine_is_named_and_refuses(hollow, answer, message):
     async with asyncio.timeout(60):
         with pytest.raises(RuntimeError, match=message):
             await hollow.layout()
-        await hollow.refuse("others failed")  # a dead engine refuses without an error
-    assert hollow._failure is not None
-    assert hollow._serving.is_set()
+        await hollow.refuse_requests("others failed")  # a dead engine refuses without an error
+    assert hollow._refusal_reason is not None
+    assert hollow._serving_event.is_set()
 
 
 async def test_errors_of_our_own_are_not_taken_for_death(hollow):
     hollow._llm = Vllm([("no rectangle describes it", b"")])
     with pytest.raises(ValueError, match="engine 3, worker 0: no rectangle"):
         await hollow.layout()
-    assert hollow._failure is None
+    assert hollow._refusal_reason is None

@@ -7,7 +7,7 @@ from mega_agentrl.generator.engine_args import engine_args
 
 
 def test_a_deterministic_engine_computes_each_request_alone():
-    config = EngineConfig(max_concurrent=64)
+    config = EngineConfig(max_num_seqs=64)
     plain = engine_args(config, "model", seed=1, dtype=None)
     alone = engine_args(config, "model", seed=1, dtype=None, deterministic=True)
     assert (plain.max_num_seqs, plain.enable_prefix_caching) == (64, True)
@@ -25,5 +25,5 @@ def test_an_engine_can_sleep_where_it_shares_a_gpu(monkeypatch):
 
 def test_workers_are_processes_of_the_engine_wherever_it_runs():
     for tensor, backend in ((1, None), (2, "mp")):
-        args = engine_args(EngineConfig(tensor=tensor), "model", seed=1, dtype=None)
+        args = engine_args(EngineConfig(tensor_parallel_size=tensor), "model", seed=1, dtype=None)
         assert args.distributed_executor_backend == backend

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from mega_agentrl.config.schema import EngineConfig
-from mega_agentrl.generator.environment import HOST_PID_VARIABLE, set_environment
+from mega_agentrl.generator.environment import HOST_PID_VARIABLE, set_vllm_environment
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _restored():
 )
 def test_workers_are_bound_to_their_share(monkeypatch, cpus, tensor, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
-    set_environment(EngineConfig(tensor=tensor, kv_cache_gib=3))
+    set_vllm_environment(EngineConfig(tensor_parallel_size=tensor, cpu_kv_cache_gib=3))
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == expected
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert os.environ[HOST_PID_VARIABLE] == str(os.getpid())
@@ -39,7 +39,7 @@ def test_workers_are_bound_to_their_share(monkeypatch, cpus, tensor, expected):
 def test_a_gpu_gets_no_cpu_variables(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-    set_environment(EngineConfig(eager=False), on_gpu=True)
+    set_vllm_environment(EngineConfig(enforce_eager=False), on_gpu=True)
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert "TORCH_COMPILE_DISABLE" not in os.environ
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -47,7 +47,7 @@ def test_a_gpu_gets_no_cpu_variables(monkeypatch):
 
 def test_log_lines_go_to_the_file(tmp_path):
     log_path = tmp_path / "logs" / "engine0.log"
-    set_environment(EngineConfig(), log_path=log_path)
+    set_vllm_environment(EngineConfig(), log_path=log_path)
     with open(os.environ["VLLM_LOGGING_CONFIG_PATH"]) as file:
         settings = json.load(file)
     assert settings["handlers"]["file"]["filename"] == str(log_path)
@@ -55,7 +55,7 @@ def test_log_lines_go_to_the_file(tmp_path):
 
 def test_shared_gpus_are_named(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    set_environment(EngineConfig(), on_gpu=True, gpus="")
+    set_vllm_environment(EngineConfig(), on_gpu=True, gpus="")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
-    set_environment(EngineConfig(), on_gpu=True, gpus="2,3")
+    set_vllm_environment(EngineConfig(), on_gpu=True, gpus="2,3")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -19,11 +19,11 @@ pytest.importorskip("vllm")
 
 from mega_agentrl.config.schema import RolloutConfig
 from mega_agentrl.generator.engine_args import CPU_BLOCK_TOKENS
-from mega_agentrl.generator.trace import trace_destinations
-from mega_agentrl.rollout.collector import collect
-from mega_agentrl.rollout.estimate import EntropyGap
-from mega_agentrl.rollout.hold import HeldGenerator
-from mega_agentrl.types.records import Finish, GenerateRequest
+from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
+from mega_agentrl.rollout.branching.topk_entropy import TopkEntropyGap
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
+from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.fakes import FakeRubric, FakeTools, make_prompt
 from tests.generator.live_transfer import LiveTransfer
 from tests.generator.tiny_model import (
@@ -131,7 +131,10 @@ def test_a_single_token_stop_string_ends_generation_and_stays(engine):
             request_id="stop", temperature=2.0, stop=("</python>", "</search>"), **settings
         ),
     )
-    assert (got.finish, got.stop_string) in [(Finish.stop, "</python>"), (Finish.stop, "</search>")]
+    assert (got.finish_reason, got.stop_string) in [
+        (FinishReason.stop, "</python>"),
+        (FinishReason.stop, "</search>"),
+    ]
     assert got.token_ids[-1] in (3, 4)
     assert not {3, 4} & set(got.token_ids[:-1])
 
@@ -146,7 +149,7 @@ def test_a_stop_string_of_several_tokens_ends_generation(engine, model_folder):
             request_id="stop2", token_ids=plain.token_ids, max_tokens=12, seed=3, stop=(stop,)
         ),
     )
-    assert got.finish is Finish.stop
+    assert got.finish_reason is FinishReason.stop
     assert got.stop_string == stop
     assert got.token_ids == ids[:6]
     check_against_transformers(model_folder, plain, got)
@@ -155,10 +158,10 @@ def test_a_stop_string_of_several_tokens_ends_generation(engine, model_folder):
 def test_end_of_text_and_length_are_told_apart(engine):
     request = stopping_request(engine, stop=EOS_ID)
     got = engine.call("generate", request)
-    assert got.finish is Finish.eos
+    assert got.finish_reason is FinishReason.eos
     assert got.token_ids[-1] == EOS_ID
     short = make_requests("length", 1, max_tokens=1, temperature=0.0)[0]
-    assert engine.call("generate", short).finish is Finish.length
+    assert engine.call("generate", short).finish_reason is FinishReason.length
 
 
 def test_abort_returns_what_there_is(engine, model_folder):
@@ -168,7 +171,7 @@ def test_abort_returns_what_there_is(engine, model_folder):
         pass
     engine.call("abort", request.request_id)
     got = running.result(60)
-    if got.finish is Finish.aborted:
+    if got.finish_reason is FinishReason.aborted:
         assert len(got.token_ids) >= len(seen) - 1
         assert got.entropies[: len(seen)] == seen[: len(got.entropies)]
     check_against_transformers(model_folder, request, got)
@@ -197,7 +200,7 @@ def test_the_prefix_of_a_fork_is_not_computed_again(engine, model_folder):
     prompt = tuple(rng.randrange(5, 300) for _ in range(10 * block + 5))
     parent = GenerateRequest(request_id="parent", token_ids=prompt, max_tokens=2 * block, seed=1)
     (grown,) = engine.call("generate_many", [parent])
-    assert grown.num_cached == 0
+    assert grown.num_cached_tokens == 0
     whole = prompt + grown.token_ids
     assert len(whole) > 11 * block, "the seed's answer ends too early for this test"
     lengths = (10 * block, 10 * block + 7, 11 * block, len(whole))
@@ -206,7 +209,7 @@ def test_the_prefix_of_a_fork_is_not_computed_again(engine, model_folder):
         for size in lengths
     ]
     for fork, got in zip(forks, engine.call("generate_many", forks), strict=True):
-        assert 0 < len(fork.token_ids) - got.num_cached <= block
+        assert 0 < len(fork.token_ids) - got.num_cached_tokens <= block
         check_against_transformers(model_folder, fork, got)
 
 
@@ -246,8 +249,8 @@ async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(en
     ]
 
     async def trees_of(asked, temperature):
-        config = RolloutConfig(num_trajectories=4, max_response_tokens=24)
-        trees = await collect(
+        config = RolloutConfig(group_size=4, max_response_tokens=24)
+        trees = await collect_rollouts(
             asked,
             generator=Remote(engine),
             tools=FakeTools(),
@@ -272,27 +275,27 @@ async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(en
 async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine, model_folder):
     request = make_requests("held", 1, max_tokens=120, temperature=0.0)[0]
     (whole,) = engine.call("generate_many", [request])
-    held = HeldGenerator(Remote(engine), Words())
+    held = InterruptibleGenerator(Remote(engine), Words())
     running = asyncio.create_task(held.generate(request))
     seen = ()
     while not seen and not running.done():
         with suppress(RuntimeError):  # it may not have come to the engine yet
             seen = await held.entropies(request.request_id)
         await asyncio.sleep(0)
-    await held.hold()
+    await held.interrupt_requests()
     while not held.num_waiting and not running.done():
         await asyncio.sleep(0.01)
     assert held.num_waiting == 1, "it was over before it could be held"
-    held.go_on()
+    held.continue_requests()
     got = await running
-    assert got.token_ids == whole.token_ids and got.finish is whole.finish
+    assert got.token_ids == whole.token_ids and got.finish_reason is whole.finish_reason
     assert len(got.versions) == len(got.token_ids)
     check_against_transformers(model_folder, request, got)
 
 
 def test_the_longer_the_engines_list_the_nearer_is_the_estimate(engine):
     requests = make_requests("listed", 4, num_top_logps=20, max_tokens=12)
-    gaps = [EntropyGap(top_k) for top_k in (1, 5, 20)]
+    gaps = [TopkEntropyGap(top_k) for top_k in (1, 5, 20)]
     for got in engine.call("generate_many", requests):
         for gap in gaps:
             gap.add(got)
@@ -303,11 +306,11 @@ def test_the_longer_the_engines_list_the_nearer_is_the_estimate(engine):
 
 def test_nothing_stays_in_the_tap(engine):
     engine.call("generate_many", make_requests("clean", 20))
-    assert engine.call("rpc", "tap_size") == [0]
+    assert engine.call("rpc", "tap_num_requests") == [0]
     long = make_requests("cancelled", 1, max_tokens=200, seed=1)[0]
     assert engine.call("start_and_cancel", long)
     engine.call("generate_many", make_requests("after", 3))
-    assert engine.call("rpc", "tap_size") == [0]
+    assert engine.call("rpc", "tap_num_requests") == [0]
 
 
 def test_pause_holds_new_requests_back(engine):
@@ -397,12 +400,12 @@ def test_updates_take_effect_though_the_prompt_was_cached(engine, update, model_
 def test_the_probe_gives_the_log_probs_of_the_model(engine, update, new_folder):
     update(new_folder, 1)
     for _ in range(2):
-        found_T = torch.tensor(engine.call("probe", PROMPT))
+        found_T = torch.tensor(engine.call("compute_prompt_log_probs", PROMPT))
         torch.testing.assert_close(found_T, prompt_logps(new_folder), rtol=0, atol=1e-3)
 
 
 def test_the_worker_s_layout_is_the_traced_one(engine, update, model_folder):
-    assert update.layouts == [trace_destinations(model_folder, 1, "float32")]
+    assert update.layouts == [trace_engine_layouts(model_folder, 1, "float32")]
 
 
 def test_a_request_during_an_update_waits_for_it(engine, update, new_folder):
@@ -423,7 +426,8 @@ def test_a_failed_update_is_refused_until_a_good_one(engine, update, trainer, ne
     update(new_folder, 1)
     fault = Fault(kind="flip", rank=1, frame=1, bit=77)
     waiting = []
-    with pytest.raises(RuntimeError, match=r"proof failed: \S+ Rect.* rank 4 .*rank 1 in bucket"):
+    message = r"verification failed: \S+ Rect.* rank 4 .*rank 1 in bucket"
+    with pytest.raises(RuntimeError, match=message):
         results = update.move(new_folder, 2, fault=fault)
         waiting.append(engine.begin("generate", request("waited")))
         update.prove(2, results)
@@ -440,7 +444,7 @@ def test_a_failed_update_is_refused_until_a_good_one(engine, update, trainer, ne
 
 def test_refused_by_the_driver_and_served_again(engine, update, new_folder):
     update(new_folder, 1)
-    engine.call("refuse", "the probe differs")
+    engine.call("refuse_requests", "the probe differs")
     check_refuses_at_once(engine, "the probe differs")
     engine.call("pause")
     waiting = engine.begin("generate", request("waits for the next"))
@@ -458,8 +462,8 @@ def test_steps_out_of_order_are_refused(engine, update, new_folder):
     none = [np.zeros((0, 2), dtype=np.uint32)]
     with pytest.raises(RuntimeError, match=r"begins with pause\(\)"):
         engine.call("receive_weights", 1)
-    with pytest.raises(RuntimeError, match="no weights to confirm"):
-        engine.call("confirm_weights", 1, none)
+    with pytest.raises(RuntimeError, match="no weights to verify"):
+        engine.call("verify_weights", 1, none)
     update.move(new_folder, 2)
     with pytest.raises(RuntimeError, match=r"cannot serve: .* in the middle of a weight update"):
         engine.call("resume")
@@ -471,7 +475,7 @@ def test_steps_out_of_order_are_refused(engine, update, new_folder):
 
 def test_an_update_that_was_left_unfinished_does_not_hinder_the_next(engine, update, new_folder):
     update.move(new_folder, 1)
-    with pytest.raises(RuntimeError, match="an update is under way"):
+    with pytest.raises(RuntimeError, match="an update is in progress"):
         engine.call("receive_weights", 2)
     update.connect()
     check_refuses_at_once(engine, "an update was left unfinished")
@@ -485,9 +489,9 @@ def test_ranks_that_do_not_come_are_named_and_the_engine_serves_on(
     update(new_folder, 1)
     short = FakeTrainer(new_folder, timeout_s=6.0)
     try:
-        link = short.connect([update.layouts[0][0]], away=[2])
+        session = short.connect([update.layouts[0][0]], away=[2])
         with pytest.raises(RuntimeError, match=r"joining .* failed: .*missing: .*rank 2"):
-            engine.call("connect_weights", link)
+            engine.call("join_weight_transfer", session)
     finally:
         short.close()
     check_serves(engine, new_folder, "as before")

@@ -15,8 +15,8 @@ from mega_agentrl.generator import plugin
 
 WATCHER = """
 import sys, time
-from mega_agentrl.generator.plugin import end_with_process
-end_with_process(int(sys.argv[1]))
+from mega_agentrl.generator.plugin import die_with_process
+die_with_process(int(sys.argv[1]))
 print("watching", flush=True)
 time.sleep(60)
 """
@@ -28,7 +28,7 @@ def test_vllm_finds_the_plugin_and_the_backend():
     (entry,) = entry_points(group="vllm.general_plugins", name="mega_agentrl")
     entry.load()()
     plugin.register()
-    loader = WeightTransferEngineFactory._registry[plugin.TRANSFER_BACKEND]
+    loader = WeightTransferEngineFactory._registry[plugin.WEIGHT_TRANSFER_BACKEND]
     assert loader().__name__ == "ReshardTransferEngine"
 
 

@@ -11,13 +11,13 @@ pytest.importorskip("vllm")
 from vllm.logprobs import FlatLogprobs
 
 from mega_agentrl.generator.sampling import (
-    StopTable,
+    StopTokenTable,
     check_request,
-    probe_params,
+    prompt_logp_params,
     sampling_params,
     to_generation,
 )
-from mega_agentrl.types.records import Finish, GenerateRequest
+from mega_agentrl.types.records import FinishReason, GenerateRequest
 
 
 class WordTokenizer:
@@ -46,12 +46,12 @@ RECORD = ([0.1, 0.2, 9.0], [0.25, 0.5, 9.0], [4, 7, 9])
 
 
 def test_single_tokens_stop_by_id_and_the_rest_by_text():
-    table = StopTable(WordTokenizer())
-    assert table.split(("</python>", "two words", "abc")) == (
+    table = StopTokenTable(WordTokenizer())
+    assert table.split_by_token(("</python>", "two words", "abc")) == (
         {9: "</python>", 3: "abc"},
         ["two words"],
     )
-    assert table.split(()) == ({}, [])
+    assert table.split_by_token(()) == ({}, [])
 
 
 def test_parameters_decode_text_only_where_a_stop_needs_it():
@@ -68,7 +68,7 @@ def test_parameters_decode_text_only_where_a_stop_needs_it():
 
 
 def test_a_probe_is_computed_anew_at_temperature_1():
-    params = probe_params()
+    params = prompt_logp_params()
     assert (params.temperature, params.max_tokens, params.prompt_logprobs) == (1.0, 1, 0)
     assert params.skip_reading_prefix_cache
     assert not params.detokenize
@@ -79,7 +79,7 @@ def test_log_probs_are_moved_to_the_temperature_and_extra_steps_cut():
     assert got.logps == (-1.0 / 0.5 + 0.25, -2.0 / 0.5 + 0.5)
     assert got.entropies == (0.1, 0.2)
     assert got.argmax_ids == (4, 7)
-    assert (got.finish, got.version) == (Finish.length, 3)
+    assert (got.finish_reason, got.version) == (FinishReason.length, 3)
 
 
 def test_the_most_probable_tokens_and_the_sampled_one_where_asked_for():
@@ -111,18 +111,18 @@ def test_a_log_prob_rounded_above_zero_is_zero():
 @pytest.mark.parametrize(
     ("finish_reason", "stop_reason", "expected"),
     [
-        ("length", None, (Finish.length, None)),
-        ("stop", None, (Finish.eos, None)),
-        ("stop", 9, (Finish.stop, "</python>")),
-        ("stop", 8, (Finish.eos, None)),
-        ("stop", "two words", (Finish.stop, "two words")),
-        ("abort", None, (Finish.aborted, None)),
+        ("length", None, (FinishReason.length, None)),
+        ("stop", None, (FinishReason.eos, None)),
+        ("stop", 9, (FinishReason.stop, "</python>")),
+        ("stop", 8, (FinishReason.eos, None)),
+        ("stop", "two words", (FinishReason.stop, "two words")),
+        ("abort", None, (FinishReason.aborted, None)),
     ],
 )
 def test_ends_are_told_apart(finish_reason, stop_reason, expected):
     ended = output(finish_reason=finish_reason, stop_reason=stop_reason)
     got = to_generation(request(), ended, RECORD, {9: "</python>"}, version=0)
-    assert (got.finish, got.stop_string) == expected
+    assert (got.finish_reason, got.stop_string) == expected
 
 
 def test_missing_measurements_are_an_error_not_a_short_answer():

@@ -3,7 +3,7 @@
     engine.call("rpc", start_watching)
     engine.call("rpc", take_seen)        # by worker: what `Seen` describes, pickled
 
-vLLM calls them in the worker's process, with the worker. What its loader, or our landing, has
+vLLM calls them in the worker's process, with the worker. What its loader, or our writer, has
 written is copied just before vLLM processes it for the kernel, at a place both pass through.
 """
 
@@ -22,12 +22,12 @@ _SEEN = "_test_seen"
 
 @dataclass
 class Seen:
-    """loaded: parameters before processing, of modules that are processed. kept: parameters as
+    """loaded: parameters before processing, of modules that are processed. current: parameters as
     they are now. logits: all that were computed since, in order, [N, V] each.
     """
 
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    current: dict[str, torch.Tensor] = field(default_factory=dict)
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -63,8 +63,8 @@ def take_seen(worker: Any) -> bytes:
     """Pickled `Seen` since the last call."""
     model = worker.model_runner.get_model()
     seen = getattr(model, _SEEN)
-    kept = {name: value.detach().clone() for name, value in model.named_parameters()}
-    answer = pickle.dumps(replace(seen, kept=kept))
+    current = {name: value.detach().clone() for name, value in model.named_parameters()}
+    answer = pickle.dumps(replace(seen, current=current))
     seen.loaded.clear()
     seen.logits.clear()
     return answer
@@ -99,11 +99,11 @@ def trace_again(worker: Any) -> None:
 
 
 def die_in_update(worker: Any, rank: int, num_pieces: int) -> None:
-    """Kill the process of a worker when it has got some pieces of the next update."""
+    """Kill the process of a worker when it has got some slices of the next update."""
     if worker.rank != rank:
         return
-    landing = worker.weight_transfer_engine._landing
-    write, left = landing.write, [num_pieces]
+    writer = worker.weight_transfer_engine._writer
+    write, left = writer.write, [num_pieces]
 
     def write_or_die(*args: Any) -> None:
         left[0] -= 1
@@ -111,4 +111,4 @@ def die_in_update(worker: Any, rank: int, num_pieces: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(*args)
 
-    landing.write = write_or_die
+    writer.write = write_or_die

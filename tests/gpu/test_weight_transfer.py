@@ -1,8 +1,7 @@
-"""Weights from trainer ranks to rollout ranks in the memory of GPUs: what arrives is what was
-sent, bit by bit, and the digests that GPUs compute say so.
+"""Weight transfer between GPUs: the received bits equal the sent ones, and so do the digests.
 
-One GPU: frames stay in the sender's memory, which CUDA IPC maps. Two: NCCL, and where ranks of
-both sides share GPUs, both at once.
+On one GPU, CUDA IPC maps the frames in the sender's memory. With two GPUs the transfer uses NCCL,
+or both at once if ranks of both sides share GPUs.
 """
 
 from __future__ import annotations
@@ -14,18 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes
-from mega_agentrl.reshard.plan import plan_delivery
-from mega_agentrl.reshard.proof import Court, all_regions, regions_of
-from mega_agentrl.reshard.transport import WeightLink
-from mega_agentrl.reshard.whereabouts import locations
+from mega_agentrl.reshard.device_location import rank_locations
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.session import TransferSession
+from mega_agentrl.reshard.verify.digest_verifier import (
+    DigestVerifier,
+    collect_regions,
+    regions_of_layout,
+)
 from tests.gpu import transfer_jobs
 from tests.gpu.gpus import needs_gpus
 from tests.reshard.fake_trainer import source_layouts
 from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import rollout_layout
-from tests.reshard.wire.ranks import ADDRESS, ranks
+from tests.reshard.transports.ranks import ADDRESS, ranks
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -41,27 +44,27 @@ PLACES = [
 
 @dataclass
 class Sides:
-    """Trainer ranks first. devices: of all."""
+    """Trainer and rollout ranks of a transfer; `devices` lists those of the trainers first."""
 
     group: object
     devices: list[int]
     sources: list
-    sinks: list
+    rollout_ranks: list
     names: list
     dtype: str
 
     def connect(self) -> None:
         everyone = range(len(self.devices))
-        places = locations(
+        places = rank_locations(
             [self.group.ask(r, transfer_jobs.take_device, self.devices[r]) for r in everyone]
         )
-        self.regions = all_regions(self.sinks)
-        self.court = Court(self.sources, self.regions)
-        plan = plan_delivery(
-            self.sources, self.sinks, places, self.dtype, names=self.names,
+        self.regions = collect_regions(self.rollout_ranks)
+        self.verifier = DigestVerifier(self.sources, self.regions)
+        plan = plan_transfer(
+            self.sources, self.rollout_ranks, places, self.dtype, names=self.names,
             bucket_bytes=BUCKET_BYTES,
         )  # fmt: skip
-        link = WeightLink(
+        session = TransferSession(
             address=ADDRESS,
             port=self.group.store.port,
             key="link",
@@ -69,8 +72,8 @@ class Sides:
             timeout_s=30.0,
             locations=tuple(places),
         )
-        for rank, layout in enumerate([*self.sources, *self.sinks]):
-            self.group.start(rank, transfer_jobs.join_link, link, layout, rank)
+        for rank, layout in enumerate([*self.sources, *self.rollout_ranks]):
+            self.group.start(rank, transfer_jobs.join, session, layout, rank)
         for rank in everyone:
             self.group.finish(rank)
 
@@ -79,19 +82,22 @@ class Sides:
         return range(len(self.sources), len(self.devices))
 
     def update(self, folder, version) -> list:
-        """What each rollout rank must have, as in `Regions.mismatches`."""
+        """Transfer a version; return the expected digests of each rollout rank."""
         trainers = range(len(self.sources))
         for rank in trainers:
             order = (folder, version, self.regions, self.dtype)
             self.group.start(rank, transfer_jobs.send, *order)
         for rank in self.rollout:
             self.group.start(rank, transfer_jobs.receive, version, self.dtype)
-        said = [self.group.finish(rank) for rank in trainers]
+        rank_digests = [self.group.finish(rank) for rank in trainers]
         for rank in self.rollout:
             self.group.finish(rank)
         number = {region: at for at, region in enumerate(self.regions)}
-        digests = self.court.expected(said)
-        return [digests[[number[region] for region in regions_of(sink)]] for sink in self.sinks]
+        digests = self.verifier.expected_digests(rank_digests)
+        return [
+            digests[[number[region] for region in regions_of_layout(sink)]]
+            for sink in self.rollout_ranks
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +116,7 @@ def test_what_arrives_is_what_was_sent(folders, trainers, engines, dtype):
             group=group,
             devices=[*trainers, *engines],
             sources=source_layouts(folders[0], len(trainers), 1),
-            sinks=sinks,
+            rollout_ranks=sinks,
             names=list(hf_shapes(shape)),
             dtype=dtype,
         )
@@ -133,7 +139,7 @@ def test_what_arrives_is_what_was_sent(folders, trainers, engines, dtype):
 
 def check_a_wrong_bit_shows(sides, digests):
     last = sides.rollout[-1]
-    shard = sides.sinks[-1][1]
+    shard = sides.rollout_ranks[-1][1]
     sides.group.ask(last, transfer_jobs.spoil, shard.name)
     (wrong,) = sides.group.ask(last, transfer_jobs.mismatches, digests)
     assert wrong.hf_name in {block.hf_name for block in shard.blocks}
@@ -143,11 +149,11 @@ def check_a_wrong_bit_shows(sides, digests):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [(0, 64), (3, 40), (7, 8)])
 def test_a_digest_is_the_same_on_both_devices(columns, dtype):
-    from mega_agentrl.reshard.digest import digests
     from mega_agentrl.reshard.layout import Rect
+    from mega_agentrl.reshard.verify.digest import compute_digests
 
     whole = torch.randn(50, 64).to(dtype)
     rect = Rect((11, columns[0]), (37, columns[1]))
-    found = digests([(whole[rect.slices], rect)])
-    assert np.array_equal(digests([(whole.cuda()[rect.slices], rect)]), found)
-    assert np.array_equal(digests([(whole[rect.slices].contiguous().cuda(), rect)]), found)
+    found = compute_digests([(whole[rect.slices], rect)])
+    assert np.array_equal(compute_digests([(whole.cuda()[rect.slices], rect)]), found)
+    assert np.array_equal(compute_digests([(whole[rect.slices].contiguous().cuda(), rect)]), found)

@@ -1,5 +1,6 @@
-"""What a trainer rank and a plain rollout rank run on their GPUs, in processes of
-`tests.reshard.wire.ranks`. CUDA starts with the first of these, after `device` has been set.
+"""Jobs of trainer and rollout ranks on their GPUs, for `tests.reshard.transports.ranks`.
+
+`take_device` comes first, before CUDA is initialised.
 """
 
 from __future__ import annotations
@@ -10,88 +11,95 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from mega_agentrl.reshard.proof import Regions, Witness
-from mega_agentrl.reshard.transport import join
-from mega_agentrl.reshard.whereabouts import here
+from mega_agentrl.reshard.device_location import current_device_location
+from mega_agentrl.reshard.session import join_session
+from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests, SourceDigests
 from tests.reshard.faults import cut
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mega_agentrl.reshard.delivery import Place
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.proof import Region
-    from mega_agentrl.reshard.transport import WeightLink
-    from tests.reshard.wire.ranks import Seat
+    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+    from mega_agentrl.reshard.session import TransferSession
+    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
+    from tests.reshard.transports.ranks import RankState
 
 
-class DeviceLanding:
-    """Parameters of a layout in the memory of the current GPU."""
+class DeviceWriter:
+    """A `WeightWriter` into parameters in the memory of the current GPU."""
 
-    def __init__(self, layout: list[ShardLayout], dtype: torch.dtype, regions: Regions) -> None:
-        self.layout, self.regions = layout, regions
+    def __init__(
+        self, layout: list[ShardLayout], dtype: torch.dtype, digests: ReceivedDigests
+    ) -> None:
+        self.layout, self.digests = layout, digests
         self.params = {s.name: torch.zeros(s.shape, dtype=dtype, device="cuda") for s in layout}
 
-    def write(self, place: Place, values: torch.Tensor) -> None:
-        assert values.is_cuda, "a frame is read where it is"
-        self.regions.copy(place, self.params[place.param][place.rect.slices], values)
+    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
+        assert values.is_cuda, "values must stay on the GPU"
+        target = self.params[param_slice.param][param_slice.rect.slices]
+        self.digests.copy(param_slice, target, values)
 
 
-def take_device(seat: Seat, number: int) -> Any:
-    """Where this rank is from now on."""
+def take_device(rank_state: RankState, number: int) -> Any:
+    """Set the CUDA device of this rank and return its location."""
     torch.cuda.set_device(number)
-    return here()
+    return current_device_location()
 
 
-def join_link(seat: Seat, link: WeightLink, layout: list[ShardLayout], rank: int) -> None:
-    seat.kept = [join(link, rank, layout), link.plan, layout]
+def join(
+    rank_state: RankState, session: TransferSession, layout: list[ShardLayout], rank: int
+) -> None:
+    rank_state.saved = [join_session(session, rank, layout), session.plan, layout]
 
 
-def send(seat: Seat, folder: Path, version: int, regions: list[Region], dtype: str) -> Any:
-    """Send the weights of a folder; what this rank says of the regions."""
-    courier, plan, layout = seat.kept
+def send(
+    rank_state: RankState, folder: Path, version: int, regions: list[DigestRegion], dtype: str
+) -> Any:
+    """Send the weights of a folder and return the digests of this rank."""
+    executor, plan, layout = rank_state.saved
     shards = {
         name: value.to("cuda", getattr(torch, dtype))
         for name, value in cut(layout, load_file(folder / "model.safetensors")).items()
     }
-    witness = Witness(layout, regions, plan.dtype_of)
-    courier.send(shards, version, witness.watch())
-    return witness.testify(shards.__getitem__)
+    source_digests = SourceDigests(layout, regions, plan.dtype_of)
+    executor.send(shards, version, source_digests.make_copy_fn())
+    return source_digests.compute(shards.__getitem__)
 
 
-def receive(seat: Seat, version: int, dtype: str) -> None:
-    """Take one version; `kept[3]` is then the landing."""
-    courier, plan, layout = seat.kept[:3]
-    landing = DeviceLanding(layout, getattr(torch, dtype), Regions(layout, plan.dtype_of))
-    courier.receive(landing, version)
-    landing.regions.take((shard, landing.params[shard.name]) for shard in layout)
-    seat.kept[3:] = [landing]
+def receive(rank_state: RankState, version: int, dtype: str) -> None:
+    """Receive one version into a new `DeviceWriter`, which becomes `saved[3]`."""
+    executor, plan, layout = rank_state.saved[:3]
+    writer = DeviceWriter(layout, getattr(torch, dtype), ReceivedDigests(layout, plan.dtype_of))
+    executor.receive(writer, version)
+    writer.digests.compute((shard, writer.params[shard.name]) for shard in layout)
+    rank_state.saved[3:] = [writer]
 
 
-def mismatches(seat: Seat, expected: Any) -> list[Region]:
-    """Regions that are not what the trainer says. expected: as in `Regions.mismatches`."""
-    return seat.kept[3].regions.mismatches(expected)
+def mismatches(rank_state: RankState, expected: Any) -> list[DigestRegion]:
+    """Return the regions whose digests differ from those of the trainer."""
+    return rank_state.saved[3].digests.find_mismatches(expected)
 
 
-def spoil(seat: Seat, name: str) -> None:
-    """One bit of one element is another; the digests are taken anew."""
-    landing = seat.kept[3]
-    landing.params[name].view(torch.uint8).view(-1)[5:6].bitwise_xor_(1)
-    landing.regions.clear()
-    landing.regions.take((shard, landing.params[shard.name]) for shard in landing.layout)
+def spoil(rank_state: RankState, name: str) -> None:
+    """Flip one bit of a parameter and recompute the digests."""
+    writer = rank_state.saved[3]
+    writer.params[name].view(torch.uint8).view(-1)[5:6].bitwise_xor_(1)
+    writer.digests.reset()
+    writer.digests.compute((shard, writer.params[shard.name]) for shard in writer.layout)
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Its values as integers of their size."""
+    """Return the values as integers of the same size."""
     kind = torch.int16 if tensor.element_size() == 2 else torch.int32
     return tensor.contiguous().cpu().view(kind).numpy()
 
 
-def bits(seat: Seat) -> dict[str, np.ndarray]:
-    """All parameters."""
-    return {name: bits_of(value) for name, value in seat.kept[3].params.items()}
+def bits(rank_state: RankState) -> dict[str, np.ndarray]:
+    """Return the bits of all parameters by name."""
+    return {name: bits_of(value) for name, value in rank_state.saved[3].params.items()}
 
 
-def leave(seat: Seat) -> None:
-    seat.kept[0].close()
-    seat.kept = []
+def leave(rank_state: RankState) -> None:
+    rank_state.saved[0].close()
+    rank_state.saved = []

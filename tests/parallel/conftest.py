@@ -1,4 +1,4 @@
-"""References by model and measured layouts, each worked out once."""
+"""References by model and results by layout, each computed once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.parallel import layouts, policy_jobs
 from tests.parallel.reference import TEMPERATURE, make_reference
 
 BUDGETS = (12, 4096)
-"""Tokens of a micro-batch: the longest row alone, and the whole batch at once."""
+"""Token budgets of a micro-batch: the longest row alone, and the whole batch."""
 
 
 class Grid:
-    """Measured layouts by name, references by model."""
+    """Cache of results by layout name and of references by model."""
 
     def __init__(self, rank_pool, folder):
         self._pool = rank_pool
@@ -22,14 +22,14 @@ class Grid:
         self._measured = {}
 
     def reference(self, model):
-        """What single-process torch gets for the model."""
+        """Return the results of single-process torch for the model."""
         if model not in self._references:
             folder = self._folder / model
             self._references[model] = make_reference(model, folder, make_config(folder, {}))
         return self._references[model]
 
     def measured(self, cell):
-        """`policy_jobs.Measured` of each rank of the layout."""
+        """Return the `policy_jobs.Measured` of each rank of the layout."""
         name = layouts.name_of(cell)
         if name not in self._measured:
             reference = self.reference(cell["model"])
@@ -44,7 +44,7 @@ class Grid:
 
 
 def make_config(folder, cell):
-    """The objective has all its terms: clipping, KL and entropy; AdamW decays matrices."""
+    """Create a configuration with clipping, KL term, entropy bonus and weight decay."""
     config = TrainConfig(model=ModelConfig(path=str(folder)))
     config.parallel = ParallelConfig(**{axis: cell[axis] for axis in cell if axis != "model"})
     config.rollout.temperature = TEMPERATURE

@@ -1,4 +1,4 @@
-"""Processes for ranks that do not import torch and Megatron again: all are forked from one server.
+"""Rank processes that are forked from one server, so that imports happen once.
 
 Not forked from the tests' own process: that has threads.
 """
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
-LIBRARIES = ["torch", "safetensors.torch", "mega_agentrl.reshard.transport"]
+LIBRARIES = ["torch", "safetensors.torch", "mega_agentrl.reshard.session"]
 ACTOR = ["mega_agentrl.actor.policy", "mega_agentrl.actor.critic"]
-"""Modules that the server imports: 5 s of processor time once, some milliseconds for each fork."""
+"""Modules that the server imports once (5 s); a fork then takes milliseconds."""
 
 
 def fork_server() -> ForkServerContext:
-    """The context to start rank processes with; there is one server for all tests of a run.
+    """Return the context to start rank processes with; a test run has one server.
 
     On a machine with a GPU the actor is imported by each rank instead: a fork of a process
     that has touched the device cannot use it.

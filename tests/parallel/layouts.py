@@ -1,4 +1,4 @@
-"""The grid of layouts and a small part of it that still meets every pair of values.
+"""The grid of layouts, and a small subset that contains every pair of values.
 
 A cell is a model and a way to cut it: one value for each of `AXES`. Not every combination is a
 layout (`is_valid`); `GRID` holds those that are. `pairwise` picks cells such that every two
@@ -18,10 +18,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "model": MODELS,
     "tensor": (1, 2),
     "pipeline": (1, 2),
-    "virtual": (1, 2),
+    "virtual_pipeline": (1, 2),
     "data": (1, 2),
     "context": (1, 2),
-    "sequence": (False, True),
+    "sequence_parallel": (False, True),
     "expert": (1, 2),
     "expert_tensor": (1, 2),
     "distributed_optimizer": (False, True),
@@ -30,42 +30,49 @@ Cell = dict[str, Any]
 
 
 def num_ranks(cell: Cell) -> int:
-    """Processes of a layout."""
+    """Return the number of processes of a layout."""
     return prod(cell[axis] for axis in ("tensor", "pipeline", "data", "context"))
 
 
 def is_valid(cell: Cell) -> bool:
-    """Whether the trainer takes the combination; dense models ignore expert_tensor, so have 1."""
+    """Return whether the trainer accepts the layout; dense models have expert_tensor=1."""
     moe = cell["model"] == "qwen3_moe"
     stage_ranks = cell["tensor"] * cell["data"] * cell["context"]
     return (
         num_ranks(cell) <= MAX_RANKS
-        and (cell["virtual"] == 1 or cell["pipeline"] > 1)
-        and (not cell["sequence"] or cell["tensor"] > 1)
-        and (not moe or cell["sequence"] or cell["tensor"] == 1)
+        and (cell["virtual_pipeline"] == 1 or cell["pipeline"] > 1)
+        and (not cell["sequence_parallel"] or cell["tensor"] > 1)
+        and (not moe or cell["sequence_parallel"] or cell["tensor"] == 1)
         and (moe or cell["expert"] == cell["expert_tensor"] == 1)
         and stage_ranks % (cell["expert"] * cell["expert_tensor"]) == 0
     )
 
 
 def name_of(cell: Cell) -> str:
-    """Short and unique: `qwen3-TP2-PP2-V2-plain`."""
-    short = {"tensor": "TP", "pipeline": "PP", "virtual": "V", "data": "DP", "context": "CP"}
+    """Return a short unique name, such as `qwen3-TP2-PP2-V2-plain`."""
+    short = {
+        "tensor": "TP",
+        "pipeline": "PP",
+        "virtual_pipeline": "V",
+        "data": "DP",
+        "context": "CP",
+    }
     short |= {"expert": "EP", "expert_tensor": "ETP"}
     parts = [f"{short[axis]}{cell[axis]}" for axis in short if cell[axis] > 1]
-    parts += ["SP"] if cell["sequence"] else []
+    parts += ["SP"] if cell["sequence_parallel"] else []
     parts += [] if cell["distributed_optimizer"] else ["plain"]
     return "-".join([cell["model"], *parts])
 
 
 def pairs_of(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every two values of the cell, each with its axis."""
+    """Return every pair of (axis, value) of the cell."""
     return set(combinations(cell.items(), 2))
 
 
 def pairwise(grid: list[Cell]) -> list[Cell]:
-    """Cells that meet every pair the grid has, picked greedily: most new pairs for each rank's
-    work first, then first in the grid.
+    """Pick cells that contain every pair of the grid.
+
+    Greedy: most new pairs first, then fewest ranks, then the order of the grid.
     """
     missing = set().union(*map(pairs_of, grid))
     picked = []

@@ -1,4 +1,4 @@
-"""Whole tensors from what the ranks hold, and how far they are from others."""
+"""Assembly of full tensors from the blocks of all ranks, and relative errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tests.parallel.policy_jobs import Blocks
 
 TINY_SHARE = 1e-3
-"""A tensor whose norm is below this share of the norm of all of them is measured against that
-share instead of its own norm: what rounding leaves in it comes from sums that cancel."""
+"""A tensor whose norm is below this fraction of the norm of all tensors is compared relative to
+that fraction: its rounding errors come from larger terms that cancel."""
 
 
 def assemble(
     ranks: Iterable[Blocks], shapes: Mapping[str, tuple[int, ...]], *, atol: float
 ) -> dict[str, torch.Tensor]:
-    """Full tensors from every rank's blocks; nothing may lack, replicas agree within atol."""
+    """Assemble full tensors; every element must be present, replicas must agree within atol."""
     whole = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
     for blocks in ranks:
         for name, rect, value in blocks:
@@ -43,7 +43,7 @@ def assemble(
 def scores_by_row(
     ranks: Iterable[tuple[list[int], torch.Tensor, torch.Tensor] | None], batch: TrainBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T] log-probs and entropies from the ranks that answered; every row once."""
+    """Return `[B, T]` log-probs and entropies; every row must be answered once."""
     logp_BT, entropy_BT = torch.full((2, *batch.response_BT.shape), math.nan)
     seen = []
     for answer in ranks:
@@ -58,7 +58,7 @@ def scores_by_row(
 def relative_errors(
     got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Norm of the difference over norm of the expected, by tensor; see TINY_SHARE."""
+    """Return |got - expected| / |expected| by tensor, with the floor `TINY_SHARE`."""
     assert set(got) == set(expected)
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     floor = TINY_SHARE * math.sqrt(sum(norm**2 for norm in norms.values()))

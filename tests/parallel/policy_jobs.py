@@ -1,7 +1,7 @@
-"""What the tests of the policy run on each rank of a layout.
+"""Jobs of the policy tests, run on each rank of a layout.
 
-`run_calls` calls methods of a fresh policy one after another; `measure` takes the figures that
-are compared over the grid of layouts.
+`run_calls` calls methods of a new policy one after another; `measure` returns what is compared
+over the grid of layouts.
 """
 
 from __future__ import annotations
@@ -14,141 +14,152 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mega_agentrl.actor.network import Seat
+from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 from tests.parallel.reference import LR, NUM_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mega_agentrl.actor.network import Network
+    from mega_agentrl.actor.megatron_model import MegatronModel
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.reshard.layout import Rect
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
 
 Blocks = list[tuple[str, "Rect", torch.Tensor]]
-"""(Hugging Face name, rectangle, values) of everything one rank holds."""
+"""(Hugging Face name, rectangle, values) of every block that a rank holds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """One rank's figures.
-
-    scores: of `PolicyRank.logprobs`. updates: stats of a step of size 0, gradients before
-    clipping, by token budget. curve: of supervised steps, after the skipped ones in `skipped`.
-    """
+    """Results of one rank."""
 
     scores: tuple[list[int], torch.Tensor, torch.Tensor] | None
+    """Result of `PolicyRank.compute_log_probs`."""
     updates: dict[int, tuple[UpdateStats, Blocks]]
+    """Stats of a step with learning rate 0 and its gradients before clipping, by token budget."""
     curve: list[UpdateStats]
+    """Stats of the SFT steps that were taken."""
     skipped: list[UpdateStats]
-    kept_weights: bool
+    """Stats of the SFT steps with a NaN gradient, after the first of `curve`."""
+    weights_unchanged: bool
+    """Whether the skipped steps left the weights as they were."""
 
 
 def measure(
-    seat: dict[str, Any], config: TrainConfig, batch: TrainBatch, budgets: tuple[int, ...]
+    rank_info: dict[str, Any], config: TrainConfig, batch: TrainBatch, budgets: tuple[int, ...]
 ) -> Measured:
-    """Score; gradients under each token budget; supervised steps, some of them poisoned."""
-    policy = PolicyRank(config, Seat(**seat))
-    network = policy.network
-    policy.load(config.model.path)
-    scores = policy.logprobs(batch)
+    """Score, take gradients under each token budget, then SFT steps, some with NaN gradients."""
+    policy = PolicyRank(config, RankInfo(**rank_info))
+    model = policy.megatron_model
+    policy.load_hf(config.model.path)
+    scores = policy.compute_log_probs(batch)
     updates = {}
     for budget in budgets:
         config.optim.micro_batch_tokens = budget
-        with gradients_before_step(network) as caught:
+        with gradients_before_step(model) as caught:
             stats = policy.update(batch, lr=0.0)
         updates[budget] = (stats, caught[0])
     policy.reset_optimizer()
-    curve, skipped = [policy.supervise(batch, LR)], []
-    before = weights_of(network)
-    kinds = ("dense", "expert") if network.shape.moe else ("dense",)
-    for rank, kind in product(range(seat["world_size"]), kinds):
-        with poisoned(network, kind if seat["rank"] == rank else ""):
-            skipped.append(policy.supervise(batch, LR))
-    kept = all(
+    curve, skipped = [policy.sft_step(batch, LR)], []
+    before = weights_of(model)
+    kinds = ("dense", "expert") if model.shape.moe else ("dense",)
+    for rank, kind in product(range(rank_info["world_size"]), kinds):
+        with poisoned(model, kind if rank_info["rank"] == rank else ""):
+            skipped.append(policy.sft_step(batch, LR))
+    weights_unchanged = all(
         torch.equal(old, new)
-        for (_, _, old), (_, _, new) in zip(before, weights_of(network), strict=True)
+        for (_, _, old), (_, _, new) in zip(before, weights_of(model), strict=True)
     )
-    curve += [policy.supervise(batch, LR) for _ in range(NUM_STEPS - 1)]
+    curve += [policy.sft_step(batch, LR) for _ in range(NUM_STEPS - 1)]
     policy.close()
-    return Measured(scores=scores, updates=updates, curve=curve, skipped=skipped, kept_weights=kept)
+    return Measured(
+        scores=scores,
+        updates=updates,
+        curve=curve,
+        skipped=skipped,
+        weights_unchanged=weights_unchanged,
+    )
 
 
-def run_calls(seat: dict[str, Any], config: TrainConfig, calls: list[tuple[Any, ...]]) -> list[Any]:
-    """Results of `(method, *arguments)` on a loaded policy; "weights" gives what a rank holds."""
-    policy = PolicyRank(config, Seat(**seat))
-    policy.load(config.model.path)
+def run_calls(
+    rank_info: dict[str, Any], config: TrainConfig, calls: list[tuple[Any, ...]]
+) -> list[Any]:
+    """Return the results of `(method, *arguments)` calls; "weights" returns the rank's blocks."""
+    policy = PolicyRank(config, RankInfo(**rank_info))
+    policy.load_hf(config.model.path)
     results = [
-        weights_of(policy.network) if method == "weights" else getattr(policy, method)(*arguments)
+        weights_of(policy.megatron_model)
+        if method == "weights"
+        else getattr(policy, method)(*arguments)
         for method, *arguments in calls
     ]
     policy.close()
     return results
 
 
-def weights_of(network: Network) -> Blocks:
-    """This rank's weights."""
-    return _blocks(network, {name: value.detach() for name, value in network.parameters.items()})
+def weights_of(model: MegatronModel) -> Blocks:
+    """Return this rank's weights."""
+    return _blocks(model, {name: value.detach() for name, value in model.parameters.items()})
 
 
 @contextmanager
-def gradients_before_step(network: Network) -> Iterator[list[Blocks]]:
-    """Fills the list with this rank's whole gradients each time the optimizer is to step."""
-    step, caught = network.optimizer.step, []
+def gradients_before_step(model: MegatronModel) -> Iterator[list[Blocks]]:
+    """Collect this rank's full gradients before each optimizer step."""
+    step, caught = model.optimizer.step, []
 
     def catch(lr: float) -> tuple[float, bool]:
-        gather_shares(network)
-        gradients = {name: value.main_grad for name, value in network.parameters.items()}
-        caught.append(_blocks(network, gradients))
+        gather_shards(model)
+        gradients = {name: value.main_grad for name, value in model.parameters.items()}
+        caught.append(_blocks(model, gradients))
         return step(lr)
 
-    network.optimizer.step = catch
+    model.optimizer.step = catch
     try:
         yield caught
     finally:
-        network.optimizer.step = step
+        model.optimizer.step = step
 
 
 @contextmanager
-def poisoned(network: Network, kind: str) -> Iterator[None]:
-    """Gradients of a kind ("dense", "expert") are NaN on this rank when the optimizer is to step.
+def poisoned(model: MegatronModel, kind: str) -> Iterator[None]:
+    """Set gradients of a kind ("dense", "expert") to NaN on this rank before each step.
 
-    With the distributed optimizer only its share of the buffer counts; the rest holds leftovers
-    of the reduction that nobody reads. An empty kind leaves all as it is.
+    With the distributed optimizer only this rank's shard of the buffer is set; the rest holds
+    leftovers of the reduction that are not read. An empty kind changes nothing.
     """
-    step = network.optimizer.step
+    step = model.optimizer.step
 
     def spoil(lr: float) -> tuple[float, bool]:
-        for _, share, _ in shares_of(network, kind):
-            share.fill_(torch.nan)
+        for _, shard, _ in shards_of(model, kind):
+            shard.fill_(torch.nan)
         return step(lr)
 
     if kind:
-        network.optimizer.step = spoil
+        model.optimizer.step = spoil
     try:
         yield
     finally:
-        network.optimizer.step = step
+        model.optimizer.step = step
 
 
-def gather_shares(network: Network) -> None:
-    """Undo the cut of the reduced gradients over data ranks, so that `main_grad` is whole."""
+def gather_shards(model: MegatronModel) -> None:
+    """Gather the reduced gradients of all data ranks, so that `main_grad` is complete."""
     for kind in ("dense", "expert"):
-        for whole, share, group in shares_of(network, kind):
-            if share.numel() < whole.numel():
-                dist.all_gather_into_tensor(whole, share.clone(), group=group)
+        for bucket, shard, group in shards_of(model, kind):
+            if shard.numel() < bucket.numel():
+                dist.all_gather_into_tensor(bucket, shard.clone(), group=group)
 
 
-def shares_of(
-    network: Network, kind: str
+def shards_of(
+    model: MegatronModel, kind: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]]:
-    """(whole bucket, this rank's share, group that shares it) of the gradient buffers.
+    """Yield (bucket, this rank's shard, group of the shards) of the gradient buffers.
 
-    The share is a view, and the whole without the distributed optimizer.
+    The shard is a view; without the distributed optimizer it is the whole bucket.
     """
-    distributed = network.config.parallel.distributed_optimizer
-    for chunk in network.chunks:
+    distributed = model.config.parallel.distributed_optimizer
+    for chunk in model.chunks:
         for buffer in chunk.buffers if kind == "dense" else chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
             count, number = (group.size(), group.rank()) if distributed else (1, 0)
@@ -156,9 +167,9 @@ def shares_of(
                 yield bucket.grad_data, bucket.grad_data.chunk(count)[number], group
 
 
-def _blocks(network: Network, values: dict[str, torch.Tensor]) -> Blocks:
+def _blocks(model: MegatronModel, values: dict[str, torch.Tensor]) -> Blocks:
     return [
         (block.hf_name, block.hf_rect, values[shard.name][block.local_rect.slices].clone())
-        for shard in network.layout
+        for shard in model.shard_layouts
         for block in shard.blocks
     ]

@@ -1,16 +1,16 @@
-"""Rank processes that stay: started once, they run one layout after another over gloo.
+"""A pool of persistent rank processes that run one parallel layout after another over gloo.
 
     pool = RankPool(folder)
-    results = pool.run(function, num_ranks, *arguments)   # one result a rank
+    results = pool.run(function, num_ranks, *arguments)   # one result per rank
 
-`function(seat, *arguments)` runs on the first `num_ranks` processes at once. It is looked up by
-name there, so it stands at the top of a module below `tests`. seat: the fields of
-`actor.network.Seat`; every job has a new meeting point. Joining it is the function's own affair;
-groups that it leaves behind are left before the next job.
+`function(rank_info, *arguments)` runs on the first `num_ranks` processes at once. They look it up
+by name, so it must be a top-level function of a module below `tests`. `rank_info` is a dict with
+the fields of `actor.megatron_model.RankInfo`; every job has its own port. The function joins the
+process group itself; groups that it leaves behind are destroyed before the next job.
 
-A rank that raises, dies or passes the deadline ends all processes, because its peers may wait
-for it in a collective; the error has its trace, or all ranks' logs (with the stack where each
-hangs), and the next job starts new processes.
+If a rank raises, dies or exceeds the deadline, all processes are killed, because its peers may
+wait for it in a collective. The error contains the rank's traceback, or the logs of all ranks
+with the stack of each that hangs, and the next job starts new processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOG_TAIL = 4000
 
 
 class RankError(RuntimeError):
-    """A job failed; the message has each rank's fate and the end of its log."""
+    """A job failed; the message has the state of each rank and the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Rank:
 
 
 class RankPool:
-    """At most as many processes as the largest job so far had ranks. folder: for the logs."""
+    """Rank processes, as many as the largest job so far needed; `folder` is for their logs."""
 
     def __init__(self, folder: Path, *, deadline_s: float = 300.0) -> None:
         self._folder = folder
@@ -66,25 +66,25 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that are alive between jobs."""
+        """Ids of the processes that are alive between jobs."""
         return [rank.process.pid for rank in self._ranks]
 
     def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
-        """What `function(seat, *arguments)` returned, by rank; raises `RankError`."""
+        """Run `function(rank_info, *arguments)` on each rank; return the results by rank."""
         name = f"{function.__module__}:{function.__qualname__}"
         port = free_port()
         try:
             self._start(num_ranks - len(self._ranks))
             busy = self._ranks[:num_ranks]
             for number, rank in enumerate(busy):
-                seat = {
+                rank_info = {
                     "rank": number,
                     "world_size": num_ranks,
                     "master_address": "127.0.0.1",
                     "master_port": port,
                     "timeout_s": COLLECTIVE_DEADLINE_S,
                 }
-                rank.connection.send_bytes(packed((name, seat, arguments)))
+                rank.connection.send_bytes(packed((name, rank_info, arguments)))
             return _collect(name, busy, self._deadline_s)
         except BrokenPipeError as error:
             logs = _logs(self._ranks)
@@ -101,7 +101,7 @@ class RankPool:
         self._ranks = []
 
     def _start(self, count: int) -> None:
-        """Start this many more and wait until they take jobs."""
+        """Start `count` more processes and wait until they accept jobs."""
         if count <= 0:
             return
         for _ in range(count):
@@ -112,7 +112,7 @@ class RankPool:
 
 
 def _collect(name: str, busy: list[_Rank], deadline_s: float) -> list[Any]:
-    """One answer of each, in order."""
+    """Collect one answer of each rank, in order."""
     ends_at = time.monotonic() + deadline_s
     results: dict[int, Any] = {}
     numbers = {rank.connection: number for number, rank in enumerate(busy)}

@@ -1,4 +1,4 @@
-"""One rank of `pool.RankPool`: runs the functions it is sent until its pool hangs up."""
+"""One rank of `pool.RankPool`: runs functions until its pool closes the connection."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
-def answer(name: str, seat: dict[str, Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    """(traceback or nothing, result) of one job."""
+def answer(name: str, rank_info: dict[str, Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    """Run one job and return (traceback or '', result)."""
     module, _, function = name.partition(":")
     try:
-        result = getattr(importlib.import_module(module), function)(seat, *arguments)
+        result = getattr(importlib.import_module(module), function)(rank_info, *arguments)
     except Exception:  # noqa: BLE001 the pool raises it
         return traceback.format_exc(), None
     finally:

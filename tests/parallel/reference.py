@@ -1,8 +1,8 @@
 """The single-process reference: transformers in float32, torch's autograd, torch's AdamW.
 
-Rows are scored one at a time and unpadded. The batch that every layout gets is made here as
-well, because its old and reference log-probs lie around the model's own: then the clip range
-decides some tokens on either side and leaves the others alone.
+Rows are scored one at a time, without padding. The batch of all layouts is created here too,
+because its old and reference log-probs lie around those of the model, so that the clip range
+cuts some tokens on either side and not the others.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ def make_batch(seed: int = 3) -> TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a model must give on its batch, at TEMPERATURE.
-
-    logp_BT, entropy_BT: [B, T], 0 after a row's end. loss, gradient, grad_norm: of the whole
-    clipped loss with KL term and entropy bonus, gradient by Hugging Face name, before clipping.
-    curve: losses of NUM_STEPS supervised steps of torch's AdamW.
-    """
+    """Expected results of a model on its batch, at TEMPERATURE."""
 
     folder: Path
     batch: TrainBatch
     logp_BT: torch.Tensor
+    """`[B, T]`, 0 after the end of a row."""
     entropy_BT: torch.Tensor
+    """`[B, T]`, 0 after the end of a row."""
     loss: float
+    """Clipped loss with KL term and entropy bonus."""
     gradient: dict[str, torch.Tensor]
+    """Gradient of `loss` by Hugging Face name, before clipping."""
     grad_norm: float
     curve: list[float]
+    """Losses of NUM_STEPS SFT steps with torch's AdamW."""
 
 
 def make_reference(name: str, folder: Path, config: TrainConfig) -> Reference:
-    """Write the checkpoint `name` (a name of `layouts.MODELS`) and work it all out."""
+    """Write the checkpoint `name` (one of `layouts.MODELS`) and compute the results."""
     family, _, tied = name.partition("-")
     make_tiny_model(family, folder, tied=bool(tied))
     model = load_model(folder)
@@ -99,12 +99,12 @@ def make_reference(name: str, folder: Path, config: TrainConfig) -> Reference:
         loss=loss.item(),
         gradient=gradient,
         grad_norm=math.sqrt(sum(float(value.square().sum()) for value in gradient.values())),
-        curve=supervised_curve(load_model(folder), batch, config),
+        curve=sft_curve(load_model(folder), batch, config),
     )
 
 
 def load_model(folder: Path) -> Any:
-    """The folder's model in float32, without dropout or caches."""
+    """Load the folder's model in float32."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -113,7 +113,7 @@ def load_model(folder: Path) -> Any:
 
 
 def score(model: Any, batch: TrainBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T] log-prob and entropy of the response tokens, with gradients."""
+    """Return `[B, T]` log-prob and entropy of the response tokens, with gradients."""
     logp_BT = torch.zeros(batch.response_BT.shape)
     entropy_BT = torch.zeros(batch.response_BT.shape)
     for row, prompt in enumerate(batch.prompt_ids):
@@ -130,7 +130,7 @@ def score(model: Any, batch: TrainBatch, temperature: float) -> tuple[torch.Tens
 def policy_loss(
     config: TrainConfig, batch: TrainBatch, logp_BT: torch.Tensor, entropy_BT: torch.Tensor
 ) -> torch.Tensor:
-    """The whole objective over the batch as one."""
+    """Return the objective over the whole batch."""
     algo = config.algo
     loss_BT, _ = clipped(
         logp_BT,
@@ -141,13 +141,15 @@ def policy_loss(
         clip_high=algo.clip_high,
         clip_dual=algo.clip_dual,
     )
-    loss_BT = loss_BT + algo.kl_coef * kl_penalty(logp_BT, batch.ref_logp_BT, str(algo.kl_kind))
+    loss_BT = loss_BT + algo.kl_coef * kl_penalty(
+        logp_BT, batch.ref_logp_BT, str(algo.kl_estimator)
+    )
     loss_BT = loss_BT - algo.entropy_coef * entropy_BT
-    return aggregate(loss_BT, batch.mask_BT, str(algo.aggregation))
+    return aggregate(loss_BT, batch.mask_BT, str(algo.loss_aggregation))
 
 
-def supervised_curve(model: Any, batch: TrainBatch, config: TrainConfig) -> list[float]:
-    """Losses before each of NUM_STEPS steps on the mean negative log-prob at temperature 1."""
+def sft_curve(model: Any, batch: TrainBatch, config: TrainConfig) -> list[float]:
+    """Return the losses before each of NUM_STEPS SFT steps at temperature 1."""
     adam = adamw(model, config)
     losses = []
     for _ in range(NUM_STEPS):
@@ -162,7 +164,7 @@ def supervised_curve(model: Any, batch: TrainBatch, config: TrainConfig) -> list
 
 
 def adamw(model: Any, config: TrainConfig) -> torch.optim.AdamW:
-    """torch's AdamW with the configuration's betas; vectors without weight decay."""
+    """Create torch's AdamW with the configured betas; no weight decay for vectors."""
     optim = config.optim
     decayed = [value for value in model.parameters() if value.ndim > 1]
     spared = [value for value in model.parameters() if value.ndim == 1]
@@ -178,7 +180,7 @@ def adamw(model: Any, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def checkpoint_tensors(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Parameters (or their gradients) under the names of the saved checkpoint.
+    """Return parameters (or their gradients) under the names of the saved checkpoint.
 
     transformers holds the experts of a layer in two tensors, [E, 2F, D] and [E, D, F]; the
     checkpoint has three for each expert.

@@ -1,4 +1,4 @@
-"""The same weights give the same numbers however they are cut.
+"""The same weights give the same results in every parallel layout.
 
 Every layout against transformers and torch in one process: log-probs and entropy within 1e-4,
 the gradient of the whole objective within 1e-4 of each tensor's norm, losses of AdamW's steps.
@@ -24,7 +24,7 @@ every_layout = pytest.mark.parametrize("cell", CELLS, scope="session")
 
 
 def gradient(grid, cell, budget):
-    """The whole gradient before clipping, by Hugging Face name."""
+    """Return the full gradient before clipping, by Hugging Face name."""
     shapes = {name: value.shape for name, value in grid.reference(cell["model"]).gradient.items()}
     ranks = [rank.updates[budget][1] for rank in grid.measured(cell)]
     return assemble(ranks, shapes, atol=1e-5)
@@ -50,7 +50,7 @@ def test_a_layout_has_the_gradient_of_one_process(cell, grid):
             assert stats.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
             assert stats.num_tokens == int(reference.batch.mask_BT.sum())
             assert 0.05 < stats.metrics["clipfrac"] < 0.95
-            assert stats.num_skipped == 0
+            assert stats.num_skipped_steps == 0
 
 
 @every_layout
@@ -59,9 +59,9 @@ def test_a_layout_steps_like_adamw_and_skips_what_is_not_finite(cell, grid):
     kinds = 2 if cell["model"] == "qwen3_moe" else 1
     for rank in ranks:
         # Each rank in turn had the NaN, in each kind of gradient; all ranks skipped each time.
-        assert [stats.num_skipped for stats in rank.skipped] == [1] * kinds * len(ranks)
-        assert rank.kept_weights
-        assert [stats.num_skipped for stats in rank.curve] == [0] * NUM_STEPS
+        assert [stats.num_skipped_steps for stats in rank.skipped] == [1] * kinds * len(ranks)
+        assert rank.weights_unchanged
+        assert [stats.num_skipped_steps for stats in rank.curve] == [0] * NUM_STEPS
         # As if the skipped steps had never been tried: moments and step count too.
         assert [stats.loss for stats in rank.curve] == pytest.approx(reference.curve, abs=1e-4)
     assert reference.curve[-1] < reference.curve[0] - 0.5

@@ -44,8 +44,8 @@ def test_only_impossible_pairs_are_missing_from_the_grid():
     assert every - present == {
         *((("model", name), ("expert", 2)) for name in dense),
         *((("model", name), ("expert_tensor", 2)) for name in dense),
-        (("pipeline", 1), ("virtual", 2)),
-        (("tensor", 1), ("sequence", True)),
+        (("pipeline", 1), ("virtual_pipeline", 2)),
+        (("tensor", 1), ("sequence_parallel", True)),
     }
 
 
@@ -53,13 +53,13 @@ def test_only_impossible_pairs_are_missing_from_the_grid():
     ("changed", "expected"),
     [
         ({}, True),
-        ({"virtual": 2}, False),
-        ({"pipeline": 2, "virtual": 2}, True),
-        ({"sequence": True}, False),
+        ({"virtual_pipeline": 2}, False),
+        ({"pipeline": 2, "virtual_pipeline": 2}, True),
+        ({"sequence_parallel": True}, False),
         ({"tensor": 2, "data": 2, "context": 2}, False),
         ({"expert_tensor": 2, "data": 2}, False),
         ({"model": "qwen3_moe", "tensor": 2}, False),
-        ({"model": "qwen3_moe", "tensor": 2, "sequence": True}, True),
+        ({"model": "qwen3_moe", "tensor": 2, "sequence_parallel": True}, True),
         ({"model": "qwen3_moe", "expert": 2}, False),
         ({"model": "qwen3_moe", "expert": 2, "data": 2}, True),
         ({"model": "qwen3_moe", "expert": 2, "expert_tensor": 2, "data": 2}, False),
@@ -72,7 +72,7 @@ def test_which_combinations_are_layouts(changed, expected):
 
 def test_names_and_ranks():
     cell = {axis: values[0] for axis, values in AXES.items()}
-    cell |= {"tensor": 2, "pipeline": 2, "virtual": 2, "sequence": True}
+    cell |= {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "sequence_parallel": True}
     assert name_of(cell) == "llama-TP2-PP2-V2-SP-plain"
     assert num_ranks(cell) == MAX_RANKS
 

@@ -36,7 +36,7 @@ def test_errors_are_by_tensor_and_tiny_tensors_are_held_against_the_whole():
 
 
 def test_every_row_is_answered_once():
-    batch = make_batch().select([0, 1])
+    batch = make_batch().select_rows([0, 1])
     value_T = torch.ones(1, batch.response_BT.size(1))
     logp_BT, entropy_BT = scores_by_row(
         [([1], value_T, 2 * value_T), None, ([0], 3 * value_T, 4 * value_T)], batch

@@ -1,4 +1,4 @@
-"""That what layouts are compared with asks enough of them."""
+"""The reference exercises every parameter and the clip range."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes, padded_vocab
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, padded_vocab_size
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.parallel.layouts import MODELS
 from tests.parallel.merge import TINY_SHARE
 
@@ -21,7 +21,7 @@ def test_each_tensor_of_the_checkpoint_has_a_gradient_that_counts(model, grid):
     # None is so small that it would be held against the whole instead of itself.
     smallest = min(float(value.norm()) for value in reference.gradient.values())
     assert smallest > TINY_SHARE * reference.grad_norm
-    assert padded_vocab(shape, 2) > shape.vocab
+    assert padded_vocab_size(shape, 2) > shape.vocab_size
 
 
 @pytest.mark.parametrize("model", MODELS)

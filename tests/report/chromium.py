@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: open a page, run a script in it, click, look.
+"""A headless Chromium over its debugging pipe: open a page, run a script, click, take a screenshot.
 
 Debian's package by its path; nothing is downloaded, and nothing listens on a port. Messages
 of the protocol are JSON that end in a zero byte, on the file descriptors 3 (in) and 4 (out).
@@ -36,12 +36,12 @@ def _pipe():
 
 
 class Chromium:
-    """One browser with one tab; a context manager. `errors`: what the console complained of."""
+    """A browser with one tab, as a context manager. `errors`: errors of the console."""
 
     def __init__(self, folder, *, width=1500, height=1000):
         self._folder = Path(folder)
         self._size = (width, height)
-        self._last = 0
+        self._last_id = 0
         self._events = []
         self._buffer = b""
         self._session = None
@@ -92,15 +92,15 @@ class Chromium:
 
     def call(self, method, **params):
         """One command of the protocol and its answer."""
-        self._last += 1
-        message = {"id": self._last, "method": method, "params": params}
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + DEADLINE_S
         while True:
             answer = self._read(deadline, method)
-            if answer.get("id") == self._last:
+            if answer.get("id") == self._last_id:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
             self._note(answer)

@@ -1,4 +1,4 @@
-"""Stands for `pynvml`: its functions with their names, arguments and units, and what a GPU says."""
+"""A fake `pynvml` with the names, arguments and units of the real functions."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ class FakeNvml:
     NVML_NVLINK_ERROR_DL_CRC_DATA = pynvml.NVML_NVLINK_ERROR_DL_CRC_DATA
 
     def __init__(self, *gpus, has_driver=True):
-        self.gpus, self.has_driver, self.num_open = list(gpus), has_driver, 0
+        self.gpu, self.has_driver, self.num_open = list(gpus), has_driver, 0
 
     def nvmlInit(self):
         if not self.has_driver:
@@ -36,10 +36,10 @@ class FakeNvml:
         self.num_open -= 1
 
     def nvmlDeviceGetCount(self):
-        return len(self.gpus)
+        return len(self.gpu)
 
     def nvmlDeviceGetHandleByIndex(self, index):
-        return self.gpus[index]
+        return self.gpu[index]
 
     def nvmlDeviceGetUtilizationRates(self, handle):
         return SimpleNamespace(gpu=self._of(handle, "util"), memory=0)

@@ -1,15 +1,15 @@
-"""Pages to test: the tree by hand, a hostile one, many."""
+"""Report pages for tests: a hand-made tree, a hostile tree, many trees."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
-from mega_agentrl.report.config_diff import Difference
-from mega_agentrl.report.metric_log import parse_metrics
-from mega_agentrl.report.page import Page
-from mega_agentrl.report.tree_blocks import TreeShelf, tree_block
-from mega_agentrl.report.tree_view import tree_view
+from mega_agentrl.report.config_diff import ConfigDifference
+from mega_agentrl.report.metrics_file import parse_metrics
+from mega_agentrl.report.page.render import ReportPage
+from mega_agentrl.report.tree_viewer.embedded_trees import TreeFileView, embed_tree
+from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
 from tests.rollout.grown_trees import nested_tree
 
 HOSTILE = (
@@ -64,7 +64,7 @@ def metrics():
             {
                 "stage": "rl",
                 "step": step,
-                "rollout/reward_seen": step / 10,
+                "rollout/reward_unfiltered": step / 10,
                 "rollout/entropy": 1 / step,
                 "mismatch/logp_max_abs": float("inf") if step == 3 else 1e-6 * step,
                 "time/rollout_s": 2.0,
@@ -86,37 +86,37 @@ def small_page():
     """Two steps: the tree by hand in both, the hostile one as second tree of the second."""
     plain = nested_tree()
     advantages = {one.trajectory_id: 0.5 for one in plain.trajectories}
-    shelves = [
-        TreeShelf(
+    tree_files = [
+        TreeFileView(
             key="step_000001",
             label="RL step 1",
             num_trees=5,
-            blocks=[tree_block(3, tree_view(plain, characters, advantages))],
+            trees=[embed_tree(3, tree_to_json(plain, characters, advantages))],
         ),
-        TreeShelf(
+        TreeFileView(
             key="step_000008",
             label="RL step 8",
             num_trees=2,
-            blocks=[
-                tree_block(0, tree_view(plain)),
-                tree_block(1, tree_view(hostile_tree(), hostile_pieces)),
+            trees=[
+                embed_tree(0, tree_to_json(plain)),
+                embed_tree(1, tree_to_json(hostile_tree(), hostile_pieces)),
             ],
         ),
     ]
-    return Page(
+    return ReportPage(
         title=HOSTILE,
-        lead=HOSTILE,
+        subtitle=HOSTILE,
         log=metrics(),
-        differences=[Difference(key=HOSTILE, default="1", value=HOSTILE)],
-        shelves=shelves,
-        most_entropy=2.0,
+        config_differences=[ConfigDifference(key=HOSTILE, default="1", value=HOSTILE)],
+        tree_files=tree_files,
+        max_colour_entropy=2.0,
         notes=[HOSTILE],
     )
 
 
 def large_page(num_trees):
     """`num_trees` trees of four trajectories each, all of one step."""
-    view = tree_view(nested_tree(), characters)
-    blocks = [tree_block(index, view | {"id": f"set/{index}"}) for index in range(num_trees)]
-    shelf = TreeShelf(key="step_000001", label="RL step 1", num_trees=num_trees, blocks=blocks)
-    return Page(title="large", lead="", log=metrics(), shelves=[shelf])
+    view = tree_to_json(nested_tree(), characters)
+    trees = [embed_tree(index, view | {"id": f"set/{index}"}) for index in range(num_trees)]
+    tree_file = TreeFileView(key="step_000001", label="RL step 1", num_trees=num_trees, trees=trees)
+    return ReportPage(title="large", subtitle="", log=metrics(), tree_files=[tree_file])

@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from mega_agentrl.report.progress import StageProgress, StepClock, StepView, duration
+from mega_agentrl.report.progress import EtaEstimator, StageProgress, StepSummary, format_duration
 
-VIEW = StepView(
+VIEW = StepSummary(
     step=3,
-    values={"reward": 0.4125, "success": 0.5},
+    metrics={"reward": 0.4125, "success": 0.5},
     phase_s={"generate": 1.5, "update": 0.75},
     tokens_per_s=2310.4,
 )
@@ -26,7 +26,7 @@ class Clock:
 
 
 def view(step):
-    return StepView(step=step, values={"loss": 1.0})
+    return StepSummary(step=step, metrics={"loss": 1.0})
 
 
 def plain(**kwargs):
@@ -46,35 +46,35 @@ def test_headline_and_details():
     [(0, "0:00"), (6.6, "0:07"), (185, "3:05"), (7385, "2:03:05"), (-1, "0:00")],
 )
 def test_duration(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_time_left_is_the_mean_duration_of_the_last_steps():
     clock = Clock()
-    left = StepClock(10, clock)
+    left = EtaEstimator(10, clock)
     clock.now_s = 4.0
-    assert left.mark(2) == pytest.approx(2.0 * 8)
+    assert left.update(2) == pytest.approx(2.0 * 8)
     clock.now_s = 10.0
-    assert left.mark(3) == pytest.approx(10.0 / 3 * 7)
+    assert left.update(3) == pytest.approx(10.0 / 3 * 7)
     clock.now_s = 20.0
-    assert left.mark(10) == 0.0
+    assert left.update(10) == 0.0
 
 
 def test_steps_made_before_this_start_took_no_time():
     clock = Clock()
-    left = StepClock(10, clock, num_done=6)
+    left = EtaEstimator(10, clock, num_done=6)
     clock.now_s = 4.0
-    assert left.mark(8) == pytest.approx(2.0 * 2)
+    assert left.update(8) == pytest.approx(2.0 * 2)
 
 
 def test_time_left_forgets_a_slow_start():
     clock = Clock()
-    left = StepClock(100, clock)
+    left = EtaEstimator(100, clock)
     clock.now_s = 1000.0  # the first step
-    left.mark(1)
+    left.update(1)
     for step in range(2, 20):
         clock.now_s += 1.0
-        seconds = left.mark(step)
+        seconds = left.update(step)
     assert seconds == pytest.approx(100 - 19)
 
 
@@ -84,7 +84,7 @@ def test_a_log_file_gets_one_line_for_each_due_step():
     with StageProgress("rl", 40, console=console, plain_every_s=5.0, clock=clock) as progress:
         for step in range(1, 41):
             clock.now_s += 1.0
-            progress.show(view(step))
+            progress.update(view(step))
     first, *steps, last = out.getvalue().splitlines()
     assert (first, last) == ("rl ...", "rl took 0:40")
     shown = [line.split()[1] for line in steps]
@@ -96,8 +96,8 @@ def test_a_log_file_gets_one_line_for_each_due_step():
 def test_a_long_line_is_not_wrapped_and_brackets_stay():
     out, console = plain()
     with StageProgress("rl [x]", 3, console=console) as progress:
-        progress.show(VIEW)
-        progress.note("[red]kept as it is")
+        progress.update(VIEW)
+        progress.print_line("[red]kept as it is")
     lines = out.getvalue().splitlines()
     assert lines[1].startswith("rl [x] 3/3  reward 0.412")
     assert lines[1].endswith("generate 1.50 · update 0.75  2,310 tokens/s")
@@ -111,7 +111,7 @@ def test_a_terminal_gets_a_bar_that_ends_full_with_its_time():
     with StageProgress("rl", 3, console=console, clock=clock) as progress:
         for step in (1, 2, 3):
             clock.now_s += 2.0
-            progress.show(StepView(step=step, values=VIEW.values, phase_s=VIEW.phase_s))
+            progress.update(StepSummary(step=step, metrics=VIEW.metrics, phase_s=VIEW.phase_s))
     text = out.getvalue()
     assert "━" in text
     assert "eta 0:04" in text
@@ -134,7 +134,7 @@ def test_an_error_ends_the_stage_and_frees_the_terminal(terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120)
     with pytest.raises(KeyboardInterrupt), StageProgress("rl", 3, console=console) as progress:
-        progress.show(VIEW)
+        progress.update(VIEW)
         raise KeyboardInterrupt
     assert "ended after 0:00" in out.getvalue()
     assert ("\x1b[?25h" in out.getvalue()) is terminal
@@ -144,7 +144,7 @@ def test_the_bar_of_an_rl_step_fits_80_columns():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, no_color=True, width=80)
     with StageProgress("RL", 400, console=console) as progress:
-        progress.show(VIEW)
+        progress.update(VIEW)
     assert any(
         "reward 0.412  success 0.500" in line and "eta" in line
         for line in out.getvalue().splitlines()

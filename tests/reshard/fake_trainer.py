@@ -1,10 +1,10 @@
-"""Trainer ranks without Megatron, in real processes: shards of a model folder, cut as ours are.
+"""Trainer ranks without Megatron, in real processes, that hold shards of a model folder.
 
 trainer = FakeTrainer(folder, tensor=2, pipeline=2)
-link = trainer.connect(sinks)           # layouts of the rollout ranks; they join the link
+session = trainer.connect(rollout_layouts)   # the rollout ranks join the session
 trainer.wait_joined()
-trainer.send(folder, version)           # every rank sends; the rollout ranks receive
-digest_of = trainer.digests()           # of every region, or raises what a rank raised
+trainer.send(folder, version)                # every rank sends; the rollout ranks receive
+digest_of = trainer.digests()                # of every region, or raises what a rank raised
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from mega_agentrl.reshard.links import Location
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes, megatron_layout
-from mega_agentrl.reshard.place import Place
-from mega_agentrl.reshard.plan import plan_delivery
-from mega_agentrl.reshard.proof import Court, Witness, all_regions
-from mega_agentrl.reshard.transport import WeightLink, join, open_store
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.session import TransferSession, join_session, open_store
+from mega_agentrl.reshard.topology import RankLocation
+from mega_agentrl.reshard.verify.digest_verifier import (
+    DigestVerifier,
+    SourceDigests,
+    collect_regions,
+)
 from tests.parallel.fork_server import fork_server
 from tests.reshard.faults import TOLD_FAULTS, Fault, Hit, cut, inject, told_hit
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.proof import Region
+    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 ADDRESS = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -46,7 +50,7 @@ def source_layouts(folder: Path, tensor: int, pipeline: int) -> list[list[ShardL
     return [
         megatron_layout(
             shape,
-            Place(
+            ModelParallelRank(
                 tensor_rank=rank % tensor,
                 tensor_size=tensor,
                 pipeline_rank=rank // tensor,
@@ -74,7 +78,7 @@ class FakeTrainer:
         self._cut = (tensor, pipeline)
         self._timeout_s = timeout_s
         self._num_links = self._num_orders = 0
-        self._court: Court | None = None
+        self._verifier: DigestVerifier | None = None
         self.use(folder, dtype)
         self.processes: list[Any] = [None] * len(self.layouts)
         self._pipes: list[Any] = [None] * len(self.layouts)
@@ -83,44 +87,49 @@ class FakeTrainer:
         self._wait_ready()
 
     def use(self, folder: Path, dtype: str = "float32") -> None:
-        """Have the model of a folder, sent in a wire type, from the next link on."""
+        """Have the model of a folder, sent in a dtype, from the next session on."""
         self.dtype = dtype
         self.layouts = source_layouts(folder, *self._cut)
         self.names = list(hf_shapes(ModelShape.from_folder(folder)))
 
-    def plan(self, sinks: Sequence[Sequence[ShardLayout]], bucket_bytes: int) -> Any:
+    def plan(self, rollout_layouts: Sequence[Sequence[ShardLayout]], bucket_bytes: int) -> Any:
         """Of a transfer to rollout ranks on the same machine."""
-        places = [Location(0)] * (len(self.layouts) + len(sinks))
-        return plan_delivery(
-            self.layouts, sinks, places, self.dtype, names=self.names, bucket_bytes=bucket_bytes
+        locations = [RankLocation(0)] * (len(self.layouts) + len(rollout_layouts))
+        return plan_transfer(
+            self.layouts,
+            rollout_layouts,
+            locations,
+            self.dtype,
+            names=self.names,
+            bucket_bytes=bucket_bytes,
         )
 
     def connect(
         self,
-        sinks: Sequence[Sequence[ShardLayout]],
+        rollout_layouts: Sequence[Sequence[ShardLayout]],
         *,
         bucket_bytes: int = 20_000,
         fault: Fault | None = None,
         away: Sequence[int] = (),
         timeout_s: float | None = None,
-    ) -> WeightLink:
-        """Let every rank join a new link; returns it at once, for the rollout ranks.
+    ) -> TransferSession:
+        """Let every rank join a new session; returns it at once, for the rollout ranks.
 
         away: ranks that do not join. timeout_s: another deadline than the usual one.
         """
-        plan = self.plan(sinks, bucket_bytes)
-        self.regions: list[Region] = all_regions(sinks)
-        self._court = Court(self.layouts, self.regions)
+        plan = self.plan(rollout_layouts, bucket_bytes)
+        self.regions: list[DigestRegion] = collect_regions(rollout_layouts)
+        self._verifier = DigestVerifier(self.layouts, self.regions)
         self._num_links += 1
-        link = WeightLink(
+        session = TransferSession(
             address=ADDRESS,
             port=self._port,
             key=f"link-{self._num_links}",
             plan=plan,
             timeout_s=timeout_s or self._timeout_s,
         )
-        self._order("join", link, self.regions, self.layouts, fault, away=away)
-        return link
+        self._order("join", session, self.regions, self.layouts, fault, away=away)
+        return session
 
     def wait_joined(self) -> None:
         """Until all ranks have joined; raises what one of them raised."""
@@ -135,14 +144,14 @@ class FakeTrainer:
         """What every rank has to say of the last order: a value, or the error it raised."""
         return self._collect(raising=False)
 
-    def digests(self) -> dict[Region, tuple[int, int]]:
+    def digests(self) -> dict[DigestRegion, tuple[int, int]]:
         """Of every region, after `send`."""
-        return self.expected(self._collect())
+        return self.expected_digests(self._collect())
 
-    def expected(self, testimonies: Sequence[Any]) -> dict[Region, tuple[int, int]]:
+    def expected_digests(self, rank_digests: Sequence[Any]) -> dict[DigestRegion, tuple[int, int]]:
         """The same from the `results` of a `send`."""
-        assert self._court is not None, "connect() comes first"
-        digests = self._court.expected(testimonies)
+        assert self._verifier is not None, "connect() comes first"
+        digests = self._verifier.expected_digests(rank_digests)
         pairs = ((int(one), int(two)) for one, two in digests)
         return dict(zip(self.regions, pairs, strict=True))
 
@@ -152,7 +161,7 @@ class FakeTrainer:
         self.processes[rank].join(10)
 
     def revive(self) -> list[int]:
-        """Start the ranks again whose processes are gone; the old links are of no use then."""
+        """Start the ranks again whose processes are gone; the old sessions are of no use then."""
         gone = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
         for rank in gone:
             self._start(rank)
@@ -169,14 +178,16 @@ class FakeTrainer:
 
     def _start(self, rank: int) -> None:
         context = fork_server()
-        self._pipes[rank], theirs = context.Pipe()
-        self.processes[rank] = context.Process(target=_run_rank, args=(rank, theirs), daemon=True)
+        self._pipes[rank], child_end = context.Pipe()
+        self.processes[rank] = context.Process(
+            target=_run_rank, args=(rank, child_end), daemon=True
+        )
         self.processes[rank].start()
-        theirs.close()  # so that the end of the process ends the pipe
+        child_end.close()  # so that the end of the process ends the pipe
 
     def _wait_ready(self) -> None:
-        """Until all processes are up, and the meeting point too."""
-        self._order("open", self._timeout_s)
+        """Until all processes are up, and the store."""
+        self._order("open_store", self._timeout_s)
         self._port = self._collect()[0]
 
     def _order(self, order: str, *arguments: Any, away: Sequence[int] = ()) -> None:
@@ -235,45 +246,47 @@ class _Rank:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._store: Any = None
-        self._courier: Any = None
-        self._told: Any = None
-        self._last: Any = None
+        self._executor: Any = None
+        self._reported: Any = None
+        self._last_step: Any = None
         self.hit: Hit | None = None
 
-    def open(self, timeout_s: float) -> int | None:
-        """Rank 0 opens the meeting point, once."""
+    def open_store(self, timeout_s: float) -> int | None:
+        """Rank 0 opens the store, once."""
         if self._rank == 0 and self._store is None:
             self._store = open_store(ADDRESS, timeout_s)
         return self._store.port if self._store else None
 
-    def join(self, link: Any, regions: Any, layouts: Any, fault: Fault | None) -> None:
-        if self._courier is not None:
-            self._courier.close()
-        self._courier, self._layouts, self._plan = None, layouts, link.plan
+    def join(self, session: Any, regions: Any, layouts: Any, fault: Fault | None) -> None:
+        if self._executor is not None:
+            self._executor.close()
+        self._executor, self._layouts, self._plan = None, layouts, session.plan
         layout = layouts[self._rank]
-        self._witness = Witness(layout, regions, link.plan.dtype_of)
-        self._told = told = link.plan, layout
+        self._source_digests = SourceDigests(layout, regions, session.plan.dtype_of)
+        self._reported = told = session.plan, layout
         if fault is not None:
-            self._told = told = fault.spoil(self._rank, *told)
-        self._courier = join(replace(link, plan=told[0]), self._rank, told[1], store=self._store)
+            self._reported = told = fault.spoil(self._rank, *told)
+        self._executor = join_session(
+            replace(session, plan=told[0]), self._rank, told[1], store=self._store
+        )
 
     def send(self, folder: str, version: int, fault: Fault | None) -> Any:
         tensors = load_file(Path(folder) / "model.safetensors")
         layout = self._layouts[self._rank]
-        shards, last = cut(layout, tensors), self._last or tensors
-        self._last = tensors
+        shards, last = cut(layout, tensors), self._last_step or tensors
+        self._last_step = tensors
         injected = nullcontext()
         if fault is not None and fault.rank == self._rank:
             if fault.kind in TOLD_FAULTS:
-                self.hit = told_hit(self._rank, (self._plan, layout), self._told, shards)
+                self.hit = told_hit(self._rank, (self._plan, layout), self._reported, shards)
             else:
                 spoilers = {"right": shards}
                 if fault.kind == "foreign":
                     spoilers["foreign"] = cut(self._layouts[self._rank ^ 1], tensors)
                 elif fault.kind == "old":
                     spoilers["old"] = cut(layout, last)
-                injected = inject(fault, self._rank, self._courier, self._plan, spoilers)
+                injected = inject(fault, self._rank, self._executor, self._plan, spoilers)
         with injected as hit:
             self.hit = hit or self.hit
-            self._courier.send(shards, version, self._witness.watch())
-        return self._witness.testify(shards.__getitem__)
+            self._executor.send(shards, version, self._source_digests.make_copy_fn())
+        return self._source_digests.compute(shards.__getitem__)

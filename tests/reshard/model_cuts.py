@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mega_agentrl.reshard.model_shape import HeadKind, ModelShape, MoeShape
-from mega_agentrl.reshard.place import Place
-from mega_agentrl.reshard.rope_shape import RopeShape
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape, MoeShape
+from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 
-BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+BIASES = {"qkv_bias": True, "o_proj_bias": True, "mlp_bias": True}
 
 
 def make_shape(**changes: Any) -> ModelShape:
@@ -18,35 +18,37 @@ def make_shape(**changes: Any) -> ModelShape:
     sizes = {
         "architecture": "Qwen3ForCausalLM",
         "num_layers": 4,
-        "hidden": 32,
+        "hidden_size": 32,
         "num_heads": 8,
         "num_kv_heads": 4,
         "head_dim": 4,
-        "ffn": 24,
-        "vocab": 50,
+        "ffn_hidden_size": 24,
+        "vocab_size": 50,
         "norm_eps": 1e-6,
-        "rope": RopeShape(base=1e4),
-        "max_positions": 64,
-        "tied": True,
+        "rope": RopeConfig(theta=1e4),
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
         "qk_norm": True,
     }
     return ModelShape(**(sizes | changes))
 
 
-def make_moe_shape(*, num_experts: int = 4, ffn: int = 6, sparse: Any = None, **changes: Any):
-    """The same with experts of width 6; sparse: per layer, all by default."""
+def make_moe_shape(
+    *, num_experts: int = 4, ffn_hidden_size: int = 6, moe_layer_pattern: Any = None, **changes: Any
+):
+    """The same with experts of width 6; `moe_layer_pattern` is per layer, all by default."""
     layers = changes.get("num_layers", 4)
     moe = MoeShape(
         num_experts=num_experts,
         top_k=2,
-        ffn=ffn,
-        norm_topk=True,
-        sparse=tuple(sparse or [True] * layers),
+        ffn_hidden_size=ffn_hidden_size,
+        norm_topk_prob=True,
+        moe_layer_pattern=tuple(moe_layer_pattern or [True] * layers),
     )
     return make_shape(moe=moe, **changes)
 
 
-def all_places(
+def all_parallel_ranks(
     *,
     tensor: int = 1,
     pipeline: int = 1,
@@ -54,10 +56,10 @@ def all_places(
     data: int = 1,
     expert: int = 1,
     expert_tensor: int = 1,
-) -> list[Place]:
+) -> list[ModelParallelRank]:
     """Places of all ranks: tensor first, then data, then pipeline; experts on the same ranks."""
     return [
-        Place(
+        ModelParallelRank(
             tensor_rank=rank % tensor,
             tensor_size=tensor,
             pipeline_rank=stage,
@@ -74,7 +76,7 @@ def all_places(
 
 
 @st.composite
-def models_and_places(draw: st.DrawFn) -> tuple[ModelShape, list[Place]]:
+def models_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, list[ModelParallelRank]]:
     """A small model of any kind and the ranks of any cut that divides it."""
     tensor, pipeline = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     virtual = draw(st.integers(1, 2)) if pipeline > 1 else 1
@@ -86,27 +88,27 @@ def models_and_places(draw: st.DrawFn) -> tuple[ModelShape, list[Place]]:
         "num_kv_heads": groups,
         "num_heads": groups * tensor * draw(st.integers(1, 2)),
         "head_dim": draw(st.sampled_from([2, 4])),
-        "ffn": draw(st.integers(1, 3)) * tensor,
+        "ffn_hidden_size": draw(st.integers(1, 3)) * tensor,
         "num_layers": layers,
-        "hidden": draw(st.integers(1, 6)),
-        "vocab": draw(st.integers(1, 90)),
-        "tied": draw(st.booleans()),
+        "hidden_size": draw(st.integers(1, 6)),
+        "vocab_size": draw(st.integers(1, 90)),
+        "tie_word_embeddings": draw(st.booleans()),
         "qk_norm": draw(st.booleans()),
         "qkv_bias": draw(st.booleans()),
-        "out_bias": draw(st.booleans()),
+        "o_proj_bias": draw(st.booleans()),
     }
     cut = {"tensor": tensor, "pipeline": pipeline, "virtual": virtual, "data": 1}
     if draw(st.booleans()):
         expert, expert_tensor = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-        sparse = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
+        pattern = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
         moe = {
             "num_experts": expert * draw(st.integers(1, 2)),
-            "ffn": expert_tensor * draw(st.integers(1, 3)),
-            "sparse": sparse,
+            "ffn_hidden_size": expert_tensor * draw(st.integers(1, 3)),
+            "moe_layer_pattern": pattern,
         }
         cut |= {"expert": expert, "expert_tensor": expert_tensor, "data": expert * expert_tensor}
-        return make_moe_shape(**(changes | moe)), all_places(**cut)
+        return make_moe_shape(**(changes | moe)), all_parallel_ranks(**cut)
     changes["mlp_bias"] = draw(st.booleans())
     if draw(st.booleans()):
-        changes |= {"head": HeadKind.scalar, "tied": False}
-    return make_shape(**changes), all_places(**cut)
+        changes |= {"head": HeadKind.scalar, "tie_word_embeddings": False}
+    return make_shape(**changes), all_parallel_ranks(**cut)

@@ -65,10 +65,10 @@ def test_intersect_is_the_set_of_common_points_either_way_round(one, other):
 
 @given(boxes(), st.tuples(st.integers(0, 5), st.integers(0, 5)))
 def test_shifting_there_and_back_changes_nothing(rect, to):
-    moved = rect.shifted(rect.start, to)
+    moved = rect.translate(rect.start, to)
     assert moved.start == to
     assert moved.shape == rect.shape
-    assert moved.shifted(to, rect.start) == rect
+    assert moved.translate(to, rect.start) == rect
 
 
 def test_a_block_keeps_its_shape():
@@ -77,7 +77,10 @@ def test_a_block_keeps_its_shape():
 
 
 def test_a_block_may_be_one_slice_of_a_stack():
-    assert Block("w", Rect.whole((2, 3)), Rect((4, 0, 0), (5, 2, 3))).local_rect.sides == (2, 3)
+    assert Block("w", Rect.whole((2, 3)), Rect((4, 0, 0), (5, 2, 3))).local_rect.squeezed_shape == (
+        2,
+        3,
+    )
     with pytest.raises(ValueError, match="Block of w"):
         Block("w", Rect.whole((2, 3)), Rect((4, 0, 0), (6, 2, 3)))
 
@@ -90,7 +93,7 @@ def test_an_interleaved_cut_over_two_ranks_is_a_cover():
 
 
 def test_a_hole_is_counted():
-    with pytest.raises(ValueError, match="policy: 6 of 24 elements of w have no place"):
+    with pytest.raises(ValueError, match="policy: 6 of 24 elements of w are in no shard"):
         check_cover({"w": (8, 3)}, [shard("p", Rect((0, 0), (6, 3)))], owner="policy")
 
 
@@ -107,7 +110,7 @@ def test_a_block_outside_its_tensor_is_refused():
 
 def test_unknown_and_missing_tensors_are_listed():
     shards = [shard("p", Rect.whole((2, 2)), tensor="x")]
-    with pytest.raises(ValueError, match=r"without a place \['w'\].*without a tensor \['x'\]"):
+    with pytest.raises(ValueError, match=r"that no shard holds \['w'\].*does not have \['x'\]"):
         check_cover({"w": (2, 2)}, shards, owner="policy")
 
 
@@ -116,17 +119,17 @@ def cuts(draw):
     """A tensor cut along its rows at random places and dealt out to random ranks."""
     rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     marks = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=5))})
-    pieces = [Rect((a, 0), (b, columns)) for a, b in itertools.pairwise(marks)]
-    owners = draw(st.lists(st.integers(0, 2), min_size=len(pieces), max_size=len(pieces)))
-    ranks = [[p for p, o in zip(pieces, owners, strict=True) if o == rank] for rank in range(3)]
+    slices = [Rect((a, 0), (b, columns)) for a, b in itertools.pairwise(marks)]
+    owners = draw(st.lists(st.integers(0, 2), min_size=len(slices), max_size=len(slices)))
+    ranks = [[p for p, o in zip(slices, owners, strict=True) if o == rank] for rank in range(3)]
     return (rows, columns), [shard(f"rank{i}", *held) for i, held in enumerate(ranks) if held]
 
 
 @given(cuts())
-def test_any_cut_is_a_cover_and_losing_or_doubling_a_piece_is_not(cut):
+def test_any_cut_is_a_cover_and_losing_or_doubling_a_slice_is_not(cut):
     shape, shards = cut
     check_cover({"w": shape}, shards, owner="test")
-    with pytest.raises(ValueError, match=r"have no place|without a place"):
+    with pytest.raises(ValueError, match=r"in no shard|that no shard holds"):
         check_cover({"w": shape}, shards[1:], owner="test")
     with pytest.raises(ValueError, match="overlap"):
         check_cover({"w": shape}, [*shards, shards[0]], owner="test")

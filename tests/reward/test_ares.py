@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.reward.ares import accuracy, final_answer, same_answer
+from mega_agentrl.reward.ares import accuracy, answers_match, final_answer
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from mega_agentrl.reward.ares import accuracy, final_answer, same_answer
     ],
 )
 def test_the_same(answer, truth):
-    assert same_answer(answer, truth) and same_answer(truth, answer)
+    assert answers_match(answer, truth) and answers_match(truth, answer)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_same(answer, truth):
     ],
 )
 def test_not_the_same(answer, truth):
-    assert not same_answer(answer, truth)
+    assert not answers_match(answer, truth)
 
 
 @pytest.mark.parametrize(

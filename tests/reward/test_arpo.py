@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mega_agentrl.reward.arpo import score, score_strict
 from mega_agentrl.types.records import (
-    Author,
     Prompt,
+    Role,
     StopReason,
     ToolOutcome,
     ToolStatus,
@@ -30,14 +30,12 @@ def trajectory(*turns, truth="12"):
     records = []
     for index, turn in enumerate(turns):
         if isinstance(turn, str):
-            author, text, outcome = Author.assistant, turn, None
+            role, text, outcome = Role.assistant, turn, None
         else:
             tool, status, answer = turn
-            author, text = Author.tool, f" <result>\n{answer}\n</result>"
+            role, text = Role.tool, f" <result>\n{answer}\n</result>"
             outcome = ToolOutcome(tool=tool, status=status, answer=answer, latency_s=0.0)
-        records.append(
-            Turn(index=index, author=author, start=0, stop=0, text=text, outcome=outcome)
-        )
+        records.append(Turn(index=index, role=role, start=0, stop=0, text=text, outcome=outcome))
     prompt = Prompt(prompt_id="p", data_source="d", messages=(), ground_truth=truth, token_ids=(1,))
     return Trajectory(
         trajectory_id="t",
@@ -92,7 +90,7 @@ def test_what_a_user_says_is_no_result():
     good = THINK + "<answer> \\boxed{4} </answer>"
     one = trajectory(*PYTHON, good, truth="4")
     assert score_strict(one).value == 1.0
-    one.turns[1] = replace(one.turns[1], author=Author.user)
+    one.turns[1] = replace(one.turns[1], role=Role.user)
     assert "python/result tags are incomplete" in score_strict(one).reason
 
 

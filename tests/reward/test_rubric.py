@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import CallMatch
-from mega_agentrl.config.reward_schema import RewardConfig, RewardModelConfig
+from mega_agentrl.config.enums import FunctionCallMatch
+from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.reward.rubric import WeightedRubric
-from mega_agentrl.reward.user_function import UserFunctionError, UserScore
-from mega_agentrl.types.records import Author, StopReason, ToolOutcome, ToolStatus, Trajectory, Turn
+from mega_agentrl.reward.user_reward import UserRewardError, UserRewardResult
+from mega_agentrl.types.records import Role, StopReason, ToolOutcome, ToolStatus, Trajectory, Turn
 from tests.fakes import make_prompt
 
 TEXT = "<think> r </think></search></python><answer> \\boxed{a b} </answer>"
@@ -29,7 +29,7 @@ def trajectory(text=TEXT, source="d", truth="b", **prompt):
         entropies=[],
         versions=[],
         turn_ids=[],
-        turns=[Turn(index=0, author=Author.assistant, start=0, stop=0, text=text)],
+        turns=[Turn(index=0, role=Role.assistant, start=0, stop=0, text=text)],
         stop_reason=StopReason.eos,
     )
 
@@ -38,7 +38,7 @@ def called(tool, step_reward=0.0, text=""):
     outcome = ToolOutcome(
         tool=tool, status=ToolStatus.ok, answer="", latency_s=0.0, step_reward=step_reward
     )
-    return Turn(index=0, author=Author.tool, start=0, stop=0, text=text, outcome=outcome)
+    return Turn(index=0, role=Role.tool, start=0, stop=0, text=text, outcome=outcome)
 
 
 def rubric(parts=None, *, functions=None, judge=None, **changes):
@@ -53,10 +53,10 @@ class Function:
     """Stands for a function of the user's behind its pool."""
 
     def __init__(self):
-        self.asked, self.future = [], Future()
+        self.calls, self.future = [], Future()
 
     def submit(self, **values):
-        self.asked.append(values)
+        self.calls.append(values)
         return self.future
 
 
@@ -64,10 +64,10 @@ class Judge:
     """Stands for the way to a judge."""
 
     def __init__(self):
-        self.asked, self.future = [], Future()
+        self.calls, self.future = [], Future()
 
     def submit(self, *values):
-        self.asked.append(values)
+        self.calls.append(values)
         return self.future
 
 
@@ -80,9 +80,14 @@ def test_the_built_in_parts():
     swapped = '[{"name": "g", "arguments": {}}, {"name": "f", "arguments": {"x": 1}}]'
     calls = trajectory(CALLS, truth=swapped)
     got = {
-        match: rubric({"function_call": 1.0}, match=match).score(calls).value for match in CallMatch
+        match: rubric({"function_call": 1.0}, function_call_match=match).score(calls).value
+        for match in FunctionCallMatch
     }
-    assert got == {CallMatch.ast: 1.0, CallMatch.ast_ordered: 0.0, CallMatch.string: 0.0}
+    assert got == {
+        FunctionCallMatch.ast: 1.0,
+        FunctionCallMatch.ast_ordered: 0.0,
+        FunctionCallMatch.string: 0.0,
+    }
 
 
 def test_what_tools_say_is_no_accuracy():
@@ -144,52 +149,52 @@ def test_parts_add_up_and_weights_are_linear(weights, factor, data):
         assert got.parts == {}
 
 
-def test_a_function_is_asked_and_its_fields_travel_along():
+def test_a_user_function_is_called_and_its_fields_travel_along():
     mine = Function()
     parts = {"arpo": 1.0, "mine": 0.5}
     record = trajectory(extra_info={"index": 3})
     record.turns.append(called("search", text=" page"))
-    asked = rubric(parts, functions={"mine": mine}).score(record)
-    assert not asked.done()
-    (values,) = mine.asked
+    future = rubric(parts, functions={"mine": mine}).score(record)
+    assert not future.done()
+    (values,) = mine.calls
     assert values["solution"] == TEXT + " page"
     assert (values["data_source"], values["ground_truth"]) == ("d", "b")
     assert values["extra_info"] == {"index": 3}
-    mine.future.set_result(UserScore(value=3.0, fields={"steps": 2, "why": "good"}))
-    got = asked.result(0)
+    mine.future.set_result(UserRewardResult(value=3.0, fields={"steps": 2, "why": "good"}))
+    got = future.result(0)
     assert got.parts == {"arpo": 1.0, "mine": 1.5} and got.value == 2.5
-    assert got.fields == {"mine": {"steps": 2, "why": "good"}}
+    assert got.extra_info == {"mine": {"steps": 2, "why": "good"}}
     assert got.correct and got.answer == "a b"
 
 
 def test_a_function_may_be_all_there_is():
     mine = Function()
-    asked = rubric({"mine": 2.0}, functions={"mine": mine}, correct_threshold=0.5).score(
+    future = rubric({"mine": 2.0}, functions={"mine": mine}, correct_threshold=0.5).score(
         trajectory()
     )
-    mine.future.set_result(UserScore(value=0.5))
-    got = asked.result(0)
+    mine.future.set_result(UserRewardResult(value=0.5))
+    got = future.result(0)
     assert (got.value, got.correct, got.f1, got.parts) == (1.0, True, 1.0, {})
 
 
 def test_a_function_that_fails_leaves_no_reward():
     mine = Function()
-    asked = rubric({"arpo": 1.0, "mine": 0.5}, functions={"mine": mine}).score(trajectory())
-    mine.future.set_exception(UserFunctionError("it hung"))
-    assert str(asked.exception(0)) == "it hung"
+    future = rubric({"arpo": 1.0, "mine": 0.5}, functions={"mine": mine}).score(trajectory())
+    mine.future.set_exception(UserRewardError("it hung"))
+    assert str(future.exception(0)) == "it hung"
 
 
 def test_a_judge_reads_what_the_policy_wrote():
     judge = Judge()
-    address = RewardModelConfig(source="http://here/v1", name="judge")
-    whole = rubric({"model": 0.5, "arpo": 1.0}, judge=judge, model=address)
+    judge_config = RewardModelConfig(path_or_url="http://here/v1", served_model_name="judge")
+    weighted = rubric({"model": 0.5, "arpo": 1.0}, judge=judge, model=judge_config)
     record = trajectory()
     record.turns.append(called("search", text=" page"))
-    assert not whole.needs_model(record.prompt)
-    asked = whole.score(record)
-    assert judge.asked == [(record.prompt.messages, TEXT, "b")]
+    assert not weighted.needs_reward_model(record.prompt)
+    future = weighted.score(record)
+    assert judge.calls == [(record.prompt.messages, TEXT, "b")]
     judge.future.set_result(0.8)
-    got = asked.result(0)
+    got = future.result(0)
     assert got.parts == {"model": pytest.approx(0.4), "arpo": 1.0}
     assert not got.correct and got.reason == "the judge says 0.8"
 
@@ -198,23 +203,27 @@ def test_a_judge_reads_what_the_policy_wrote():
 def test_a_model_in_a_folder_is_added_afterwards(first):
     weights = {first: 1.0, **{"model": 0.5, "arpo": 1.0}}
     weights["model"] = 0.5
-    whole = rubric({"judged": weights, "default": {"arpo": 1.0}}, model=RewardModelConfig("folder"))
+    weighted = rubric(
+        {"judged": weights, "default": {"arpo": 1.0}}, model=RewardModelConfig("folder")
+    )
     record = trajectory(source="judged")
-    assert whole.needs_model(record.prompt) and not whole.needs_model(trajectory().prompt)
-    record.score = replace(whole.score(record), fields={"mine": {"a": 1}})
+    assert weighted.needs_reward_model(record.prompt) and not weighted.needs_reward_model(
+        trajectory().prompt
+    )
+    record.score = replace(weighted.score(record), extra_info={"mine": {"a": 1}})
     assert record.score.value == 1.0
     assert record.score.correct == (first == "arpo")
-    got = whole.with_model(record, 3.0)
+    got = weighted.add_model_score(record, 3.0)
     assert list(got.parts) == list(weights)
     assert got.parts == {"model": 1.5, "arpo": 1.0} and got.value == 2.5
-    assert got.correct and got.fields == {"mine": {"a": 1}}
+    assert got.correct and got.extra_info == {"mine": {"a": 1}}
     assert got.answer == ("" if first == "model" else "a b")
 
 
 def test_a_model_alone():
-    whole = rubric({"model": -2.0}, model=RewardModelConfig("folder"))
+    weighted = rubric({"model": -2.0}, model=RewardModelConfig("folder"))
     record = trajectory()
-    record.score = whole.score(record)
+    record.score = weighted.score(record)
     assert record.score.value == 0.0
-    got = whole.with_model(record, 0.5)
+    got = weighted.add_model_score(record, 0.5)
     assert (got.value, got.parts, got.correct) == (-1.0, {}, False)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.reward.token_f1 import normalize, number_aware_f1, parse_number, token_f1
+from mega_agentrl.reward.token_f1 import normalize_squad, number_aware_f1, parse_number, token_f1
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "arpo_reward.json"
 ROWS = json.loads(GOLDEN.read_text(encoding="utf-8"))["f1"]
@@ -16,7 +16,7 @@ ROWS = json.loads(GOLDEN.read_text(encoding="utf-8"))["f1"]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["prediction"])
 def test_released_rows(row):
     assert token_f1(row["prediction"], row["ground_truths"]) == pytest.approx(row["f1"], abs=1e-12)
-    assert normalize(row["prediction"]) == row["norm_pred"]
+    assert normalize_squad(row["prediction"]) == row["norm_pred"]
 
 
 @pytest.mark.parametrize(

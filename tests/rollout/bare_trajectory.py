@@ -1,4 +1,4 @@
-"""A trajectory without a token, for what looks at scores only."""
+"""A trajectory without tokens, for tests that use scores only."""
 
 from mega_agentrl.types.records import StopReason, Trajectory
 from tests.fakes import make_prompt

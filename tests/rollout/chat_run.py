@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from mega_agentrl.config.choices import Branching, CallProtocol
+from mega_agentrl.config.enums import Branching, CallProtocol
 from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.rollout.collector import collect
+from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.tool.function import tool
-from mega_agentrl.tool.kit import ToolKit
+from mega_agentrl.tool.toolkit import ToolKit
 from tests.chat_models import Script
 from tests.fakes import FakeRubric, make_prompt
 
@@ -39,7 +39,7 @@ def prompt_for(codec, kit, **changes):
     """The question, rendered with the schemas of all tools."""
     messages = ({"role": "user", "content": "How much is it?"},)
     schemas = tuple(kit.schemas().values())
-    token_ids = tuple(codec.apply_chat(messages, schemas))
+    token_ids = tuple(codec.apply_chat_template(messages, schemas))
     values = {"messages": messages, "token_ids": token_ids, "tool_schemas": schemas}
     return make_prompt(**(values | changes))
 
@@ -50,13 +50,13 @@ async def converse(codec, turns, *, kit=None, prompt=None, interactions=None, **
     script = Script(codec, turns)
     max_model_len = options.pop("max_model_len", 10_000)
     defaults = {
-        "num_trajectories": 1,
+        "group_size": 1,
         "branching": Branching.none,
         "call_protocol": CallProtocol.hermes,
         "max_response_tokens": 4000,
-        "max_calls": 8,
+        "max_tool_calls": 8,
     }
-    (tree,) = await collect(
+    (tree,) = await collect_rollouts(
         [prompt or prompt_for(codec, kit)],
         generator=script,
         tools=kit,

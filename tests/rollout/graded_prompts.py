@@ -1,18 +1,18 @@
-"""Prompts whose groups turn out as their first letter says, and a source that keeps the books.
+"""Prompts whose groups turn out as their first letter says, and a source that records acks.
 
-M mixed: every other root is right. E easy: all are. H hard: none is. Each trajectory makes a
-call before it answers; the call of a prompt with S behind the letter names the tool `slow`.
+M mixed: every other root is correct. E easy: all are. H hard: none is. Each trajectory makes a call
+before it answers; the call of a prompt with S behind the letter names the tool `slow`.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from mega_agentrl.config.choices import Branching, FilterKey, PromptOrder
+from mega_agentrl.config.enums import Branching, FilterMetric, PromptOrder
 from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.data.sampler import PromptSampler
-from mega_agentrl.rollout.collector import make_context
-from mega_agentrl.rollout.groups import GroupCollector
+from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.rollout.collector import make_rollout_context
+from mega_agentrl.rollout.groups.collector import RolloutCollector
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
 from tests.rollout.virtual_time import run_virtually
 
@@ -40,8 +40,8 @@ class SlowTools(FakeTools):
         super().__post_init__()
         self.gate = asyncio.Event()
 
-    def open(self):
-        session = super().open()
+    def open_session(self):
+        session = super().open_session()
         execute = session.execute
 
         async def wait(tool, arguments):
@@ -53,36 +53,36 @@ class SlowTools(FakeTools):
         return session
 
 
-class Books(PromptSampler):
-    """Gives the prompts in order, and notes what became of them."""
+class RecordingPromptSource(PromptSampler):
+    """Gives the prompts in order, and records their acks and nacks."""
 
     def __init__(self, prompts):
         super().__init__(prompts, seed=0, order=PromptOrder.file)
-        self.settled, self.back = [], []
+        self.acked, self.nacked = [], []
 
-    def settle(self, prompts):
-        super().settle(prompts)
-        self.settled += [prompt.prompt_id for prompt in prompts]
+    def ack(self, prompts):
+        super().ack(prompts)
+        self.acked += [prompt.prompt_id for prompt in prompts]
 
-    def put_back(self, prompts):
-        super().put_back(prompts)
-        self.back += [prompt.prompt_id for prompt in prompts]
+    def nack(self, prompts):
+        super().nack(prompts)
+        self.nacked += [prompt.prompt_id for prompt in prompts]
 
 
 def make_config(**changes):
     """Four independent roots a group, filtered by accuracy."""
     values = {
-        "num_trajectories": 4,
+        "group_size": 4,
         "branching": Branching.none,
         "max_response_tokens": 120,
-        "filter_key": FilterKey.accuracy,
+        "filter_metric": FilterMetric.accuracy,
     }
     return RolloutConfig(**(values | changes))
 
 
 def make_collector(source, config, generator, tools, *, num_groups, rubric=None):
     """A collector over scripted ports."""
-    context = make_context(
+    context = make_rollout_context(
         generator=generator,
         tools=tools,
         codec=CharCodec(),
@@ -91,7 +91,7 @@ def make_collector(source, config, generator, tools, *, num_groups, rubric=None)
         seed=1,
         step="none",
     )
-    return GroupCollector(source, context, rubric or FakeRubric(), num_groups=num_groups)
+    return RolloutCollector(source, context, rubric or FakeRubric(), num_groups=num_groups)
 
 
 def names(trees):
@@ -113,7 +113,7 @@ def run(scenario):
 
 async def collect_steps(kinds, config, num_groups, *, num_steps=1, generator=None, tools=None):
     """Some steps with fresh ports: what each collected, and the source."""
-    source = Books(make_prompts(kinds))
+    source = RecordingPromptSource(make_prompts(kinds))
     tools = tools or FakeTools()
     groups = make_collector(
         source, config, generator or FakeGenerator(write), tools, num_groups=num_groups

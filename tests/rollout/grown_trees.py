@@ -1,4 +1,4 @@
-"""Scored rollout trees of the scripted engine, at random and one by hand."""
+"""Scored rollout trees of the scripted engine: random ones, and one by hand."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import islice
 
 from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.collector import collect
+from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.types.records import ToolStatus
 from tests.fakes import (
     EOS,
@@ -29,19 +29,19 @@ END = f"<answer>1</answer>{EOS}"
 
 configs = st.builds(
     RolloutConfig,
-    num_trajectories=st.integers(1, 9).map(lambda number: 10 - number),
+    group_size=st.integers(1, 9).map(lambda number: 10 - number),
     branching=st.sampled_from(
         [Branching.after_result, Branching.aepo, Branching.released, Branching.none]
     ),
     branch=st.builds(
         BranchConfig,
-        probe_tokens=st.integers(1, 12),
-        forks_per_decision=st.integers(1, 3),
+        num_probe_tokens=st.integers(1, 12),
+        num_forks_per_decision=st.integers(1, 3),
         initial_rollouts=st.sampled_from([1, None]),
     ),
     max_response_tokens=st.integers(0, 149).map(lambda number: 150 - number),
     max_turns=st.integers(1, 5).map(lambda number: 6 - number),
-    max_calls=st.integers(0, 3).map(lambda number: 3 - number),
+    max_tool_calls=st.integers(0, 3).map(lambda number: 3 - number),
 )
 
 
@@ -53,7 +53,7 @@ def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1):
     ]
     return run_virtually(
         asyncio.wait_for(
-            collect(
+            collect_rollouts(
                 prompts,
                 generator=generator or FakeGenerator(),
                 tools=tools or FakeTools(),
@@ -80,7 +80,7 @@ def grown(draw, *, rounds=True):
     """A tree of any configuration, engine and tools with faults of their own.
 
     Written so that the simplest choice has forks, and most others too. rounds: with those of
-    `rollout.released`, whose decisions are about another entropy.
+    lock-step ARPO, whose decisions are about another entropy.
     """
     config = draw(configs.filter(lambda one: rounds or one.branching is not Branching.released))
     rise = draw(st.sampled_from([1.0, 0.0]))
@@ -106,9 +106,9 @@ def nested_tree(*, after=2.0):
     writes = turns("thinkhard" + CALL, "more words" + CALL, "more words" + END)
     entropy = lambda response, request: after if "</result>" in response else 1.0  # noqa: E731
     config = RolloutConfig(
-        branch=BranchConfig(probe_tokens=8, initial_rollouts=1),
+        branch=BranchConfig(num_probe_tokens=8, initial_rollouts=1),
         max_response_tokens=130,
-        num_trajectories=4,
+        group_size=4,
     )
     (tree,) = grow(config, generator=FakeGenerator(writes, entropy=entropy))
     return tree

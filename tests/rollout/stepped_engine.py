@@ -1,4 +1,4 @@
-"""An engine that writes one token at a time and ends a request where it is told to."""
+"""An engine that writes one token at a time and can be interrupted in between."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from mega_agentrl.types.records import Finish
+from mega_agentrl.types.records import FinishReason
 from tests.fakes import FakeGenerator
 
 
@@ -18,7 +18,7 @@ class SteppedGenerator(FakeGenerator):
     """
 
     stalls: Callable = lambda request, num_tokens: False
-    told: set = field(default_factory=set)
+    abort_requested: set = field(default_factory=set)
 
     async def generate(self, request):
         version = self.version
@@ -29,20 +29,20 @@ class SteppedGenerator(FakeGenerator):
         try:
             for num_tokens in range(len(whole.token_ids)):
                 await asyncio.sleep(0)
-                while self.stalls(request, num_tokens) and key not in self.told:
+                while self.stalls(request, num_tokens) and key not in self.abort_requested:
                     await asyncio.sleep(0.001)
-                if key in self.told:
+                if key in self.abort_requested:
                     return replace(_first(whole, num_tokens), version=version)
             assert version == self.version, "weights changed in the middle of a request"
             return replace(whole, version=version)
         finally:
             self.running.discard(key)
-            self.told.discard(key)
+            self.abort_requested.discard(key)
 
     async def abort(self, request_id):
         await super().abort(request_id)
         if request_id in self.running:
-            self.told.add(request_id)
+            self.abort_requested.add(request_id)
 
 
 def _first(whole, num_tokens):
@@ -53,6 +53,6 @@ def _first(whole, num_tokens):
         entropies=whole.entropies[:num_tokens],
         argmax_ids=whole.argmax_ids[:num_tokens],
         top_logps=whole.top_logps[:num_tokens],
-        finish=Finish.aborted,
+        finish_reason=FinishReason.aborted,
         stop_string=None,
     )

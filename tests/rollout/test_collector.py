@@ -1,4 +1,4 @@
-"""`rollout.collector`: a tree per prompt in order, scored, and errors that arrive whole."""
+"""A scored tree per prompt in order, and errors that arrive unchanged."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.rollout.branching import NoBranching
-from mega_agentrl.rollout.collector import collect, prompt_keys
+from mega_agentrl.rollout.branching.policy import NoBranching
+from mega_agentrl.rollout.collector import collect_rollouts, make_prompt_keys
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, turns
 
 END = f"<answer>1</answer>{EOS}"
@@ -17,9 +17,9 @@ PROMPTS = [make_prompt(f"set/{index}", question=f"Q{index}") for index in range(
 
 
 def _collect(prompts=PROMPTS, *, generator=None, tools=None, rubric=None, **options):
-    config = options.pop("config", RolloutConfig(num_trajectories=4, max_response_tokens=120))
+    config = options.pop("config", RolloutConfig(group_size=4, max_response_tokens=120))
     return asyncio.run(
-        collect(
+        collect_rollouts(
             prompts,
             generator=generator or FakeGenerator(),
             tools=tools or FakeTools(),
@@ -58,14 +58,14 @@ def test_seed_and_step_change_the_samples():
 
 def test_greedy_requests_have_no_seed_and_temperature_zero():
     generator = FakeGenerator(turns(END))
-    config = RolloutConfig(num_trajectories=1, branching=Branching.none)
+    config = RolloutConfig(group_size=1, branching=Branching.none)
     _collect(generator=generator, config=config, temperature=0.0)
     assert {(r.temperature, r.seed) for r in generator.requests} == {(0.0, None)}
 
 
 def test_sampling_settings_reach_the_engine():
     generator = FakeGenerator(turns(END))
-    config = RolloutConfig(num_trajectories=1, temperature=0.7, top_p=0.9, top_k=5)
+    config = RolloutConfig(group_size=1, temperature=0.7, top_p=0.9, top_k=5)
     _collect(PROMPTS[:1], generator=generator, config=config)
     (request,) = generator.requests
     assert (request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 5)
@@ -82,7 +82,7 @@ def test_a_given_policy_overrides_the_configured_one():
 def test_a_repeated_prompt_is_sampled_anew():
     first, second = _collect([PROMPTS[0], PROMPTS[0]])
     assert [o.token_ids for o in first.trajectories] != [o.token_ids for o in second.trajectories]
-    assert prompt_keys([PROMPTS[0], PROMPTS[1], PROMPTS[0]]) == ["set_0", "set_1", "set_0#1"]
+    assert make_prompt_keys([PROMPTS[0], PROMPTS[1], PROMPTS[0]]) == ["set_0", "set_1", "set_0#1"]
 
 
 def test_a_failed_trajectory_has_no_score_and_the_others_do():

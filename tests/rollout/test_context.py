@@ -1,13 +1,13 @@
-"""`rollout.context`: what is shared is shared, and what is said once is said once a pass."""
+"""Contexts share no warnings, and infrastructure errors are told from bugs."""
 
 from __future__ import annotations
 
 import asyncio
 
 from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.rollout.branching import NoBranching
-from mega_agentrl.rollout.context import FAULTS, RolloutContext, State
-from mega_agentrl.types.faults import ToolFault
+from mega_agentrl.rollout.branching.policy import NoBranching
+from mega_agentrl.rollout.context import INFRA_ERRORS, RolloutContext, TrajectoryState
+from mega_agentrl.types.errors import ToolSessionError
 from tests.fakes import CharCodec, FakeGenerator, FakeTools
 
 
@@ -27,15 +27,15 @@ def _context():
 
 def test_every_pass_has_warnings_of_its_own():
     first, second = _context(), _context()
-    first.warned.add("template")
-    assert second.warned == set() and first.interactions is None
+    first.emitted_warnings.add("template")
+    assert second.emitted_warnings == set() and first.interactions is None
 
 
-def test_faults_are_ours_and_bugs_and_cancellation_are_not():
-    assert issubclass(ToolFault, FAULTS) and issubclass(TimeoutError, FAULTS)
+def test_infra_errors_exclude_bugs_and_cancellation():
+    assert issubclass(ToolSessionError, INFRA_ERRORS) and issubclass(TimeoutError, INFRA_ERRORS)
     for bug in (ValueError, KeyError, AssertionError, TypeError, asyncio.CancelledError):
-        assert not issubclass(bug, FAULTS)
+        assert not issubclass(bug, INFRA_ERRORS)
 
 
 def test_a_trajectory_ends_in_one_of_two_states():
-    assert [*State][-2:] == [State.completed, State.failed]
+    assert [*TrajectoryState][-2:] == [TrajectoryState.completed, TrajectoryState.failed]

@@ -1,4 +1,4 @@
-"""`rollout.trajectory`: one trajectory at a time, by hand: ends, budgets, probes, faults."""
+"""One trajectory at a time by hand: stop reasons, budgets, probes, failures."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import asyncio
 import pytest
 
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.branching import AfterResult, NoBranching, Share
-from mega_agentrl.rollout.trajectory import RolloutContext, State, TrajectoryRun, ends_inside
-from mega_agentrl.types.faults import RankLostError, ToolFault
-from mega_agentrl.types.records import Author, StopReason, ToolOutcome, ToolStatus
+from mega_agentrl.rollout.branching.policy import ArpoBranching, NoBranching, PathBudget
+from mega_agentrl.rollout.trajectory import (
+    RolloutContext,
+    TrajectoryRunner,
+    TrajectoryState,
+    ends_with_partial_stop,
+)
+from mega_agentrl.types.errors import RankLostError, ToolSessionError
+from mega_agentrl.types.records import Role, StopReason, ToolOutcome, ToolStatus
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeSession, FakeTools, make_prompt, turns
 
 CALL = "<search>q1</search>"
@@ -32,8 +37,13 @@ def _run(write, *, tools=None, policy=None, max_model_len=1000, slots=0, on_fork
         step=0,
     )
     forks = []
-    return TrajectoryRun(
-        context, make_prompt(), "p0", (0,), slots=Share(slots), on_fork=on_fork or forks.append
+    return TrajectoryRunner(
+        context,
+        make_prompt(),
+        "p0",
+        (0,),
+        budget=PathBudget(slots),
+        on_fork=on_fork or forks.append,
     )
 
 
@@ -42,13 +52,13 @@ async def test_a_call_its_answer_and_the_end():
     run = _run(turns("go" + CALL, END), tools=tools)
     got = await run.run()
     assert got.response_text == "go" + CALL + RESULT + "<answer>1</answer>"
-    assert [turn.author for turn in got.turns] == [Author.assistant, Author.tool, Author.assistant]
+    assert [turn.role for turn in got.turns] == [Role.assistant, Role.tool, Role.assistant]
     expected = [1] * (2 + len(CALL)) + [0] * len(RESULT) + [1] * len(END)
     assert got.loss_mask == expected
     assert [entropy == 0 for entropy in got.entropies] == [mask == 0 for mask in expected]
-    assert got.stop_reason is StopReason.eos and got.num_calls == 1 and not got.failed
+    assert got.stop_reason is StopReason.eos and got.num_tool_calls == 1 and not got.failed
     assert got.tool_rewards == {"python": 1.0} and got.turns[1].outcome.tool == "search"
-    assert run.state is State.completed and tools.sessions[0].released == 1
+    assert run.state is TrajectoryState.completed and tools.sessions[0].released == 1
     assert got.token_ids[-1] == 0, "the end of the turn is trained on"
 
 
@@ -56,18 +66,18 @@ async def test_a_call_its_answer_and_the_end():
     ("texts", "options", "reason", "num_calls"),
     [
         (["x<search></search>"], {}, StopReason.stop, 0),
-        ([CALL, CALL], {"max_calls": 1}, StopReason.call_limit, 1),
-        ([CALL], {"max_calls": 0}, StopReason.call_limit, 0),
+        ([CALL, CALL], {"max_tool_calls": 1}, StopReason.call_limit, 1),
+        ([CALL], {"max_tool_calls": 0}, StopReason.call_limit, 0),
         ([CALL, CALL], {"max_turns": 2}, StopReason.turn_limit, 1),
         (["x" * 50], {"max_response_tokens": 20}, StopReason.length, 0),
         ([CALL, "x" * 500], {}, StopReason.length, 1),
     ],
 )
-async def test_truthful_stop_reasons(texts, options, reason, num_calls):
+async def test_stop_reasons(texts, options, reason, num_calls):
     got = await _run(turns(*texts), **options).run()
-    assert got.stop_reason is reason and got.num_calls == num_calls
+    assert got.stop_reason is reason and got.num_tool_calls == num_calls
     assert len(got.token_ids) <= options.get("max_response_tokens", 200)
-    assert got.turns[-1].author is Author.assistant, "no tool ran whose answer nobody reads"
+    assert got.turns[-1].role is Role.assistant, "no tool ran whose answer nobody reads"
 
 
 async def test_the_budget_is_exact_and_the_models_length_counts_the_prompt():
@@ -99,13 +109,13 @@ async def test_no_room_for_any_answer_ends_by_length():
     assert got.turns[1].outcome.answer == "ok:q1" and got.turns[1].start == got.turns[1].stop
 
 
-async def test_our_fault_in_a_tool_fails_the_trajectory():
+async def test_an_infra_error_of_a_tool_fails_the_trajectory():
     tools = FakeTools(status=lambda text: ToolStatus.infra_error)
     run = _run(turns(CALL), tools=tools)
     got = await run.run()
     assert got.stop_reason is StopReason.tool_failure and got.failed
-    assert run.state is State.failed and tools.sessions[0].released == 1
-    assert got.tool_rewards == {} and got.num_calls == 1
+    assert run.state is TrajectoryState.failed and tools.sessions[0].released == 1
+    assert got.tool_rewards == {} and got.num_tool_calls == 1
 
 
 class FaultySession(FakeSession):
@@ -116,7 +126,7 @@ class FaultySession(FakeSession):
     def _fail(self, step):
         if step == self.step:
             answer = f"{step}: no disk"
-            raise ToolFault(
+            raise ToolSessionError(
                 ToolOutcome(
                     tool="python", status=ToolStatus.infra_error, answer=answer, latency_s=0.1
                 )
@@ -143,12 +153,12 @@ class FaultyTools(FakeTools):
         super().__init__()
         self.session = type("Session", (FaultySession,), {"step": step})
 
-    def open(self):
+    def open_session(self):
         return self.session(self)
 
 
 @pytest.mark.parametrize("step", ["create", "calc_reward"])
-async def test_a_fault_outside_of_a_call_fails_the_trajectory_and_is_its_last_turn(step):
+async def test_a_tool_error_outside_of_a_call_fails_the_trajectory_and_is_its_last_turn(step):
     tools = FaultyTools(step)
     got = await _run(turns(CALL, END), tools=tools).run()
     assert got.stop_reason is StopReason.tool_failure and got.failed
@@ -158,19 +168,19 @@ async def test_a_fault_outside_of_a_call_fails_the_trajectory_and_is_its_last_tu
     assert got.tool_rewards == {} and tools.sessions[0].released == 1
 
 
-async def test_a_fault_at_the_release_is_too_late_to_matter():
+async def test_an_error_in_release_does_not_fail_the_trajectory():
     tools = FaultyTools("release")
     got = await _run(turns(CALL, END), tools=tools).run()
     assert not got.failed and tools.sessions[0].released == 1
 
 
-async def test_a_fault_of_the_fork_is_the_forks_last_turn():
+async def test_an_error_in_forking_tools_is_the_last_turn_of_the_fork():
     generator = FakeGenerator(turns("calmcalm" + CALL, "thinking" + END), entropy=_excited)
     forks = []
     run = _run(
         generator,
         tools=FaultyTools("fork"),
-        policy=AfterResult(BranchConfig()),
+        policy=ArpoBranching(BranchConfig()),
         slots=1,
         on_fork=forks.append,
     )
@@ -181,13 +191,13 @@ async def test_a_fault_of_the_fork_is_the_forks_last_turn():
     assert len(child.token_ids) == child.fork_len
 
 
-async def test_the_policys_fault_in_a_tool_does_not():
+async def test_a_user_error_of_a_tool_does_not_fail_the_trajectory():
     tools = FakeTools(status=lambda text: ToolStatus.user_error)
     got = await _run(turns(CALL, END), tools=tools).run()
     assert got.stop_reason is StopReason.eos
 
 
-async def test_a_dead_engine_fails_the_trajectory_and_keeps_what_was_said():
+async def test_a_dead_engine_fails_the_trajectory_and_keeps_its_tokens():
     tools = FakeTools()
     generator = FakeGenerator(turns(CALL), breaks=lambda request: len(request.token_ids) > 2)
     got = await _run(generator, tools=tools).run()
@@ -195,7 +205,7 @@ async def test_a_dead_engine_fails_the_trajectory_and_keeps_what_was_said():
     assert got.response_text == CALL + RESULT and tools.sessions[0].released == 1
 
 
-async def test_a_lost_policy_is_no_end_of_a_trajectory():
+async def test_a_lost_policy_rank_is_raised():
     def breaks(request):
         raise RankLostError("policy rank 1 died")
 
@@ -231,7 +241,7 @@ async def test_cancellation_aborts_the_request_and_releases_the_tools():
 
 def _probing(rest, *, entropy, slots=3, k=8, **options):
     generator = FakeGenerator(turns("calmcalm" + CALL, rest), entropy=entropy)
-    policy = AfterResult(BranchConfig(probe_tokens=k))
+    policy = ArpoBranching(BranchConfig(num_probe_tokens=k))
     forks = []
     run = _run(generator, policy=policy, slots=slots, on_fork=forks.append, **options)
     return run, generator, forks
@@ -253,7 +263,7 @@ async def test_a_rise_in_entropy_forks_behind_the_answer_and_the_probe_stays_her
     child = await forks[0].run()
     assert child.parent_id == got.trajectory_id and child.fork_len == fork_len
     assert child.token_ids[:fork_len] == got.token_ids[:fork_len]
-    assert child.baseline_entropy == 1.0 and child.num_calls == 1
+    assert child.baseline_entropy == 1.0 and child.num_tool_calls == 1
     assert len(generator.requests) == 4, "the fork does not probe at the same answer again"
     assert child.path == (0, 0) and child.turns[:2] == got.turns[:2]
 
@@ -278,7 +288,7 @@ async def test_a_turn_that_ends_within_the_probe(rest, num_forks):
 
 @pytest.mark.parametrize("k", range(5, 24))
 async def test_a_closing_tag_that_the_probe_cuts_in_two_still_stops(k):
-    run, _, _ = _probing("ab" + CALL + "never read", entropy=lambda *_: 1.0, k=k, max_calls=1)
+    run, _, _ = _probing("ab" + CALL + "never read", entropy=lambda *_: 1.0, k=k, max_tool_calls=1)
     got = await run.run()
     assert got.response_text == "calmcalm" + CALL + RESULT + "ab" + CALL
     assert got.stop_reason is StopReason.call_limit
@@ -286,7 +296,7 @@ async def test_a_closing_tag_that_the_probe_cuts_in_two_still_stops(k):
 
 async def test_tools_that_cannot_fork_fail_the_fork_alone():
     generator = FakeGenerator(turns("calmcalm" + CALL, "thinking" + END), entropy=_excited)
-    policy, forks = AfterResult(BranchConfig()), []
+    policy, forks = ArpoBranching(BranchConfig()), []
     tools = FakeTools(fork_fails=True)
     run = _run(generator, tools=tools, policy=policy, slots=1, on_fork=forks.append)
     assert not (await run.run()).failed
@@ -297,11 +307,11 @@ async def test_tools_that_cannot_fork_fail_the_fork_alone():
 
 def test_beginnings_of_tags():
     stops = ("</search>", "</python>")
-    assert ends_inside("x</se", stops) and ends_inside("<", stops)
-    assert not ends_inside("x", stops) and not ends_inside("</search>", stops)
+    assert ends_with_partial_stop("x</se", stops) and ends_with_partial_stop("<", stops)
+    assert not ends_with_partial_stop("x", stops) and not ends_with_partial_stop("</search>", stops)
 
 
-async def test_the_wall_clock_ends_a_trajectory_wherever_it_is():
+async def test_the_timeout_ends_a_trajectory_in_any_state():
     class Slow(FakeGenerator):
         async def generate(self, request):
             self.requests.append(request)
@@ -312,29 +322,37 @@ async def test_the_wall_clock_ends_a_trajectory_wherever_it_is():
             await asyncio.sleep(60)
 
     generator, tools = Slow(), FakeTools()
-    run = _run(generator, tools=tools, max_wall_s=0.05)
+    run = _run(generator, tools=tools, trajectory_timeout_s=0.05)
     got = await asyncio.wait_for(run.run(), 2)
-    assert got.stop_reason is StopReason.wall_time and got.failed and run.state is State.failed
+    assert (
+        got.stop_reason is StopReason.trajectory_timeout
+        and got.failed
+        and run.state is TrajectoryState.failed
+    )
     assert generator.aborted == [generator.requests[0].request_id]
     assert tools.sessions[0].released == 1
     tools = SlowTools()
-    got = await asyncio.wait_for(_run(turns("a" + CALL), tools=tools, max_wall_s=0.05).run(), 2)
-    assert got.stop_reason is StopReason.wall_time and got.response_text == "a" + CALL
-    assert got.num_calls == 1 and tools.sessions[0].released == 1
+    got = await asyncio.wait_for(
+        _run(turns("a" + CALL), tools=tools, trajectory_timeout_s=0.05).run(), 2
+    )
+    assert got.stop_reason is StopReason.trajectory_timeout and got.response_text == "a" + CALL
+    assert got.num_tool_calls == 1 and tools.sessions[0].released == 1
 
 
-async def test_a_fork_has_its_parents_clock():
-    run, generator, forks = _probing("thinking hard" + END, entropy=_excited, max_wall_s=0.2)
+async def test_a_fork_inherits_the_deadline_of_its_parent():
+    run, generator, forks = _probing(
+        "thinking hard" + END, entropy=_excited, trajectory_timeout_s=0.2
+    )
     assert not (await run.run()).failed
     generator.delays = 1  # a fork that never waits is never interrupted
     await asyncio.sleep(0.25)
     got = await forks[0].run()
-    assert got.stop_reason is StopReason.wall_time and len(got.token_ids) == got.fork_len
+    assert got.stop_reason is StopReason.trajectory_timeout and len(got.token_ids) == got.fork_len
 
 
-async def test_a_fault_is_no_matter_of_the_clock():
+async def test_an_infra_error_is_no_timeout():
     def breaks(request):
         return True
 
-    got = await _run(FakeGenerator(turns(END), breaks=breaks), max_wall_s=60.0).run()
+    got = await _run(FakeGenerator(turns(END), breaks=breaks), trajectory_timeout_s=60.0).run()
     assert got.stop_reason is StopReason.aborted

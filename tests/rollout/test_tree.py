@@ -1,4 +1,4 @@
-"""`rollout.tree`: M trajectories always, whatever forks, fails or is slow."""
+"""Always M trajectories, whatever forks, fails or is slow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import Branching
+from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.policies import make_policy
+from mega_agentrl.rollout.branching.registry import make_branch_policy
 from mega_agentrl.rollout.trajectory import RolloutContext
-from mega_agentrl.rollout.tree import grow_tree
-from mega_agentrl.types.records import Author
+from mega_agentrl.rollout.tree import sample_tree
+from mega_agentrl.types.records import Role
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_prompt, turns
 from tests.rollout.virtual_time import run_virtually
 
@@ -23,17 +23,17 @@ END = f"<answer>1</answer>{EOS}"
 
 configs = st.builds(
     RolloutConfig,
-    num_trajectories=st.integers(1, 9),
+    group_size=st.integers(1, 9),
     branching=st.sampled_from([Branching.none, Branching.after_result, Branching.aepo]),
     branch=st.builds(
         BranchConfig,
-        probe_tokens=st.integers(1, 12),
-        forks_per_decision=st.integers(1, 3),
+        num_probe_tokens=st.integers(1, 12),
+        num_forks_per_decision=st.integers(1, 3),
         initial_rollouts=st.one_of(st.none(), st.just(1)),
     ),
     max_response_tokens=st.integers(1, 150),
     max_turns=st.integers(1, 4),
-    max_calls=st.integers(0, 3),
+    max_tool_calls=st.integers(0, 3),
 )
 
 
@@ -42,7 +42,7 @@ def _context(config, generator, tools, *, seed=1, max_model_len=140):
         generator=generator,
         tools=tools,
         codec=CharCodec(),
-        policy=make_policy(config),
+        policy=make_branch_policy(config),
         config=config,
         temperature=1.0,
         max_model_len=max_model_len,
@@ -53,19 +53,19 @@ def _context(config, generator, tools, *, seed=1, max_model_len=140):
 
 def _grow(config, *, seed=1, generator=None, tools=None):
     context = _context(config, generator or FakeGenerator(), tools or FakeTools(), seed=seed)
-    return run_virtually(asyncio.wait_for(grow_tree(context, make_prompt(), "p0"), 20))
+    return run_virtually(asyncio.wait_for(sample_tree(context, make_prompt(), "p0"), 20))
 
 
 def _check_tree(tree, config, tools):
     paths = [trajectory.path for trajectory in tree.trajectories]
-    assert len(paths) == config.num_trajectories == len(set(paths))
+    assert len(paths) == config.group_size == len(set(paths))
     assert paths == sorted(paths)
     by_id = {trajectory.trajectory_id: trajectory for trajectory in tree.trajectories}
     limit = min(config.max_response_tokens, 140 - len(tree.prompt.token_ids))
     for one in tree.trajectories:
         assert len(one.token_ids) <= limit
-        assert one.num_calls <= config.max_calls
-        assert sum(turn.author is Author.assistant for turn in one.turns) <= config.max_turns
+        assert one.num_tool_calls <= config.max_tool_calls
+        assert sum(turn.role is Role.assistant for turn in one.turns) <= config.max_turns
         _check_turns(one)
         if one.parent_id is not None:
             parent = by_id[one.parent_id]
@@ -76,7 +76,7 @@ def _check_tree(tree, config, tools):
             assert one.loss_mask[one.fork_len - 1] == 0, "a fork starts right behind an answer"
             assert one.baseline_entropy == parent.baseline_entropy
     assert all(session.released == 1 for session in tools.sessions)
-    assert len(tools.sessions) == config.num_trajectories
+    assert len(tools.sessions) == config.group_size
 
 
 def _check_turns(trajectory):
@@ -85,7 +85,7 @@ def _check_turns(trajectory):
     for index, turn in enumerate(trajectory.turns):
         assert (turn.index, turn.start) == (index, at)
         at = turn.stop
-        said = int(turn.author is Author.assistant)
+        said = int(turn.role is Role.assistant)
         span = slice(turn.start, turn.stop)
         assert trajectory.loss_mask[span] == [said] * (turn.stop - turn.start)
         assert set(trajectory.turn_ids[span]) <= {index}
@@ -121,10 +121,10 @@ def test_no_branching_is_plain_sampling(config, seed):
     plain = _grow(replace(config, branching=Branching.none), seed=seed)
     assert plain.num_forks == plain.num_top_ups == 0
     assert [one.path for one in plain.trajectories] == [
-        (index,) for index in range(config.num_trajectories)
+        (index,) for index in range(config.group_size)
     ]
     # As many roots as trajectories leave nothing to fork: the same samples.
-    branch = replace(config.branch, initial_rollouts=config.num_trajectories)
+    branch = replace(config.branch, initial_rollouts=config.group_size)
     roots = _grow(replace(config, branching=Branching.after_result, branch=branch), seed=seed)
     assert [one.token_ids for one in roots.trajectories] == [
         one.token_ids for one in plain.trajectories
@@ -148,13 +148,13 @@ def _excited(response, request):
 
 
 def _config(**changes):
-    branch = BranchConfig(probe_tokens=8, initial_rollouts=changes.pop("roots", None))
+    branch = BranchConfig(num_probe_tokens=8, initial_rollouts=changes.pop("roots", None))
     return RolloutConfig(branch=branch, max_response_tokens=130, **changes)
 
 
 def test_every_slot_is_forked_where_entropy_always_rises():
     generator = FakeGenerator(turns("thinkhard" + CALL, "more words" + END), entropy=_excited)
-    tree = _grow(_config(num_trajectories=8), generator=generator)
+    tree = _grow(_config(group_size=8), generator=generator)
     assert tree.num_forks == 4 and tree.num_top_ups == 0
     assert [one.path for one in tree.trajectories] == [
         path for root in range(4) for path in ((root,), (root, 0))
@@ -164,9 +164,7 @@ def test_every_slot_is_forked_where_entropy_always_rises():
 def test_a_path_that_forked_shares_its_slots_with_the_fork():
     # One root with 3 slots: the first answer costs one, the two paths get one each.
     writes = turns("thinkhard" + CALL, "more words" + CALL, "more words" + END)
-    tree = _grow(
-        _config(num_trajectories=4, roots=1), generator=FakeGenerator(writes, entropy=_excited)
-    )
+    tree = _grow(_config(group_size=4, roots=1), generator=FakeGenerator(writes, entropy=_excited))
     assert [one.path for one in tree.trajectories] == [(0,), (0, 0), (0, 0, 0), (0, 1)]
     first, _, nested, second = tree.trajectories
     assert nested.fork_len == second.fork_len > tree.trajectories[1].fork_len
@@ -185,7 +183,7 @@ def test_unused_slots_become_fresh_roots_at_once():
             return await result
 
     generator = Counting(turns(END), delays=3)
-    tree = _grow(_config(num_trajectories=6, roots=1), generator=generator)
+    tree = _grow(_config(group_size=6, roots=1), generator=generator)
     assert tree.num_top_ups == 5 and tree.num_forks == 0
     assert [one.path for one in tree.trajectories] == [(index,) for index in range(6)]
     assert generator.most >= 5
@@ -197,8 +195,8 @@ async def test_cancelling_a_tree_releases_every_session(num_requests):
         turns("thinkhard" + CALL, "more words" + END), entropy=_excited, delays=1
     )
     tools = FakeTools(delays=2)
-    context = _context(_config(num_trajectories=8), generator, tools)
-    task = asyncio.create_task(grow_tree(context, make_prompt(), "p0"))
+    context = _context(_config(group_size=8), generator, tools)
+    task = asyncio.create_task(sample_tree(context, make_prompt(), "p0"))
     while len(generator.requests) < num_requests:
         await asyncio.sleep(0)
     task.cancel()

@@ -1,8 +1,8 @@
-"""An event loop whose clock jumps to the next timer as soon as there is nothing else to do.
+"""An event loop whose clock jumps to the next timer as soon as nothing else is ready.
 
-Sleeps and deadlines take no time and come in the same order on every machine, however busy: a
-deadline passes only where everything waits for it. Not for coroutines that wait for a thread or a
-process beside a timer, as the clock would not wait for those.
+Sleeps and timeouts take no time and fire in the same order on every machine, however busy: a
+timeout expires only if everything waits for it. Not for coroutines that wait for a thread or a
+process beside a timer, as the clock does not wait for those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random scripts against every budget: no token, call or turn too many, always a reason to stop."""
+"""Random scripts against every budget: no token, call or turn too many."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.config.choices import Branching, CallProtocol, OnBadCall
+from mega_agentrl.config.enums import Branching, CallProtocol, InvalidCallAction
 from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.data.codec import HFCodec
-from mega_agentrl.rollout.collector import collect
-from mega_agentrl.rollout.interaction import Interaction, Reply
-from mega_agentrl.rollout.interaction_session import InteractionKit
-from mega_agentrl.tool.kit import ToolKit
-from mega_agentrl.tool.protocol import Tool, ToolAnswer
-from mega_agentrl.types.records import Author, Finish, Generation, StopReason
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.interaction.base import Interaction, Reply
+from mega_agentrl.rollout.interaction.session import InteractionRegistry
+from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.toolkit import ToolKit
+from mega_agentrl.types.records import FinishReason, Generation, Role, StopReason
 from tests.chat_models import save_tokenizer
 from tests.fakes import FakeRubric, make_prompt, unit
 from tests.rollout.virtual_time import run_virtually
@@ -46,7 +46,7 @@ class Say(Tool):
     """Answers as many letters as it is told, also by a tag's text."""
 
     name = "say"
-    argument = "size"
+    text_argument = "size"
     parameters = {  # noqa: RUF012
         "type": "object",
         "properties": {"size": {"type": "integer"}},
@@ -59,7 +59,7 @@ class Say(Tool):
 
     async def execute(self, state, arguments, kwargs):
         self.num_run += 1
-        return ToolAnswer(text="z" * arguments["size"])
+        return ToolResponse(text="z" * arguments["size"])
 
 
 class Nag(Interaction):
@@ -75,7 +75,7 @@ class Nag(Interaction):
 
     async def respond(self, state, messages):
         state[0] += 1
-        return Reply(text="more " * state[0], done=len(messages) % 5 == 4)
+        return Reply(text="more " * state[0], is_last=len(messages) % 5 == 4)
 
     async def fork(self, state):
         self.num_open += 1
@@ -99,9 +99,9 @@ class Random:
         *draws, num = (unit(self.seed, turn, i) for i in range(6))
         text = "".join(PIECES[int(draw * len(PIECES))] for draw in draws[: int(num * 4)])
         ids = [*self.codec.encode(text)] + ([self.codec.eos_id] if draws[4] < 0.9 else [1] * 5000)
-        finish = Finish.eos if draws[4] < 0.9 else Finish.length
+        finish = FinishReason.eos if draws[4] < 0.9 else FinishReason.length
         if len(ids) > request.max_tokens:
-            ids, finish = ids[: request.max_tokens], Finish.length
+            ids, finish = ids[: request.max_tokens], FinishReason.length
         values = tuple(unit(self.seed, request.request_id, i) * 3 for i in range(len(ids)))
         return Generation(
             request_id=request.request_id,
@@ -109,7 +109,7 @@ class Random:
             logps=values,
             entropies=values,
             argmax_ids=tuple(ids),
-            finish=finish,
+            finish_reason=finish,
             stop_string=None,
             version=1,
         )
@@ -117,14 +117,14 @@ class Random:
 
 configs = st.builds(
     RolloutConfig,
-    num_trajectories=st.sampled_from([6, 3, 1]),
+    group_size=st.sampled_from([6, 3, 1]),
     branching=st.sampled_from([Branching.after_result, Branching.none]),
-    branch=st.builds(BranchConfig, probe_tokens=st.integers(5, 9), initial_rollouts=st.just(1)),
+    branch=st.builds(BranchConfig, num_probe_tokens=st.integers(5, 9), initial_rollouts=st.just(1)),
     call_protocol=st.just(CallProtocol.hermes),
-    on_bad_call=st.sampled_from(OnBadCall),
+    on_invalid_call=st.sampled_from(InvalidCallAction),
     max_response_tokens=st.sampled_from([1, 40, 150, 300, 600, 1500, 4000]),
     max_turns=st.integers(1, 6),
-    max_calls=st.sampled_from([0, 1, 3, 6, 20]),
+    max_tool_calls=st.sampled_from([0, 1, 3, 6, 20]),
     use_inference_chat_template=st.booleans(),
 )
 
@@ -143,13 +143,13 @@ def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, wit
     messages = ({"role": "user", "content": "Q"},)
     prompt = make_prompt(
         messages=messages,
-        token_ids=tuple(codec.apply_chat(messages)),
+        token_ids=tuple(codec.apply_chat_template(messages)),
         extra_info={"interaction_kwargs": {}} if with_user else {},
     )
     generator = Random(codec, seed)
     (tree,) = run_virtually(
         asyncio.wait_for(
-            collect(
+            collect_rollouts(
                 [prompt],
                 generator=generator,
                 tools=kit,
@@ -159,12 +159,12 @@ def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, wit
                 max_model_len=MAX_MODEL_LEN,
                 seed=seed,
                 step=0,
-                interactions=InteractionKit([nag]),
+                interactions=InteractionRegistry([nag]),
             ),
             60,
         )
     )
-    assert len(tree.trajectories) == config.num_trajectories and nag.num_open == 0
+    assert len(tree.trajectories) == config.group_size and nag.num_open == 0
     for one in tree.trajectories:
         _check(one, config)
     for request in generator.requests:
@@ -183,16 +183,16 @@ def _num_run(one, start):
 def _check(one, config):
     assert one.stop_reason in StopReason and not one.failed
     assert len(one.token_ids) <= config.max_response_tokens
-    said = Counter(turn.author for turn in one.turns if turn.stop > turn.start)
-    assert said[Author.assistant] <= config.max_turns and said[Author.user] <= Nag.max_turns
-    assert one.num_calls <= config.max_calls and _num_run(one, 0) <= config.max_calls
-    if config.on_bad_call is OnBadCall.stop:
-        assert one.num_bad_calls == 0 or one.stop_reason is StopReason.bad_call
+    said = Counter(turn.role for turn in one.turns if turn.stop > turn.start)
+    assert said[Role.assistant] <= config.max_turns and said[Role.user] <= Nag.max_turns
+    assert one.num_tool_calls <= config.max_tool_calls and _num_run(one, 0) <= config.max_tool_calls
+    if config.on_invalid_call is InvalidCallAction.stop:
+        assert one.num_invalid_calls == 0 or one.stop_reason is StopReason.invalid_call
     at = 0
     for turn in one.turns:
         assert turn.start == at
         at = turn.stop
         mask = one.loss_mask[turn.start : turn.stop]
-        assert set(mask) <= {int(turn.author is Author.assistant)}
+        assert set(mask) <= {int(turn.role is Role.assistant)}
     assert at == len(one.token_ids)
-    assert bool(one.restarts) <= config.use_inference_chat_template
+    assert bool(one.context_resets) <= config.use_inference_chat_template

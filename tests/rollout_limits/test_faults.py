@@ -1,4 +1,4 @@
-"""What goes wrong stays with the trajectory it happened to: marked, masked, out of the means."""
+"""Failures stay with their trajectory: marked, masked, left out of the means."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from mega_agentrl.batch.pack import pack
-from mega_agentrl.config.choices import Branching
+from mega_agentrl.batch.packing import pack_trees
+from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.rollout.collector import collect
-from mega_agentrl.rollout.metrics import rollout_metrics
-from mega_agentrl.tool.kit import ToolKit
-from mega_agentrl.tool.protocol import Tool, ToolAnswer
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.metrics.rollout import rollout_metrics
+from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import StopReason, ToolStatus
 from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, make_prompt
 from tests.rollout.virtual_time import run_virtually
@@ -24,8 +24,8 @@ class Moody(Tool):
     """Does what the call's text names."""
 
     name = "python"
-    argument = "text"
-    deadline_s = 0.2
+    text_argument = "text"
+    timeout_s = 0.2
 
     async def execute(self, state, arguments, kwargs):
         match arguments["text"]:
@@ -34,8 +34,8 @@ class Moody(Tool):
             case "raises":
                 raise OSError("no disk")
             case "large":
-                return ToolAnswer(text="\u00e9" * 10_000_000)
-        return ToolAnswer(text="done")
+                return ToolResponse(text="\u00e9" * 10_000_000)
+        return ToolResponse(text="done")
 
 
 def _write(response, request):
@@ -51,13 +51,13 @@ def _breaks(request):
 
 
 async def _collect_all():
-    got = await collect(
+    got = await collect_rollouts(
         [make_prompt(name) for name in NAMES],
         generator=FakeGenerator(_write, breaks=_breaks),
         tools=ToolKit([Moody()]),
         codec=CharCodec(),
         rubric=FakeRubric(),
-        config=RolloutConfig(num_trajectories=2, branching=Branching.none, max_response_tokens=400),
+        config=RolloutConfig(group_size=2, branching=Branching.none, max_response_tokens=400),
         max_model_len=1000,
         seed=1,
         step=0,
@@ -75,7 +75,7 @@ def _of(trees, name):
     return trees[name].trajectories
 
 
-def test_the_batch_completes_and_says_what_happened(trees):
+def test_the_batch_completes_with_stop_reasons(trees):
     reasons = {name: {one.stop_reason for one in _of(trees, name)} for name in NAMES}
     assert reasons == {
         "fine": {StopReason.eos},
@@ -95,24 +95,24 @@ def test_a_large_answer_is_cut_to_what_fits(trees):
         assert "... [cut]" in one.response_text and len(one.token_ids) < 400
 
 
-def test_what_failed_is_masked_and_alone(trees):
-    batch = pack(list(trees.values()))
+def test_failed_trajectories_are_masked_and_form_their_own_groups(trees):
+    batch = pack_trees(list(trees.values()))
     failed = [name in ("raises", "dead") for name in NAMES for _ in range(2)]
     assert [not bool(row.any()) for row in batch.mask_BT] == failed
     groups = batch.group_B.tolist()
     assert all(groups.count(group) == 1 for group, bad in zip(groups, failed, strict=True) if bad)
 
 
-def test_the_means_leave_it_out(trees):
+def test_means_leave_failures_out(trees):
     whole = rollout_metrics(list(trees.values()))
     good = rollout_metrics([trees[name] for name in ("fine", "hangs", "large")])
-    for key in ("reward_mean", "success", "response_tokens", "turns"):
+    for key in ("reward_mean", "success", "response_tokens_mean", "num_turns_mean"):
         assert whole[f"rollout/{key}"] == pytest.approx(good[f"rollout/{key}"])
-    assert whole["rollout/failed"] == 0.4 and good["rollout/failed"] == 0
+    assert whole["rollout/failed_fraction"] == 0.4 and good["rollout/failed_fraction"] == 0
     assert whole["rollout/stop/tool_failure"] == whole["rollout/stop/aborted"] == 0.2
     assert all(one.score is None for name in ("raises", "dead") for one in _of(trees, name))
 
 
-def test_an_engine_that_dies_keeps_what_was_said(trees):
+def test_an_engine_that_dies_keeps_the_tokens_so_far(trees):
     for one in _of(trees, "dead"):
         assert one.response_text.startswith("<python>dead</python> <result>\ndone")

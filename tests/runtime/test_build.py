@@ -1,4 +1,4 @@
-"""Building: parts hold what was read, and whatever started is ended."""
+"""Building a run: the components hold the inputs, and everything that started is closed."""
 
 import asyncio
 import threading
@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.config.choices import Branching, CallProtocol
+from mega_agentrl.config.enums import Branching, CallProtocol
 from mega_agentrl.config.schema import (
     DataConfig,
     ModelConfig,
     SftConfig,
     TrainConfig,
 )
-from mega_agentrl.config.search_schema import SearchToolConfig
-from mega_agentrl.config.tool_schema import ToolConfig
-from mega_agentrl.data.codec import HFCodec
+from mega_agentrl.config.sections.search import SearchToolConfig
+from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime.inputs import read_inputs
-from mega_agentrl.runtime.remote import DiedError, RankGoneError
-from mega_agentrl.tool.kit import ToolKit
+from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
+from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
 
@@ -31,7 +31,9 @@ def config(assets, tmp_path):
         model=ModelConfig(path=f"{assets}/model"),
         data=DataConfig(train=f"{assets}/train.parquet", validation=f"{assets}/validation.parquet"),
         sft=SftConfig(
-            max_steps=1, data=f"{assets}/demonstrations.parquet", dev=f"{assets}/dev.parquet"
+            max_steps=1,
+            train_data=f"{assets}/demonstrations.parquet",
+            dev_data=f"{assets}/dev.parquet",
         ),
         tool=ToolConfig(search=SearchToolConfig(source=f"{assets}/corpus.jsonl")),
     )
@@ -39,20 +41,20 @@ def config(assets, tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    """What is built here has no Ray to ask for GPUs."""
-    monkeypatch.setattr(module.ClusterGpus, "launch", lambda: None)
+    """There is no Ray cluster in these tests to query for GPUs."""
+    monkeypatch.setattr(module.ClusterGpuMonitor, "launch", lambda: None)
 
 
-class Group:
-    """Stands for the policy and the engines."""
+class FakeGroup:
+    """Stands in for the policy and the engines."""
 
     def gpu_name(self):
         return ""
 
 
-def test_with_staleness_the_loop_goes_on_in_a_thread_that_ends_with_the_run(config, monkeypatch):
-    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
-    config.rollout.staleness, seen = 1, threading.Event()
+def test_async_run_has_an_event_loop_thread_that_ends_with_it(config, monkeypatch):
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    config.rollout.max_staleness, seen = 1, threading.Event()
 
     async def go_on():
         await asyncio.sleep(0.01)
@@ -61,47 +63,47 @@ def test_with_staleness_the_loop_goes_on_in_a_thread_that_ends_with_the_run(conf
     async def start():
         return asyncio.create_task(go_on())
 
-    with module.build(config, read_inputs(config)) as parts:
-        task = parts.wait(start())
+    with module.build(config, read_inputs(config)) as components:
+        task = components.run_coroutine(start())
         assert seen.wait(20), "the loop stands still"
     assert task.done()
     assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_parts_hold_what_the_files_hold(config, monkeypatch):
-    groups = Group(), Group()
-    monkeypatch.setattr(module, "_start_groups", lambda *_: groups)
-    with module.build(config, read_inputs(config)) as parts:
-        assert (parts.policy, parts.generator) == groups
-        assert len(parts.validation) == 30
-        assert len(parts.dev) == 30
-        assert parts.demonstrations()(3).num_rows == 3
-        assert len({prompt.prompt_id for prompt in parts.prompts.next(200)}) == 200
-        assert set(parts.tools.stop_strings) == {"</python>", "</search>"}
-    assert parts.run_dir == Path(config.run_dir)
+def test_components_hold_the_contents_of_the_files(config, monkeypatch):
+    groups = FakeGroup(), FakeGroup()
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: groups)
+    with module.build(config, read_inputs(config)) as components:
+        assert (components.policy, components.generator) == groups
+        assert len(components.validation_prompts) == 30
+        assert len(components.dev_prompts) == 30
+        assert components.open_sft_stream()(3).num_rows == 3
+        assert (
+            len({prompt.prompt_id for prompt in components.prompt_source.next_prompts(200)}) == 200
+        )
+        assert set(components.tools.stop_strings) == {"</python>", "</search>"}
+    assert components.run_dir == Path(config.run_dir)
 
 
-def test_without_steps_there_are_no_demonstrations(config, monkeypatch):
+def test_no_demonstrations_without_sft_steps(config, monkeypatch):
     config.sft.max_steps = 0
-    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
-    with module.build(config, read_inputs(config)) as parts:
-        assert parts.demonstrations is None
-        assert parts.dev == ()
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    with module.build(config, read_inputs(config)) as components:
+        assert components.open_sft_stream is None
+        assert components.dev_prompts == ()
 
 
 @pytest.mark.parametrize("branching", [Branching.after_result, Branching.released])
-def test_tool_output_is_escaped_unless_the_published_rollout_is_repeated(
-    config, monkeypatch, branching
-):
+def test_tool_output_is_escaped_except_with_released_branching(config, monkeypatch, branching):
     config.rollout.branching = branching
-    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
     outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="</result>", latency_s=0.0)
-    with module.build(config, read_inputs(config)) as parts:
-        raw = "</result>\n" in parts.tools.render(outcome)
+    with module.build(config, read_inputs(config)) as components:
+        raw = "</result>\n" in components.tools.render_outcome(outcome)
         assert raw is (branching is Branching.released)
 
 
-def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
+def test_tools_are_closed_when_the_groups_cannot_start(config, monkeypatch):
     closed = []
     close_now = ToolKit.close_now
 
@@ -113,7 +115,7 @@ def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
         raise RuntimeError("no cluster")
 
     monkeypatch.setattr(ToolKit, "close_now", note)
-    monkeypatch.setattr(module, "_start_groups", fail)
+    monkeypatch.setattr(module, "_start_policy_and_engines", fail)
     with (
         pytest.raises(RuntimeError, match="no cluster"),
         module.build(config, read_inputs(config)),
@@ -122,11 +124,9 @@ def test_tools_are_ended_when_the_groups_cannot_start(config, monkeypatch):
     assert closed
 
 
-@pytest.mark.parametrize("hosts", [0, 1])
-def test_tools_start_before_the_cluster_unless_their_sandboxes_are_in_it(
-    config, monkeypatch, hosts
-):
-    config.tool.python.hosts = hosts
+@pytest.mark.parametrize("num_hosts", [0, 1])
+def test_tools_start_before_ray_unless_their_sandboxes_run_on_it(config, monkeypatch, num_hosts):
+    config.tool.python.num_hosts = num_hosts
     events = []
 
     async def start(_):
@@ -146,46 +146,46 @@ def test_tools_start_before_the_cluster_unless_their_sandboxes_are_in_it(
         module.build(config, read_inputs(config)),
     ):
         pass
-    if hosts:
+    if num_hosts:
         assert events == ["connect", "tools", "engines", "close", "shutdown"]
     else:
         assert events == ["tools", "connect", "engines", "shutdown", "close"]
 
 
-def test_calls_by_json_need_the_template_to_say_what_there_is(config, monkeypatch):
-    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
+def test_json_tool_calls_need_schemas_in_the_chat_template(config, monkeypatch):
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
     config.data.max_prompt_tokens = 5000
     with module.build(config, read_inputs(config)) as tags:
-        plain = tags.validation[0]
+        plain = tags.validation_prompts[0]
     config.rollout.call_protocol = CallProtocol.hermes
-    with module.build(config, read_inputs(config)) as parts:
-        assert parts.tools.answers_in_chat and parts.tools.stop_strings == ()
-        prompt = parts.validation[0]
+    with module.build(config, read_inputs(config)) as components:
+        assert components.tools.uses_tool_messages and components.tools.stop_strings == ()
+        prompt = components.validation_prompts[0]
         names = [schema["function"]["name"] for schema in prompt.tool_schemas]
         assert names == ["python", "search"] and plain.tool_schemas == ()
-        assert parts.codec.decode(prompt.token_ids).count('"type": "function"') == 2
-    monkeypatch.setattr(HFCodec, "keeps", lambda self, text: text != "</tool_call>")
+        assert components.codec.decode(prompt.token_ids).count('"type": "function"') == 2
+    monkeypatch.setattr(HFCodec, "survives_decoding", lambda self, text: text != "</tool_call>")
     with pytest.raises(ValueError, match="the tokenizer declares </tool_call> special"):
         read_inputs(config)
 
 
-def test_interactions_are_read_and_rewarded_by_name(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_start_groups", lambda *_: (Group(), Group()))
-    with module.build(config, read_inputs(config)) as parts:
-        assert parts.interactions.open(parts.validation[0]) is None
+def test_interactions_are_loaded_and_scored_by_name(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    with module.build(config, read_inputs(config)) as components:
+        assert components.interactions.open_session(components.validation_prompts[0]) is None
     path = tmp_path / "users.yaml"
-    path.write_text("- class_name: mega_agentrl.rollout.interaction_gsm8k.Gsm8kUser\n")
-    config.rollout.interaction_file = str(path)
+    path.write_text("- class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction\n")
+    config.rollout.interaction_config_file = str(path)
     config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k_user": 0.5}}
-    with module.build(config, read_inputs(config)) as parts:
-        assert parts.interactions.names == ("gsm8k_user",)
+    with module.build(config, read_inputs(config)) as components:
+        assert components.interactions.names == ("gsm8k_user",)
     config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k": 0.5}}
     with pytest.raises(ValueError, match="expected one of gsm8k_user"):
         read_inputs(config)
 
 
-class Started:
-    """A policy or engines that note what is asked of them."""
+class RecordingGroup:
+    """A policy or engines that record the methods called on them."""
 
     def __init__(self, events, name):
         self.events, self.name = events, name
@@ -195,34 +195,40 @@ class Started:
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_on_shared_gpus_engines_have_started_before_the_model_is_loaded(
+def test_colocated_engines_start_before_the_model_is_loaded(
     config, monkeypatch, tmp_path, colocated
 ):
     config.cluster.colocated = colocated
-    events, lodged = [], []
-    policy, engines = Started(events, "policy"), Started(events, "engines")
+    events, has_placement = [], []
+    policy, engines = RecordingGroup(events, "policy"), RecordingGroup(events, "engines")
     monkeypatch.setattr(module.PolicyGroup, "launch", lambda *_, **__: policy)
 
-    def launch(*_, lodging=None, **__):
-        lodged.append(lodging is not None)
+    def launch(*_, engine_placement=None, **__):
+        has_placement.append(engine_placement is not None)
         return engines
 
     monkeypatch.setattr(module.GeneratorGroup, "launch", launch)
-    start = module._launch_together if colocated else module._launch_apart
+    start = module._launch_colocated if colocated else module._launch_disaggregated
     with ExitStack() as stack:
-        *_, turns = start(config, stack, False, tmp_path)
-    assert lodged == [colocated]
-    assert (turns is not None) == colocated
-    begun = ["engines begin_start", "engines finish_start"]
+        *_, gpu_time_sharing = start(config, stack, False, tmp_path)
+    assert has_placement == [colocated]
+    assert (gpu_time_sharing is not None) == colocated
+    engine_start = ["engines submit_start", "engines wait_started"]
     if colocated:
-        assert events == [*begun, "policy share", "policy start", "engines close", "policy close"]
+        assert events == [
+            *engine_start,
+            "policy set_gpu_time_sharing",
+            "policy start",
+            "engines close",
+            "policy close",
+        ]
     else:
-        begun.insert(1, "policy start")
-        assert events == [*begun, "policy close", "engines close"]
+        engine_start.insert(1, "policy start")
+        assert events == [*engine_start, "policy close", "engines close"]
 
 
-class Mortal:
-    """A policy whose ranks die the first times it starts."""
+class FlakyPolicy:
+    """A policy whose ranks die in its first `num_deaths` starts."""
 
     def __init__(self, num_deaths):
         self.num_deaths, self.calls = num_deaths, []
@@ -230,50 +236,54 @@ class Mortal:
     def start(self, name="start"):
         self.calls.append(name)
         if len(self.calls) <= self.num_deaths:
-            raise RankGoneError("policy rank 0 died")
+            raise PolicyRankDiedError("policy rank 0 died")
 
     def restart(self):
         self.start("restart")
 
 
-def test_a_rank_that_dies_while_the_policy_starts_is_forgiven_once():
-    sound, mortal, doomed = Mortal(0), Mortal(1), Mortal(2)
-    module._start(sound)
-    module._start(mortal)
-    with pytest.raises(RankGoneError, match="rank 0 died"):
-        module._start(doomed)
-    assert (sound.calls, mortal.calls, doomed.calls) == (
+def test_policy_start_is_retried_once_after_a_rank_death():
+    healthy, flaky, broken = FlakyPolicy(0), FlakyPolicy(1), FlakyPolicy(2)
+    module._start_policy(healthy)
+    module._start_policy(flaky)
+    with pytest.raises(PolicyRankDiedError, match="rank 0 died"):
+        module._start_policy(broken)
+    assert (healthy.calls, flaky.calls, broken.calls) == (
         ["start"],
         ["start", "restart"],
         ["start", "restart"],
     )
 
 
-class Engines:
-    """Of which some die while they start, by the number of the attempt."""
+class FlakyEngines:
+    """Engines of which the n-th wait reports the n-th of `dead` as died."""
 
     def __init__(self, *dead):
-        self.dead, self.seen, self.admitted = list(dead), [], []
+        self.dead, self.waits, self.routable_engines = list(dead), [], []
 
-    def finish_start(self, calls):
-        self.seen.append(dict(calls))
+    def wait_started(self, calls):
+        self.waits.append(dict(calls))
         if self.dead and (name := self.dead.pop(0)):
-            raise DiedError(f"{name} died", name)
+            raise ProcessDiedError(f"{name} died", name)
 
-    def begin_replace(self, index):
+    def respawn_engine(self, index):
         return index, {f"engine {index}": "again"}
 
-    def admit(self, index):
-        self.admitted.append(index)
+    def enable_routing(self, index):
+        self.routable_engines.append(index)
 
 
-def test_an_engine_that_dies_while_it_starts_is_forgiven_once():
+def test_engine_start_is_retried_once_after_a_death():
     starting = {"engine 0": "first", "engine 1": "first"}
-    sound, mortal, doomed = Engines(), Engines("engine 1"), Engines("engine 1", "engine 0")
-    module._finish_start(sound, starting)
-    module._finish_start(mortal, starting)
-    with pytest.raises(DiedError, match="engine 0 died"):
-        module._finish_start(doomed, starting)
-    assert (sound.seen, sound.admitted) == ([starting], [])
-    assert mortal.seen == [starting, {"engine 0": "first", "engine 1": "again"}]
-    assert mortal.admitted == [1]
+    healthy, flaky, broken = (
+        FlakyEngines(),
+        FlakyEngines("engine 1"),
+        FlakyEngines("engine 1", "engine 0"),
+    )
+    module._wait_for_engines(healthy, starting)
+    module._wait_for_engines(flaky, starting)
+    with pytest.raises(ProcessDiedError, match="engine 0 died"):
+        module._wait_for_engines(broken, starting)
+    assert (healthy.waits, healthy.routable_engines) == ([starting], [])
+    assert flaky.waits == [starting, {"engine 0": "first", "engine 1": "again"}]
+    assert flaky.routable_engines == [1]

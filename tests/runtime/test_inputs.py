@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mega_agentrl.config.choices import AresMode, CotBlocks, Truncation
+from mega_agentrl.config.enums import AresMode, CotBlocks, Truncation
 from mega_agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
-from mega_agentrl.config.search_schema import SearchToolConfig
-from mega_agentrl.config.tool_schema import ToolConfig
-from mega_agentrl.runtime.inputs import data_cache, read_inputs
-from mega_agentrl.tool.kit import ToolKit
+from mega_agentrl.config.sections.search import SearchToolConfig
+from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.runtime.inputs import data_cache_folder, read_inputs
+from mega_agentrl.tool.toolkit import ToolKit
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def config(assets, tmp_path):
     )
 
 
-def test_epochs_become_steps(config):
-    config.data.prompts_per_step, config.epochs = 7, 3
+def test_total_steps_from_epochs(config):
+    config.data.prompts_per_step, config.total_epochs = 7, 3
     given = read_inputs(config)
     assert config.total_steps == -(-3 * len(given.prompts) // 7)
-    config.epochs, config.total_steps = 0, 5
+    config.total_epochs, config.total_steps = 0, 5
     read_inputs(config)
     assert config.total_steps == 5
 
@@ -41,13 +41,13 @@ def test_weights_count_in_epochs(config, assets, tmp_path):
     table["data_source"] = "again"
     table.to_parquet(again)
     config.data.train = [f"{assets}/train.parquet", f"{again}@2"]
-    config.data.prompts_per_step, config.epochs = 10, 3
+    config.data.prompts_per_step, config.total_epochs = 10, 3
     given = read_inputs(config)
     assert config.total_steps == 78
-    assert (len(given.prompts), sum(given.weights)) == (230, 260.0)
+    assert (len(given.prompts), sum(given.prompt_weights)) == (230, 260.0)
 
 
-def test_a_class_that_is_no_dataset_is_found_before_a_tokenizer_is_read(config):
+def test_invalid_dataset_class_is_found_before_the_tokenizer_is_read(config):
     config.model.path = "nowhere"
     config.data.dataset_class = "pathlib:Path"
     with pytest.raises(TypeError, match=r"data\.dataset_class=pathlib:Path: got a class"):
@@ -55,19 +55,19 @@ def test_a_class_that_is_no_dataset_is_found_before_a_tokenizer_is_read(config):
 
 
 @pytest.mark.parametrize("truncation", [Truncation.left, Truncation.right, Truncation.middle])
-def test_cut_prompts_end_as_whole_ones_do(config, assets, truncation, capsys):
+def test_truncated_prompts_keep_the_generation_prompt(config, assets, truncation, capsys):
     """Behind the messages stands what makes the policy answer, whatever was cut."""
     whole = read_inputs(config)
     codec, (first, *_) = whole.codec, whole.prompts
-    behind = codec.apply_chat(first.messages)[
-        len(codec.apply_chat(first.messages, generate=False)) :
+    behind = codec.apply_chat_template(first.messages)[
+        len(codec.apply_chat_template(first.messages, add_generation_prompt=False)) :
     ]
     assert behind
     config.data.truncation, config.data.max_prompt_tokens = truncation, 12
     prompts = read_inputs(config).prompts
     assert {len(prompt.token_ids) for prompt in prompts} == {12}
     assert all(prompt.token_ids[-len(behind) :] == tuple(behind) for prompt in prompts)
-    assert "data.train: 200 of 200 prompts were overlong and are cut" in capsys.readouterr().out
+    assert "data.train: 200 of 200 overlong prompts truncated" in capsys.readouterr().out
 
 
 def test_bad_data_is_found_before_tools_start(config, monkeypatch):
@@ -82,15 +82,17 @@ def test_bad_tools_are_found(config, tmp_path):
     with pytest.raises(ValueError, match=r"rubric\.default\.gsm8k=1\.0"):
         read_inputs(config)
     config.reward.rubric = {"default": {"arpo": 1.0}}
-    config.tool.file = str(tmp_path / "tools.yaml")
-    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
+    config.tool.user_tools_file = str(tmp_path / "tools.yaml")
+    Path(config.tool.user_tools_file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
     with pytest.raises(ValueError, match="has no Gsm8k; its tools are"):
         read_inputs(config)
 
 
-def test_a_prompt_that_does_not_fit_its_tool_is_found(config, assets, tmp_path):
-    config.tool.file = str(tmp_path / "tools.yaml")
-    Path(config.tool.file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")
+def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):
+    config.tool.user_tools_file = str(tmp_path / "tools.yaml")
+    Path(config.tool.user_tools_file).write_text(
+        "- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n"
+    )
     row = pd.read_parquet(assets / "train.parquet").iloc[0].to_dict()
     row["extra_info"] = {"index": 7, "tools_kwargs": {"gsm8k": {"create_kwargs": {"k": 1}}}}
     config.data.train = f"{tmp_path}/train.parquet"
@@ -115,16 +117,14 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(config, assets, tmp_pat
     assert "data.train: 1 overlong prompts dropped, 1 kept" in capsys.readouterr().out
 
 
-def test_where_copies_of_remote_files_are_kept(monkeypatch, tmp_path):
+def test_data_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data_cache() == tmp_path / "mega_agentrl" / "data"
+    assert data_cache_folder() == tmp_path / "mega_agentrl" / "data"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert data_cache() == Path.home() / ".cache" / "mega_agentrl" / "data"
+    assert data_cache_folder() == Path.home() / ".cache" / "mega_agentrl" / "data"
 
 
-def test_a_file_of_a_slow_disk_is_staged_where_copies_are_kept(
-    config, assets, monkeypatch, tmp_path
-):
+def test_file_url_is_copied_to_the_cache(config, assets, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shm"))
     config.data.train = f"file://{assets}/train.parquet"
     assert len(read_inputs(config).prompts) == 200
@@ -133,43 +133,49 @@ def test_a_file_of_a_slow_disk_is_staged_where_copies_are_kept(
 
 
 def test_a_reference_must_have_the_policys_shape(config, assets, tmp_path):
-    config.algo.kl_coef, config.model.reference = 0.1, f"{assets}/model"
+    config.algo.kl_coef, config.model.reference_path = 0.1, f"{assets}/model"
     read_inputs(config)
     folder = tmp_path / "other"
     shutil.copytree(assets / "model", folder)
     path = folder / "config.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"intermediate_size": values["intermediate_size"] * 2}))
-    config.model.reference = str(folder)
-    with pytest.raises(ValueError, match=r"model\.reference=.*other: got ffn=\d+; expected ffn="):
+    config.model.reference_path = str(folder)
+    with pytest.raises(
+        ValueError,
+        match=r"model\.reference_path=.*other: got ffn_hidden_size=\d+; expected ffn_hidden_size=",
+    ):
         read_inputs(config)
 
 
-def test_markers_are_read_where_egpo_looks_for_them(config):
+def test_cot_markers_are_loaded_for_egpo(config):
     assert read_inputs(config).cot_markers is None
     config.algo.egpo.lam = 0.4
     start, end = read_inputs(config).cot_markers
     codec = read_inputs(config).codec
-    assert (codec.raw_text(start), codec.raw_text(end)) == ("<think>", "</think>")
-    config.algo.egpo.blocks = CotBlocks.response
+    assert (codec.decode_with_special_tokens(start), codec.decode_with_special_tokens(end)) == (
+        "<think>",
+        "</think>",
+    )
+    config.algo.egpo.cot_blocks = CotBlocks.response
     assert read_inputs(config).cot_markers is None
 
 
-def test_a_marker_that_melts_into_other_tokens_is_an_error(config):
+def test_marker_that_merges_with_other_tokens_is_an_error(config):
     config.algo.egpo.lam = 0.4
-    config.algo.egpo.markers = ["pric", "</think>"]
-    with pytest.raises(ValueError, match=r"algo\.egpo\.markers"):
+    config.algo.egpo.cot_markers = ["pric", "</think>"]
+    with pytest.raises(ValueError, match=r"algo\.egpo\.cot_markers"):
         read_inputs(config)
 
 
 def test_trigger_words_become_tokens(config, tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("price\nThe\n")
-    config.algo.ares.mode, config.algo.ares.words = AresMode.paper, str(path)
+    config.algo.ares.mode, config.algo.ares.trigger_words_file = AresMode.paper, str(path)
     given = read_inputs(config)
     texts = {given.codec.decode([token_id]).strip().lower() for token_id in given.trigger_ids}
     assert texts <= {"price", "the"}
     assert texts
     path.write_text("zyzzyva\n")
-    with pytest.raises(ValueError, match=r"algo\.ares\.words="):
+    with pytest.raises(ValueError, match=r"algo\.ares\.trigger_words_file="):
         read_inputs(config)

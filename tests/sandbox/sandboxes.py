@@ -6,14 +6,14 @@ import os
 import time
 from pathlib import Path
 
-from mega_agentrl.config.choices import PythonMode
-from mega_agentrl.config.sandbox_schema import PythonToolConfig
+from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 
 def make_pool(**changes):
     """A started pool of one sandbox without preloaded modules; works from any event loop."""
-    values = {"workers": 1, "timeout_s": 10.0, "memory_mib": 256, "preload": []}
+    values = {"num_workers": 1, "timeout_s": 10.0, "memory_limit_mib": 256, "preload_modules": []}
     pool = SandboxPool(PythonToolConfig(**(values | changes)))
     asyncio.run(pool.start())
     return pool
@@ -21,7 +21,7 @@ def make_pool(**changes):
 
 def make_stateful_pool(**changes):
     """The same, for sessions; two calls at once."""
-    return make_pool(**({"mode": PythonMode.stateful, "workers": 2} | changes))
+    return make_pool(**({"mode": PythonMode.stateful, "num_workers": 2} | changes))
 
 
 _numbers = itertools.count()

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.sandbox import cgroup
-from mega_agentrl.sandbox.cgroup import new_cgroup, remove_leftovers
+from mega_agentrl.sandbox.cgroup import create_cgroup, remove_stale_cgroups
 
 
 @pytest.fixture
 def group():
-    made = new_cgroup(memory_mib=64, num_processes=5)
+    made = create_cgroup(memory_mib=64, num_processes=5)
     yield made
     made.close()
 
 
 def test_limits_bind_and_the_group_goes(group):
-    if not group.is_real:
+    if not group.is_effective:
         pytest.skip("no control group can be written here")
     # Their output goes elsewhere: nobody waits for the end of those that were started.
     script = "read go; for i in 1 2 3 4 5 6 7 8; do sleep 60 >/dev/null 2>&1 & done"
@@ -27,8 +27,8 @@ def test_limits_bind_and_the_group_goes(group):
         group.add(child.pid)
         _, error = child.communicate(b"go\n", timeout=20)
     assert b"fork" in error
-    folders = [Path(entrance).parent for entrance in group.entrances]
-    for entrance in group.entrances:
+    folders = [Path(entrance).parent for entrance in group.procs_files]
+    for entrance in group.procs_files:
         for pid in Path(entrance).read_text(encoding="ascii").split():
             os.kill(int(pid), 9)
     group.close()
@@ -37,29 +37,29 @@ def test_limits_bind_and_the_group_goes(group):
 
 
 def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypatch):
-    if not group.is_real:
+    if not group.is_effective:
         pytest.skip("no control group can be written here")
     monkeypatch.setattr(cgroup, "_REMOVE_DEADLINE_S", 0.0)
-    folders = [Path(entrance).parent for entrance in group.entrances]
+    folders = [Path(entrance).parent for entrance in group.procs_files]
     with subprocess.Popen(["/bin/sleep", "600"]) as child:
         group.add(child.pid)
         group.close()
-        new_cgroup(memory_mib=64, num_processes=5).close()
+        create_cgroup(memory_mib=64, num_processes=5).close()
         assert all(folder.exists() for folder in folders)
         child.kill()
-    new_cgroup(memory_mib=64, num_processes=5).close()
+    create_cgroup(memory_mib=64, num_processes=5).close()
     assert not any(folder.exists() for folder in folders)
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(group):
-    if not group.is_real:
+    if not group.is_effective:
         pytest.skip("no control group can be written here")
-    parent = Path(group.entrances[0]).parents[1]
+    parent = Path(group.procs_files[0]).parents[1]
     dead = parent / "mega_agentrl-4000000-1-0"
     dead.mkdir()
-    remove_leftovers()
+    remove_stale_cgroups()
     assert not dead.exists()
-    assert Path(group.entrances[0]).exists()
+    assert Path(group.procs_files[0]).exists()
 
 
 def test_version_2_is_preferred(monkeypatch, tmp_path):
@@ -73,8 +73,8 @@ def test_version_2_is_preferred(monkeypatch, tmp_path):
             (path / name).touch()
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    made = new_cgroup(memory_mib=3, num_processes=9)
-    (entrance,) = made.entrances
+    made = create_cgroup(memory_mib=3, num_processes=9)
+    (entrance,) = made.procs_files
     folder = Path(entrance).parent
     assert folder.parent == tmp_path
     assert (folder / "memory.max").read_text(encoding="ascii") == str(3 << 20)
@@ -83,7 +83,7 @@ def test_version_2_is_preferred(monkeypatch, tmp_path):
 
 def test_none_where_nothing_can_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "none")
-    made = new_cgroup(memory_mib=3, num_processes=9)
-    assert not made.is_real
-    assert made.entrances == []
+    made = create_cgroup(memory_mib=3, num_processes=9)
+    assert not made.is_effective
+    assert made.procs_files == []
     made.close()

@@ -1,4 +1,4 @@
-"""The wall's command, and what is said where it cannot be built."""
+"""The bubblewrap command, and the errors where it cannot work."""
 
 import json
 import stat
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.sandbox.isolation import (
-    INNER_PATH,
+    GUEST_PATH,
     check_isolation,
     interpreter_folders,
     interpreter_path,
-    open_command,
-    staged,
-    walled_command,
+    isolated_command,
+    pre_exec_command,
+    unisolated_command,
 )
 
 
@@ -42,10 +42,10 @@ def test_refused_namespaces_show_the_reason(monkeypatch, tmp_path):
 
 
 def test_only_the_interpreter_is_bound_and_read_only():
-    command = walled_command("{}")
+    command = isolated_command("{}")
     assert "--bind" not in command
     assert command[-6:-2] == [interpreter_path(), "-I", "-B", "-c"]
-    assert INNER_PATH in command[-2]
+    assert GUEST_PATH in command[-2]
     assert command[-1] == "{}"
     bound = {command[i + 1] for i, word in enumerate(command) if word == "--ro-bind"}
     bound = {path.removeprefix("reach:") for path in bound}
@@ -53,12 +53,12 @@ def test_only_the_interpreter_is_bound_and_read_only():
     rest = {
         path for path in bound - allowed if not path.startswith(("/usr", "/lib", "/bin", "/sbin"))
     }
-    assert [Path(path).name for path in rest] == ["inner"]
+    assert [Path(path).name for path in rest] == ["guest"]
 
 
-def test_stage_gets_every_folder_that_must_be_reached():
+def test_pre_exec_gets_every_folder_to_bind():
     command = ["bwrap", "--ro-bind", "reach:/a b", "/x", "--ro-bind", "reach:/c", "/y", "run", "{}"]
-    job = json.loads(staged(command, user=7, cgroups=["/g/procs"])[-1])
+    job = json.loads(pre_exec_command(command, user=7, cgroups=["/g/procs"])[-1])
     assert job["folders"] == ["/a b", "/c"]
     assert job["command"] == [
         "bwrap",
@@ -74,8 +74,8 @@ def test_stage_gets_every_folder_that_must_be_reached():
     assert (job["user"], job["cgroups"]) == (7, ["/g/procs"])
 
 
-def test_without_a_wall_it_is_the_same_program():
-    command = open_command("{}")
+def test_without_isolation_it_is_the_same_program():
+    command = unisolated_command("{}")
     assert "bwrap" not in " ".join(command)
     assert command[-1] == "{}"
     assert sys.executable in command
@@ -96,7 +96,7 @@ def test_an_environment_below_tmp_is_seen_elsewhere(monkeypatch):
     monkeypatch.setattr(sys, "base_prefix", "/opt/python")
     monkeypatch.setattr(Path, "resolve", lambda path: Path("/opt/python/bin/python3.11"))
     assert interpreter_path() == "/sandbox/environment/bin/python"
-    command = walled_command("{}")
+    command = isolated_command("{}")
     place = command.index("reach:/tmp/clone/.venv")
     assert command[place + 1] == "/sandbox/environment"
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mega_agentrl.sandbox.process import end_child, run_to_end, start_child
+from mega_agentrl.sandbox.process import kill_child, run_command, start_child
 
 
 def test_environment_is_empty(monkeypatch):
@@ -17,19 +17,19 @@ def test_environment_is_empty(monkeypatch):
 
 
 def test_run_to_end_gives_code_and_error_text():
-    assert run_to_end(["/bin/sh", "-c", "echo no >&2; exit 3"], timeout_s=10) == (3, "no")
+    assert run_command(["/bin/sh", "-c", "echo no >&2; exit 3"], timeout_s=10) == (3, "no")
 
 
 def test_run_to_end_keeps_its_deadline():
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
-        run_to_end(["/bin/sleep", "30"], timeout_s=0.2)
+        run_command(["/bin/sleep", "30"], timeout_s=0.2)
     assert time.monotonic() - begin < 5
 
 
 def test_missing_program():
     with pytest.raises(OSError, match="none"):
-        run_to_end(["/nowhere/none"], timeout_s=1)
+        run_command(["/nowhere/none"], timeout_s=1)
 
 
 def test_child_survives_the_thread_that_asked_for_it():
@@ -44,6 +44,6 @@ def test_child_survives_the_thread_that_asked_for_it():
     thread.join()
     time.sleep(0.3)
     assert children[0].poll() is None
-    end_child(children[0])
-    end_child(children[0])
+    kill_child(children[0])
+    kill_child(children[0])
     assert children[0].poll() == -9

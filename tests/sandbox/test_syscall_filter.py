@@ -9,7 +9,11 @@ import platform
 import pytest
 
 from mega_agentrl.sandbox import syscall_filter
-from mega_agentrl.sandbox.syscall_filter import DENIED, encoded_filter, filter_program
+from mega_agentrl.sandbox.syscall_filter import (
+    DENIED_SYSCALLS,
+    build_seccomp_filter,
+    seccomp_filter_base64,
+)
 from tests.sandbox.sandboxes import make_pool, make_stateful_pool
 
 NEW_USER, NEW_NET, CHILD = 0x10000000, 0x40000000, 17
@@ -48,7 +52,7 @@ async def answers(pool, calls):
 
 
 async def test_every_denied_call_is_not_permitted(pool):
-    known = [name for name in DENIED if number(name) >= 0]
+    known = [name for name in DENIED_SYSCALLS if number(name) >= 0]
     got = await answers(pool, [(number(name), [0] * 6) for name in known])
     wrong = {name: errno.errorcode.get(code) for name, code in zip(known, got, strict=True)}
     assert {name: code for name, code in wrong.items() if code != "EPERM"} == {}
@@ -87,10 +91,10 @@ async def test_calls_unknown_here_do_not_exist(pool):
 
 def test_program_is_whole_instructions():
     for stateful in (False, True):
-        program = filter_program(stateful=stateful)
+        program = build_seccomp_filter(stateful=stateful)
         assert len(program) % 8 == 0
         assert len(program) // 8 < 4096
-    assert encoded_filter(stateful=False) != encoded_filter(stateful=True)
+    assert seccomp_filter_base64(stateful=False) != seccomp_filter_base64(stateful=True)
 
 
 def test_missing_library_names_the_package(monkeypatch):
@@ -101,14 +105,14 @@ def test_missing_library_names_the_package(monkeypatch):
             raise RuntimeError("Unable to find libseccomp")
         return real(name, *rest, **more)
 
-    syscall_filter.filter_program.cache_clear()
+    syscall_filter.build_seccomp_filter.cache_clear()
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ValueError, match="install the system package `libseccomp2`"):
-        filter_program(stateful=False)
+        build_seccomp_filter(stateful=False)
 
 
 def test_another_machine_is_refused(monkeypatch):
-    syscall_filter.filter_program.cache_clear()
+    syscall_filter.build_seccomp_filter.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     with pytest.raises(ValueError, match="machine s390x, expected x86_64 or aarch64"):
-        filter_program(stateful=False)
+        build_seccomp_filter(stateful=False)

@@ -1,4 +1,4 @@
-"""A Slurm of two virtual nodes for the tests of this folder, and jobs on it."""
+"""Fixtures: a Slurm cluster of two virtual nodes, and jobs on it."""
 
 import shutil
 import tempfile
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.virtual_cluster import NODES, VirtualCluster, why_not
+from tests.slurm.virtual_cluster import NODES, VirtualCluster, unavailable_reason
 
 ROOT = Path(__file__).resolve().parents[2]
-# A cluster of Ray's own takes 30 % of the memory for objects otherwise, on each node.
+# By default Ray reserves 30 % of the memory for objects, on each node.
 RAY_OPTIONS = "--object-store-memory=100000000"
 
 
 @pytest.fixture(scope="session")
 def running_slurm():
-    """The cluster, started once; skips where Slurm is not installed."""
-    if reason := why_not():
+    """Start the cluster once; skip the tests if Slurm is not installed."""
+    if reason := unavailable_reason():
         pytest.skip(reason)
-    # Not pytest's folder: Unix sockets have short paths.
+    # Not pytest's folder, because the paths of Unix sockets must be short.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     cluster = VirtualCluster(folder)
     try:
@@ -31,7 +31,7 @@ def running_slurm():
 
 
 class Jobs:
-    """Jobs of one test, and what they leave behind. marker: in the environment of all of them."""
+    """Jobs of one test. `marker` is in the environment of all their processes."""
 
     def __init__(self, slurm, folder, marker):
         self.slurm = slurm
@@ -41,13 +41,13 @@ class Jobs:
         self.run_dir = folder / "runs" / "mine"
 
     def beside(self, name):
-        """More jobs of the same test, with output and runs of their own."""
+        """Return further jobs of the same test with a separate output and run folder."""
         folder = self.folder / name
         folder.mkdir()
         return Jobs(self.slurm, folder, self.marker)
 
     def submit(self, *words, driver=None, script="slurm/train.sh", nodes=2, options=(), **more):
-        """Job id of `sbatch`; more: environment."""
+        """Submit a job with the environment variables `more`; return its id."""
         environment = {
             **self.slurm.environment,
             "MEGA_AGENTRL_LOCAL_DIR": self.marker,
@@ -57,11 +57,11 @@ class Jobs:
         if driver:
             environment["MEGA_AGENTRL_DRIVER"] = driver
         line = ["sbatch", "--parsable", f"-N{nodes}", f"--output={self.output}", *options]
-        done = self.slurm.command(*line, script, *words, env=environment, cwd=ROOT)
-        return done.stdout.strip()
+        completed = self.slurm.command(*line, script, *words, env=environment, cwd=ROOT)
+        return completed.stdout.strip()
 
     def tiny(self, do, **more):
-        """Submits the tiny driver, on a Ray without what it does not use."""
+        """Submit a job with the tiny driver, on a Ray without the features it does not need."""
         driver = f"python {ROOT}/tests/slurm/tiny_driver.py"
         more = {
             "MEGA_AGENTRL_RAY_OPTIONS": f"{RAY_OPTIONS} --include-log-monitor=false",
@@ -74,28 +74,28 @@ class Jobs:
         self.slurm.wait_for(path.exists, timeout_s, f"{path.name}", self.output)
 
     def end(self, job, timeout_s):
-        """Exit code and output of a job."""
+        """Wait for the end of a job; return exit code and output."""
         code = self.slurm.wait_ended(job, timeout_s, self.output)
         return code, self.output.read_text()
 
     def left_over(self):
-        """pid and command of living processes of the jobs, and their folders."""
-        found = []
+        """Return pid and command of the jobs' live processes, and their folders."""
+        processes = []
         for folder in Path("/proc").iterdir():
             try:
                 if (
                     folder.name.isdigit()
                     and self.marker.encode() in (folder / "environ").read_bytes()
                 ):
-                    found.append((int(folder.name), (folder / "cmdline").read_bytes()))
+                    processes.append((int(folder.name), (folder / "cmdline").read_bytes()))
             except OSError:
                 continue
-        return found + [str(path) for path in Path(self.marker).iterdir()]
+        return processes + [str(path) for path in Path(self.marker).iterdir()]
 
 
 @pytest.fixture
 def jobs(running_slurm, tmp_path):
-    """Jobs; the test fails where one leaves a process or a file on its nodes."""
+    """Jobs of a test, which fails if they leave processes or files on the nodes."""
     marker = tempfile.mkdtemp(prefix="jobs-")
     jobs = Jobs(running_slurm, tmp_path, marker)
     try:
@@ -105,9 +105,9 @@ def jobs(running_slurm, tmp_path):
             lambda: running_slurm.node_states() == ["idle"] * len(NODES), 60, "idle nodes"
         )
         deadline_s = time.monotonic() + 15
-        while (left := jobs.left_over()) and time.monotonic() < deadline_s:
+        while (remaining := jobs.left_over()) and time.monotonic() < deadline_s:
             time.sleep(0.5)
-        assert not left, left
+        assert not remaining, remaining
     finally:
         running_slurm.command("scancel", "--user=root", check=False)
         shutil.rmtree(marker, ignore_errors=True)

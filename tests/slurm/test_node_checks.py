@@ -1,4 +1,4 @@
-"""slurm/node_checks.py: what a node says of itself, healthy and not."""
+"""slurm/node_checks.py: findings of healthy and broken nodes."""
 
 import resource
 import sys
@@ -20,19 +20,19 @@ def test_infiniband_counts_active_ports_by_rate_and_names_those_that_are_down(tm
     for index in range(3):
         add_port(tmp_path, f"mlx5_{index}", 1, "4: ACTIVE", "400 Gb/sec (4X NDR)")
     add_port(tmp_path, "mlx5_3", 1, "4: ACTIVE", "100 Gb/sec (4X EDR)")
-    found = node_checks.infiniband(tmp_path)
+    found = node_checks.check_infiniband(tmp_path)
     assert (found.value, found.state) == ("1x100+3x400", OK)
     add_port(tmp_path, "mlx5_4", 1, "1: DOWN", "400 Gb/sec (4X NDR)")
-    found = node_checks.infiniband(tmp_path)
+    found = node_checks.check_infiniband(tmp_path)
     assert (found.value, found.state) == ("1x100+3x400", WARN)
-    assert found.why == "mlx5_4/1 is DOWN"
+    assert found.reason == "mlx5_4/1 is DOWN"
 
 
 def test_no_infiniband_is_no_failure(tmp_path):
-    assert node_checks.infiniband(tmp_path / "none") == node_checks.Finding("none")
+    assert node_checks.check_infiniband(tmp_path / "none") == node_checks.Finding("none")
 
 
-def test_a_node_without_gpus_says_so_and_fails_where_slurm_gave_it_some(monkeypatch):
+def test_node_without_gpus_fails_if_slurm_allocated_some(monkeypatch):
     import pynvml
 
     def no_driver():
@@ -40,41 +40,43 @@ def test_a_node_without_gpus_says_so_and_fails_where_slurm_gave_it_some(monkeypa
 
     monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
-    found = node_checks.gpus()
+    found = node_checks.check_gpus()
     assert set(found) == {"gpus"}
     assert (found["gpus"].value, found["gpus"].state) == ("no GPU", OK)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    failed = node_checks.gpus()["gpus"]
+    failed = node_checks.check_gpus()["gpus"]
     assert failed.state == FAIL
-    assert failed.why == "Slurm gave 8 GPUs, NVML sees 0"
+    assert failed.reason == "Slurm gave 8 GPUs, NVML sees 0"
 
 
-def test_a_package_that_does_not_import_is_told_with_the_interpreter(monkeypatch):
+def test_failed_import_names_the_interpreter(monkeypatch):
     monkeypatch.setattr(node_checks, "IMPORT_PROGRAM", "import json, no_such_package")
-    found = node_checks.imports()["imports"]
+    found = node_checks.check_imports()["imports"]
     assert (found.value, found.state) == ("no", FAIL)
-    assert "no_such_package" in found.why
-    assert sys.executable in found.why
+    assert "no_such_package" in found.reason
+    assert sys.executable in found.reason
 
 
-def test_imports_give_their_versions(monkeypatch):
+def test_import_check_returns_versions(monkeypatch):
     monkeypatch.setattr(node_checks, "PACKAGES", ("json",))
-    found = node_checks.imports()
+    found = node_checks.check_imports()
     assert set(found) == {"python", "imports", "torch", "nccl", "ray"}
     assert all(cell.state == OK for cell in found.values())
     assert found["ray"].value.count(".") == 2
 
 
-def test_a_full_disk_fails_with_its_folder(tmp_path, monkeypatch):
+def test_full_disk_names_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(node_checks, "MIN_SHARED_GIB", 0.0)
-    assert node_checks.disk(tmp_path, tmp_path).value.count("/") >= 1
+    assert node_checks.check_disk(tmp_path, tmp_path).value.count("/") >= 1
     monkeypatch.setattr(node_checks, "MIN_LOCAL_GIB", 1e9)
     local = tmp_path / "local"
     local.mkdir()
-    found = node_checks.disk(tmp_path, local)
+    found = node_checks.check_disk(tmp_path, local)
     assert found.state == FAIL
-    assert str(local) in found.why
-    assert node_checks.disk(tmp_path, tmp_path / "none").why.startswith(f"{tmp_path}/none is not")
+    assert str(local) in found.reason
+    assert node_checks.check_disk(tmp_path, tmp_path / "none").reason.startswith(
+        f"{tmp_path}/none does not exist"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,19 +93,19 @@ def test_a_full_disk_fails_with_its_folder(tmp_path, monkeypatch):
 def test_limits(monkeypatch, files, locked, devices, state):
     values = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values[kind], values[kind]))
-    found = node_checks.limits(devices)
+    found = node_checks.check_limits(devices)
     assert found.state == state
-    assert bool(found.why) == (state != OK)
+    assert bool(found.reason) == (state != OK)
 
 
-def test_a_missing_bubblewrap_is_told(monkeypatch):
+def test_missing_bubblewrap_fails(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    found = node_checks.sandbox()
+    found = node_checks.check_sandbox()
     assert (found.value, found.state) == ("no", FAIL)
-    assert "bubblewrap" in found.why
+    assert "bubblewrap" in found.reason
 
 
-def test_a_program_that_is_not_there_or_hangs_is_no_error(monkeypatch):
-    assert node_checks._run("no-such-program") is None
-    monkeypatch.setattr(node_checks, "PROGRAM_S", 0.2)
-    assert node_checks._run("sleep", "10") is None
+def test_missing_or_hanging_program_returns_none(monkeypatch):
+    assert node_checks._run_program("no-such-program") is None
+    monkeypatch.setattr(node_checks, "PROGRAM_TIMEOUT_S", 0.2)
+    assert node_checks._run_program("sleep", "10") is None

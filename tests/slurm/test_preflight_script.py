@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slurm
 
 
 def rows(output):
-    """Cells by column of each node."""
+    """Return the cells of each node by column."""
     lines = output.splitlines()
     top = next(index for index, line in enumerate(lines) if line.startswith("node "))
     names = lines[top].split()
@@ -21,7 +21,7 @@ def rows(output):
     return table
 
 
-def test_both_nodes_pass_where_their_limits_and_disks_do(jobs):
+def test_both_nodes_pass_except_for_limits_and_disks(jobs):
     code, output = jobs.end(jobs.submit(script="slurm/preflight.sh"), 300)
     found = rows(output)
     assert set(found) == {"n1", "n2"}
@@ -35,5 +35,5 @@ def test_both_nodes_pass_where_their_limits_and_disks_do(jobs):
     assert found["n1"]["torch"] == found["n2"]["torch"]
     failures = re.findall(r"^FAIL (\S+ \S+):", output, re.MULTILINE)
     assert code == (1 if failures else 0), output
-    # What this machine has too little of is not the script's fault.
+    # This machine itself may lack disk space or have low limits.
     assert {name.split()[1] for name in failures} <= {"disk", "limits"}, output

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slurm
 
 
 def actors_and_nodes(marker):
-    """Class and node of the Ray actors of this test's jobs."""
+    """Iterate over class and node of the Ray actors of this test's jobs."""
     for folder in Path("/proc").iterdir():
         try:
             name = (folder / "cmdline").read_text() if folder.name.isdigit() else ""
@@ -21,9 +21,9 @@ def actors_and_nodes(marker):
         except (OSError, UnicodeDecodeError):
             continue
         node = re.search(r"MEGA_AGENTRL_NODE_TAG=\S*?(n\d)\0", environment)
-        kind = re.match(r"ray::(\w+Actor)\b", name)
-        if node and kind and marker in environment:
-            yield kind.group(1), node.group(1)
+        actor_class = re.match(r"ray::(\w+Actor)\b", name)
+        if node and actor_class and marker in environment:
+            yield actor_class.group(1), node.group(1)
 
 
 def test_smoke_ci_by_sbatch(jobs, assets):
@@ -35,19 +35,22 @@ def test_smoke_ci_by_sbatch(jobs, assets):
         "evaluate.num_questions=2",
         *asset_overrides(assets, jobs.run_dir),
     )
-    places = set()
+    actors = set()
 
     def has_ended():
-        places.update(actors_and_nodes(jobs.marker))
+        actors.update(actors_and_nodes(jobs.marker))
         return jobs.slurm.state(job) in ENDED
 
     jobs.slurm.wait_for(has_ended, 480, f"end of job {job}", jobs.output)
     code, output = jobs.end(job, 10)
     assert code == 0, output[-3000:]
-    where = {kind: {node for name, node in places if name == kind} for kind, _ in places}
-    # A node has two cores, so the pair of policy ranks fills one and the engine has the other.
-    assert len(where["PolicyActor"]) == len(where["EngineActor"]) == 1
-    assert where["PolicyActor"] | where["EngineActor"] == {"n1", "n2"}
+    nodes_by_class = {
+        actor_class: {node for name, node in actors if name == actor_class}
+        for actor_class, _ in actors
+    }
+    # A node has two cores, so the two policy ranks fill one node and the engine runs on the other.
+    assert len(nodes_by_class["PolicyActor"]) == len(nodes_by_class["EngineActor"]) == 1
+    assert nodes_by_class["PolicyActor"] | nodes_by_class["EngineActor"] == {"n1", "n2"}
     summary = json.loads((jobs.run_dir / "summary.json").read_text())
     assert summary["num_steps"] == 1
     assert 0 <= summary["mismatch_mean_abs"] < 1e-3

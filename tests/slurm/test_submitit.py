@@ -1,4 +1,4 @@
-"""A Hydra sweep through the submitit launcher: an array of jobs, one a run."""
+"""A Hydra sweep through the submitit launcher: a job array with one job per run."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slurm
 
 
 def sweep(jobs, assets, *words):
-    """Two runs, seeds 1 and 2: the ended command, and the folders of the runs by seed."""
+    """Run a sweep over seeds 1 and 2; return the command's result and run folders by seed."""
     words = [
         "-m",
         "hydra/launcher=submitit_slurm",
@@ -24,7 +24,7 @@ def sweep(jobs, assets, *words):
         *asset_overrides(assets, jobs.run_dir),
         *words,
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "mega_agentrl", *words],
         cwd=ROOT,
         env={**jobs.slurm.environment, "MEGA_AGENTRL_LOCAL_DIR": jobs.marker},
@@ -44,13 +44,13 @@ def sweep(jobs, assets, *words):
     tasks = {path.name for path in (jobs.run_dir / ".submitit").glob("[0-9]*_[0-9]*")}
     (array,) = {name.split("_")[0] for name in tasks}
     assert tasks == {f"{array}_0", f"{array}_1"}
-    return done, folders
+    return completed, folders
 
 
-def test_a_sweep_is_an_array_of_jobs_of_which_each_says_why_it_failed(jobs, assets):
+def test_sweep_is_a_job_array_with_an_error_per_job(jobs, assets):
     missing = jobs.folder / "missing.parquet"
-    done, folders = sweep(jobs, assets, f"data.train={missing}")
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    completed, folders = sweep(jobs, assets, f"data.train={missing}")
+    assert completed.returncode == 1, completed.stdout[-3000:] + completed.stderr[-3000:]
     assert sorted(folders) == [1, 2]
     # The command may end at the first failure, while the other job still runs.
     jobs.slurm.wait_for(lambda: not jobs.slurm.command("squeue", "-h").stdout.strip(), 120, "end")
@@ -59,10 +59,10 @@ def test_a_sweep_is_an_array_of_jobs_of_which_each_says_why_it_failed(jobs, asse
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_in_each_of_its_jobs(jobs, assets):
+def test_every_job_of_a_sweep_trains(jobs, assets):
     words = ["total_steps=0", "sft.max_steps=0", "evaluate.num_questions=2"]
-    done, folders = sweep(jobs, assets, *words)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    completed, folders = sweep(jobs, assets, *words)
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
     for seed, folder in folders.items():
         assert json.loads((folder / "summary.json").read_text())["seed"] == seed
     assert sorted(folders) == [1, 2]

@@ -1,6 +1,6 @@
-"""slurm/train.sh on a Slurm of two nodes: whole, interrupted, and with a node that is gone.
+"""slurm/train.sh on a Slurm of two nodes: complete, interrupted, and with a lost node.
 
-Most of it with a tiny driver (`tiny_driver.py`): what is tested is the shell around it.
+Most tests use a tiny driver (`tiny_driver.py`), because they test the shell script around it.
 """
 
 import json
@@ -20,8 +20,8 @@ LOST = 69
 
 
 def process_ids(*, name="", command="", environment=""):
-    """pids of the living processes with this name and these in command line and environment."""
-    found = []
+    """Return pids of live processes with this name, command line part and environment part."""
+    pids = []
     for folder in Path("/proc").iterdir():
         try:
             if (
@@ -30,10 +30,10 @@ def process_ids(*, name="", command="", environment=""):
                 and command.encode() in (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                 and environment.encode() in (folder / "environ").read_bytes()
             ):
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def parent(pid):
@@ -41,7 +41,7 @@ def parent(pid):
     return int(status.rsplit(")", 1)[1].split()[1])
 
 
-def test_bad_input_ends_the_job_before_ray_starts(jobs):
+def test_invalid_input_ends_the_job_before_ray_starts(jobs):
     job = jobs.submit("experiment=smoke_ci", "optm.lr=1")
     code, output = jobs.end(job, START_S)
     assert code == 2
@@ -49,27 +49,27 @@ def test_bad_input_ends_the_job_before_ray_starts(jobs):
     assert "head" not in output
 
 
-def test_usr1_requeues_always_and_a_lost_process_so_often(jobs, tmp_path):
-    """Three starts: the driver ends by itself with 75, at USR1, and by itself once too often.
+def test_usr1_always_requeues_and_lost_processes_up_to_a_limit(jobs, tmp_path):
+    """Three starts: the driver exits with 75, after USR1, and with 75 once too often.
 
-    The first one's Ray needs two tries.
+    Ray needs two attempts in the first one.
     """
     root = root_with_ray_that_fails(tmp_path, "n1", 1)
     job = jobs.tiny("end-75,hold,end-75", MEGA_AGENTRL_MAX_LOST="1", MEGA_AGENTRL_ROOT=root)
     jobs.wait_for(jobs.run_dir / "start-1.json", START_S)
-    seen = json.loads((jobs.run_dir / "start-0.json").read_text())
-    assert seen["nodes"] == {"n1": True, "n2": True}
-    assert seen["cpus"] == 4
+    report = json.loads((jobs.run_dir / "start-0.json").read_text())
+    assert report["nodes"] == {"n1": True, "n2": True}
+    assert report["cpus"] == 4
     jobs.slurm.command("scancel", "--batch", "--signal=USR1", job)
     jobs.wait_for(jobs.run_dir / "start-2.json", START_S)
     code, output = jobs.end(job, START_S)
     assert code == 1, output
     assert (jobs.run_dir / "saved").read_text() == "1"
     assert output.count("USR1: the driver saves and ends") == 1
-    assert output.count("goes back into the queue") == 2
-    assert "began again 1 times for that already" in output
-    shown = jobs.slurm.command("scontrol", "show", "job", job).stdout
-    assert "Restarts=2" in shown
+    assert output.count("is requeued and resumes") == 2
+    assert "has already restarted 1 times for that reason" in output
+    job_info = jobs.slurm.command("scontrol", "show", "job", job).stdout
+    assert "Restarts=2" in job_info
     assert "went away" not in output
     logs = jobs.run_dir.parent / f"slurm-{job}"
     expected = {"driver.log", "ray-n1.log", "ray-n2.log", "lost"}
@@ -78,14 +78,14 @@ def test_usr1_requeues_always_and_a_lost_process_so_often(jobs, tmp_path):
     assert not (jobs.run_dir / "start-3.json").exists()
 
 
-def test_a_node_that_goes_away_is_named(jobs):
-    # Ray's head asks its nodes more often, and nobody waits long for what ran on the lost one.
+def test_lost_node_is_named(jobs):
+    # Make Ray's head check its nodes more often, and shorten the wait for the lost one.
     more = {"RAY_health_check_period_ms": "1000", "MEGA_AGENTRL_STOP_DEADLINE_S": "10"}
     job = jobs.tiny("hold", **more)
     jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
     slurm = jobs.slurm
     try:
-        # All at once, as when the power fails; Slurm itself would notice in a minute.
+        # All at once, like a power failure; Slurm itself would notice after a minute.
         (script,) = process_ids(name="bash", command="ray_node.sh n2", environment=jobs.marker)
         step = parent(script)
         slurm.stop_daemon("n2", signal.SIGKILL)
@@ -99,11 +99,11 @@ def test_a_node_that_goes_away_is_named(jobs):
     assert code == LOST, output
     assert [line for line in output.splitlines() if "went away" in line and "node n2" in line]
     assert "node n1" not in output
-    # Nobody was left on n2 to remove it; a node that comes back has a new start and folder.
+    # No process was left on n2 to remove it; a returning node uses another folder.
     shutil.rmtree(Path(jobs.marker) / f"ray-{job}-0-1")
 
 
-def test_a_node_that_does_not_come_is_named_at_the_deadline(jobs):
+def test_missing_node_is_named_at_the_deadline(jobs):
     slurm = jobs.slurm
     os.kill(slurm.daemons["n2"].pid, signal.SIGSTOP)
     try:
@@ -120,13 +120,13 @@ def test_a_node_that_does_not_come_is_named_at_the_deadline(jobs):
         os.kill(slurm.daemons["n2"].pid, signal.SIGCONT)
     code, output = jobs.end(job, START_S)
     assert code == LOST, output
-    # On a slow machine Ray does not stand on n1 either by then.
+    # On a slow machine Ray has not started on n1 by then either.
     assert re.search(r"missing after 8 s: node (n1, )?n2;|node n2 went away", output), output
     assert not jobs.run_dir.exists()
 
 
 def root_with_ray_that_fails(folder, node, times):
-    """A copy of the repository by links, where `ray start` on the node fails so many times."""
+    """Return a linked copy of the repository where `ray start` on the node fails `times` times."""
     root, here = folder / "root", Path(__file__).parents[2]
     (root / "slurm").mkdir(parents=True)
     for path in (*here.iterdir(), *(here / "slurm").iterdir()):
@@ -148,7 +148,7 @@ def root_with_ray_that_fails(folder, node, times):
     return str(root)
 
 
-def test_a_node_whose_ray_does_not_start_at_three_tries_is_named(jobs, tmp_path):
+def test_node_whose_ray_fails_three_times_is_named(jobs, tmp_path):
     root = root_with_ray_that_fails(tmp_path, "n2", 3)
     code, output = jobs.end(jobs.tiny("end-0", MEGA_AGENTRL_ROOT=root), START_S)
     assert code == LOST, output
@@ -157,18 +157,18 @@ def test_a_node_whose_ray_does_not_start_at_three_tries_is_named(jobs, tmp_path)
     assert log.read_text().count("too slow") == 3
 
 
-def test_term_reaches_the_driver_alone_and_a_cancelled_job_leaves_nothing(jobs):
+def test_term_reaches_only_the_driver_and_cancelled_jobs_leave_nothing(jobs):
     """Two jobs at once, one on each node.
 
-    At `scancel --batch --signal=TERM` the driver ends while Ray still runs; its exit code is the
-    job's. `scancel` ends all.
+    With `scancel --batch --signal=TERM` the driver ends while Ray still runs, and the job exits
+    with its code. `scancel` ends everything.
     """
     other = jobs.beside("other")
-    asked, cancelled = (one.tiny("hold", nodes=1) for one in (jobs, other))
+    terminated, cancelled = (one.tiny("hold", nodes=1) for one in (jobs, other))
     jobs.wait_for(jobs.run_dir / "start-0.json", START_S)
     other.wait_for(other.run_dir / "start-0.json", START_S)
-    jobs.slurm.command("scancel", "--batch", "--signal=TERM", asked)
-    code, output = jobs.end(asked, START_S)
+    jobs.slurm.command("scancel", "--batch", "--signal=TERM", terminated)
+    code, output = jobs.end(terminated, START_S)
     assert code == 9, output
     assert "TERM: the driver is asked to end" in output
     assert "the driver ended with exit code 9" in output

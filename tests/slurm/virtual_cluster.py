@@ -1,7 +1,7 @@
 """A real Slurm on this host: munge, a controller and two node daemons in a folder of their own.
 
-Both nodes share the host and its address, so each has its own daemon, port and spool folder. The
-system's own Slurm, if there is one, is not touched: everything goes by `SLURM_CONF`.
+Both nodes share the host and its address, so each has its own daemon, port and spool folder. An
+installed Slurm of the system is not touched: `SLURM_CONF` selects this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
-# Slurm's programs lie in sbin, which is not on every user's path.
+# Slurm's programs are in sbin, which is not on every user's path.
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 CONFIG = """\
@@ -55,8 +55,8 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def why_not() -> str:
-    """Why there can be no Slurm here; empty where there can."""
+def unavailable_reason() -> str:
+    """Return why Slurm cannot run here; empty if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: slurm-wlm and munge)"
@@ -64,7 +64,7 @@ def why_not() -> str:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports nobody listens on, all different."""
+    """Return different ports that nobody listens on."""
     probes = [socket.socket() for _ in range(number)]
     try:
         for probe in probes:
@@ -76,17 +76,19 @@ def free_ports(number: int) -> list[int]:
 
 
 class VirtualCluster:
-    """Started by `start`, ended by `close`; commands go through `command`."""
+    """A Slurm cluster from `start` to `close`; `command` runs Slurm's programs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         path = os.pathsep.join([str(Path(sys.executable).parent), SEARCH_PATH])
-        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
-        self.environment = {**kept, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+        inherited = {
+            name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ
+        }
+        self.environment = {**inherited, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
-        """All daemons; returns when both nodes can take jobs."""
+        """Start all daemons; return when both nodes accept jobs."""
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -95,14 +97,14 @@ class VirtualCluster:
         text = CONFIG.format(
             host=socket.gethostname().split(".")[0],
             folder=self.folder,
-            first_job=os.getpid(),  # two clusters on a host have jobs of different numbers
+            first_job=os.getpid(),  # job ids differ between clusters on one host
             controller_port=ports[0],
             port_1=ports[1],
             port_2=ports[2],
         )
         (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
         names = {"key-file": "key", "socket": "sock", "pid-file": "pid", "seed-file": "seed"}
-        # --force: the folder is private, which munged takes for a mistake.
+        # --force, because munged rejects a private folder.
         files = [f"--{option}={self.folder}/munge.{end}" for option, end in names.items()]
         self._spawn("munged", "--foreground", "--force", *files)
         self.wait_for(lambda: (self.folder / "munge.sock").exists(), 20, "munged's socket")
@@ -112,13 +114,13 @@ class VirtualCluster:
         self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), 60, "idle nodes")
 
     def start_node(self, node: str) -> None:
-        """The daemon of one node."""
+        """Start the daemon of one node."""
         self._spawn("slurmd", "-D", "-N", node, "-f", f"{self.folder}/slurm.conf", name=node)
 
     def node_states(self) -> list[str]:
-        """`idle`, `alloc`, `down*`, ... of each node."""
-        asked = self.command("sinfo", "-h", "-N", "-o", "%t", check=False)
-        return asked.stdout.split()
+        """Return `idle`, `alloc`, `down*`, ... for each node."""
+        completed = self.command("sinfo", "-h", "-N", "-o", "%t", check=False)
+        return completed.stdout.split()
 
     def _spawn(self, program: str, *arguments: str, name: str = "") -> None:
         name = name or program
@@ -138,50 +140,52 @@ class VirtualCluster:
     def command(
         self, *words: str, check: bool = True, timeout_s: float = 60, **more: object
     ) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands; `more` goes to `subprocess.run`."""
-        done = subprocess.run(
+        """Run a Slurm command; `more` goes to `subprocess.run`."""
+        completed = subprocess.run(
             words,
             **{"env": self.environment, **more},
             text=True,
             capture_output=True,
             timeout=timeout_s,
         )
-        if check and done.returncode:
-            raise RuntimeError(f"{' '.join(words)}: {done.stderr}\n{self.logs()}")
-        return done
+        if check and completed.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {completed.stderr}\n{self.logs()}")
+        return completed
 
     def state(self, job: str) -> str:
-        """`RUNNING`, `COMPLETED`, ...; empty once Slurm has forgotten the job."""
-        shown = self.command("scontrol", "show", "job", job, check=False).stdout
-        found = re.search(r"JobState=(\w+)", shown)
+        """Return `RUNNING`, `COMPLETED`, ...; empty when Slurm has dropped the job."""
+        text = self.command("scontrol", "show", "job", job, check=False).stdout
+        found = re.search(r"JobState=(\w+)", text)
         return found.group(1) if found else ""
 
     def exit_code(self, job: str) -> int:
-        """Exit code of a job's batch script."""
-        shown = self.command("scontrol", "show", "job", job).stdout
-        found = re.search(r"ExitCode=(\d+):(\d+)", shown)
-        assert found is not None, shown
+        """Return the exit code of a job's batch script."""
+        text = self.command("scontrol", "show", "job", job).stdout
+        found = re.search(r"ExitCode=(\d+):(\d+)", text)
+        assert found is not None, text
         return int(found.group(1))
 
     def wait_for(self, condition: object, timeout_s: float, what: str, log: Path | None = None):
-        """Seconds until `condition()` holds; raises with the logs past the deadline."""
+        """Wait until `condition()` holds; return the seconds, raise with the logs on timeout."""
         start_s = time.monotonic()
         while not condition():
             ended = [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() - start_s > timeout_s:
-                said = log.read_text(encoding="utf-8")[-3000:] if log and log.exists() else ""
+                output = log.read_text(encoding="utf-8")[-3000:] if log and log.exists() else ""
                 dead = f"; ended by itself: {', '.join(ended)}" if ended else ""
-                raise TimeoutError(f"{what}: not within {timeout_s} s{dead}\n{said}\n{self.logs()}")
+                raise TimeoutError(
+                    f"{what}: not within {timeout_s} s{dead}\n{output}\n{self.logs()}"
+                )
             time.sleep(0.2)
         return time.monotonic() - start_s
 
     def wait_ended(self, job: str, timeout_s: float, log: Path | None = None) -> int:
-        """Exit code of a job once it has ended."""
+        """Wait for the end of a job; return its exit code."""
         self.wait_for(lambda: self.state(job) in ENDED, timeout_s, f"end of job {job}", log)
         return self.exit_code(job)
 
     def logs(self) -> str:
-        """The last lines of every daemon."""
+        """Return the last log lines of every daemon."""
         parts = []
         for path in sorted(self.folder.glob("*.log")):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
@@ -189,7 +193,7 @@ class VirtualCluster:
         return "\n".join(parts)
 
     def stop_daemon(self, name: str, sign: int = signal.SIGTERM) -> None:
-        """End one daemon, by its pid."""
+        """End one daemon."""
         daemon = self.daemons.pop(name)
         daemon.send_signal(sign)
         try:

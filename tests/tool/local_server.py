@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """One request as it arrived."""
 
     method: str
@@ -23,7 +23,7 @@ class Asked:
 
 
 @dataclass
-class Answer:
+class Reply:
     """What the server sends back."""
 
     body: bytes = b""
@@ -33,10 +33,10 @@ class Answer:
 
 @dataclass
 class LocalServer:
-    """port: it listens on. asked: what arrived, in order."""
+    """A running server and the requests that arrived, in order."""
 
     port: int
-    asked: list[Asked]
+    requests: list[ReceivedRequest]
 
     @property
     def url(self) -> str:
@@ -44,16 +44,18 @@ class LocalServer:
 
 
 @contextmanager
-def serving(answer: Callable[[Asked], Answer]) -> Iterator[LocalServer]:
+def serving(make_reply: Callable[[ReceivedRequest], Reply]) -> Iterator[LocalServer]:
     """Serve on a free port until the end of the block."""
-    asked: list[Asked] = []
+    requests: list[ReceivedRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
         def respond(self):
             length = int(self.headers.get("content-length", 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            asked.append(Asked(self.command, self.path, headers, self.rfile.read(length)))
-            reply = answer(asked[-1])
+            requests.append(
+                ReceivedRequest(self.command, self.path, headers, self.rfile.read(length))
+            )
+            reply = make_reply(requests[-1])
             self.send_response(reply.status)
             for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
                 self.send_header(name, value)
@@ -72,7 +74,7 @@ def serving(answer: Callable[[Asked], Answer]) -> Iterator[LocalServer]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        yield LocalServer(server.server_address[1], asked)
+        yield LocalServer(server.server_address[1], requests)
     finally:
         server.shutdown()
         server.server_close()
@@ -88,4 +90,4 @@ class WordCodec:
         return [len(word) for word in text.split()]
 
     def decode(self, token_ids) -> str:
-        raise AssertionError("nobody decodes here")
+        raise AssertionError("the tests do not decode")

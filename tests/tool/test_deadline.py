@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mega_agentrl.tool.deadline import DeadlinePassedError, within
+from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 
 
 async def after(seconds, result):
@@ -30,17 +30,17 @@ async def fails(error):
 
 
 async def test_results_and_errors_pass():
-    assert await within(after(0, 5), 1) == 5
-    assert await within(after(0, 5), None) == 5
+    assert await run_with_deadline(after(0, 5), 1) == 5
+    assert await run_with_deadline(after(0, 5), None) == 5
     with pytest.raises(KeyError):
-        await within(fails(KeyError("x")), 1)
+        await run_with_deadline(fails(KeyError("x")), 1)
     with pytest.raises(TimeoutError):
-        await within(fails(TimeoutError()), 1)
+        await run_with_deadline(fails(TimeoutError()), 1)
 
 
 async def test_work_that_cancels_itself_is_no_cancellation():
     with pytest.raises(RuntimeError, match="cancelled itself"):
-        await within(fails(asyncio.CancelledError()), 1)
+        await run_with_deadline(fails(asyncio.CancelledError()), 1)
 
 
 async def test_the_deadline_is_hard_and_what_comes_late_is_undone():
@@ -61,8 +61,8 @@ async def test_the_deadline_is_hard_and_what_comes_late_is_undone():
                 await release.wait()
         return "late"
 
-    with pytest.raises(DeadlinePassedError, match=r"not done within 0\.05 s"):
-        await within(deaf(), 0.05, undo=undo, on_end=end)
+    with pytest.raises(DeadlineExceededError, match=r"not done within 0\.05 s"):
+        await run_with_deadline(deaf(), 0.05, undo=undo, on_end=end)
     assert (undone, ended) == ([], [])
     release.set()
     await asyncio.wait_for(over.wait(), 60)
@@ -76,7 +76,7 @@ async def test_cancellation_ends_the_work_and_undoes_what_is_done():
         undone.append(result)
 
     for work in (after(30, "never"), stubborn(0.1, "late")):
-        task = asyncio.create_task(within(work, None, undo=undo))
+        task = asyncio.create_task(run_with_deadline(work, None, undo=undo))
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -94,7 +94,7 @@ async def test_a_result_that_meets_the_cancellation_is_undone():
     async def undo(result):
         undone.append(result)
 
-    task = asyncio.create_task(within(make(), None, undo=undo))
+    task = asyncio.create_task(run_with_deadline(make(), None, undo=undo))
     await asyncio.sleep(0.01)
     gate.set()
     await asyncio.sleep(0)

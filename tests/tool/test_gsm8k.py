@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from mega_agentrl.tool.gsm8k import WORSE, Gsm8kTool, parse_answer
-from mega_agentrl.tool.kit import ToolKit
+from mega_agentrl.tool.gsm8k import NO_IMPROVEMENT_REWARD, Gsm8kTool, parse_answer
+from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import ToolStatus
 
 
@@ -29,7 +29,7 @@ def test_numbers(text, value):
 
 
 async def session(truth="48 - 30 = 18\n#### 18"):
-    made = ToolKit([Gsm8kTool()]).open()
+    made = ToolKit([Gsm8kTool()]).open_session()
     await made.create({"gsm8k": {"create_kwargs": {"ground_truth": truth}}})
     return made
 
@@ -37,7 +37,12 @@ async def session(truth="48 - 30 = 18\n#### 18"):
 async def test_steps_and_the_last_answer():
     tools = await session()
     seen = [await tools.execute("gsm8k", {"answer": text}) for text in ("17", "18.0", "18", "x")]
-    assert [outcome.step_reward for outcome in seen] == [WORSE, 0.0, WORSE, WORSE]
+    assert [outcome.step_reward for outcome in seen] == [
+        NO_IMPROVEMENT_REWARD,
+        0.0,
+        NO_IMPROVEMENT_REWARD,
+        NO_IMPROVEMENT_REWARD,
+    ]
     assert [outcome.answer for outcome in seen] == [
         "The answer 17 is wrong.",
         "The answer 18 is right.",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.tool.snippet import ELLIPSIS, around, trim
+from mega_agentrl.tool.snippet import ELLIPSIS, extract_snippet, truncate_to_tokens
 from tests.fakes import CharCodec
 from tests.tool.local_server import WordCodec
 
@@ -21,7 +21,7 @@ WORDS, CHARS = WordCodec(), CharCodec()
     ],
 )
 def test_trim_by_words(text, budget, shown):
-    assert trim(text, WORDS, budget) == shown
+    assert truncate_to_tokens(text, WORDS, budget) == shown
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ def test_trim_by_words(text, budget, shown):
     ],
 )
 def test_trim_by_characters(text, budget, shown):
-    assert trim(text, CHARS, budget) == shown
+    assert truncate_to_tokens(text, CHARS, budget) == shown
 
 
 @given(st.text(max_size=80), st.integers(4, 90), st.sampled_from([WORDS, CHARS]))
 def test_trim_keeps_to_the_budget_and_to_the_text(text, budget, codec):
-    shown = trim(text, codec, budget)
+    shown = truncate_to_tokens(text, codec, budget)
     assert len(codec.encode(shown)) <= budget
     if len(codec.encode(text)) <= budget:
         assert shown == text
@@ -57,7 +57,7 @@ def page(**words):
 
 
 def test_around_shows_where_the_query_is():
-    shown = around(page(_700="Needle,", _705="(hay)"), "needle HAY", WORDS, 21)
+    shown = extract_snippet(page(_700="Needle,", _705="(hay)"), "needle HAY", WORDS, 21)
     words = shown.split()
     assert len(words) == 21
     assert (words[0], words[-1]) == ("...", "...")
@@ -67,19 +67,19 @@ def test_around_shows_where_the_query_is():
 
 def test_more_distinct_and_rarer_words_count_more():
     text = page(_100="the", _101="the", _102="the", _500="the", _501="needle", _800="the")
-    assert "needle" in around(text, "the needle", WORDS, 11).split()
+    assert "needle" in extract_snippet(text, "the needle", WORDS, 11).split()
     text = page(_100="needle", _500="needle", _502="hay")
-    assert "hay" in around(text, "needle hay", WORDS, 11).split()
+    assert "hay" in extract_snippet(text, "needle hay", WORDS, 11).split()
 
 
 def test_the_beginning_where_nothing_is_found_or_asked():
     for query in ("", "absent", "?!"):
-        assert around(page(), query, WORDS, 4) == "w0 w1 w2 ..."
-    assert around("w0 w1", "w1", WORDS, 4) == "w0 w1"
+        assert extract_snippet(page(), query, WORDS, 4) == "w0 w1 w2 ..."
+    assert extract_snippet("w0 w1", "w1", WORDS, 4) == "w0 w1"
 
 
 def test_the_end_is_reached():
-    assert "needle" in around(page(_999="needle"), "needle", WORDS, 8).split()
+    assert "needle" in extract_snippet(page(_999="needle"), "needle", WORDS, 8).split()
 
 
 @given(
@@ -88,7 +88,7 @@ def test_the_end_is_reached():
     st.sampled_from([WORDS, CHARS]),
 )
 def test_around_keeps_to_the_budget(words, budget, codec):
-    assert len(codec.encode(around(" ".join(words), "a dd", codec, budget))) <= budget
+    assert len(codec.encode(extract_snippet(" ".join(words), "a dd", codec, budget))) <= budget
 
 
 def test_a_huge_text_is_not_encoded_whole():
@@ -101,5 +101,5 @@ def test_a_huge_text_is_not_encoded_whole():
 
     codec = Counting()
     text = "some words " * 100_000 + "needle " + "more words " * 10_000
-    assert "needle" in around(text, "needle", codec, 64)
+    assert "needle" in extract_snippet(text, "needle", codec, 64)
     assert codec.chars < 50_000

@@ -1,4 +1,4 @@
-"""The benchmark of rollouts ahead: what it holds back, and what it makes of two runs' metrics."""
+"""The benchmark of asynchronous rollouts: delayed answers, and lines from two runs' metrics."""
 
 import json
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes import FakeTools
 from tools import bench_async
-from tools.bench_async import LateTools, compare, read_steps
+from tools.bench_async import DelayedTools, compare, read_steps
 
 
 def steps(rollout_s, update_s, stale):
@@ -20,7 +20,7 @@ def steps(rollout_s, update_s, stale):
             "mismatch/logp_mean_abs": 0.01,
             "mismatch/logp_max_abs": 0.1 * step,
             "mismatch/ess": 0.5,
-            "correction/capped": 0.01 * step,
+            "rollout_correction/capped_fraction": 0.01 * step,
             "rollout/staleness_mean": stale,
             "rollout/staleness_max": stale,
         }
@@ -28,9 +28,9 @@ def steps(rollout_s, update_s, stale):
     ]
 
 
-async def test_answers_are_held_back_in_forks_too(monkeypatch):
+async def test_answers_are_delayed_in_forks_too(monkeypatch):
     monkeypatch.setattr(bench_async, "latency_s", lambda text: 60.0)
-    session = LateTools(FakeTools(), 0.1).open()
+    session = DelayedTools(FakeTools(), 0.1).open_session()
     await session.create({})
     child = await session.fork()
     for one in (session, child):
@@ -46,7 +46,7 @@ def test_lines_by_hand():
     assert (lines["step/waiting"]["ours"], lines["step/waiting"]["baseline"]) == (1.0, 3.0)
     assert lines["step/learning"]["ratio"] == 1.0
     assert lines["mismatch/max"]["ours"] == 0.4
-    assert lines["correction/capped"]["ours"] == pytest.approx(0.025)
+    assert lines["rollout_correction/capped_fraction"]["ours"] == pytest.approx(0.025)
     assert (lines["staleness/max"]["ours"], lines["staleness/max"]["baseline"]) == (1, 0)
     assert list(lines["step/wall"]) == ["bench", "case", "unit", "ours", "baseline", "ratio"]
 

@@ -13,7 +13,7 @@ METRICS = {
     "memory/policy_libraries_mib": 300.0,
     "memory/engine_peak_mib": 1200.0,
     "memory/engine_libraries_mib": 400.0,
-    "memory/micro_batch_tokens": 1024.0,
+    "memory/max_micro_batch_tokens": 1024.0,
 }
 
 
@@ -25,7 +25,7 @@ def make_run(folder, assets, **metrics):
 def test_each_process_has_two_lines_and_more_tokens_take_more(assets, tmp_path, capsys):
     predicted = []
     for tokens in (1024.0, 4096.0):
-        make_run(tmp_path, assets, **{"memory/micro_batch_tokens": tokens})
+        make_run(tmp_path, assets, **{"memory/max_micro_batch_tokens": tokens})
         assert main([str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
         found = {line["case"]: line for line in map(json.loads, lines)}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_agentrl.reshard.names import hf_shapes
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from tests.reshard.model_cuts import make_shape
 from tools.bench_reshard import main
+from tools.reshard_bench.baselines import BASELINES, plan_buckets
 from tools.reshard_bench.model import make_shards, trainer_layouts
-from tools.reshard_bench.usual import PEERS, schedule
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["bench", "case", "unit", "ours", "baseline", "ratio"]
@@ -54,29 +54,29 @@ def test_a_tiny_model_by_every_path_end_to_end():
 def test_a_pattern_that_fits_nothing_lists_the_cases(capsys):
     assert main(["--cases", "transfer/pigeon/verl"]) == 2
     said = capsys.readouterr()
-    for name in ("transfer/gloo/verl", "update/mapped/slime", "memory/rollout/gloo/verl"):
+    for name in ("transfer/gloo/verl", "update/shared_memory/slime", "memory/rollout/gloo/verl"):
         assert name in said.err
     assert said.out == ""
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", BASELINES)
 def test_usual_path_sends_every_tensor_once_and_whole(peer):
-    shape = make_shape(tied=False)
+    shape = make_shape(tie_word_embeddings=False)
     shapes = hf_shapes(shape)
-    parcels = schedule(peer, trainer_layouts(shape), shapes, bucket_bytes=20_000)
-    sent = [tensor for parcel in parcels for tensor in parcel.tensors]
+    buckets = plan_buckets(peer, trainer_layouts(shape), shapes, bucket_bytes=20_000)
+    sent = [tensor for bucket in buckets for tensor in bucket.tensors]
     assert sorted(tensor.name for tensor in sent) == sorted(shapes)
     assert all(tensor.shape == shapes[tensor.name] for tensor in sent)
-    assert {parcel.root for parcel in parcels} == {"verl": {0}, "slime": {0, 2}}[peer]
-    for parcel in parcels:
-        assert parcel.num_bytes <= 20_000 or len(parcel.params) == 1
-        ends = [t.offset + 4 * torch.Size(t.shape).numel() for t in parcel.tensors]
-        assert [t.offset for t in parcel.tensors] == [0, *ends[:-1]]
-        assert ends[-1] == parcel.num_bytes
+    assert {bucket.root for bucket in buckets} == {"verl": {0}, "slime": {0, 2}}[peer]
+    for bucket in buckets:
+        assert bucket.num_bytes <= 20_000 or len(bucket.params) == 1
+        ends = [t.offset + 4 * torch.Size(t.shape).numel() for t in bucket.tensors]
+        assert [t.offset for t in bucket.tensors] == [0, *ends[:-1]]
+        assert ends[-1] == bucket.num_bytes
 
 
 def test_shards_of_all_trainer_ranks_are_cuts_of_the_same_tensors():
-    shape = make_shape(tied=False)
+    shape = make_shape(tie_word_embeddings=False)
     layouts = trainer_layouts(shape)
     whole = {name: torch.full(sides, torch.nan) for name, sides in hf_shapes(shape).items()}
     for layout in layouts:

@@ -13,7 +13,7 @@ import pytest
 from mega_agentrl.types.records import GenerateRequest
 from tests.fakes import FakeGenerator, FakeTools
 from tools import bench_rollout
-from tools.bench_rollout import CountedGenerator, Counts, SlowTools, latency_s
+from tools.bench_rollout import CountingGenerator, DelayedTools, RolloutCounts, latency_s
 
 SCRIPT = Path(bench_rollout.__file__)
 
@@ -25,15 +25,15 @@ def test_latencies_have_the_median_and_the_tail_they_say():
     assert latency_s("a") == latency_s("a") != latency_s("b")
 
 
-async def test_answers_are_held_back_and_sessions_counted(monkeypatch):
+async def test_answers_are_delayed_and_sessions_counted(monkeypatch):
     monkeypatch.setattr(bench_rollout, "latency_s", lambda text: 0.1)
-    counts = Counts()
-    tools = SlowTools(FakeTools(), counts)
-    session = tools.open()
+    counts = RolloutCounts()
+    tools = DelayedTools(FakeTools(), counts)
+    session = tools.open_session()
     await session.create({})
     child = await session.fork()
     assert counts.num_sessions == 2
-    full = asyncio.create_task(tools.room(1, 2))
+    full = asyncio.create_task(tools.wait_for_room(1, 2))
     begin = time.perf_counter()
     await child.execute("python", {"text": "1"})
     assert time.perf_counter() - begin >= 0.1
@@ -46,8 +46,8 @@ async def test_answers_are_held_back_and_sessions_counted(monkeypatch):
 
 
 async def test_idle_time_is_that_without_any_request():
-    counts = Counts()
-    engine = CountedGenerator(FakeGenerator(lambda response, request: "abc\0"), counts)
+    counts = RolloutCounts()
+    engine = CountingGenerator(FakeGenerator(lambda response, request: "abc\0"), counts)
     await asyncio.sleep(0.05)
     request = GenerateRequest(request_id="r", token_ids=(81, 63), max_tokens=8)
     await asyncio.gather(engine.generate(request), engine.generate(request))

@@ -12,28 +12,30 @@ from dataclasses import replace
 import pytest
 
 from tools.chaos import main
-from tools.chaos_parts.processes import MARK, Family
-from tools.chaos_parts.run import KINDS, Story, make_plan, rl_steps
-from tools.chaos_parts.verdict import Outcome, differences, read_outcome
+from tools.chaos_parts.outcome import RunOutcome, differences, read_outcome
+from tools.chaos_parts.processes import RUN_ENV_VAR, ProcessTracker
+from tools.chaos_parts.run import KINDS, RunHistory, plan_kills, rl_steps
 
-OUTCOME = Outcome(prompts=(("a", "b"), ("c", "d")), losses=(0.5, 0.25), num_failed=(0, 0), lines=())
+OUTCOME = RunOutcome(
+    prompts=(("a", "b"), ("c", "d")), losses=(0.5, 0.25), num_failed=(0, 0), lines=()
+)
 
 
 def test_a_plan_hits_all_kinds_alike_in_the_order_of_steps():
     spans = [60.0, *range(1, 8)]
-    plan = make_plan(20, spans, random.Random(1))
-    assert Counter(blow.kind for blow in plan) == dict.fromkeys(KINDS, 5)
-    assert [blow.step for blow in plan] == sorted(blow.step for blow in plan)
-    assert {blow.step for blow in plan} <= set(range(8))
-    assert all(blow.delay_s < spans[blow.step] for blow in plan)
-    assert any(blow.delay_s > spans[blow.step] / 2 for blow in plan)
-    assert plan == make_plan(20, spans, random.Random(1))
-    assert plan != make_plan(20, spans, random.Random(2))
+    plan = plan_kills(20, spans, random.Random(1))
+    assert Counter(kill.kind for kill in plan) == dict.fromkeys(KINDS, 5)
+    assert [kill.step for kill in plan] == sorted(kill.step for kill in plan)
+    assert {kill.step for kill in plan} <= set(range(8))
+    assert all(kill.delay_s < spans[kill.step] for kill in plan)
+    assert any(kill.delay_s > spans[kill.step] / 2 for kill in plan)
+    assert plan == plan_kills(20, spans, random.Random(1))
+    assert plan != plan_kills(20, spans, random.Random(2))
 
 
 def test_spans_are_the_times_between_steps(tmp_path):
-    story = Story(tmp_path, reached={0: 0.1, 1: 60.0, 2: 66.0, 3: 70.0})
-    assert story.spans() == [60.0, 6.0, 4.0]
+    history = RunHistory(tmp_path, step_times_s={0: 0.1, 1: 60.0, 2: 66.0, 3: 70.0})
+    assert history.spans() == [60.0, 6.0, 4.0]
 
 
 def test_prompts_and_losses_are_compared():
@@ -59,25 +61,29 @@ def test_times_and_memory_of_two_runs_may_differ(tmp_path):
     assert read_outcome(tmp_path).lines == ({"stage": "sft", "step": 1, "loss": 0.5},)
 
 
-def test_a_family_has_children_with_other_environments_and_orphans(tmp_path):
+def test_a_tracker_has_children_with_other_environments_and_orphans(tmp_path):
     child = "import subprocess, sys; subprocess.Popen(['sleep', '60'], env={}); input()"
     parent = subprocess.Popen(
-        [sys.executable, "-c", child], env=os.environ | {MARK: str(tmp_path)}, stdin=subprocess.PIPE
+        [sys.executable, "-c", child],
+        env=os.environ | {RUN_ENV_VAR: str(tmp_path)},
+        stdin=subprocess.PIPE,
     )
-    family, other = Family(str(tmp_path)), Family("other")
+    tracker, other = ProcessTracker(str(tmp_path)), ProcessTracker("other")
     try:
         ends_at = time.monotonic() + 30
-        while not any(words == "sleep 60" for words in family.look().values()):
+        while not any(words == "sleep 60" for words in tracker.scan().values()):
             assert time.monotonic() < ends_at
             time.sleep(0.05)
-        assert other.look() == {}
+        assert other.scan() == {}
         parent.kill()
         parent.wait()
-        assert len(family.look()) == 1
-        assert Family(str(tmp_path)).look() == {}, "who looks too late does not know it"
+        assert len(tracker.scan()) == 1
+        assert ProcessTracker(str(tmp_path)).scan() == {}, (
+            "a tracker that starts too late cannot find it"
+        )
     finally:
         parent.kill()
-        for pid in family.look():
+        for pid in tracker.scan():
             os.kill(pid, 9)
 
 

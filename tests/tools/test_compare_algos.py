@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.report.comparison import Mark
+from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tests.e2e.overrides import asset_overrides
 from tools import compare_algos
-from tools.compare.run import RESULT, claim, write_json
+from tools.compare.run import RESULT, claim_folder, write_json
 
 
 def exit_code(arguments):
@@ -52,12 +52,14 @@ def finish_all(arguments):
     base, _ = compare_algos.make_config(args.overrides, run_dir=args.out)
     for name in args.algos:
         for seed in args.seeds:
-            run = compare_algos._plan(name, seed, args, base)
-            end = Mark(num_tokens=900, num_calls=50, reward=0.5 + 0.2 * (name != "grpo"), success=0)
-            marks = [Mark(num_tokens=0, num_calls=0, reward=0.2, success=0), end]
-            claim(Path(run.config.run_dir), run.settings)
+            run = compare_algos._make_run(name, seed, args, base)
+            end = EvalCostPoint(
+                num_tokens=900, num_tool_calls=50, reward=0.5 + 0.2 * (name != "grpo"), success=0
+            )
+            marks = [EvalCostPoint(num_tokens=0, num_tool_calls=0, reward=0.2, success=0), end]
+            claim_folder(Path(run.config.run_dir), run.settings)
             write_json(
-                Path(run.config.run_dir) / RESULT, {"marks": [asdict(mark) for mark in marks]}
+                Path(run.config.run_dir) / RESULT, {"evaluations": [asdict(mark) for mark in marks]}
             )
 
 
@@ -71,7 +73,7 @@ def test_finished_runs_are_only_read(arguments, tmp_path, capsys):
     # 0.5 on the way from 0.2 to 0.7 is 3/5 of 50 calls.
     assert lines[3].startswith("| ARPO + EGPO | 2 | 0.700 ± 0.000 |")
     assert lines[3].endswith("| 30 | 60% |")
-    assert "`algo.egpo.blocks=response`" in table
+    assert "`algo.egpo.cot_blocks=response`" in table
     assert "Budget: 2 steps a run" in table
     assert table in capsys.readouterr().out
     assert (out / "comparison.png").stat().st_size > 10_000

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mega_agentrl.config.data_files import DataFile
-from mega_agentrl.config.data_schema import DataConfig
-from mega_agentrl.data.dataset import load_prompts
-from mega_agentrl.reward.call_text import MAX_CHARS
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.data_files import DataFile
+from mega_agentrl.data.rl_dataset import load_prompts
+from mega_agentrl.reward.call_parser import MAX_CHARS
 
 ROOT = Path(__file__).parents[2]
 TOOLS = json.dumps([{"name": "f", "parameters": {"a": {"type": "str"}}}])
@@ -20,7 +20,7 @@ TOOLS = json.dumps([{"name": "f", "parameters": {"a": {"type": "str"}}}])
 class WordCodec:
     """One id per word."""
 
-    def apply_chat(self, messages, tools=None):
+    def apply_chat_template(self, messages, tools=None):
         return [len(word) for message in messages for word in message["content"].split()]
 
 
@@ -106,7 +106,7 @@ def test_arpo_parquet_is_repaired_and_says_so(tool, tmp_path, capsys):
     pq.write_table(pa.Table.from_pylist([row, row]), source)
     assert run(tool, "arpo", [source], tmp_path / "o.parquet") == 0
     assert load(tmp_path / "o.parquet")[0].messages[0]["content"] == "<answer> \\boxed{x} </answer>"
-    assert "rows with backspace characters put right: 2" in capsys.readouterr().out
+    assert "rows with repaired backspace characters: 2" in capsys.readouterr().out
 
 
 def test_limit_force_and_determinism(tool, tmp_path):
@@ -125,9 +125,9 @@ def test_a_ground_truth_the_reward_cannot_read_is_left_out_and_named(tool, tmp_p
     source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="x" * MAX_CHARS)])
     assert run(tool, "function_calling", [source], tmp_path / "o.parquet") == 0
     assert len(load(tmp_path / "o.parquet")) == 1
-    said = capsys.readouterr()
-    assert "cannot read the ground truth: 1" in said.out
-    assert "left out 1: ground_truth: got" in said.err
+    captured = capsys.readouterr()
+    assert "cannot parse the ground truth: 1" in captured.out
+    assert "left out 1: ground_truth: got" in captured.err
 
 
 def test_a_bad_row_is_one_line_and_leaves_no_file(tool, tmp_path, capsys):

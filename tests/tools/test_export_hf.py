@@ -25,7 +25,7 @@ def test_a_folder_without_a_checkpoint_is_an_error_message(tool, tmp_path, capsy
 
 def test_the_newest_checkpoint_of_a_run_is_taken(tool, tmp_path, capsys, monkeypatch):
     taken = []
-    monkeypatch.setattr(tool, "latest", lambda folder: folder / "step_7")
+    monkeypatch.setattr(tool, "latest_checkpoint", lambda folder: folder / "step_7")
     monkeypatch.setattr(tool, "_write", lambda *arguments: taken.append(arguments))
     arguments = [str(tmp_path), "--model", "m", "--out", "o", "--dtype", "float32"]
     assert tool.main(arguments) == 0

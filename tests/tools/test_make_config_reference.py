@@ -3,8 +3,15 @@
 import re
 from enum import StrEnum
 
-from mega_agentrl.config.keys import known_keys
-from tools.make_config_reference import leaves, main, named, reference, shown, type_name
+from mega_agentrl.config.override_keys import known_keys
+from tools.make_config_reference import (
+    dotted_keys,
+    format_file_names,
+    format_value,
+    main,
+    reference,
+    type_name,
+)
 
 
 class Colour(StrEnum):
@@ -37,7 +44,7 @@ def test_types_and_values_read_as_on_the_command_line():
     assert type_name(int | None) == "int or none"
     assert type_name(list[str]) == "list of str"
     assert type_name(dict[str, dict[str, float]]) == "names with names with float"
-    assert [shown(value) for value in (True, None, "", 1e-6, Colour.red, [1, 2])] == [
+    assert [format_value(value) for value in (True, None, "", 1e-6, Colour.red, [1, 2])] == [
         "true",
         "null",
         '""',
@@ -45,8 +52,8 @@ def test_types_and_values_read_as_on_the_command_line():
         "red",
         "[1, 2]",
     ]
-    assert shown([Colour.red, Colour.blue]) == "[red, blue]"
-    assert shown(["<think>"]) == "['<think>']"
+    assert format_value([Colour.red, Colour.blue]) == "[red, blue]"
+    assert format_value(["<think>"]) == "['<think>']"
 
 
 def test_no_default_is_shown_as_python_writes_a_choice():
@@ -56,7 +63,7 @@ def test_no_default_is_shown_as_python_writes_a_choice():
 
 def test_files_that_set_a_key():
     tree = {"defaults": ["x"], "seed": 2, "optim": {"lr": 1, "betas": [1, 2]}}
-    assert list(leaves(tree)) == ["seed", "optim.lr", "optim.betas", "optim"]
+    assert list(dotted_keys(tree)) == ["seed", "optim.lr", "optim.betas", "optim"]
     files = ["algo/grpo", "experiment/smoke", "experiment/smoke_ci"]
-    assert named(files) == ["`algo/grpo`", "2 experiments"]
-    assert named(files[1:2]) == ["1 experiment"]
+    assert format_file_names(files) == ["`algo/grpo`", "2 experiments"]
+    assert format_file_names(files[1:2]) == ["1 experiment"]

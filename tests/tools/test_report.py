@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.rollout.tree_file import write_trees
+from mega_agentrl.rollout.io.tree_file import write_trees
 from tests.rollout.grown_trees import nested_tree
 
 ROOT = Path(__file__).parents[2]

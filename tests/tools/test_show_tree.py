@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.rollout.render_tree import render_tree
-from mega_agentrl.rollout.tree_file import write_trees
+from mega_agentrl.rollout.io.render_tree import render_tree
+from mega_agentrl.rollout.io.tree_file import write_trees
 from tests.rollout.grown_trees import grow, nested_tree
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def test_all_trees_of_a_file(tool, file, capsys):
 def test_one_prompt_by_its_id(tool, tmp_path, capsys):
     from mega_agentrl.config.schema import RolloutConfig
 
-    trees = grow(RolloutConfig(num_trajectories=2), num_prompts=3)
+    trees = grow(RolloutConfig(group_size=2), num_prompts=3)
     path = tmp_path / "step.jsonl"
     write_trees(path, trees, stage="rl", step=1)
     assert tool.main([str(path), "--prompt", "set/1"]) == 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.repetition import kinds
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.repeated_layers import first_layer_of_each_type
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "simulate_reshard.py"
@@ -49,9 +49,9 @@ def test_a_sample_has_one_layer_of_each_kind(path, tmp_path):
     config = json.loads(path.read_text())
     shape = shape_of(config, tmp_path / "whole")
     sample = shape_of(simulate_reshard.sample_config(config, shape), tmp_path / "sample")
-    sparse = [shape.is_sparse(layer) for layer in kinds(shape)]
-    assert [sample.is_sparse(layer) for layer in range(sample.num_layers)] == sparse
-    assert sample.hidden == shape.hidden
+    sparse = [shape.is_moe_layer(layer) for layer in first_layer_of_each_type(shape)]
+    assert [sample.is_moe_layer(layer) for layer in range(sample.num_layers)] == sparse
+    assert sample.hidden_size == shape.hidden_size
 
 
 @pytest.fixture

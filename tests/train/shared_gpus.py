@@ -1,15 +1,15 @@
-"""A policy group and engines that share GPUs, in this process: the group's own turn-taking around
-fake ranks, and a bridge that does nothing but move the version.
+"""A policy group and engines that share GPUs, in this process.
 
-Each side checks that it has what it needs, and notes what it does in one list.
+The group's own time sharing around fake ranks, and a weight sync that only sets the version. Each
+side checks that it holds what it needs, and records what it does in one list.
 """
 
 from pathlib import Path
 
 import torch
 
-from mega_agentrl.runtime.policy_group import PolicyGroup
-from mega_agentrl.runtime.turns import EVERYTHING, Turns
+from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing
+from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from tests.fakes import FakeGenerator
 from tests.train.conftest import FakePolicy
 
@@ -17,92 +17,92 @@ from tests.train.conftest import FakePolicy
 class Ranks(PolicyGroup):
     """A `PolicyGroup` whose only rank is a `FakePolicy` here."""
 
-    def __init__(self, config, told):
+    def __init__(self, config, calls):
         super().__init__([None], config)
-        self.told, self.fake, self.parts = told, FakePolicy(), EVERYTHING
+        self.calls, self.fake, self.parts = calls, FakePolicy(), ALL_STATE
 
-    def start_call(self, method, *args):
+    def submit(self, method, *args):
         return {"policy rank 0": (method, args)}
 
     def gather(self, operation, calls):
         return {name: self.answer(*call) for name, call in calls.items()}
 
     def answer(self, method, args):
-        if method == "occupy":
+        if method == "set_gpu_resident":
             (self.parts,) = args
-            self.told.append(f"policy: {'+'.join(sorted(self.parts)) or 'nothing'}")
+            self.calls.append(f"policy: {'+'.join(sorted(self.parts)) or 'nothing'}")
             return None
-        assert self.parts == EVERYTHING, f"{method} with {self.parts}"
-        self.told.append(method)
-        if method == "logprobs":
+        assert self.parts == ALL_STATE, f"{method} with {self.parts}"
+        self.calls.append(method)
+        if method == "compute_log_probs":
             batch = args[0]
             filled = torch.zeros(batch.response_BT.shape)
             return list(range(batch.num_rows)), filled, filled
-        if method == "save":
+        if method == "save_checkpoint":
             folder, extra, keep = args
-            self.told[-1] = f"save {folder.rsplit('/', 1)[-1]}"
-            return FakePolicy.save(self.fake, Path(folder), extra, keep)
-        if method == "resume":
-            return self.fake.resume(Path(args[0]))
-        if method in ("update", "supervise"):
+            self.calls[-1] = f"save {folder.rsplit('/', 1)[-1]}"
+            return FakePolicy.save_checkpoint(self.fake, Path(folder), extra, keep)
+        if method == "load_checkpoint":
+            return self.fake.load_checkpoint(Path(args[0]))
+        if method in ("update", "sft_step"):
             return self.fake._stats(args[0])
         return None
 
     def restart(self):
         """As `PolicyGroup.restart`, with a rank that needs no process."""
-        self._turns.renew_policy()
-        self.told.append("restart")
-        self.parts, self.is_ahead = EVERYTHING, True
+        self._gpu_time_sharing.reclaim_for_policy_restart()
+        self.calls.append("restart")
+        self.parts, self.has_unsynced_weights = ALL_STATE, True
 
 
 class Engines(FakeGenerator):
     """Generates only while it has weights and cache."""
 
-    def begin(self, told):
-        self.told, self.has, self.last = told, set(), None
+    def begin(self, calls):
+        self.calls, self.has, self.last_node = calls, set(), None
         return self
 
     def sleep(self):
-        self.told.append("engines: sleep")
+        self.calls.append("engines: sleep")
         self.has = set()
 
-    def wake(self, part, only):
-        self.told.append(f"engines: {part}")
+    def wake_up(self, part, only):
+        self.calls.append(f"engines: {part}")
         self.has.add(part)
 
     async def generate(self, request):
         assert self.has == {"weights", "cache"}, f"a request with {self.has}"
-        if self.told[-1] != "rollouts":
-            self.told.append("rollouts")
+        if self.calls[-1] != "rollouts":
+            self.calls.append("rollouts")
         return await super().generate(request)
 
 
-class Bridge:
-    """In the place of a `WeightBridge`."""
+class FakeWeightSync:
+    """Stands in for `WeightSynchronizer`."""
 
-    def __init__(self, policy, engines, turns):
-        self.policy, self.engines, self.turns = policy, engines, turns
+    def __init__(self, policy, engines, sharing):
+        self.policy, self.engines, self.sharing = policy, engines, sharing
 
-    def send(self, generator, version):
-        self.turns.to_transfer([0])
+    def sync(self, generator, version):
+        self.sharing.acquire_for_transfer([0])
         assert self.policy.parts == {"weights"}
         assert self.engines.has == {"weights"}
-        self.policy.told.append(f"send {version}")
-        self.turns.to_engines([0])
-        self.policy.is_ahead = False
+        self.policy.calls.append(f"sync {version}")
+        self.sharing.release_to_engines([0])
+        self.policy.has_unsynced_weights = False
         generator.version = version
-        return {"seconds": 0.1}
+        return {"total_s": 0.1}
 
-    def send_again(self):
-        self.send(self.engines, self.engines.version)
+    def resync(self):
+        self.sync(self.engines, self.engines.version)
 
 
-def share_gpus(parts, config):
-    """Replace policy and engines of the parts; the list of what they do."""
-    told = []
-    policy, engines = Ranks(config, told), Engines().begin(told)
-    turns = Turns(policy, engines)
-    policy.share(turns)
-    policy.attach(Bridge(policy, engines, turns))
-    parts.policy, parts.generator = policy, engines
-    return told
+def share_gpus(components, config):
+    """Replace policy and engines by ones that share GPUs; return the list of what they do."""
+    calls = []
+    policy, engines = Ranks(config, calls), Engines().begin(calls)
+    sharing = GpuTimeSharing(policy, engines)
+    policy.set_gpu_time_sharing(sharing)
+    policy.set_weight_sync(FakeWeightSync(policy, engines, sharing))
+    components.policy, components.generator = policy, engines
+    return calls

@@ -10,9 +10,15 @@ from torch.testing import assert_close
 
 from mega_agentrl.algo import advantage as estimators
 from mega_agentrl.algo.masking import masked_whiten
-from mega_agentrl.config.algo_schema import AlgoConfig, EgpoConfig
-from mega_agentrl.config.choices import Advantage, Correction, CotBlocks, KlKind, KlPlace
-from mega_agentrl.train.advantages import add_advantages, add_corrections, mismatch_metrics
+from mega_agentrl.config.enums import (
+    AdvantageEstimator,
+    CotBlocks,
+    KlEstimator,
+    KlPlacement,
+    RolloutCorrection,
+)
+from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
+from mega_agentrl.train.advantages import add_advantages, add_importance_weights, mismatch_metrics
 from mega_agentrl.types.batch import TrainBatch
 
 OPEN, CLOSE = 8, 9
@@ -65,18 +71,20 @@ def thinking(**changes):
     return batch(**(values | changes))
 
 
-def advantages(given_batch, algo, kl_coef=None, markers=((OPEN,), (CLOSE,))):
+def advantages(given_batch, algo, kl_coef=None, cot_marker_ids=((OPEN,), (CLOSE,))):
     kl_coef = algo.kl_coef if kl_coef is None else kl_coef
-    filled, metrics = add_advantages(given_batch, algo, kl_coef=kl_coef, markers=markers)
+    filled, metrics = add_advantages(
+        given_batch, algo, kl_coef=kl_coef, cot_marker_ids=cot_marker_ids
+    )
     return filled.advantage_BT, metrics
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (Advantage.grpo, [[0.5, 0.5], [-0.5, -0.5], [1, 1], [-1, 0]]),
-        (Advantage.rloo, [[1, 1], [-1, -1], [2, 2], [-2, 0]]),
-        (Advantage.arpo_hard, [[0, 0.5], [0, -0.5], [1, 1], [-1, 0]]),
+        (AdvantageEstimator.grpo, [[0.5, 0.5], [-0.5, -0.5], [1, 1], [-1, 0]]),
+        (AdvantageEstimator.rloo, [[1, 1], [-1, -1], [2, 2], [-2, 0]]),
+        (AdvantageEstimator.arpo_hard, [[0, 0.5], [0, -0.5], [1, 1], [-1, 0]]),
     ],
 )
 def test_advantages_by_hand(name, expected):
@@ -85,19 +93,21 @@ def test_advantages_by_hand(name, expected):
     assert advantage_BT.tolist() == expected
     flat = [abs(value) for row in expected for value in row][:7]
     assert metrics == {
-        "advantage/mean_abs": pytest.approx(sum(flat) / 7),
-        "advantage/zero": pytest.approx(flat.count(0) / 7),
+        "advantage/abs_mean": pytest.approx(sum(flat) / 7),
+        "advantage/zero_fraction": pytest.approx(flat.count(0) / 7),
     }
 
 
 def test_reinforce_plus_plus_by_hand():
     """Returns 1 1, 0 0, 3 3, 1: mean 9/7, squares 21 - 81/7 = 66/7 over 6."""
-    got_BT, _ = advantages(batch(), AlgoConfig(advantage=Advantage.reinforce_plus_plus))
+    got_BT, _ = advantages(batch(), AlgoConfig(advantage=AdvantageEstimator.reinforce_plus_plus))
     std = math.sqrt(66 / 7 / 6)
     expected_BT = (torch.tensor([[1.0, 1], [0, 0], [3, 3], [1, 9 / 7]]) - 9 / 7) / std
     assert_close(got_BT, expected_BT)
     # With a baseline: .5 .5, -.5 -.5, 1 1, -1: mean 1/7, squares 4 - 1/7 over 6.
-    got_BT, _ = advantages(batch(), AlgoConfig(advantage=Advantage.reinforce_plus_plus_baseline))
+    got_BT, _ = advantages(
+        batch(), AlgoConfig(advantage=AdvantageEstimator.reinforce_plus_plus_baseline)
+    )
     std = math.sqrt((4 - 1 / 7) / 6)
     expected_BT = (torch.tensor([[0.5, 0.5], [-0.5, -0.5], [1, 1], [-1, 1 / 7]]) - 1 / 7) / std
     assert_close(got_BT, expected_BT)
@@ -108,7 +118,7 @@ def test_reinforce_plus_plus_by_hand():
     )
 
 
-@pytest.mark.parametrize("name", Advantage)
+@pytest.mark.parametrize("name", AdvantageEstimator)
 def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
     """Whole trajectories of two tokens, and the same cut into rows of one token and a spare."""
     ref_BT = torch.tensor([[0.1, 0.2], [0.4, 0.8], [1.6, 3.2], [6.4, 12.8]])
@@ -117,7 +127,7 @@ def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
     mask_BT = torch.ones(4, 2).bool()
     plain = batch(**scored, node_BT=own_BT, mask_BT=mask_BT)
     rows, places = [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, 0, 1, 0, 1]
-    cut = plain.select(rows)
+    cut = plain.select_rows(rows)
     first_BT = torch.tensor([[True, False]] * 8)
 
     def cut_grid(grid_BT):
@@ -127,11 +137,15 @@ def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
     grids = ("mask_BT", "old_logp_BT", "ref_logp_BT", "node_BT", "value_BT")
     cut = cut.with_fields(
         **{grid: cut_grid(getattr(cut, grid)[::2]) for grid in grids},
-        owner_B=torch.tensor([7, 7, 3, 3, 5, 5, 6, 6]),
+        trajectory_B=torch.tensor([7, 7, 3, 3, 5, 5, 6, 6]),
         length_B=torch.ones(8, dtype=torch.int64),
     )
     algo = AlgoConfig(
-        advantage=name, kl_coef=0.1, kl_kind=KlKind.k1, kl_place=KlPlace.reward, norm_by_std=True
+        advantage=name,
+        kl_coef=0.1,
+        kl_estimator=KlEstimator.k1,
+        kl_placement=KlPlacement.reward,
+        norm_by_std=True,
     )
     expected_BT, expected = advantages(plain, algo)
     got_BT, got = advantages(cut, algo)
@@ -139,19 +153,19 @@ def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
     assert got == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", Advantage)
+@pytest.mark.parametrize("name", AdvantageEstimator)
 def test_a_failed_row_changes_nothing(name):
     plain = batch()
-    failed = plain.select([0, 1, 2, 3, 3]).with_fields(
+    failed = plain.select_rows([0, 1, 2, 3, 3]).with_fields(
         group_B=torch.tensor([0, 0, 1, 1, 2]),
         reward_B=torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0]),
         mask_BT=torch.cat([plain.mask_BT, torch.zeros(1, 2).bool()]),
         entropy_BT=torch.ones(5, 2),
     )
-    on_tokens = (Advantage.reinforce_plus_plus, Advantage.gae)
+    on_tokens = (AdvantageEstimator.reinforce_plus_plus, AdvantageEstimator.gae)
     settings = {} if name in on_tokens else {"lam": 0.4}
-    egpo = EgpoConfig(blocks=CotBlocks.response, **settings)
-    algo = AlgoConfig(advantage=name, egpo=egpo, entropy_scale=0.2)
+    egpo = EgpoConfig(cot_blocks=CotBlocks.response, **settings)
+    algo = AlgoConfig(advantage=name, egpo=egpo, entropy_advantage_weight=0.2)
     expected_BT, expected = advantages(plain.with_fields(entropy_BT=torch.ones(4, 2)), algo)
     got_BT, got = advantages(failed, algo)
     assert torch.equal(got_BT[:4], expected_BT) and not got_BT[4].any()
@@ -163,12 +177,16 @@ def test_kl_in_the_reward_is_summed_over_the_trajectory():
     gap_BT = torch.tensor([[0.1, 0.2], [0, 0], [0, 0], [0, 9.0]])
     scored = batch(old_logp_BT=gap_BT, ref_logp_BT=torch.zeros(4, 2))
     algo = AlgoConfig(
-        kl_coef=0.5, kl_kind=KlKind.k1, kl_place=KlPlace.reward, norm_by_std=False, clip_dual=None
+        kl_coef=0.5,
+        kl_estimator=KlEstimator.k1,
+        kl_placement=KlPlacement.reward,
+        norm_by_std=False,
+        clip_dual=None,
     )
     got_BT, metrics = advantages(scored, algo, kl_coef=2.0)
     expected_BT = torch.tensor([[0.2, 0.2], [-0.2, -0.2], [1, 1], [-1, 0]])
     assert_close(got_BT, expected_BT)
-    assert metrics["advantage/kl"] == pytest.approx(0.3 / 7)
+    assert metrics["advantage/ref_kl"] == pytest.approx(0.3 / 7)
 
 
 def test_kl_in_the_reward_of_each_token():
@@ -176,10 +194,10 @@ def test_kl_in_the_reward_of_each_token():
     gap_BT = torch.tensor([[0.1, 0.2], [0, 0], [0, 0], [0, 9.0]])
     scored = batch(old_logp_BT=gap_BT, ref_logp_BT=torch.zeros(4, 2))
     algo = AlgoConfig(
-        advantage=Advantage.reinforce_plus_plus,
+        advantage=AdvantageEstimator.reinforce_plus_plus,
         kl_coef=2.0,
-        kl_kind=KlKind.k1,
-        kl_place=KlPlace.reward,
+        kl_estimator=KlEstimator.k1,
+        kl_placement=KlPlacement.reward,
     )
     return_BT = torch.tensor([[0.4, 0.6], [0, 0], [3, 3], [1, 0]])
     assert_close(advantages(scored, algo)[0], masked_whiten(return_BT, scored.mask_BT))
@@ -198,30 +216,30 @@ def test_egpo_adds_the_entropy_of_the_chain_of_thought_only():
     assert_close(got_BT[:, 0], torch.tensor([0.54, -0.46, 1.0, -0.96]))
     assert torch.equal(got_BT, got_BT[:, :1].expand(4, 6))
     assert metrics["egpo/cot_entropy"] == pytest.approx(0.075)
-    assert metrics["egpo/without_cot"] == 0.25
-    assert metrics["egpo/bonus"] == pytest.approx(0.03)
-    assert metrics["egpo/clipped"] == 0
+    assert metrics["egpo/no_cot_fraction"] == 0.25
+    assert metrics["egpo/bonus_mean"] == pytest.approx(0.03)
+    assert metrics["egpo/clipfrac"] == 0
     # Over the whole response the bound of |A| / 2 decides: that is another number.
-    whole = AlgoConfig(norm_by_std=False, egpo=EgpoConfig(lam=0.4, blocks=CotBlocks.response))
-    got_BT, metrics = advantages(thinking(), whole, markers=None)
+    whole = AlgoConfig(norm_by_std=False, egpo=EgpoConfig(lam=0.4, cot_blocks=CotBlocks.response))
+    got_BT, metrics = advantages(thinking(), whole, cot_marker_ids=None)
     assert_close(got_BT[:, 0], torch.tensor([0.6, -0.4, 1.2, -0.8]))
-    assert metrics["egpo/clipped"] == 1 and metrics["egpo/without_cot"] == 0
+    assert metrics["egpo/clipfrac"] == 1 and metrics["egpo/no_cot_fraction"] == 0
 
 
 @pytest.mark.parametrize("blocks", CotBlocks)
-@pytest.mark.parametrize("name", [Advantage.grpo, Advantage.arpo_hard])
+@pytest.mark.parametrize("name", [AdvantageEstimator.grpo, AdvantageEstimator.arpo_hard])
 def test_egpo_reads_rows_of_one_trajectory_in_a_line(blocks, name):
     """Cut anywhere, with a tool's answer at the cut: the same bonus."""
     mask_BT = torch.ones(4, 6).bool()
     mask_BT[:, 2] = False
     plain = thinking(mask_BT=mask_BT)
     algo = AlgoConfig(
-        advantage=name, norm_by_std=False, egpo=EgpoConfig(lam=0.4, alpha=1.5, blocks=blocks)
+        advantage=name, norm_by_std=False, egpo=EgpoConfig(lam=0.4, alpha=1.5, cot_blocks=blocks)
     )
     expected_BT, expected = advantages(plain, algo)
     rows, sizes = [0, 0, 1, 2, 3, 3], [3, 3, 6, 6, 3, 3]
     starts = [0, 3, 0, 0, 0, 3]
-    cut = plain.select(rows)
+    cut = plain.select_rows(rows)
 
     def shifted(grid_BT):
         moved_BT = torch.zeros_like(grid_BT)
@@ -233,7 +251,7 @@ def test_egpo_reads_rows_of_one_trajectory_in_a_line(blocks, name):
     cut = cut.with_fields(
         **{grid: shifted(getattr(cut, grid)) for grid in grids},
         length_B=torch.tensor(sizes),
-        owner_B=torch.tensor([0, 0, 1, 2, 3, 3]),
+        trajectory_B=torch.tensor([0, 0, 1, 2, 3, 3]),
     )
     got_BT, got = advantages(cut, algo)
     assert_close(got_BT, shifted(expected_BT[rows]))
@@ -244,8 +262,8 @@ def test_egpo_without_entropies_or_markers_is_an_error():
     algo = AlgoConfig(egpo=EgpoConfig(lam=0.4))
     with pytest.raises(ValueError, match=r"entropy_BT: got None.*algo\.egpo\.lam=0\.4"):
         advantages(thinking(entropy_BT=None), algo)
-    with pytest.raises(ValueError, match=r"algo\.egpo\.blocks=first.*algo\.egpo\.markers"):
-        advantages(thinking(), algo, markers=None)
+    with pytest.raises(ValueError, match=r"algo\.egpo\.cot_blocks=first.*algo\.egpo\.cot_markers"):
+        advantages(thinking(), algo, cot_marker_ids=None)
 
 
 @given(
@@ -266,18 +284,20 @@ def test_egpo_keeps_every_sign_below_alpha(rewards, entropy, lam):
 def test_aepo_scales_by_the_entropy_of_the_token_last():
     """Entropies 0 and 1 on the 7 trained tokens: mean 3/7, variance (12/7) / 6 = 2/7."""
     entropy_BT = torch.tensor([[0.0, 1], [0, 1], [0, 1], [0, 99]])
-    algo = AlgoConfig(norm_by_std=False, entropy_scale=0.2)
+    algo = AlgoConfig(norm_by_std=False, entropy_advantage_weight=0.2)
     got_BT, metrics = advantages(batch(entropy_BT=entropy_BT), algo)
     low, high = (1 + 0.2 * (value - 3 / 7) / math.sqrt(2 / 7) for value in (0, 1))
     expected_BT = torch.tensor(
         [[0.5 * low, 0.5 * high], [-0.5 * low, -0.5 * high], [low, high], [-low, 0]]
     )
     assert_close(got_BT, expected_BT)
-    assert metrics["aepo/flipped"] == 0
-    assert advantages(batch(entropy_BT=entropy_BT), AlgoConfig(entropy_scale=9.0))[1][
-        "aepo/flipped"
+    assert metrics["aepo/sign_flip_fraction"] == 0
+    assert advantages(batch(entropy_BT=entropy_BT), AlgoConfig(entropy_advantage_weight=9.0))[1][
+        "aepo/sign_flip_fraction"
     ] == pytest.approx(4 / 7)
-    with pytest.raises(ValueError, match=r"entropy_BT: got None.*algo\.entropy_scale=0\.2"):
+    with pytest.raises(
+        ValueError, match=r"entropy_BT: got None.*algo\.entropy_advantage_weight=0\.2"
+    ):
         advantages(batch(baseline_B=None), algo)
 
 
@@ -288,30 +308,32 @@ def test_corrections_by_hand():
     e = math.e
 
     def weights(correction):
-        algo = AlgoConfig(correction=correction, correction_cap=2.5)
-        filled, metrics = add_corrections(scored, algo)
-        return filled.correction_BT, metrics
+        algo = AlgoConfig(rollout_correction=correction, rollout_correction_cap=2.5)
+        filled, metrics = add_importance_weights(scored, algo)
+        return filled.importance_weight_BT, metrics
 
     def expected(*rows):
         return torch.tensor(rows, dtype=torch.float32)
 
-    weight_BT, metrics = weights(Correction.token_truncate)
+    weight_BT, metrics = weights(RolloutCorrection.token_truncate)
     assert_close(weight_BT, expected([2.5, 1 / e], [1, 1], [2.5, 1], [1, 0]))
-    assert metrics["correction/capped"] == pytest.approx(2 / 7)
-    assert metrics["correction/weight_mean"] == pytest.approx((9 + 1 / e) / 7)
-    masked_BT, _ = weights(Correction.token_mask)
+    assert metrics["rollout_correction/capped_fraction"] == pytest.approx(2 / 7)
+    assert metrics["rollout_correction/weight_mean"] == pytest.approx((9 + 1 / e) / 7)
+    masked_BT, _ = weights(RolloutCorrection.token_mask)
     assert_close(masked_BT, expected([0, 1 / e], [1, 1], [0, 1], [1, 0]))
-    truncated_BT, _ = weights(Correction.sequence_truncate)
+    truncated_BT, _ = weights(RolloutCorrection.sequence_truncate)
     assert_close(truncated_BT, expected([1, 1], [1, 1], [2.5, 2.5], [1, 0]))
-    dropped_BT, _ = weights(Correction.sequence_mask)
+    dropped_BT, _ = weights(RolloutCorrection.sequence_mask)
     assert_close(dropped_BT, expected([1, 1], [1, 1], [0, 0], [1, 0]))
 
 
 def test_without_a_correction_the_batch_stays():
     plain = batch()
-    assert add_corrections(plain, AlgoConfig()) == (plain, {})
-    with pytest.raises(ValueError, match=r"old_logp_BT: got None.*algo\.correction=token_mask"):
-        add_corrections(plain, AlgoConfig(correction=Correction.token_mask))
+    assert add_importance_weights(plain, AlgoConfig()) == (plain, {})
+    with pytest.raises(
+        ValueError, match=r"old_logp_BT: got None.*algo\.rollout_correction=token_mask"
+    ):
+        add_importance_weights(plain, AlgoConfig(rollout_correction=RolloutCorrection.token_mask))
 
 
 def test_mismatch_reads_trained_tokens_only():
@@ -328,13 +350,13 @@ def test_mismatch_reads_trained_tokens_only():
 
 
 def test_remax_is_the_reward_over_the_greedy_answers():
-    algo = AlgoConfig(advantage=Advantage.remax)
+    algo = AlgoConfig(advantage=AdvantageEstimator.remax)
     found_BT, _ = advantages(batch(), algo)
     assert_close(found_BT, torch.tensor([[0.75, 0.75], [-0.25, -0.25], [-1.0, -1.0], [-3.0, 0.0]]))
 
 
 def test_remax_takes_the_others_mean_where_the_greedy_answer_failed():
-    algo = AlgoConfig(advantage=Advantage.remax)
+    algo = AlgoConfig(advantage=AdvantageEstimator.remax)
     given = batch(baseline_B=torch.tensor([math.nan, math.nan, 4.0, 4.0]))
     found_BT, _ = advantages(given, algo)
     # Of rewards 1 and 0 each is the other's baseline.
@@ -344,8 +366,8 @@ def test_remax_takes_the_others_mean_where_the_greedy_answer_failed():
 
 
 def test_gae_by_hand():
-    algo = AlgoConfig(advantage=Advantage.gae, gamma=0.5, lam=0.5, norm_by_std=False)
-    filled, _ = add_advantages(batch(), algo, kl_coef=0.0, markers=None)
+    algo = AlgoConfig(advantage=AdvantageEstimator.gae, gamma=0.5, lam=0.5, norm_by_std=False)
+    filled, _ = add_advantages(batch(), algo, kl_coef=0.0, cot_marker_ids=None)
     # Row 0: errors 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75, of which a quarter goes back.
     # Row 3: one trained token, its reward 1 against a value of 0.5.
     expected_BT = torch.tensor([[-0.1875, 0.75], [0.25, -1.0], [-1.5, 4.0], [0.5, 0.0]])
@@ -353,25 +375,25 @@ def test_gae_by_hand():
     on_BT = filled.mask_BT
     assert_close(filled.return_BT[on_BT], (expected_BT + filled.value_BT)[on_BT])
     white, _ = add_advantages(
-        batch(), AlgoConfig(advantage=Advantage.gae), kl_coef=0.0, markers=None
+        batch(), AlgoConfig(advantage=AdvantageEstimator.gae), kl_coef=0.0, cot_marker_ids=None
     )
     assert_close(white.advantage_BT[on_BT].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     assert_close(white.advantage_BT[on_BT].std(), torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"value_BT: got None.*algo.advantage=gae"):
-        add_advantages(batch(value_BT=None), algo, kl_coef=0.0, markers=None)
+        add_advantages(batch(value_BT=None), algo, kl_coef=0.0, cot_marker_ids=None)
 
 
 def test_gae_with_kl_in_the_reward_and_no_discount_is_the_return_less_the_value():
     algo = AlgoConfig(
-        advantage=Advantage.gae,
+        advantage=AdvantageEstimator.gae,
         norm_by_std=False,
         kl_coef=0.1,
-        kl_kind=KlKind.k1,
-        kl_place=KlPlace.reward,
+        kl_estimator=KlEstimator.k1,
+        kl_placement=KlPlacement.reward,
     )
     given = batch(old_logp_BT=torch.ones(4, 2), ref_logp_BT=torch.zeros(4, 2))
-    filled, metrics = add_advantages(given, algo, kl_coef=0.1, markers=None)
-    assert metrics["advantage/kl"] == pytest.approx(1.0)
+    filled, metrics = add_advantages(given, algo, kl_coef=0.1, cot_marker_ids=None)
+    assert metrics["advantage/ref_kl"] == pytest.approx(1.0)
     returns_BT = torch.tensor([[0.8, 0.9], [-0.2, -0.1], [2.8, 2.9], [0.9, 0.0]])
     on_BT = given.mask_BT
     assert_close(filled.return_BT[on_BT], returns_BT[on_BT])

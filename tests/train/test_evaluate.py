@@ -6,7 +6,11 @@ from dataclasses import replace
 import pytest
 
 from mega_agentrl.config.schema import EvaluateConfig
-from mega_agentrl.train.evaluate import HeldOut, evaluate_held_out, summarize
+from mega_agentrl.train.evaluate import (
+    ValidationResult,
+    compute_eval_result,
+    evaluate_validation_set,
+)
 from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
 from tests.fakes import FakeRubric, make_prompt
 
@@ -35,7 +39,9 @@ def tree(name, source, *values):
 
 
 def test_means_by_hand():
-    result = summarize([tree("a", "easy", 1.0, 0.0), tree("b", "hard", 0.0, 0.0)], num_samples=2)
+    result = compute_eval_result(
+        [tree("a", "easy", 1.0, 0.0), tree("b", "hard", 0.0, 0.0)], num_samples=2
+    )
     assert result.reward == 0.25
     assert result.success == 0.25
     assert result.reward_by_source == {"easy": 0.5, "hard": 0.0}
@@ -47,7 +53,7 @@ def test_failed_trajectories_do_not_count():
     prompt = make_prompt("a", data_source="easy")
     broken = trajectory(prompt, 0.0, StopReason.aborted)
     both = RolloutTree(prompt=prompt, trajectories=[trajectory(prompt, 1.0), broken])
-    assert summarize([both], num_samples=2).reward == 1.0
+    assert compute_eval_result([both], num_samples=2).reward == 1.0
 
 
 def test_questions_of_one_turn_and_of_several_are_told_apart():
@@ -61,7 +67,7 @@ def test_questions_of_one_turn_and_of_several_are_told_apart():
         rows = [trajectory(prompt, value) for value in values]
         trees.append(RolloutTree(prompt=prompt, trajectories=rows))
     trees.append(tree("d", "other", 0.0, 0.0))
-    result = summarize(trees, num_samples=2)
+    result = compute_eval_result(trees, num_samples=2)
     assert result.reward == result.success == 3 / 8
     assert result.success_by_source == {
         "bfcl": 0.5,
@@ -69,17 +75,17 @@ def test_questions_of_one_turn_and_of_several_are_told_apart():
         "bfcl/single_turn": 0.75,
         "other": 0.0,
     }
-    assert result.as_metrics("sampled")["sampled/success/bfcl/single_turn"] == 0.75
+    assert result.to_metrics("sampled")["sampled/success/bfcl/single_turn"] == 0.75
 
 
 def test_pass_at_k_is_over_questions_and_by_source():
     trees = [tree("a", "easy", 1.0, 0.0, 0.0, 0.0), tree("b", "hard", 0.0, 0.0, 0.0, 0.0)]
-    metrics = summarize(trees, num_samples=4).as_metrics("sampled")
+    metrics = compute_eval_result(trees, num_samples=4).to_metrics("sampled")
     assert metrics["sampled/pass@2"] == 0.25  # 3 of the 6 pairs of the first question
     assert metrics["sampled/pass@4"] == 0.5
     assert metrics["sampled/pass@4/easy"] == 1.0 and metrics["sampled/pass@4/hard"] == 0.0
     assert metrics["sampled/mean@4"] == 0.125 and metrics["sampled/mean@4/easy"] == 0.25
-    once = summarize([tree("a", "easy", 1.0)], num_samples=1).as_metrics("greedy")
+    once = compute_eval_result([tree("a", "easy", 1.0)], num_samples=1).to_metrics("greedy")
     assert not any("@" in name for name in once)
 
 
@@ -87,56 +93,56 @@ def test_parts_of_the_reward_are_not_taken_for_data_sources():
     one = tree("a", "gsm8k", 1.0)
     (row,) = one.trajectories
     row.score = replace(row.score, parts={"arpo": 0.75, "gsm8k": 0.25})
-    metrics = summarize([one], num_samples=1).as_metrics("sampled")
+    metrics = compute_eval_result([one], num_samples=1).to_metrics("sampled")
     assert metrics["sampled/reward/gsm8k"] == 1.0
     assert metrics["sampled/rollout/reward/gsm8k"] == 0.25
 
 
-def test_a_reward_models_part_is_evaluated_as_well(parts, config):
+def test_a_reward_models_part_is_evaluated_as_well(components, config):
     class Model:
-        def scores(self, batch):
+        def compute_scores(self, batch):
             return batch.length_B.float()
 
     class Judged(FakeRubric):
-        def needs_model(self, prompt):
+        def needs_reward_model(self, prompt):
             return True
 
-        def with_model(self, trajectory, value):
+        def add_model_score(self, trajectory, value):
             return replace(trajectory.score, value=value)
 
-    parts.rubric, parts.reward_model = Judged(), Model()
-    held_out = evaluate_held_out(parts, config)
-    lengths = held_out.sampled.metrics["rollout/response_tokens"]
-    assert held_out.sampled.reward == pytest.approx(lengths)
+    components.rubric, components.reward_model = Judged(), Model()
+    result = evaluate_validation_set(components, config)
+    lengths = result.sampled.metrics["rollout/response_tokens_mean"]
+    assert result.sampled.reward == pytest.approx(lengths)
 
 
-def test_held_out_takes_the_first_questions_and_never_branches(parts, config):
+def test_validation_takes_the_first_questions_and_never_branches(components, config):
     config.evaluate = EvaluateConfig(num_questions=2, num_samples=3, greedy=True)
-    held_out = evaluate_held_out(parts, config)
-    assert held_out.sampled.num_questions == 2
-    assert held_out.sampled.metrics["rollout/num_trajectories"] == 6
-    assert held_out.sampled.metrics["rollout/forks"] == 0
-    assert held_out.greedy is not None
-    assert held_out.greedy.metrics["rollout/num_trajectories"] == 2
-    assert {request.temperature for request in parts.generator.requests} == {0.0, 1.0}
-    metrics = held_out.as_metrics()
-    assert metrics["sampled/reward"] == held_out.sampled.reward
+    result = evaluate_validation_set(components, config)
+    assert result.sampled.num_questions == 2
+    assert result.sampled.metrics["rollout/num_trajectories"] == 6
+    assert result.sampled.metrics["rollout/forks_per_prompt"] == 0
+    assert result.greedy is not None
+    assert result.greedy.metrics["rollout/num_trajectories"] == 2
+    assert {request.temperature for request in components.generator.requests} == {0.0, 1.0}
+    metrics = result.to_metrics()
+    assert metrics["sampled/reward"] == result.sampled.reward
     assert "greedy/success/fake" in metrics
 
 
-def test_all_questions_with_zero(parts, config):
-    assert evaluate_held_out(parts, config).sampled.num_questions == 6
+def test_all_questions_with_zero(components, config):
+    assert evaluate_validation_set(components, config).sampled.num_questions == 6
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_json_gives_a_held_out_evaluation_back(parts, config, greedy):
+def test_a_validation_result_survives_json(components, config, greedy):
     config.evaluate = EvaluateConfig(greedy=greedy)
-    held_out = evaluate_held_out(parts, config)
-    assert HeldOut.from_plain(json.loads(json.dumps(held_out.to_plain()))) == held_out
-    assert (held_out.greedy is not None) == greedy
+    result = evaluate_validation_set(components, config)
+    assert ValidationResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    assert (result.greedy is not None) == greedy
 
 
 @pytest.mark.parametrize("plain", [{}, {"sampled": {"reward": 1.0}, "greedy": None}])
-def test_what_is_no_held_out_evaluation_is_refused(plain):
+def test_an_invalid_validation_result_is_refused(plain):
     with pytest.raises(ValueError, match="held-out evaluation: cannot be read"):
-        HeldOut.from_plain(plain)
+        ValidationResult.from_dict(plain)

@@ -6,50 +6,55 @@ import pytest
 from omegaconf import OmegaConf
 
 from mega_agentrl.train import sweep
-from mega_agentrl.train.sweep import SweepStart, compare_folders, finish, note_job
+from mega_agentrl.train.sweep import (
+    SweepCallback,
+    compare_run_dirs,
+    write_job_file,
+    write_sweep_reports,
+)
 
 
 def start(folder):
-    SweepStart().on_multirun_start(OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
+    SweepCallback().on_multirun_start(OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
 
 
 def test_a_job_says_what_it_is_and_forgets_an_earlier_failure(tmp_path):
-    note_job(tmp_path / "0-a", ["seed=1"], failed="it burnt")
+    write_job_file(tmp_path / "0-a", ["seed=1"], failed="it burnt")
     kept = tmp_path / "0-a" / "sweep_job.json"
     assert json.loads(kept.read_text()) == {"overrides": ["seed=1"], "failed": "it burnt"}
-    note_job(tmp_path / "0-a", ["seed=1"])
+    write_job_file(tmp_path / "0-a", ["seed=1"])
     assert json.loads(kept.read_text())["failed"] == ""
 
 
 def test_a_sweep_that_ended_badly_has_its_table(tmp_path, capsys):
-    note_job(tmp_path / "0-a", ["algo=grpo"], failed="it burnt")
-    note_job(tmp_path / "1-b", ["algo=arpo"])
+    write_job_file(tmp_path / "0-a", ["algo=grpo"], failed="it burnt")
+    write_job_file(tmp_path / "1-b", ["algo=arpo"])
     start(tmp_path)
-    finish()
+    write_sweep_reports()
     said = capsys.readouterr().out
     assert "* 0-a: failed: it burnt" in said
     assert "* 1-b: unfinished" in said
     assert (tmp_path / "comparison.md").read_text() in said
-    finish()
+    write_sweep_reports()
     assert capsys.readouterr().out == "", "once"
 
 
 def test_without_a_sweep_nothing_is_said(capsys):
-    assert sweep._started == []
-    finish()
+    assert sweep._pending_sweep_dirs == []
+    write_sweep_reports()
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_sweep_of_which_no_job_began_is_one_line(tmp_path, capsys):
     start(tmp_path)
-    finish()
+    write_sweep_reports()
     assert "no comparison of the sweep" in capsys.readouterr().err
 
 
 def test_runs_that_are_named_twice_count_once(tmp_path):
     for name in ("0-a", "1-b"):
-        note_job(tmp_path / name, ["algo=grpo", f"seed={name[0]}"], failed="x")
-    text = compare_folders([tmp_path, tmp_path / "1-b"], tmp_path / "out")
+        write_job_file(tmp_path / name, ["algo=grpo", f"seed={name[0]}"], failed="x")
+    text = compare_run_dirs([tmp_path, tmp_path / "1-b"], tmp_path / "out")
     assert "| 0-a | 0 of 2 |" in text
     with pytest.raises(ValueError, match="there is no run in it"):
-        compare_folders([tmp_path / "none"], tmp_path)
+        compare_run_dirs([tmp_path / "none"], tmp_path)

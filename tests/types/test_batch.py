@@ -54,7 +54,7 @@ def test_responses_are_a_grid():
 
 
 def test_select_keeps_rows_aligned_and_absent_fields_absent():
-    picked = batch(advantage_BT=torch.ones(ROWS, POSITIONS)).select([2, 0])
+    picked = batch(advantage_BT=torch.ones(ROWS, POSITIONS)).select_rows([2, 0])
     assert picked.num_rows == 2
     assert picked.prompt_ids == ((2, 2, 2), (0,))
     assert picked.response_BT.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
@@ -68,21 +68,21 @@ def test_select_refuses_rows_that_do_not_belong_together():
     """What is wrong with a row that is left out does not matter."""
     padding_too = torch.ones(ROWS, POSITIONS, dtype=torch.bool)
     broken = batch(mask_BT=padding_too)
-    assert broken.select([0]).mask_BT.all()
-    with pytest.raises(ValueError, match="mask_BT has tokens to train on behind length_B"):
-        broken.select([0, 1])
+    assert broken.select_rows([0]).mask_BT.all()
+    with pytest.raises(ValueError, match="mask_BT is set beyond length_B"):
+        broken.select_rows([0, 1])
     with pytest.raises(ValueError, match=r"reward_B is torch\.int64, expected a floating dtype"):
-        batch(reward_B=torch.zeros(ROWS, dtype=torch.int64)).select([1])
-    owned = batch(owner_B=torch.tensor([0, 1, 1]))
-    assert owned.select([0, 1]).owner_B.tolist() == [0, 1]
-    with pytest.raises(ValueError, match="owner_B has 1 in row 1 of group_B 0"):
-        owned.select([2, 1])
+        batch(reward_B=torch.zeros(ROWS, dtype=torch.int64)).select_rows([1])
+    split = batch(trajectory_B=torch.tensor([0, 1, 1]))
+    assert split.select_rows([0, 1]).trajectory_B.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="trajectory_B has 1 in row 1 of group_B 0"):
+        split.select_rows([2, 1])
 
 
 @given(st.permutations(range(ROWS)))
 def test_selecting_a_permutation_and_its_inverse_changes_nothing(order):
     inverse = sorted(range(ROWS), key=lambda row: order[row])
-    whole, back = batch(), batch().select(order).select(inverse)
+    whole, back = batch(), batch().select_rows(order).select_rows(inverse)
     assert back.prompt_ids == whole.prompt_ids
     assert torch.equal(back.response_BT, whole.response_BT)
     assert torch.equal(back.rollout_logp_BT, whole.rollout_logp_BT)

@@ -1,14 +1,14 @@
-"""Records refuse unequal lengths and tell failed trajectories from unlucky ones."""
+"""Records check their lengths; infrastructure failures are told from low rewards."""
 
 import dataclasses
 
 import pytest
 
 from mega_agentrl.types.records import (
-    Author,
-    Finish,
+    FinishReason,
     Generation,
     Prompt,
+    Role,
     StopReason,
     ToolOutcome,
     ToolStatus,
@@ -50,7 +50,7 @@ def generation(**changes):
         "logps": (-0.1, -0.2),
         "entropies": (0.3, 0.4),
         "argmax_ids": (5, 7),
-        "finish": Finish.stop,
+        "finish_reason": FinishReason.stop,
         "stop_string": "</python>",
         "version": 4,
     }
@@ -70,7 +70,7 @@ def test_every_per_token_tuple_of_a_generation_has_one_length(name):
         generation(**{name: (0,)})
 
 
-def test_the_likeliest_tokens_of_a_trajectory_are_there_for_all_tokens_or_for_none():
+def test_argmax_ids_are_recorded_for_all_tokens_or_for_none():
     assert not trajectory().argmax_ids
     assert list(trajectory(argmax_ids=[4, 5, 6]).argmax_ids) == [4, 5, 6]
     with pytest.raises(ValueError, match="argmax_ids 2"):
@@ -79,7 +79,7 @@ def test_the_likeliest_tokens_of_a_trajectory_are_there_for_all_tokens_or_for_no
 
 def test_an_empty_generation_and_an_empty_trajectory_are_records_too():
     empty = {name: () for name in ("token_ids", "logps", "entropies", "argmax_ids")}
-    assert generation(**empty, finish=Finish.aborted, stop_string=None).token_ids == ()
+    assert generation(**empty, finish_reason=FinishReason.aborted, stop_string=None).token_ids == ()
     assert trajectory(0).response_text == ""
 
 
@@ -91,39 +91,47 @@ def test_a_fork_shares_no_more_than_there_is(fork_len):
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
-def test_only_our_own_failures_are_failures(reason):
-    expected = reason in {StopReason.tool_failure, StopReason.aborted, StopReason.wall_time}
+def test_only_infrastructure_failures_are_failures(reason):
+    expected = reason in {
+        StopReason.tool_failure,
+        StopReason.aborted,
+        StopReason.trajectory_timeout,
+    }
     assert trajectory(stop_reason=reason).failed is expected
 
 
-def test_bad_calls_are_counted_by_their_outcomes():
-    def turn(index, bad):
+def test_invalid_calls_are_counted_by_their_outcomes():
+    def turn(index, is_invalid):
         outcome = ToolOutcome(
-            tool="t", status=ToolStatus.user_error, answer="", latency_s=0.0, bad_call=bad
+            tool="t",
+            status=ToolStatus.user_error,
+            answer="",
+            latency_s=0.0,
+            is_invalid_call=is_invalid,
         )
-        return Turn(index=index, author=Author.tool, start=3, stop=3, text="", outcome=outcome)
+        return Turn(index=index, role=Role.tool, start=3, stop=3, text="", outcome=outcome)
 
-    assert trajectory(turns=[turn(0, True), turn(1, False), turn(2, True)]).num_bad_calls == 2
-    assert trajectory().num_bad_calls == 0
+    assert trajectory(turns=[turn(0, True), turn(1, False), turn(2, True)]).num_invalid_calls == 2
+    assert trajectory().num_invalid_calls == 0
 
 
 def test_response_text_is_every_turn_in_order():
     turns = [
-        Turn(index=0, author=Author.assistant, start=0, stop=2, text="<python> 1+1 </python>"),
-        Turn(index=1, author=Author.tool, start=2, stop=3, text=" <result>\n2\n</result>"),
+        Turn(index=0, role=Role.assistant, start=0, stop=2, text="<python> 1+1 </python>"),
+        Turn(index=1, role=Role.tool, start=2, stop=3, text=" <result>\n2\n</result>"),
     ]
     text = trajectory(turns=turns).response_text
     assert text == "<python> 1+1 </python> <result>\n2\n</result>"
 
 
 def test_step_rewards_are_by_tool_in_order_of_the_calls():
-    def told(index, tool, step_reward):
+    def tool_turn(index, tool, step_reward):
         outcome = ToolOutcome(
             tool=tool, status=ToolStatus.ok, answer="", latency_s=0.0, step_reward=step_reward
         )
-        return Turn(index=index, author=Author.tool, start=0, stop=0, text="", outcome=outcome)
+        return Turn(index=index, role=Role.tool, start=0, stop=0, text="", outcome=outcome)
 
-    turns = [told(0, "a", 1.0), told(1, "b", 0.5), told(2, "a", -1.0)]
+    turns = [tool_turn(0, "a", 1.0), tool_turn(1, "b", 0.5), tool_turn(2, "a", -1.0)]
     assert trajectory(turns=turns).step_rewards == {"a": [1.0, -1.0], "b": [0.5]}
     assert trajectory().step_rewards == {}
 

@@ -1,8 +1,8 @@
-"""One run under fire: started, hit where the plan says, started again after its driver died.
+"""Runs a training job, kills its processes as planned, and restarts it when its driver dies.
 
-A blow falls when the run has made `step` RL steps and `delay_s` more have passed, on one process of
-its kind, with SIGKILL. Whatever else ends the driver is counted (`num_failures`) and the command
-started again, a few times.
+A kill happens when the run has made `step` RL steps and `delay_s` more seconds have passed; it
+sends SIGKILL to one process of its kind. Other ends of the driver are counted as failures, after
+which the command is restarted a few times.
 """
 
 from __future__ import annotations
@@ -20,75 +20,83 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tools.chaos_parts.processes import MARK, Family
+from tools.chaos_parts.processes import RUN_ENV_VAR, ProcessTracker
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("driver", "actor", "engine", "sandbox")
 BAD_INPUT = 2
 MAX_FAILURES = 3
-_LOOK_S = 0.2
-_GONE_DEADLINE_S = 30.0
-_VICTIM_DEADLINE_S = 180.0
+_POLL_INTERVAL_S = 0.2
+_EXIT_TIMEOUT_S = 30.0
+_TARGET_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """kind: whom it hits. step: RL steps made before. delay_s: after that."""
+class PlannedKill:
+    """A planned SIGKILL."""
 
     kind: str
+    """Kind of the target, one of `KINDS`."""
     step: int
+    """Number of RL steps to wait for."""
     delay_s: float
+    """Seconds to wait after that step."""
 
 
 @dataclass(slots=True)
-class Story:
-    """What became of a run. dealt: the blows that fell, with the moment in seconds.
-
-    num_failures: ends of the driver that nobody dealt. left: processes that outlived the run.
-    reached: by number of RL steps, the moment when so many were first seen in the metrics.
-    """
+class RunHistory:
+    """What happened in a run."""
 
     folder: Path
-    seconds: float = 0.0
-    dealt: list[tuple[float, Blow]] = field(default_factory=list)
+    """The run folder."""
+    duration_s: float = 0.0
+    """Seconds from start to end."""
+    executed_kills: list[tuple[float, PlannedKill]] = field(default_factory=list)
+    """Kills that were executed, with their times in seconds."""
     num_failures: int = 0
-    left: dict[int, str] = field(default_factory=dict)
-    reached: dict[int, float] = field(default_factory=dict)
+    """Number of ends of the driver that were no kill."""
+    leftover_processes: dict[int, str] = field(default_factory=dict)
+    """Command lines of processes that outlived the run, by pid."""
+    step_times_s: dict[int, float] = field(default_factory=dict)
+    """By number of RL steps, when so many were first seen in the metrics."""
 
     def spans(self) -> list[float]:
-        """Seconds of each RL step, all that came before among the first one's."""
-        moments = [0.0, *(at_s for step, at_s in sorted(self.reached.items()) if step)]
+        """Return the seconds of each RL step; the first includes the start of the run."""
+        moments = [0.0, *(at_s for step, at_s in sorted(self.step_times_s.items()) if step)]
         return [end - begin for begin, end in pairwise(moments)]
 
 
-def make_plan(num_kills: int, spans: Sequence[float], draw: random.Random) -> list[Blow]:
-    """Blows in order, every kind as often as the others, at random moments.
+def plan_kills(num_kills: int, spans: Sequence[float], draw: random.Random) -> list[PlannedKill]:
+    """Plan kills in order of time, equally many of every kind, at random moments.
 
-    spans: `Story.spans` of an undisturbed run. A step is drawn, then a moment of it.
+    Args:
+        num_kills: number of kills.
+        spans: `RunHistory.spans` of an undisturbed run, from which step and moment are drawn.
+        draw: the random generator.
     """
     kinds = [KINDS[index % len(KINDS)] for index in range(num_kills)]
     draw.shuffle(kinds)
     steps = sorted(draw.randrange(len(spans)) for _ in range(num_kills))
     return [
-        Blow(kind, step, draw.uniform(0.0, spans[step]))
+        PlannedKill(kind, step, draw.uniform(0.0, spans[step]))
         for kind, step in zip(kinds, steps, strict=True)
     ]
 
 
-class Run:
-    """A run in a folder; `go` once."""
+class ChaosRun:
+    """A run in a folder; call `run` once."""
 
-    def __init__(self, folder: Path, arguments: list[str], plan: list[Blow]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, arguments: list[str], plan: list[PlannedKill]) -> None:
+        self._run_dir = folder
         self._arguments = [*arguments, f"run_dir={folder}"]
         self._plan = list(plan)
-        self._family = Family(str(folder))
-        self._story = Story(folder)
-        self._from_s = time.monotonic()
+        self._processes = ProcessTracker(str(folder))
+        self._history = RunHistory(folder)
+        self._start_s = time.monotonic()
 
-    def go(self, deadline_s: float) -> Story:
-        """To its end; raises `RuntimeError` where it does not get there."""
-        ends_at = self._from_s + deadline_s
+    def run(self, deadline_s: float) -> RunHistory:
+        """Run to the end; raise `RuntimeError` if that is not reached in time."""
+        ends_at = self._start_s + deadline_s
         driver = self._start()
         try:
             while True:
@@ -99,70 +107,74 @@ class Run:
                     self._count_failure(code)
                     driver = self._start()
                 if time.monotonic() > ends_at:
-                    raise RuntimeError(f"{self._folder}: no end within {deadline_s:g} s")
-                num_steps = rl_steps(self._folder)
-                self._story.reached.setdefault(num_steps, time.monotonic() - self._from_s)
+                    raise RuntimeError(f"{self._run_dir}: did not end within {deadline_s:g} s")
+                num_steps = rl_steps(self._run_dir)
+                self._history.step_times_s.setdefault(num_steps, time.monotonic() - self._start_s)
                 if self._plan and num_steps >= self._plan[0].step:
-                    driver = self._strike(self._plan.pop(0), driver)
-                time.sleep(_LOOK_S)
+                    driver = self._execute_kill(self._plan.pop(0), driver)
+                time.sleep(_POLL_INTERVAL_S)
         finally:
-            self._story.seconds = time.monotonic() - self._from_s
-            self._story.left = self._wait_gone()
-            for pid in self._story.left:
+            self._history.duration_s = time.monotonic() - self._start_s
+            self._history.leftover_processes = self._wait_for_exit()
+            for pid in self._history.leftover_processes:
                 os.kill(pid, signal.SIGKILL)
-        return self._story
+        return self._history
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        with self._folder.with_suffix(".out").open("ab") as output:
+        self._run_dir.parent.mkdir(parents=True, exist_ok=True)
+        with self._run_dir.with_suffix(".out").open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "mega_agentrl", *self._arguments],
                 cwd=ROOT,
-                env=os.environ | {MARK: str(self._folder)},
+                env=os.environ | {RUN_ENV_VAR: str(self._run_dir)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def _strike(self, blow: Blow, driver: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        time.sleep(blow.delay_s)
-        ends_at = time.monotonic() + _VICTIM_DEADLINE_S
-        victims: list[int] = []
-        while not victims and driver.poll() is None and time.monotonic() < ends_at:
-            victims = [driver.pid] if blow.kind == "driver" else self._family.victims(blow.kind)
-            time.sleep(0.0 if victims else _LOOK_S)
-        if not victims:
-            return driver  # it has ended: a blow that did not fall is not counted
-        victim = random.Random(blow.delay_s).choice(victims)
-        os.kill(victim, signal.SIGKILL)
-        self._story.dealt.append((time.monotonic() - self._from_s, blow))
-        if blow.kind != "driver":
+    def _execute_kill(
+        self, kill: PlannedKill, driver: subprocess.Popen[bytes]
+    ) -> subprocess.Popen[bytes]:
+        time.sleep(kill.delay_s)
+        ends_at = time.monotonic() + _TARGET_TIMEOUT_S
+        targets: list[int] = []
+        while not targets and driver.poll() is None and time.monotonic() < ends_at:
+            targets = (
+                [driver.pid] if kill.kind == "driver" else self._processes.find_targets(kill.kind)
+            )
+            time.sleep(0.0 if targets else _POLL_INTERVAL_S)
+        if not targets:
+            return driver  # the driver has ended: the kill is not counted
+        target = random.Random(kill.delay_s).choice(targets)
+        os.kill(target, signal.SIGKILL)
+        self._history.executed_kills.append((time.monotonic() - self._start_s, kill))
+        if kill.kind != "driver":
             return driver
         driver.wait()
         return self._start()
 
     def _count_failure(self, code: int) -> None:
-        self._story.num_failures += 1
-        if code == BAD_INPUT or self._story.num_failures > MAX_FAILURES:
+        self._history.num_failures += 1
+        if code == BAD_INPUT or self._history.num_failures > MAX_FAILURES:
             raise RuntimeError(
-                f"{self._folder}: it ended {self._story.num_failures} times by itself, the last "
-                f"time with code {code}; {self._folder.with_suffix('.out')} says why"
+                f"{self._run_dir}: it ended {self._history.num_failures} times without a kill, the "
+                f"last time with code {code}; {self._run_dir.with_suffix('.out')} says why"
             )
 
-    def _wait_gone(self) -> dict[int, str]:
-        ends_at = time.monotonic() + _GONE_DEADLINE_S
-        while (left := self._family.look()) and time.monotonic() < ends_at:
-            time.sleep(_LOOK_S)
+    def _wait_for_exit(self) -> dict[int, str]:
+        ends_at = time.monotonic() + _EXIT_TIMEOUT_S
+        while (left := self._processes.scan()) and time.monotonic() < ends_at:
+            time.sleep(_POLL_INTERVAL_S)
         return left
 
 
 def rl_steps(folder: Path) -> int:
-    """RL steps that are in the metrics now."""
+    """Return the number of RL steps in the metrics so far."""
     return max((line["step"] for line in metrics(folder) if line["stage"] == "rl"), default=0)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics."""
+    """Read the complete lines of a run's metrics."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []

@@ -1,14 +1,14 @@
-"""One run of the comparison: from the shared warm start until its budget is spent.
+"""One run of the comparison, from the shared warm start until its budget is spent.
 
-    out/warm/                     the checkpoint all runs start from, and its evaluation
-    out/<algorithm>-seed<k>/      settings.json, metrics.jsonl, checkpoints/, at its end result.json
+    out/warm/                     checkpoint that all runs start from, and its evaluation
+    out/<algorithm>-seed<k>/      settings.json, metrics.jsonl, checkpoints/, at the end result.json
 
-A run that was killed goes on from its newest checkpoint; one with a result is not run again.
-Settings are kept beside both, and another set of settings in the same folder is an error.
+A killed run continues from its newest checkpoint; a run with a result is not repeated. The settings
+are stored in both folders, and other settings in the same folder are an error.
 
-The budget is one of tokens that the policy generates in training, or of steps. Held-out
-evaluations come at equal shares of it, on the same questions with the same seeds in all runs;
-what they generate costs nothing. A run ends with the step that spends the budget.
+The budget is a number of tokens that the policy generates in training, or of steps. Held-out
+evaluations take place at equal fractions of it, on the same questions with the same seeds in all
+runs, and cost nothing. A run ends with the step that exhausts the budget.
 """
 
 from __future__ import annotations
@@ -19,130 +19,141 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.data.sampler import PromptSampler
-from mega_agentrl.report.comparison import Mark
-from mega_agentrl.train import run_state
-from mega_agentrl.train.controllers import Controllers, start
-from mega_agentrl.train.evaluate import evaluate_held_out
-from mega_agentrl.train.loop import train_step
-from mega_agentrl.train.phases import open_groups
-from mega_agentrl.train.run_state import RunState, Spent
-from mega_agentrl.train.session import Session
-from mega_agentrl.train.supervised import warm_start
+from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.report.compare.algorithms import EvalCostPoint
+from mega_agentrl.train.controllers import Controllers, initial_controllers
+from mega_agentrl.train.evaluate import evaluate_validation_set
+from mega_agentrl.train.resume import run_state
+from mega_agentrl.train.resume.run_state import RolloutCost, RunState
+from mega_agentrl.train.rollout_collection import open_rollout_collector
+from mega_agentrl.train.run_logger import RunLogger
+from mega_agentrl.train.trainer import train_step
+from mega_agentrl.train.warm_start import run_warm_start
 from tools.compare.budget import Budget
 from tools.compare.variants import differing
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.types.parts import Parts
+    from mega_agentrl.types.components import Components
 
 SETTINGS, RESULT, EVALUATION = "settings.json", "result.json", "evaluation.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all runs share. base: the configuration that `parts` were built from.
+class ComparisonSetup:
+    """What all runs share."""
 
-    warm: the checkpoint they start from. before: its evaluation.
-    """
+    components: Components
+    """Policy, engine, tools and data."""
+    base_config: TrainConfig
+    """The configuration that the components were built from."""
+    warm_start_folder: Path
+    """The checkpoint that all runs start from."""
+    initial_evaluation: EvalCostPoint
+    """The evaluation of that checkpoint."""
 
-    parts: Parts
-    base: TrainConfig
-    warm: Path
-    before: Mark
 
+class CostCountingLogger(RunLogger):
+    """A run logger that sums up the cost of its steps."""
 
-class CountingSession(Session):
-    """A session that adds up what its steps cost."""
-
-    def __init__(self, run_dir: Path, config: TrainConfig, spent: Spent) -> None:
+    def __init__(self, run_dir: Path, config: TrainConfig, spent: RolloutCost) -> None:
         super().__init__(run_dir, config)
-        self.spent = spent
+        self.rollout_cost = spent
 
-    def report_step(self, step: int, collected: Any, *args: Any, **kwargs: Any) -> None:
-        self.spent += Spent.on(collected.seen)
-        super().report_step(step, collected, *args, **kwargs)
+    def log_step(self, step: int, collected: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the step and add its cost."""
+        self.rollout_cost += RolloutCost.of_trees(collected.finished_trees)
+        super().log_step(step, collected, *args, **kwargs)
 
 
-def warm_up(parts: Parts, base: TrainConfig, settings: dict[str, Any], folder: Path) -> Path:
-    """The checkpoint that all runs start from; made where there is none yet."""
-    claim(folder, settings)
-    if (found := run_state.latest(folder)) is not None:
+def make_warm_start(
+    parts: Components, base: TrainConfig, settings: dict[str, Any], folder: Path
+) -> Path:
+    """Return the checkpoint that all runs start from, creating it if needed."""
+    claim_folder(folder, settings)
+    if (found := run_state.latest_checkpoint(folder)) is not None:
         return found
-    # Of one that was killed: it begins anew.
+    # Left by a warm start that was killed; it starts again.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    with Session(folder, base) as session:
-        if parts.demonstrations is not None:
-            warm_start(parts, base, session)
-    none = RunState(step=0, controllers={}, sampler={}, spent=Spent())
-    return run_state.save(parts.policy, folder, none)
+    with RunLogger(folder, base) as session:
+        if parts.open_sft_stream is not None:
+            run_warm_start(parts, base, session)
+    none = RunState(step=0, controller_state={}, sampler_state={}, rollout_cost=RolloutCost())
+    return run_state.save_checkpoint(parts.policy, folder, none)
 
 
-def evaluate_warm(parts: Parts, base: TrainConfig, warm: Path, folder: Path) -> Mark:
-    """How the warm start does on the held-out questions; measured once, then read."""
+def evaluate_warm(parts: Components, base: TrainConfig, warm: Path, folder: Path) -> EvalCostPoint:
+    """Return the held-out evaluation of the warm start, which is done once and stored."""
     path = folder / EVALUATION
     if not path.is_file():
-        parts.policy.resume(warm)
+        parts.policy.load_checkpoint(warm)
         _serve(parts)
-        write_json(path, asdict(measure(parts, base, Spent())))
-    return Mark(**json.loads(path.read_text(encoding="utf-8")))
+        write_json(path, asdict(measure_held_out(parts, base, RolloutCost())))
+    return EvalCostPoint(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def run_once(
-    bench: Bench, config: TrainConfig, settings: dict[str, Any], budget: Budget, save_every: int
-) -> tuple[Mark, ...]:
-    """Run, go on with or read one run; its marks, the first before training."""
+    setup: ComparisonSetup,
+    config: TrainConfig,
+    settings: dict[str, Any],
+    budget: Budget,
+    save_every: int,
+) -> tuple[EvalCostPoint, ...]:
+    """Start, continue or read one run; return its evaluations, the first before training."""
     folder = Path(config.run_dir)
-    if (marks := read_result(folder, settings)) is not None:
-        return marks
-    prompts = PromptSampler(bench.parts.prompts.prompts, config.seed)
-    state, controllers = _begin(bench, config, prompts)
-    parts = replace(bench.parts, run_dir=folder, prompts=prompts)
-    state = _train(parts, bench.base, config, state, controllers, budget, save_every)
-    write_json(folder / RESULT, {"marks": [asdict(mark) for mark in state.marks]})
-    return state.marks
+    if (evaluations := read_result(folder, settings)) is not None:
+        return evaluations
+    prompts = PromptSampler(setup.components.prompt_source.prompts, config.seed)
+    state, controllers = _restore_start_state(setup, config, prompts)
+    parts = replace(setup.components, run_dir=folder, prompt_source=prompts)
+    state = _train(parts, setup.base_config, config, state, controllers, budget, save_every)
+    write_json(
+        folder / RESULT, {"evaluations": [asdict(evaluation) for evaluation in state.eval_points]}
+    )
+    return state.eval_points
 
 
-def read_result(folder: Path, settings: dict[str, Any]) -> tuple[Mark, ...] | None:
-    """The marks of a finished run of these settings; None where it is not finished.
+def read_result(folder: Path, settings: dict[str, Any]) -> tuple[EvalCostPoint, ...] | None:
+    """Return the evaluations of a finished run, or None if it is not finished.
 
-    Raises `ValueError` where the folder is one of other settings.
+    Raises:
+        ValueError: the folder belongs to a run with other settings.
     """
-    claim(folder, settings)
+    claim_folder(folder, settings)
     path = folder / RESULT
     if not path.is_file():
         return None
     values = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(Mark(**mark) for mark in values["marks"])
+    return tuple(EvalCostPoint(**evaluation) for evaluation in values["evaluations"])
 
 
-def _begin(
-    bench: Bench, config: TrainConfig, prompts: PromptSampler
+def _restore_start_state(
+    setup: ComparisonSetup, config: TrainConfig, prompts: PromptSampler
 ) -> tuple[RunState, Controllers]:
-    """Everything as at the warm start, then as at the run's newest checkpoint, if it has one."""
-    policy, folder = bench.parts.policy, Path(config.run_dir)
-    policy.resume(bench.warm)
-    # The reference is the warm start in a run that goes on, too.
+    """Restore the warm start, and then the run's newest checkpoint if it has one."""
+    policy, folder = setup.components.policy, Path(config.run_dir)
+    policy.load_checkpoint(setup.warm_start_folder)
+    # The reference is the warm start, also in a continued run.
     policy.set_objective(config.algo, config.rollout.temperature)
-    controllers = start(config.algo)
+    controllers = initial_controllers(config.algo)
     state = RunState(
         step=0,
-        controllers=controllers.to_plain(),
-        sampler=prompts.state_dict(),
-        spent=Spent(),
-        marks=(bench.before,),
+        controller_state=controllers.to_dict(),
+        sampler_state=prompts.state_dict(),
+        rollout_cost=RolloutCost(),
+        eval_points=(setup.initial_evaluation,),
     )
-    if (found := run_state.latest(folder)) is not None:
-        state = run_state.restore(policy, found)
-        controllers = Controllers.from_plain(state.controllers)
-        prompts.load_state_dict(state.sampler)
-    run_state.forget_after(folder, state.step)
-    _serve(bench.parts)
+    if (found := run_state.latest_checkpoint(folder)) is not None:
+        state = run_state.load_checkpoint(policy, found)
+        controllers = Controllers.from_dict(state.controller_state)
+        prompts.load_state_dict(state.sampler_state)
+    run_state.truncate_metrics(folder, state.step)
+    _serve(setup.components)
     return state, controllers
 
 
 def _train(
-    parts: Parts,
+    parts: Components,
     base: TrainConfig,
     config: TrainConfig,
     state: RunState,
@@ -153,45 +164,48 @@ def _train(
     folder = Path(config.run_dir)
     name = f"{folder.name}, {budget}"
     with (
-        CountingSession(folder, config, state.spent) as session,
+        CostCountingLogger(folder, config, state.rollout_cost) as session,
         session.stage(name, budget.num_steps or config.total_steps),
-        open_groups(parts, config) as groups,
+        open_rollout_collector(parts, config) as groups,
     ):
         if state.step:
-            session.note(f"{folder.name}: goes on after step {state.step}")
-        while budget.share(state.step, state.spent) < 1:
+            session.print_line(f"{folder.name}: continues after step {state.step}")
+        while budget.fraction_spent(state.step, state.rollout_cost) < 1:
             step = state.step + 1
             controllers = train_step(parts, config, session, groups, controllers, step)
-            marks, due = state.marks, budget.num_due(step, session.spent)
-            if due >= len(marks):
-                mark = measure(parts, base, session.spent)
-                # A step may pass several marks at once.
-                marks += (mark,) * (due + 1 - len(marks))
+            evaluations, due = (
+                state.eval_points,
+                budget.num_evaluations_due(step, session.rollout_cost),
+            )
+            if due >= len(evaluations):
+                evaluation = measure_held_out(parts, base, session.rollout_cost)
+                # Several evaluations may be due after one step.
+                evaluations += (evaluation,) * (due + 1 - len(evaluations))
             state = RunState(
                 step=step,
-                controllers=controllers.to_plain(),
-                sampler=parts.prompts.state_dict(),
-                spent=session.spent,
-                marks=marks,
+                controller_state=controllers.to_dict(),
+                sampler_state=parts.prompt_source.state_dict(),
+                rollout_cost=session.rollout_cost,
+                eval_points=evaluations,
             )
-            if step % save_every == 0 or budget.share(step, state.spent) >= 1:
-                run_state.save(parts.policy, folder, state)
+            if step % save_every == 0 or budget.fraction_spent(step, state.rollout_cost) >= 1:
+                run_state.save_checkpoint(parts.policy, folder, state)
     return state
 
 
-def measure(parts: Parts, base: TrainConfig, spent: Spent) -> Mark:
-    """The held-out questions with the weights that are served; seeds are those of `base`."""
-    sampled = evaluate_held_out(parts, base).sampled
-    return Mark(
+def measure_held_out(parts: Components, base: TrainConfig, spent: RolloutCost) -> EvalCostPoint:
+    """Evaluate the served weights on the held-out questions, with the seeds of `base`."""
+    sampled = evaluate_validation_set(parts, base).sampled
+    return EvalCostPoint(
         num_tokens=spent.num_tokens,
-        num_calls=spent.num_calls,
+        num_tool_calls=spent.num_tool_calls,
         reward=sampled.reward,
         success=sampled.success,
     )
 
 
-def claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Make the folder one of these settings; raises `ValueError` where it is one of others."""
+def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Store the settings in the folder; raise `ValueError` if it has other settings."""
     path = folder / SETTINGS
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,18 +213,18 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
         return
     if keys := differing(json.loads(path.read_text(encoding="utf-8")), settings):
         raise ValueError(
-            f"{folder}: got a run with other values of {', '.join(keys)}, expected the present "
+            f"{folder}: got a run with other values of {', '.join(keys)}, expected the current "
             f"ones; probable cause: other arguments than the first time. Choose another --out, "
             "or remove the folder"
         )
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Write JSON atomically."""
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
-def _serve(parts: Parts) -> None:
-    parts.policy.send_weights(parts.generator, parts.generator.version + 1)
+def _serve(parts: Components) -> None:
+    parts.policy.sync_weights(parts.generator, parts.generator.version + 1)

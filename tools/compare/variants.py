@@ -1,4 +1,4 @@
-"""The algorithms that are compared, as overrides of one configuration."""
+"""The compared algorithms, as overrides of one configuration."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from mega_agentrl.config.check import check
-from mega_agentrl.config.choices import LrSchedule
-from mega_agentrl.config.keys import check_overrides
-from mega_agentrl.config.places import config_folder
+from mega_agentrl.config.checks.cross_section import check_config
+from mega_agentrl.config.enums import LrSchedule
+from mega_agentrl.config.override_keys import check_overrides
+from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 
 EXPERIMENT = "experiment=compare"
 MAY_DIFFER = ("algo", "rollout", "seed", "run_dir")
-"""Sections in which runs that share policy, engine and tools may differ."""
+"""Sections that may differ between runs that share policy, engine and tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One algorithm. title: in table and plot. note: what the table says below it."""
+    """One algorithm of the comparison."""
 
     key: str
+    """Name on the command line."""
     title: str
+    """Name in table and plot."""
     overrides: tuple[str, ...]
+    """Configuration overrides."""
     note: str = ""
+    """Remark below the table."""
 
 
 VARIANTS = {
@@ -42,8 +46,8 @@ VARIANTS = {
         Variant(
             key="arpo_egpo",
             title="ARPO + EGPO",
-            overrides=("algo=arpo", "algo.egpo.lam=0.4", "algo.egpo.blocks=response"),
-            note="ARPO + EGPO: entropy of the whole response (`algo.egpo.blocks=response`), as "
+            overrides=("algo=arpo", "algo.egpo.lam=0.4", "algo.egpo.cot_blocks=response"),
+            note="ARPO + EGPO: entropy of the whole response (`algo.egpo.cot_blocks=response`), as "
             "this model writes no chain of thought between markers.",
         ),
         Variant(
@@ -61,11 +65,20 @@ BASELINE = VARIANTS["grpo"]
 def make_config(
     overrides: Sequence[str], *, run_dir: Path, seed: int | None = None
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """The checked configuration, and its settings as plain values without the run's folder.
+    """Compose and check a configuration.
 
-    overrides: of `experiment=compare`, or of the experiment they name. Raises `ValueError`.
+    Args:
+        overrides: overrides of `experiment=compare`, or of the experiment that they name.
+        run_dir: folder of the run.
+        seed: seed of the run, if it is not the configured one.
+
+    Returns:
+        The configuration, and its settings as plain values without the run folder.
+
+    Raises:
+        ValueError: the configuration is invalid.
     """
-    folder = config_folder()
+    folder = find_config_dir()
     chosen = list(overrides)
     if not any(one.startswith("experiment=") for one in chosen):
         chosen.insert(0, EXPERIMENT)
@@ -78,7 +91,7 @@ def make_config(
     composed.run_dir = str(run_dir.resolve())
     config = OmegaConf.to_object(composed)
     assert isinstance(config, TrainConfig)
-    check(config)
+    check_config(config)
     plain = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
     assert isinstance(plain, dict)
     del plain["run_dir"]
@@ -86,9 +99,14 @@ def make_config(
 
 
 def check_run(config: TrainConfig, built: TrainConfig) -> None:
-    """Raise `ValueError` for a run that cannot share parts or keep to a budget of tokens.
+    """Check that a run can share the components and keep to a budget.
 
-    built: the configuration of the parts.
+    Args:
+        config: configuration of the run.
+        built: configuration that the components were built from.
+
+    Raises:
+        ValueError: the run cannot be part of the comparison.
     """
     names = sorted(name for name in vars(built) if getattr(config, name) != getattr(built, name))
     if others := set(names) - set(MAY_DIFFER):
@@ -99,12 +117,13 @@ def check_run(config: TrainConfig, built: TrainConfig) -> None:
         )
     if config.algo.ares.bootstrap:
         raise ValueError(
-            "algo.ares.bootstrap=True: expected false in a comparison, whose budget is of what "
-            "training generates; the rollouts of a bootstrap would come on top"
+            "algo.ares.bootstrap=True: expected false in a comparison, whose budget counts what "
+            "training generates; the rollouts of a bootstrap would be extra"
         )
-    if config.rollout.staleness:
+    if config.rollout.max_staleness:
         raise ValueError(
-            f"rollout.staleness={config.rollout.staleness}: expected 0 in a comparison, whose runs "
+            f"rollout.max_staleness={config.rollout.max_staleness}: expected 0 in a comparison, "
+            "whose runs "
             "are synchronous; probable cause: a setting of the run that comes after it"
         )
     if config.algo.needs_critic:
@@ -113,15 +132,16 @@ def check_run(config: TrainConfig, built: TrainConfig) -> None:
             "comparison, whose runs share one policy that is set back to the warm start and have "
             "no such start for a critic; probable cause: algo=ppo among the algorithms"
         )
-    if config.optim.schedule is not LrSchedule.constant:
+    if config.optim.lr_schedule is not LrSchedule.constant:
         raise ValueError(
-            f"optim.schedule={config.optim.schedule}: expected constant in a comparison, where "
-            "the steps of a run are not known before, tokens are what it may spend"
+            f"optim.lr_schedule={config.optim.lr_schedule}: expected constant in a comparison, "
+            "where "
+            "the number of steps is not known in advance, because tokens are the budget"
         )
 
 
 def differing(got: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two nested maps."""
+    """Return the dotted keys whose values differ between two nested mappings."""
     found = []
     for name in sorted({*got, *expected}):
         key, one, other = f"{prefix}{name}", got.get(name), expected.get(name)

@@ -1,4 +1,4 @@
-"""The configuration as `python -m mega_agentrl` composes it, and its check, on a login node."""
+"""Composes and checks the configuration as `python -m mega_agentrl` does, on a login node."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from mega_agentrl.config.check import check
-from mega_agentrl.config.choices import SearchSource
-from mega_agentrl.config.keys import check_files, check_overrides
-from mega_agentrl.config.places import config_folder, folder_name
+from mega_agentrl.config.checks.cross_section import check_config
+from mega_agentrl.config.enums import SearchBackend
+from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys
+from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.estimate.change import changed
+from mega_agentrl.estimate.preflight.config_change import with_overrides
 
-_FILES = ("data.train", "data.validation", "sft.data", "sft.dev")
-_OPTIONAL_FILES = ("data.template", "tool.file", "rollout.interaction_file")
+_FILES = ("data.train", "data.validation", "sft.train_data", "sft.dev_data")
+_OPTIONAL_FILES = (
+    "data.prompt_template",
+    "tool.user_tools_file",
+    "rollout.interaction_config_file",
+)
 
 
 def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -> TrainConfig:
-    """The run's configuration. model_path: instead of `model.path`.
+    """Compose the run's configuration.
 
-    Raises `ValueError` for names and ranges, Hydra's and OmegaConf's errors for values.
+    Args:
+        overrides: Hydra overrides.
+        model_path: replaces `model.path` if given.
+
+    Raises:
+        ValueError: an unknown key or a value out of range. Hydra and OmegaConf raise their own
+            errors for malformed values.
     """
     ConfigStore.instance().store(name="schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
-    folder = config_folder()
-    check_files(folder)
+    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
+    folder = find_config_dir()
+    check_yaml_keys(folder)
     check_overrides(overrides, folder)
     with initialize_config_dir(str(folder), version_base="1.3"):
         composed = compose("train", list(overrides))
@@ -45,30 +55,32 @@ def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -
     return config
 
 
-def model_folder(config_json: Path, folder: Path) -> str:
-    """A checkpoint folder with nothing but a configuration, made below `folder`."""
+def make_config_only_folder(config_json: Path, folder: Path) -> str:
+    """Create a checkpoint folder with only a config.json below `folder`; return its path."""
     if not config_json.is_file():
-        raise ValueError(f"--model-config {config_json}: there is no such file")
+        raise ValueError(f"--model-config {config_json}: no such file")
     place = folder / config_json.stem
     place.mkdir()
     shutil.copy(config_json, place / "config.json")
     return str(place)
 
 
-def checker(folder: Path, *, files: bool) -> Callable[[TrainConfig], None]:
-    """The configuration's check; without `files` those it names, and bubblewrap, may be absent.
+def make_config_check(folder: Path, *, files: bool) -> Callable[[TrainConfig], None]:
+    """Return the run's configuration check.
 
-    folder: for an empty file that stands in their place.
+    Args:
+        folder: folder for an empty stand-in file.
+        files: whether the files that the configuration names, and bubblewrap, must exist.
     """
     if files:
-        return check
+        return check_config
     empty = folder / "stand-in"
     empty.touch()
 
     def check_rest(config: TrainConfig) -> None:
         stand_ins = dict.fromkeys(_FILES, str(empty)) | dict.fromkeys(_OPTIONAL_FILES, "")
-        if config.tool.search.backend is SearchSource.local:
+        if config.tool.search.backend is SearchBackend.local:
             stand_ins["tool.search.source"] = ""
-        check(changed(config, stand_ins | {"tool.python.hosts": 1}))
+        check_config(with_overrides(config, stand_ins | {"tool.python.num_hosts": 1}))
 
     return check_rest

@@ -1,4 +1,4 @@
-"""Extra memory of this process: the peak of what is resident, above what was before."""
+"""Peak memory of this process above what was resident before."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MIB = 1 << 20
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """VmRSS, what is resident now, RssShmem of it, or VmHWM, its peak."""
+    """Return VmRSS (resident now), RssShmem (its shared part) or VmHWM (its peak)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
 
-class Peak:
-    """Counts from its making on; memory that is freed by then is given back before."""
+class PeakMemory:
+    """Measures from its construction on; freed memory is first returned to the system."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -25,12 +25,14 @@ class Peak:
         self._resident = resident_bytes()
         self._shared = resident_bytes("RssShmem")
 
-    def mib(self) -> float:
-        """All there was at the peak."""
+    def peak_mib(self) -> float:
+        """Return the peak in MiB."""
         return (resident_bytes("VmHWM") - self._resident) / MIB
 
-    def own_mib(self) -> float:
-        """The same without shared memory: where frames are read in the sender's memory, the pages
-        of the sender are resident here too, from the first frame on.
+    def private_peak_mib(self) -> float:
+        """Return the peak in MiB without shared memory.
+
+        If frames are read in the sender's memory, its pages are resident here too, from the first
+        frame on.
         """
-        return self.mib() - (resident_bytes("RssShmem") - self._shared) / MIB
+        return self.peak_mib() - (resident_bytes("RssShmem") - self._shared) / MIB

@@ -1,7 +1,7 @@
-"""The model of the bench: a Qwen3 of given sizes as a folder without weights, and its shards.
+"""The model of the benchmark: a Qwen3 folder of given sizes without weights, and its shards.
 
-A value depends on the tensor and its place alone, so that every rank makes its own shards; the
-largest thing a process ever holds beside them is one tensor.
+A value depends only on the tensor and its position, so every rank makes its own shards; beside
+them, a process holds at most one tensor.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes, megatron_layout
-from mega_agentrl.reshard.place import Place
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
 
 TENSOR, PIPELINE = 2, 2
-"""Trainer ranks, tensor ranks first."""
+"""Parallel sizes of the trainer; tensor ranks come first."""
 _SCALE = 0.02
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of the model, as its config.json calls them."""
+class ModelSizes:
+    """Sizes of the model, named as in config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -40,8 +40,8 @@ class Sizes:
     vocab_size: int
 
 
-def write_folder(folder: Path, sizes: Sizes) -> None:
-    """What vLLM wants to see: config.json and a tokenizer with a word for every token."""
+def write_folder(folder: Path, sizes: ModelSizes) -> None:
+    """Write what vLLM needs: config.json and a tokenizer with one word per token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -66,11 +66,11 @@ def write_folder(folder: Path, sizes: Sizes) -> None:
 
 
 def trainer_layouts(shape: ModelShape) -> list[list[ShardLayout]]:
-    """Of all trainer ranks."""
+    """Return the layouts of all trainer ranks."""
     return [
         megatron_layout(
             shape,
-            Place(
+            ModelParallelRank(
                 tensor_rank=rank % TENSOR,
                 tensor_size=TENSOR,
                 pipeline_rank=rank // TENSOR,
@@ -82,12 +82,12 @@ def trainer_layouts(shape: ModelShape) -> list[list[ShardLayout]]:
 
 
 def num_params(shape: ModelShape) -> int:
-    """Elements of the whole model."""
+    """Return the number of elements of the model."""
     return sum(torch.Size(sides).numel() for sides in hf_shapes(shape).values())
 
 
 def make_shards(shape: ModelShape, layout: Sequence[ShardLayout]) -> dict[str, torch.Tensor]:
-    """float32 shards of one rank by parameter name; padding is zero."""
+    """Return the float32 shards of one rank by parameter name; padding is zero."""
     shards = {shard.name: torch.zeros(shard.shape) for shard in layout}
     homes = [(block, shard.name) for shard in layout for block in shard.blocks]
     for name in dict.fromkeys(block.hf_name for block, _ in homes):

@@ -1,7 +1,7 @@
-"""Drives trainer and engine through memory, transfers and updates by either path.
+"""Drives trainer and engine through memory, transfer and update measurements by either path.
 
-The driver hosts the engine, so this module is for a process whose environment is prepared for
-vLLM (`generator.environment`).
+The driver hosts the engine, so this module is for a process whose environment is prepared for vLLM
+(`generator.environment`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mega_agentrl.batch.probe import probe_prompt
+from mega_agentrl.batch.weight_probe import probe_prompt
 from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import Engine
 from mega_agentrl.generator.engine_args import engine_args
-from mega_agentrl.reshard.links import Location
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.names import hf_shapes
-from mega_agentrl.reshard.plan import plan_delivery
-from mega_agentrl.reshard.proof import Court, all_regions, regions_of
-from mega_agentrl.reshard.transport import WeightLink
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.session import TransferSession
+from mega_agentrl.reshard.topology import RankLocation
+from mega_agentrl.reshard.verify.digest_verifier import (
+    DigestVerifier,
+    collect_regions,
+    regions_of_layout,
+)
+from tools.reshard_bench.baselines import BASELINES, OURS, OURS_WITHOUT_PROOF, plan_buckets
 from tools.reshard_bench.model import num_params, trainer_layouts
 from tools.reshard_bench.trainer import ADDRESS, TIMEOUT_S, Trainer
-from tools.reshard_bench.usual import BARE, OURS, PEERS, schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,26 +43,27 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 PROBE_TOKENS = 32
 PROOF_PAIRS = 4
-"""Pairs of updates with and without the proof, for each repeat."""
+"""Pairs of updates with and without the proof, per repeat."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """What one update took: seconds on the clock, and of processors.
-
-    trainer_s, workers_s: of all processes of that side. packing_s: of the worker that packed
-    longest. copies_s: copying, and where there is a proof what that needs.
-    """
+class UpdateCost:
+    """Seconds that one update took."""
 
     wall_s: float
+    """Wall time."""
     trainer_s: float
+    """CPU seconds of all trainer processes."""
     workers_s: float
+    """CPU seconds of all workers."""
     packing_s: float
+    """CPU seconds of the worker that packed longest."""
     copies_s: float
+    """CPU seconds of copying, including the proof if there is one."""
 
     @property
     def cpu_s(self) -> float:
-        """Of all processes."""
+        """CPU seconds of all processes."""
         return self.trainer_s + self.workers_s
 
     def __str__(self) -> str:
@@ -69,7 +74,7 @@ class Spent:
 
 
 def _bench_args(*arguments: Any, **keywords: Any) -> Any:
-    """The product's arguments, with random weights and the bench's methods in the workers."""
+    """Return the product's arguments with random weights and the benchmark's worker methods."""
     return replace(
         engine_args(*arguments, **keywords),
         load_format="dummy",
@@ -85,25 +90,29 @@ async def run(
     repeats: int,
     bucket_bytes: int,
 ) -> None:
-    """Fill the results with all that the chosen cases need."""
+    """Measure everything that the chosen cases need and add it to `results`."""
     engine_module.engine_args = _bench_args
     engine = Engine()
     trainer = Trainer(folder, len(trainer_layouts(ModelShape.from_folder(folder))))
     try:
         await engine.start(config, str(folder), seed=1)
-        bench = Bench(engine, trainer, folder, bucket_bytes, results)
+        bench = ReshardBench(engine, trainer, folder, bucket_bytes, results)
         await bench.prepare()
-        for wire in dict.fromkeys(case.wire for case in chosen):
-            kinds = {case.kind for case in chosen if case.wire == wire}
-            peers = [p for p in PEERS if any(c.peer == p and c.wire == wire for c in chosen)]
-            await bench.measure(wire, kinds, peers, repeats)
+        for transport in dict.fromkeys(case.transport for case in chosen):
+            kinds = {case.kind for case in chosen if case.transport == transport}
+            peers = [
+                p
+                for p in BASELINES
+                if any(c.baseline == p and c.transport == transport for c in chosen)
+            ]
+            await bench.measure(transport, kinds, peers, repeats)
     finally:
         trainer.close()
         await engine.close()
 
 
-class Bench:
-    """Both sides, started."""
+class ReshardBench:
+    """Runs measurements on a started trainer and engine."""
 
     def __init__(
         self, engine: Engine, trainer: Trainer, folder: Path, bucket_bytes: int, results: Any
@@ -111,65 +120,75 @@ class Bench:
         self._engine, self._trainer, self._results = engine, trainer, results
         self._shape = ModelShape.from_folder(folder)
         self._bucket_bytes = bucket_bytes
-        self._sources = trainer_layouts(self._shape)
+        self._trainer_layouts = trainer_layouts(self._shape)
         self._versions = itertools.count(1)
         self._keys = itertools.count()
         self._answers: set[tuple[float, ...]] = set()
-        self._court_s = 0.0
-        self._prompt = probe_prompt(self._shape.vocab, PROBE_TOKENS)
-        self._parcels = {
-            peer: schedule(peer, self._sources, hf_shapes(self._shape), bucket_bytes)
-            for peer in PEERS
+        self._verify_s = 0.0
+        self._prompt = probe_prompt(self._shape.vocab_size, PROBE_TOKENS)
+        self._buckets = {
+            peer: plan_buckets(peer, self._trainer_layouts, hf_shapes(self._shape), bucket_bytes)
+            for peer in BASELINES
         }
 
     async def prepare(self) -> None:
-        """Layouts, watches and the meeting point."""
+        """Read the layouts, install the timing, and open the store."""
         found = await self._engine.layout()
-        self._sinks = [layout for layout, _ in found]
-        self._regions = all_regions(self._sinks)
-        self._court = Court(self._sources, self._regions)
-        self._numbers = [self._court.numbers_of(regions_of(layout)) for layout in self._sinks]
+        self._rollout_layouts = [layout for layout, _ in found]
+        self._regions = collect_regions(self._rollout_layouts)
+        self._verifier = DigestVerifier(self._trainer_layouts, self._regions)
+        self._region_indices = [
+            self._verifier.region_indices(regions_of_layout(layout))
+            for layout in self._rollout_layouts
+        ]
         await self._workers("bench_install")
         self._port = self._trainer.call("open")[0]
         self._trainer.call("meet", self._port)
-        note(f"nccl_m2n is not measured: {m2n_absence()}")
-        note(f"{num_params(self._shape) / 1e6:.0f} M parameters, {len(self._regions)} regions")
+        print_note(f"nccl_m2n is not measured: {m2n_absence()}")
+        print_note(
+            f"{num_params(self._shape) / 1e6:.0f} M parameters, {len(self._regions)} regions"
+        )
 
-    async def measure(self, wire: str, kinds: set[str], peers: list[str], repeats: int) -> None:
-        """Everything over one wire. Memory comes first: it counts buffers that stay afterwards."""
+    async def measure(
+        self, transport: str, kinds: set[str], peers: list[str], repeats: int
+    ) -> None:
+        """Measure everything over one transport.
+
+        Memory comes first, because it counts buffers that stay afterwards.
+        """
         paths = (OURS, *peers)
         for path in paths:
-            await self._memory(wire, path)
-        await self._connect(wire, OURS)
+            await self._memory(transport, path)
+        await self._connect(transport, OURS)
         if "transfer" in kinds:
             await self._workers("bench_leave_out", ["packing", "proof"])
             for repeat in range(repeats + 1):
                 for path in paths:
                     seconds = await self._transfer(path)
                     if repeat:  # the first time connects and touches memory
-                        self._results.add("transfer", wire, path, seconds)
+                        self._results.add("transfer", transport, path, seconds)
         if kinds & {"update", "packing"}:
             for repeat in range(repeats):
-                for path, spent in await self._updates(wire, paths, repeat):
-                    self._results.add("update", wire, path, spent.wall_s)
-                    self._results.add("packing", wire, path, spent.packing_s)
+                for path, spent in await self._updates(transport, paths, repeat):
+                    self._results.add("update", transport, path, spent.wall_s)
+                    self._results.add("packing", transport, path, spent.packing_s)
         if "proof" in kinds:
             for repeat in range(PROOF_PAIRS * repeats + 1):
-                pair = dict(await self._updates(wire, (OURS, BARE), repeat))
+                pair = dict(await self._updates(transport, (OURS, OURS_WITHOUT_PROOF), repeat))
                 if repeat:  # the first time touches memory
-                    added_s = pair[OURS].copies_s - pair[BARE].copies_s
-                    self._results.add("proof", wire, OURS, added_s / pair[OURS].cpu_s)
+                    added_s = pair[OURS].copies_s - pair[OURS_WITHOUT_PROOF].copies_s
+                    self._results.add("proof", transport, OURS, added_s / pair[OURS].cpu_s)
         await self._workers("bench_leave_out", [])
 
     # ---- phases ---------------------------------------------------------------------------
 
-    async def _memory(self, wire: str, path: str) -> None:
+    async def _memory(self, transport: str, path: str) -> None:
         self._trainer.call("leave")
         await self._workers("bench_start_peak")
         self._trainer.call("start_peak")
-        received = await self._connect(wire, path)
+        received = await self._connect(transport, path)
         if path == OURS:
-            await self._receive_only(wire)
+            await self._receive_only(transport)
         await self._update(path)
         peaks = {
             "rollout": await self._workers("bench_peak"),
@@ -178,31 +197,31 @@ class Bench:
         if path == OURS:
             spent = await self._workers("bench_spent")
             received = [worker["received_bytes"] for worker in spent]
-        self._results.add("received", wire, path, max(received) / MIB)
+        self._results.add("received", transport, path, max(received) / MIB)
         for side, values in peaks.items():
-            self._results.add(f"memory/{side}", wire, path, max(values))
+            self._results.add(f"memory/{side}", transport, path, max(values))
 
-    async def _receive_only(self, wire: str) -> None:
-        """What the transport alone needs: nothing is put anywhere."""
+    async def _receive_only(self, transport: str) -> None:
+        """Measure the memory of the transport alone, discarding what arrives."""
         version = next(self._versions)
         self._trainer.start("send", version, False)
         await self._workers("bench_receive_only", version)
         await asyncio.to_thread(self._trainer.collect)
-        self._results.add("slots", wire, OURS, max(await self._workers("bench_peak")))
+        self._results.add("slots", transport, OURS, max(await self._workers("bench_peak")))
 
     async def _updates(
-        self, wire: str, paths: Sequence[str], repeat: int
-    ) -> list[tuple[str, Spent]]:
-        """New weights by every path, one after the other; what each update took."""
+        self, transport: str, paths: Sequence[str], repeat: int
+    ) -> list[tuple[str, UpdateCost]]:
+        """Update to new weights by every path in turn, and return what each update took."""
         self._trainer.call("advance")
-        # Turned round every time: to come first or last is no advantage.
+        # The order is reversed every time, so that coming first or last is no advantage.
         order = paths[:: 1 - 2 * (repeat % 2)]
         found, answers = [], {}
         for path in order:
-            await self._workers("bench_leave_out", ["proof"] if path == BARE else [])
+            await self._workers("bench_leave_out", ["proof"] if path == OURS_WITHOUT_PROOF else [])
             found.append((path, await self._one_update(path)))
-            note(f"update/{wire}/{path}: {found[-1][1]}")
-            answers[path] = await self._engine.probe(self._prompt)
+            print_note(f"update/{transport}/{path}: {found[-1][1]}")
+            answers[path] = await self._engine.compute_prompt_log_probs(self._prompt)
             await self._engine.resume()
         distinct = set(map(tuple, answers.values()))
         if len(distinct) != 1 or distinct & self._answers:
@@ -210,17 +229,17 @@ class Bench:
         self._answers |= distinct
         return found
 
-    async def _one_update(self, path: str) -> Spent:
+    async def _one_update(self, path: str) -> UpdateCost:
         trainer_s, workers_s = await self._cpu_s()
         wall_s = await self._update(path)
         spent = await self._workers("bench_spent")
         copies_s = 0.0
-        if path in (OURS, BARE):
+        if path in (OURS, OURS_WITHOUT_PROOF):
             label = "proof" if path == OURS else "without proof"
             copies_s = sum(worker["cpu_s"].get(label, 0.0) for worker in spent)
             copies_s += sum(self._trainer.call("proof_s"))
-            copies_s += self._court_s if path == OURS else 0.0
-        return Spent(
+            copies_s += self._verify_s if path == OURS else 0.0
+        return UpdateCost(
             wall_s=wall_s,
             trainer_s=sum(self._trainer.call("cpu_s")) - trainer_s,
             workers_s=sum(worker["process_s"] for worker in spent) - workers_s,
@@ -230,33 +249,33 @@ class Bench:
 
     # ---- one movement ---------------------------------------------------------------------
 
-    async def _connect(self, wire: str, path: str) -> list[int]:
-        """Let all ranks meet; returns the bytes that rollout ranks will receive, if known."""
+    async def _connect(self, transport: str, path: str) -> list[int]:
+        """Connect all ranks; return the bytes that rollout ranks will receive, if known."""
         key = f"{path}-{next(self._keys)}"
         if path != OURS:
-            parcels = self._parcels[path]
-            self._trainer.start("join_usual", path, parcels, key, len(self._sinks))
+            buckets = self._buckets[path]
+            self._trainer.start("join_usual", path, buckets, key, len(self._rollout_layouts))
             answer = await self._workers(
-                "bench_join_usual", path, pickle.dumps(parcels), key, ADDRESS, self._port
+                "bench_join_usual", path, pickle.dumps(buckets), key, ADDRESS, self._port
             )
             await asyncio.to_thread(self._trainer.collect)
             return answer
-        places = (Location(0),) * (len(self._sources) + len(self._sinks))
+        locations = (RankLocation(0),) * (len(self._trainer_layouts) + len(self._rollout_layouts))
         names = list(hf_shapes(self._shape))
-        plan = plan_delivery(
-            self._sources, self._sinks, places, "float32",
+        plan = plan_transfer(
+            self._trainer_layouts, self._rollout_layouts, locations, "float32",
             names=names, bucket_bytes=self._bucket_bytes,
         )  # fmt: skip
-        link = WeightLink(
+        session = TransferSession(
             address=ADDRESS,
             port=self._port,
             key=key,
             plan=plan,
             timeout_s=TIMEOUT_S,
-            locations=() if wire == "gloo" else places,
+            locations=() if transport == "gloo" else locations,
         )
-        self._trainer.start("join", link, self._regions)
-        await self._engine.connect_weights(link)
+        self._trainer.start("join", session, self._regions)
+        await self._engine.join_weight_transfer(session)
         await asyncio.to_thread(self._trainer.collect)
         return []
 
@@ -276,10 +295,10 @@ class Bench:
         return seconds
 
     async def _update(self, path: str) -> float:
-        """Seconds from pause to serving."""
+        """Return the seconds from pause to serving."""
         start_s = time.perf_counter()
         await self._engine.pause()
-        if path in (OURS, BARE):
+        if path in (OURS, OURS_WITHOUT_PROOF):
             await self._update_ours(next(self._versions), proof=path == OURS)
         else:
             await self._workers("bench_begin")
@@ -293,14 +312,14 @@ class Bench:
     async def _update_ours(self, version: int, *, proof: bool) -> None:
         self._trainer.start("send", version, proof)
         await self._engine.receive_weights(version)
-        testimonies = await asyncio.to_thread(self._trainer.collect)
-        expected: list[Any] = [None] * len(self._sinks)
+        rank_digests = await asyncio.to_thread(self._trainer.collect)
+        expected: list[Any] = [None] * len(self._rollout_layouts)
         if proof:
             start_s = time.thread_time()
-            digests = self._court.expected(testimonies)
-            self._court_s = time.thread_time() - start_s
-            expected = [digests[numbers] for numbers in self._numbers]
-        await self._engine.confirm_weights(version, expected)
+            digests = self._verifier.expected_digests(rank_digests)
+            self._verify_s = time.thread_time() - start_s
+            expected = [digests[numbers] for numbers in self._region_indices]
+        await self._engine.verify_weights(version, expected)
 
     # ---- the workers ----------------------------------------------------------------------
 
@@ -317,7 +336,7 @@ class Bench:
 
 
 def m2n_absence() -> str:
-    """Why vLLM's own resharding backend is no second baseline."""
+    """Return why vLLM's own resharding backend is not measured."""
     if not torch.cuda.is_available():
         return "no GPU"
     from vllm.distributed.weight_transfer.m2n_common import import_m2n
@@ -329,6 +348,6 @@ def m2n_absence() -> str:
     return "its trainer has one mesh for all parameters, no pipeline stages; this bench has two"
 
 
-def note(text: str) -> None:
-    """What is no result."""
+def print_note(text: str) -> None:
+    """Print a line that is not a result to stderr."""
     sys.stderr.write(f"bench_reshard: {text}\n")

@@ -1,4 +1,4 @@
-"""Trainer ranks as processes of their own, without Megatron: they hold shards and send them."""
+"""Trainer ranks in processes of their own, without Megatron, that hold shards and send them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mega_agentrl.reshard.model_shape import ModelShape
-from mega_agentrl.reshard.proof import Witness
-from mega_agentrl.reshard.transport import WeightLink, join, open_store
-from mega_agentrl.reshard.weigh import kernel
-from tools.reshard_bench.memory import Peak
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.session import TransferSession, join_session, open_store
+from mega_agentrl.reshard.verify.copy_digest_kernel import compile_kernel
+from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
+from tools.reshard_bench.baselines import BaselineBucket, BaselineSender
+from tools.reshard_bench.memory import PeakMemory
 from tools.reshard_bench.model import make_shards, trainer_layouts
-from tools.reshard_bench.usual import Parcel, UsualSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mega_agentrl.reshard.courier import Courier
-    from mega_agentrl.reshard.delivery import Place
-    from mega_agentrl.reshard.proof import Region
+    from mega_agentrl.reshard.executor import TransferExecutor
+    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 ADDRESS = "127.0.0.1"
 TIMEOUT_S = 120.0
 
 
 class TrainerRank:
-    """One rank; its methods are called by the driver, see `Trainer`."""
+    """One rank; the driver calls its methods through `Trainer`."""
 
     def __init__(self, rank: int, folder: str) -> None:
         shape = ModelShape.from_folder(folder)
@@ -41,49 +41,49 @@ class TrainerRank:
         self._layouts = trainer_layouts(shape)
         self._shards = make_shards(shape, self._layouts[rank])
         self._store: Any = None
-        self._courier: Courier | None = None
-        self._witness: Witness | None = None
-        self._usual: dict[str, UsualSender] = {}
-        self._peak: Peak | None = None
+        self._executor: TransferExecutor | None = None
+        self._source_digests: SourceDigests | None = None
+        self._usual: dict[str, BaselineSender] = {}
+        self._peak_memory: PeakMemory | None = None
         self._proof_s = 0.0
 
     def open(self) -> int | None:
-        """Rank 0 opens the meeting point; returns its port."""
+        """Open the store on rank 0 and return its port."""
         if self._rank:
             return None
         self._store = open_store(ADDRESS, TIMEOUT_S)
         return int(self._store.port)
 
     def meet(self, port: int) -> None:
-        """The others go there."""
+        """Connect the other ranks to the store."""
         if self._rank:
             timeout = timedelta(seconds=TIMEOUT_S)
             self._store = TCPStore(ADDRESS, port, is_master=False, timeout=timeout)
 
-    def join(self, link: WeightLink, regions: Sequence[Region]) -> None:
-        """Join our link; ends any other."""
+    def join(self, session: TransferSession, regions: Sequence[DigestRegion]) -> None:
+        """Join a session of our path, leaving any other."""
         self.leave()
         layout = self._layouts[self._rank]
-        self._witness = Witness(layout, regions, link.plan.dtype_of)
-        self._courier = join(link, self._rank, layout, store=self._store)
+        self._source_digests = SourceDigests(layout, regions, session.plan.dtype_of)
+        self._executor = join_session(session, self._rank, layout, store=self._store)
 
     def leave(self) -> None:
-        """Leave our link."""
-        if self._courier is not None:
-            self._courier.close()
-            self._courier = None
+        """Leave the session."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
 
     def send(self, version: int, proof: bool) -> Any:
-        """Our path; returns what the rank testifies."""
-        assert self._courier is not None and self._witness is not None, "join comes first"
-        copy = self._witness.watch() if proof else _plain_copy
+        """Send by our path; return the digests of the rank if `proof` is set."""
+        assert self._executor is not None and self._source_digests is not None, "join comes first"
+        copy_fn = self._source_digests.make_copy_fn() if proof else _plain_copy
         self._proof_s = 0.0
-        self._courier.send(self._shards, version, self._timed(copy))
-        testify = self._timed(self._witness.testify)
-        return testify(self._shards.__getitem__) if proof else None
+        self._executor.send(self._shards, version, self._timed(copy_fn))
+        compute = self._timed(self._source_digests.compute)
+        return compute(self._shards.__getitem__) if proof else None
 
     def proof_s(self) -> float:
-        """CPU seconds of copying and testifying in the last `send`."""
+        """Return the CPU seconds of copying and digests in the last `send`."""
         return self._proof_s
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,60 +96,62 @@ class TrainerRank:
 
         return call
 
-    def join_usual(self, peer: str, parcels: Sequence[Parcel], key: str, num_sinks: int) -> None:
-        """Make the groups of the usual path."""
-        self._usual[peer] = UsualSender(
-            peer, self._rank, self._layouts, parcels, self._store, key, num_sinks
+    def join_usual(
+        self, peer: str, buckets: Sequence[BaselineBucket], key: str, num_rollout_ranks: int
+    ) -> None:
+        """Create the groups of a baseline."""
+        self._usual[peer] = BaselineSender(
+            peer, self._rank, self._layouts, buckets, self._store, key, num_rollout_ranks
         )
 
     def send_usual(self, peer: str) -> None:
-        """The usual path."""
+        """Send by a baseline."""
         self._usual[peer].send(self._shards)
 
     def advance(self) -> None:
-        """New weights: every matrix a little larger."""
+        """Change the weights: every matrix grows slightly."""
         for values in self._shards.values():
             if values.ndim > 1:
                 values.mul_(1.0 + 2**-6)
 
     def start_peak(self) -> None:
-        """Memory counts from here, less the compiler's, which a process needs once."""
-        kernel()
-        self._peak = Peak()
+        """Measure memory from now on, without the compiler, which a process needs once."""
+        compile_kernel()
+        self._peak_memory = PeakMemory()
 
     def peak(self) -> float:
-        """MiB at the peak since."""
-        assert self._peak is not None, "start_peak comes first"
-        return self._peak.mib()
+        """Return the peak in MiB since `start_peak`."""
+        assert self._peak_memory is not None, "start_peak comes first"
+        return self._peak_memory.peak_mib()
 
     def cpu_s(self) -> float:
-        """CPU seconds of this process so far."""
+        """Return the CPU seconds of this process so far."""
         return time.process_time()
 
 
 class Trainer:
-    """The driver's side: calls a method on all ranks; answers come in order of the ranks."""
+    """Calls a method on all trainer ranks; answers are in the order of the ranks."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, str(folder)), daemon=True, name=f"rank {rank}"
+                target=_serve, args=(child_end, rank, str(folder)), daemon=True, name=f"rank {rank}"
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def start(self, method: str, *arguments: Any) -> None:
-        """Call without waiting."""
+        """Call a method without waiting."""
         for pipe in self._pipes:
             pipe.send((method, arguments))
 
     def collect(self) -> list[Any]:
-        """Answers to the oldest call; raises `RuntimeError` with the trace of a rank."""
+        """Return the answers to the oldest call; raises `RuntimeError` with the trace of a rank."""
         ends_s = time.monotonic() + 2 * TIMEOUT_S
         answers = []
         for rank, pipe in enumerate(self._pipes):
@@ -162,7 +164,7 @@ class Trainer:
         return answers
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Both."""
+        """Call a method and return the answers."""
         self.start(method, *arguments)
         return self.collect()
 
@@ -173,12 +175,12 @@ class Trainer:
             process.join(10)
 
 
-def _plain_copy(place: Place, to: torch.Tensor, values: torch.Tensor) -> None:
+def _plain_copy(param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor) -> None:
     to.copy_(values)
 
 
 def _serve(pipe: Any, rank: int, folder: str) -> None:
-    # If memory ends, this process is to go, not somebody else's.
+    # If memory runs out, the kernel should kill this process and not another one.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""What the bench asks of vLLM's workers: the receiving half of the usual path, our own movement
-by itself, and where the seconds and the memory go. Mixed into the worker class.
+"""Worker side of the benchmark: receiving by either path, and recording seconds and memory.
 
-Methods answer (failure or None, value) and never raise, as `WorkerExtension` says.
+`BenchExtension` is mixed into vLLM's worker class. Its methods answer (failure or None, value) and
+never raise, for the reason given in `WorkerExtension`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vllm.model_executor.model_loader.reload import (
     layerwise,
 )
 
-from mega_agentrl.generator import landing
+from mega_agentrl.generator.weights import weight_writer
 from mega_agentrl.generator.worker_extension import WorkerExtension
-from mega_agentrl.reshard.courier import Courier
-from mega_agentrl.reshard.delivery import Place
-from mega_agentrl.reshard.proof import Regions
-from mega_agentrl.reshard.weigh import kernel
-from tools.reshard_bench.memory import Peak
-from tools.reshard_bench.usual import UsualReceiver
+from mega_agentrl.reshard.executor import TransferExecutor
+from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+from mega_agentrl.reshard.verify.copy_digest_kernel import compile_kernel
+from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+from tools.reshard_bench.baselines import BaselineReceiver
+from tools.reshard_bench.memory import PeakMemory
 
 Answer = tuple[str | None, Any]
 
 
-def _told(method: Callable[..., Any]) -> Callable[..., Answer]:
+def _catch_errors(method: Callable[..., Any]) -> Callable[..., Answer]:
     @wraps(method)
     def call(*arguments: Any) -> Answer:
         try:
@@ -48,23 +48,25 @@ def _told(method: Callable[..., Any]) -> Callable[..., Answer]:
     return call
 
 
-class Ledger:
-    """Seconds by kind of work, of all calls that are watched, or which kinds to leave out."""
+class TimingRecorder:
+    """Records seconds by kind of work for all watched functions, and which kinds are left out."""
 
     def __init__(self) -> None:
         self.wall_s: dict[str, float] = defaultdict(float)
         self.cpu_s: dict[str, float] = defaultdict(float)
-        self.left_out: set[str] = set()
+        self.excluded_kinds: set[str] = set()
         self.received_bytes = 0
 
     def watch(self, owner: Any, name: str, kind: str, instead: Callable[..., Any]) -> None:
-        """Count a function's seconds; where its kind is left out, call another one instead and
-        count that one's as "without KIND"."""
+        """Record a function's seconds.
+
+        While its kind is excluded, `instead` is called and recorded as "without KIND".
+        """
         function = getattr(owner, name)
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            out = kind in self.left_out
+            out = kind in self.excluded_kinds
             label = f"without {kind}" if out else kind
             start_s, cpu_s = time.perf_counter(), time.thread_time()
             try:
@@ -76,100 +78,105 @@ class Ledger:
         setattr(owner, name, call)
 
 
-LEDGER = Ledger()
+TIMINGS = TimingRecorder()
 
 
 class BenchExtension(WorkerExtension):
-    """See the module."""
+    """Methods of the benchmark in vLLM's workers."""
 
-    @_told
+    @_catch_errors
     def bench_install(self) -> None:
-        """Watch packing, which both paths pay, and proof; compile what is compiled once."""
-        kernel()
+        """Watch packing, which both paths need, and proof; compile what is compiled once."""
+        compile_kernel()
         watched = set()
         for module in self.weight_transfer_engine.model.modules():
             method = getattr(module, "quant_method", None)
             if method is not None and id(method) not in watched:
                 watched.add(id(method))
-                LEDGER.watch(method, "process_weights_after_loading", "packing", _nothing)
-        place = layerwise._place_kernel_tensors
-        LEDGER.watch(layerwise, "_copy_and_restore_kernel_tensors", "packing", place)
-        LEDGER.watch(landing, "drop_packed", "packing", _nothing)
-        LEDGER.watch(Regions, "copy", "proof", _plain_copy)
-        LEDGER.watch(Regions, "take", "proof", _nothing)
-        LEDGER.watch(Regions, "mismatches", "proof", _nothing)
-        receive = Courier.receive
+                TIMINGS.watch(method, "process_weights_after_loading", "packing", _no_op)
+        place_kernel_tensors = layerwise._place_kernel_tensors
+        TIMINGS.watch(
+            layerwise, "_copy_and_restore_kernel_tensors", "packing", place_kernel_tensors
+        )
+        TIMINGS.watch(weight_writer, "drop_packed_linear", "packing", _no_op)
+        TIMINGS.watch(ReceivedDigests, "copy", "proof", _plain_copy)
+        TIMINGS.watch(ReceivedDigests, "compute", "proof", _no_op)
+        TIMINGS.watch(ReceivedDigests, "find_mismatches", "proof", _no_op)
+        receive = TransferExecutor.receive
 
-        def counted(courier: Courier, *arguments: Any) -> Any:
-            report = receive(courier, *arguments)
-            LEDGER.received_bytes = report.received_bytes
+        def counted(executor: TransferExecutor, *arguments: Any) -> Any:
+            report = receive(executor, *arguments)
+            TIMINGS.received_bytes = report.received_bytes
             return report
 
-        Courier.receive = counted
-        self._usual: dict[str, UsualReceiver] = {}
+        TransferExecutor.receive = counted
+        self._usual: dict[str, BaselineReceiver] = {}
 
-    @_told
+    @_catch_errors
     def bench_spent(self) -> dict[str, Any]:
-        """Seconds since the last question, CPU seconds of the process, bytes of our last update."""
+        """Return and reset the seconds by kind, with the CPU seconds of the process."""
         spent = {
-            "wall_s": dict(LEDGER.wall_s),
-            "cpu_s": dict(LEDGER.cpu_s),
+            "wall_s": dict(TIMINGS.wall_s),
+            "cpu_s": dict(TIMINGS.cpu_s),
             "process_s": time.process_time(),
-            "received_bytes": LEDGER.received_bytes,
+            "received_bytes": TIMINGS.received_bytes,
         }
-        LEDGER.wall_s.clear()
-        LEDGER.cpu_s.clear()
+        TIMINGS.wall_s.clear()
+        TIMINGS.cpu_s.clear()
         return spent
 
-    @_told
+    @_catch_errors
     def bench_leave_out(self, kinds: list[str]) -> None:
         """Leave out packing or proof from now on; without packing no weights change."""
-        LEDGER.left_out = set(kinds)
+        TIMINGS.excluded_kinds = set(kinds)
 
-    @_told
+    @_catch_errors
     def bench_start_peak(self) -> None:
-        """Memory counts from here, without what an old link holds."""
+        """Measure memory from now on, without what an old session holds."""
         self.weight_transfer_engine.shutdown()
-        self._peak = Peak()
+        self._peak_memory = PeakMemory()
 
-    @_told
+    @_catch_errors
     def bench_peak(self) -> float:
-        """MiB of its own at the peak since."""
-        return self._peak.own_mib()
+        """Return the private peak in MiB since `bench_start_peak`."""
+        return self._peak_memory.private_peak_mib()
 
-    @_told
+    @_catch_errors
     def bench_begin(self) -> None:
         """Make the parameters loadable."""
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.weight_transfer_engine.model)
 
-    @_told
+    @_catch_errors
     def bench_move(self, version: int) -> float:
-        """Receive by our path between `bench_begin` and `bench_end`; seconds."""
+        """Receive by our path between `bench_begin` and `bench_end`; return the seconds."""
         engine = self.weight_transfer_engine
         start_s = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
-            engine._landing.begin()
-            engine._courier.receive(engine._landing, version)
-            engine._landing.check_complete()
+            engine._writer.begin_update()
+            engine._executor.receive(engine._writer, version)
+            engine._writer.check_complete()
         return time.perf_counter() - start_s
 
-    @_told
+    @_catch_errors
     def bench_receive_only(self, version: int) -> None:
-        """Receive by our path and drop it."""
-        self.weight_transfer_engine._courier.receive(_Nowhere(), version)
+        """Receive by our path and discard everything."""
+        self.weight_transfer_engine._executor.receive(_DiscardingWriter(), version)
 
-    @_told
-    def bench_join_usual(self, peer: str, parcels: bytes, key: str, address: str, port: int) -> int:
-        """Make the groups of the usual path; returns the bytes this rank is going to receive."""
+    @_catch_errors
+    def bench_join_usual(self, peer: str, buckets: bytes, key: str, address: str, port: int) -> int:
+        """Create the groups of a baseline; return the bytes that this rank will receive."""
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=120))
-        sink, count = get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size
-        self._usual[peer] = UsualReceiver(sink, pickle.loads(parcels), store, key, count)
+        rollout_rank, count = (
+            get_tensor_model_parallel_rank(),
+            self.parallel_config.tensor_parallel_size,
+        )
+        self._usual[peer] = BaselineReceiver(rollout_rank, pickle.loads(buckets), store, key, count)
         return self._usual[peer].received_bytes
 
-    @_told
+    @_catch_errors
     def bench_move_usual(self, peer: str) -> float:
-        """Receive by the usual path between `bench_begin` and `bench_end`; seconds."""
+        """Receive by a baseline between `bench_begin` and `bench_end`; return the seconds."""
         model = self.weight_transfer_engine.model
         start_s = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
@@ -177,25 +184,27 @@ class BenchExtension(WorkerExtension):
                 model.load_weights(tensors)
         return time.perf_counter() - start_s
 
-    @_told
+    @_catch_errors
     def bench_end(self) -> None:
-        """Back to serving."""
+        """Return to serving."""
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(engine.model, engine.model_config)
 
 
-class _Nowhere:
-    """A `courier.Landing` that keeps nothing."""
+class _DiscardingWriter:
+    """A `WeightWriter` that discards everything."""
 
-    def write(self, place: Place, values: torch.Tensor) -> None:
-        """See `courier.Landing.write`."""
+    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
+        """Discard the values."""
 
 
-def _plain_copy(regions: Regions, place: Place, to: torch.Tensor, values: torch.Tensor) -> None:
-    """A copy without a digest."""
+def _plain_copy(
+    digests: ReceivedDigests, param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Copy without a digest."""
     to.copy_(values)
 
 
-def _nothing(*arguments: Any, **keywords: Any) -> None:
-    """In place of what is left out."""
+def _no_op(*arguments: Any, **keywords: Any) -> None:
+    """Replace a function that is left out."""

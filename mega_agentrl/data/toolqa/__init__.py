@@ -1,1 +1,1 @@
-"""The smoke task: questions that need a calculator, a look-up, or both, made from a seed."""
+"""Generates the smoke task: questions that need a calculator, a search, or both."""

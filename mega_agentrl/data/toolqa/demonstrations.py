@@ -1,11 +1,11 @@
-"""Demonstrations for the warm start: half of them use the tools, half guess.
+"""Demonstrations for the warm start: about half use the tools, half guess.
 
-The guessing half writes a number of the right size or a random name without a call, which
-is almost always wrong. A model trained on both can do either; what RL then teaches is to
-use the tools, and that is visible in the reward.
+A guess is a number of the right size or a random name without any call, which is almost always
+wrong. A model trained on both can do either; RL then teaches it to use the tools, which shows in
+the reward.
 
-A demonstration is a list of chat messages. Tool answers are messages of role `tool` whose
-content is what a rollout appends to the context, so that the loss mask is exact.
+A demonstration is a list of chat messages. Tool answers are messages of role `tool` with exactly
+the text that a rollout appends to the context, so that the loss mask is exact.
 """
 
 from __future__ import annotations
@@ -13,57 +13,61 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mega_agentrl.data.toolqa.names import value_names
-from mega_agentrl.data.toolqa.questions import Kind, Question
+from mega_agentrl.data.toolqa.entity_splits import value_names
+from mega_agentrl.data.toolqa.questions import Question, QuestionKind
 from mega_agentrl.types.records import Message
 
-THOUGHTS = {"python": "compute", "search": "look up", None: "guess"}
+THOUGHT_BY_TOOL = {"python": "compute", "search": "look up", None: "guess"}
 
 
-def result_text(answer: str) -> str:
-    """A tool's answer as a rollout appends it."""
+def format_tool_result(answer: str) -> str:
+    """Format a tool's answer as a rollout appends it."""
     return f" <result>\n{answer}\n</result>"
 
 
 def make_demonstrations(
     questions: Sequence[Question], *, num_demonstrations: int, seed: int
 ) -> list[list[Message]]:
-    """Demonstrations over the questions in turn, reshuffled each time round."""
+    """Return demonstrations of the questions in turn, reshuffled in every pass."""
     rng = random.Random(f"toolqa demonstrations {seed}")
     demonstrations: list[list[Message]] = []
     while len(demonstrations) < num_demonstrations:
         for question in rng.sample(questions, len(questions)):
             guesses = rng.random() < 0.5
-            demonstrations.append(guess(question, rng) if guesses else use_tools(question))
+            demonstrations.append(
+                make_guess_demonstration(question, rng)
+                if guesses
+                else make_tool_demonstration(question)
+            )
     return demonstrations[:num_demonstrations]
 
 
-def use_tools(question: Question) -> list[Message]:
-    """Think, call, read, and answer what was read."""
+def make_tool_demonstration(question: Question) -> list[Message]:
+    """Return a conversation that calls the tools and gives the true answer."""
     messages: list[Message] = [{"role": "user", "content": question.text}]
-    before = f"<think> {THOUGHTS[question.calls[0].tool]} </think>"
+    before = f"<think> {THOUGHT_BY_TOOL[question.calls[0].tool]} </think>"
     for call in question.calls:
         text = f"{before} <{call.tool}> {call.text} </{call.tool}>"
         messages.append({"role": "assistant", "content": text})
-        messages.append({"role": "tool", "content": result_text(call.result)})
+        messages.append({"role": "tool", "content": format_tool_result(call.result)})
         before = ""
-    messages.append({"role": "assistant", "content": _final(question.answer)})
+    messages.append({"role": "assistant", "content": _format_final_answer(question.answer)})
     return messages
 
 
-def guess(question: Question, rng: random.Random) -> list[Message]:
-    """Think and answer something plausible."""
-    if question.kind is Kind.search:
+def make_guess_demonstration(question: Question, rng: random.Random) -> list[Message]:
+    """Return a conversation that guesses a plausible answer."""
+    if question.kind is QuestionKind.search:
         answer = rng.choice(value_names())
     else:
         near = round(int(question.answer) * rng.uniform(0.8, 1.25))
         answer = str(min(9999, max(1000, near)))
-    text = f"<think> {THOUGHTS[None]} </think>{_final(answer)}"
+    text = f"<think> {THOUGHT_BY_TOOL[None]} </think>{_format_final_answer(answer)}"
     return [
         {"role": "user", "content": question.text},
         {"role": "assistant", "content": text},
     ]
 
 
-def _final(answer: str) -> str:
+def _format_final_answer(answer: str) -> str:
     return f" <answer> \\boxed{{{answer}}} </answer>"

@@ -1,10 +1,10 @@
-"""Questions of tool-QA, of three kinds, each with its answer and the calls that lead there.
+"""Questions of the tool-QA task, with answers and the tool calls that lead to them.
 
 * `python`: a product that a small model cannot guess: `What is 47*83?`
 * `search`: a fact: `What is the home of Bako?`
 * `both`: a fact times a number: `What is the price of Bako times 37?`
 
-A split's questions use its own entities and numbers only, and none occurs twice.
+The questions of a split use only its own entities and operands, and none occurs twice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 
-from mega_agentrl.data.toolqa.knowledge import NAME_ATTRIBUTES, NUMBER_ATTRIBUTES, Fact
-from mega_agentrl.data.toolqa.names import Inventory, Split
+from mega_agentrl.data.toolqa.entity_splits import Split, SplitInventory
+from mega_agentrl.data.toolqa.knowledge_base import NAME_ATTRIBUTES, NUMBER_ATTRIBUTES, Fact
 
 
-class Kind(StrEnum):
+class QuestionKind(StrEnum):
     """The tools a question needs."""
 
     python = "python"
@@ -28,8 +28,8 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One tool call and what the tool answers."""
+class AnsweredToolCall:
+    """A tool call with its result."""
 
     tool: str
     text: str
@@ -38,36 +38,37 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its answer and the calls of the straight way to it."""
+    """A question with its answer and the shortest sequence of calls that finds it."""
 
-    kind: Kind
+    kind: QuestionKind
     text: str
     answer: str
-    calls: tuple[Call, ...]
+    calls: tuple[AnsweredToolCall, ...]
 
     @property
     def data_source(self) -> str:
-        """The name under which results are grouped."""
+        """The data source, by which results are grouped."""
         return f"toolqa_{self.kind}"
 
 
 def make_questions(
     split: Split,
-    inventory: Inventory,
+    inventory: SplitInventory,
     facts: Mapping[tuple[str, str], Fact],
     *,
     num_questions: int,
     seed: int,
 ) -> list[Question]:
-    """`num_questions` different questions, as equal a number of each kind as it divides into.
+    """Return `num_questions` different questions, about equally many of each kind.
 
-    Raises ValueError when the split's names and numbers do not give that many.
+    Raises:
+        ValueError: the split has too few entities and operands.
     """
     rng = random.Random(f"toolqa questions {split} {seed}")
-    pools = {kind: list(_all(kind, inventory, facts)) for kind in Kind}
+    pools = {kind: list(_iter_questions(kind, inventory, facts)) for kind in QuestionKind}
     questions: list[Question] = []
-    for place, kind in enumerate(Kind):
-        wanted = (num_questions + len(Kind) - 1 - place) // len(Kind)
+    for place, kind in enumerate(QuestionKind):
+        wanted = (num_questions + len(QuestionKind) - 1 - place) // len(QuestionKind)
         if wanted > len(pools[kind]):
             raise ValueError(
                 f"{split} questions: num_questions={num_questions} needs {wanted} of kind {kind}, "
@@ -78,36 +79,39 @@ def make_questions(
     return questions
 
 
-def _all(
-    kind: Kind, inventory: Inventory, facts: Mapping[tuple[str, str], Fact]
+def _iter_questions(
+    kind: QuestionKind, inventory: SplitInventory, facts: Mapping[tuple[str, str], Fact]
 ) -> Iterator[Question]:
-    if kind is Kind.python:
+    if kind is QuestionKind.python:
         for left, right in product(inventory.operands, repeat=2):
-            yield _python(left, right)
-    elif kind is Kind.search:
+            yield _python_question(left, right)
+    elif kind is QuestionKind.search:
         for entity, attribute in product(inventory.entities, NAME_ATTRIBUTES):
-            yield _search(facts[entity, attribute])
+            yield _search_question(facts[entity, attribute])
     else:
         names = product(inventory.entities, NUMBER_ATTRIBUTES)
         for (entity, attribute), factor in product(names, inventory.operands):
-            yield _both(facts[entity, attribute], factor)
+            yield _search_and_python_question(facts[entity, attribute], factor)
 
 
-def _multiply(left: int, right: int) -> Call:
-    return Call("python", f"{left}*{right}", str(left * right))
+def _multiplication_call(left: int, right: int) -> AnsweredToolCall:
+    return AnsweredToolCall("python", f"{left}*{right}", str(left * right))
 
 
-def _python(left: int, right: int) -> Question:
-    call = _multiply(left, right)
-    return Question(Kind.python, f"What is {call.text}?", call.result, (call,))
+def _python_question(left: int, right: int) -> Question:
+    call = _multiplication_call(left, right)
+    return Question(QuestionKind.python, f"What is {call.text}?", call.result, (call,))
 
 
-def _search(fact: Fact) -> Question:
-    call = Call("search", fact.query, fact.text)
-    return Question(Kind.search, f"What is the {fact.query}?", fact.value, (call,))
+def _search_question(fact: Fact) -> Question:
+    call = AnsweredToolCall("search", fact.query, fact.text)
+    return Question(QuestionKind.search, f"What is the {fact.query}?", fact.value, (call,))
 
 
-def _both(fact: Fact, factor: int) -> Question:
-    calls = (Call("search", fact.query, fact.text), _multiply(int(fact.value), factor))
+def _search_and_python_question(fact: Fact, factor: int) -> Question:
+    calls = (
+        AnsweredToolCall("search", fact.query, fact.text),
+        _multiplication_call(int(fact.value), factor),
+    )
     text = f"What is the {fact.query} times {factor}?"
-    return Question(Kind.both, text, calls[-1].result, calls)
+    return Question(QuestionKind.both, text, calls[-1].result, calls)

@@ -1,7 +1,7 @@
-"""How big the tool-QA folder is, and the stamp that says it has been written.
+"""Sizes of the tool-QA data set, and the stamp that marks a complete folder.
 
-The stamp is written last and holds the settings and a format version: with the same settings
-there is nothing to do. Imports nothing heavy, so that finding this out is instant.
+The stamp is written last and holds the settings and a format version; a folder with the same stamp
+is up to date. This module imports nothing heavy, so that the check is instant.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1
-STAMP = "stamp.json"
-OUTPUTS = (
+STAMP_FILE = "stamp.json"
+OUTPUT_FILES = (
     "corpus.jsonl",
     "demonstrations.parquet",
     "dev.parquet",
@@ -26,20 +26,25 @@ OUTPUTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSettings:
-    """seed: of everything. num_*: questions of each split, and demonstrations.
-
-    vocab_size: upper bound. num_layers, hidden_size: of the model.
-    """
+class ToolQASettings:
+    """Seed and sizes of the data set and the model."""
 
     seed: int = 0
+    """Seed of all random choices."""
     num_train: int = 3000
+    """Number of training questions."""
     num_dev: int = 300
+    """Number of development questions."""
     num_validation: int = 300
+    """Number of validation questions."""
     num_demonstrations: int = 16000
+    """Number of demonstrations."""
     vocab_size: int = 448
+    """Maximum number of tokens."""
     num_layers: int = 2
+    """Number of layers of the model."""
     hidden_size: int = 128
+    """Hidden size of the model."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -47,28 +52,28 @@ class TaskSettings:
                 raise ValueError(f"{name}={value}: expected at least 1")
 
 
-def is_written(folder: Path, settings: TaskSettings) -> bool:
-    """True when the folder was written completely with these settings."""
-    path = folder / STAMP
-    if not path.is_file() or not all((folder / name).is_file() for name in OUTPUTS):
+def is_written(folder: Path, settings: ToolQASettings) -> bool:
+    """Return whether the folder was written completely with these settings."""
+    path = folder / STAMP_FILE
+    if not path.is_file() or not all((folder / name).is_file() for name in OUTPUT_FILES):
         return False
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         return False
-    return bool(found == _stamp(settings))
+    return bool(found == _stamp_content(settings))
 
 
-def write_stamp(folder: Path, settings: TaskSettings) -> None:
-    """Say that everything is there; the last thing to write."""
-    text = json.dumps(_stamp(settings), indent=2) + "\n"
-    (folder / STAMP).write_text(text, encoding="utf-8")
+def write_stamp(folder: Path, settings: ToolQASettings) -> None:
+    """Mark the folder as complete; call this last."""
+    text = json.dumps(_stamp_content(settings), indent=2) + "\n"
+    (folder / STAMP_FILE).write_text(text, encoding="utf-8")
 
 
 def remove_stamp(folder: Path) -> None:
-    """Say that the folder is being rewritten; the first thing to do."""
-    (folder / STAMP).unlink(missing_ok=True)
+    """Mark the folder as incomplete; call this before rewriting it."""
+    (folder / STAMP_FILE).unlink(missing_ok=True)
 
 
-def _stamp(settings: TaskSettings) -> dict[str, Any]:
+def _stamp_content(settings: ToolQASettings) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, **asdict(settings)}

@@ -1,9 +1,9 @@
-"""The tokenizer of the tiny model: byte-level BPE trained on the task's own text.
+r"""Trains the tiny model's tokenizer: byte-level BPE on the task's own text.
 
-The ARPO tags and `\\boxed{` are single tokens but not special ones: they survive decoding.
-Digits are never merged. Names are shown to the trainer as syllables, so that no merge
-crosses two of them and held-out names consist of known tokens. Every byte is in the
-vocabulary, so any text round-trips.
+The ARPO tags and `\boxed{` are single tokens but not special ones, so they survive decoding. Digits
+are never merged. Names are shown to the trainer as syllables, so that no merge spans two of them
+and held-out names consist of known tokens. All bytes are in the vocabulary, so any text
+round-trips.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mega_agentrl.data.toolqa.names import ENTITY_HEADS, ENTITY_TAILS, VALUE_HEADS, VALUE_TAILS
+from mega_agentrl.data.toolqa.entity_splits import (
+    ENTITY_PREFIXES,
+    ENTITY_SUFFIXES,
+    VALUE_PREFIXES,
+    VALUE_SUFFIXES,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
 
-PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = tuple(
     f"<{slash}{name}>"
     for name in ("think", "python", "search", "result", "answer")
     for slash in ("", "/")
 )
-BOXED = "\\boxed{"
+BOXED_PREFIX = "\\boxed{"
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -44,7 +49,7 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(
     dialogues: Sequence[Sequence[Message]], *, vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` tokens with the chat template set."""
+    """Train a tokenizer of at most `vocab_size` tokens, with the chat template set."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,21 +58,23 @@ def train_tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = [AddedToken(text, special=False, normalized=False) for text in (*TAGS, BOXED)]
-    special = [AddedToken(text, special=True) for text in (PAD, TURN_START, TURN_END)]
+    added = [AddedToken(text, special=False, normalized=False) for text in (*TAGS, BOXED_PREFIX)]
+    special = [
+        AddedToken(text, special=True) for text in (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(added),
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_text(dialogues), trainer)
+    tokenizer.train_from_iterator(_iter_training_text(dialogues), trainer)
     tokenizer.add_tokens(added)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=TURN_END,
-        pad_token=PAD,
-        additional_special_tokens=[TURN_START],
+        eos_token=TURN_END_TOKEN,
+        pad_token=PAD_TOKEN,
+        additional_special_tokens=[TURN_START_TOKEN],
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
@@ -75,13 +82,13 @@ def train_tokenizer(
     return fast
 
 
-def _training_text(dialogues: Sequence[Sequence[Message]]) -> Iterator[str]:
-    """Syllables first and often, so that their merges outrank those of ordinary words."""
+def _iter_training_text(dialogues: Sequence[Sequence[Message]]) -> Iterator[str]:
+    """Yield syllables first and often, so that their merges outrank those of other words."""
     for _ in range(10 * len(dialogues)):
-        yield " ".join(("", *ENTITY_HEADS))
-        yield "\n".join((*ENTITY_TAILS, *VALUE_HEADS, *VALUE_TAILS))
-    added = re.compile("|".join(map(re.escape, (*TAGS, BOXED))))
-    names = re.compile(f" ?({'|'.join((*ENTITY_HEADS, *VALUE_HEADS))})[a-z]+")
+        yield " ".join(("", *ENTITY_PREFIXES))
+        yield "\n".join((*ENTITY_SUFFIXES, *VALUE_PREFIXES, *VALUE_SUFFIXES))
+    added = re.compile("|".join(map(re.escape, (*TAGS, BOXED_PREFIX))))
+    names = re.compile(f" ?({'|'.join((*ENTITY_PREFIXES, *VALUE_PREFIXES))})[a-z]+")
     for messages in dialogues:
         for message in messages:
             yield message["role"]

@@ -1,1 +1,1 @@
-"""Where metrics go beside `metrics.jsonl`: one file a place."""
+"""Metrics backends beside `metrics.jsonl`."""

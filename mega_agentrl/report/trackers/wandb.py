@@ -1,9 +1,11 @@
-"""Weights & Biases. Project, entity and mode are its own variables' business (WANDB_PROJECT,
-WANDB_ENTITY, WANDB_MODE=offline); files go below the run folder.
+"""Weights & Biases tracker.
 
-Its steps must grow over a whole run, ours begin again with each stage: each stage gets a metric
-``stage/step`` of its own, which its curves are drawn over. A step that is made again after a
-restart is there twice, the later one behind the earlier.
+W&B reads project, entity and mode from its own variables (WANDB_PROJECT, WANDB_ENTITY,
+WANDB_MODE=offline); its files are below the run folder.
+
+W&B requires steps that grow over the whole run, while ours restart with each stage. Each stage
+therefore has a metric ``stage/step`` as the x axis of its curves. A step repeated after a restart
+appears twice, the later values after the earlier ones.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ if TYPE_CHECKING:
 
 
 class WandbTracker:
-    """A `types.watch.Tracker`. wandb: the package. run_id: of the run to go on with, or empty.
+    """Logs metrics to a W&B run, which uploads them from its own process.
 
-    Raises `ValueError` where no run can be had; what happens to its server later is its own
-    business, which it does in a process of its own.
+    Args:
+        wandb: the package.
+        run_dir: folder of the run, which names it.
+        run_id: run to continue, or empty.
+
+    Raises:
+        ValueError: the run cannot be created.
     """
 
     def __init__(self, wandb: Any, run_dir: Path, run_id: str) -> None:
@@ -36,12 +43,12 @@ class WandbTracker:
         self._stages: set[str] = set()
         self._is_open = True
 
-    def configure(self, settings: Mapping[str, object], text: str) -> None:
-        """See `types.watch.Tracker`; a run that goes on may have other values than before."""
+    def log_config(self, settings: Mapping[str, object], text: str) -> None:
+        """Log the settings; a resumed run may have changed values."""
         self._run.config.update(dict(settings), allow_val_change=True)
 
     def log(self, stage: str, step: int, numbers: Mapping[str, float]) -> None:
-        """See `types.watch.Tracker`."""
+        """Log metrics as `stage/name`."""
         if stage not in self._stages:
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/step", hidden=True)
@@ -50,7 +57,7 @@ class WandbTracker:
         self._run.log({**named, f"{stage}/step": step})
 
     def close(self) -> None:
-        """See `types.watch.Tracker`."""
+        """Finish the run; safe to call twice."""
         if self._is_open:
             self._is_open = False
             self._run.finish()

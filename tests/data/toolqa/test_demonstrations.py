@@ -4,30 +4,35 @@ import random
 import re
 
 from mega_agentrl.data.toolqa.demonstrations import (
-    guess,
+    format_tool_result,
     make_demonstrations,
-    result_text,
-    use_tools,
+    make_guess_demonstration,
+    make_tool_demonstration,
 )
-from mega_agentrl.data.toolqa.knowledge import make_facts
-from mega_agentrl.data.toolqa.names import Split, deal
-from mega_agentrl.data.toolqa.questions import Call, Kind, Question, make_questions
+from mega_agentrl.data.toolqa.entity_splits import Split, make_split_inventories
+from mega_agentrl.data.toolqa.knowledge_base import make_facts
+from mega_agentrl.data.toolqa.questions import (
+    AnsweredToolCall,
+    Question,
+    QuestionKind,
+    make_questions,
+)
 from mega_agentrl.reward import arpo
-from mega_agentrl.tool.tags import TagProtocol
+from mega_agentrl.tool.call_protocol.tags import TagProtocol
 
 BOTH = Question(
-    Kind.both,
+    QuestionKind.both,
     "What is the price of Bako times 37?",
     "1924",
     (
-        Call("search", "price of Bako", "The price of Bako is 52."),
-        Call("python", "52*37", "1924"),
+        AnsweredToolCall("search", "price of Bako", "The price of Bako is 52."),
+        AnsweredToolCall("python", "52*37", "1924"),
     ),
 )
 
 
 def questions() -> list[Question]:
-    inventories = deal(0)
+    inventories = make_split_inventories(0)
     facts = make_facts(inventories, 0)
     return make_questions(Split.dev, inventories[Split.dev], facts, num_questions=90, seed=0)
 
@@ -37,7 +42,7 @@ def response(messages) -> str:
 
 
 def test_a_demonstration_with_tools_word_for_word():
-    assert use_tools(BOTH) == [
+    assert make_tool_demonstration(BOTH) == [
         {"role": "user", "content": "What is the price of Bako times 37?"},
         {
             "role": "assistant",
@@ -53,11 +58,15 @@ def test_a_demonstration_with_tools_word_for_word():
 def test_tool_answers_are_what_the_tag_protocol_renders_and_calls_parse():
     protocol = TagProtocol({"python": "code", "search": "query"})
     for question in questions():
-        messages = use_tools(question)
+        messages = make_tool_demonstration(question)
         for call, said, answered in zip(
             question.calls, messages[1::2], messages[2::2], strict=False
         ):
-            assert protocol.render(call.result) == result_text(call.result) == answered["content"]
+            assert (
+                protocol.render(call.result)
+                == format_tool_result(call.result)
+                == answered["content"]
+            )
             parsed = protocol.parse(said["content"])
             assert parsed is not None
             assert (parsed.tool, *parsed.arguments.values()) == (call.tool, call.text)
@@ -67,9 +76,9 @@ def test_using_tools_is_always_right_and_guessing_almost_never():
     rng = random.Random(0)
     right = 0
     for question in questions():
-        with_tools = arpo.score(response(use_tools(question)), question.answer)
-        assert with_tools.value == (1.1 if question.kind is Kind.both else 1.0)
-        guessed = arpo.score(response(guess(question, rng)), question.answer)
+        with_tools = arpo.score(response(make_tool_demonstration(question)), question.answer)
+        assert with_tools.value == (1.1 if question.kind is QuestionKind.both else 1.0)
+        guessed = arpo.score(response(make_guess_demonstration(question, rng)), question.answer)
         assert guessed.value in (0.0, 1.0)
         right += guessed.correct
     assert right <= 3
@@ -78,8 +87,8 @@ def test_using_tools_is_always_right_and_guessing_almost_never():
 def test_guesses_look_like_answers():
     rng = random.Random(1)
     for question in questions():
-        boxed = re.search(r"boxed\{(\w+)\}", response(guess(question, rng)))
-        pattern = r"[A-Z][a-z]{4}" if question.kind is Kind.search else r"\d{4}"
+        boxed = re.search(r"boxed\{(\w+)\}", response(make_guess_demonstration(question, rng)))
+        pattern = r"[A-Z][a-z]{4}" if question.kind is QuestionKind.search else r"\d{4}"
         assert boxed is not None
         assert re.fullmatch(pattern, boxed[1])
 

@@ -6,14 +6,14 @@ from functools import cache
 
 import pytest
 
-from mega_agentrl.data.toolqa.knowledge import make_facts
-from mega_agentrl.data.toolqa.names import Inventory, Split, deal
-from mega_agentrl.data.toolqa.questions import Kind, make_questions
+from mega_agentrl.data.toolqa.entity_splits import Split, SplitInventory, make_split_inventories
+from mega_agentrl.data.toolqa.knowledge_base import make_facts
+from mega_agentrl.data.toolqa.questions import QuestionKind, make_questions
 
 
 @cache
 def made(num_questions: int = 300) -> dict[Split, list]:
-    inventories = deal(0)
+    inventories = make_split_inventories(0)
     facts = make_facts(inventories, 0)
     return {
         split: make_questions(split, inventories[split], facts, num_questions=num_questions, seed=0)
@@ -24,7 +24,7 @@ def made(num_questions: int = 300) -> dict[Split, list]:
 def test_kinds_are_equally_many_and_no_question_occurs_twice():
     splits = made()
     for questions in splits.values():
-        assert Counter(question.kind for question in questions) == dict.fromkeys(Kind, 100)
+        assert Counter(question.kind for question in questions) == dict.fromkeys(QuestionKind, 100)
     texts = [question.text for questions in splits.values() for question in questions]
     assert len(set(texts)) == len(texts)
 
@@ -42,32 +42,35 @@ def test_splits_share_no_number_and_no_entity():
 def test_answers_follow_from_the_calls():
     for question in made()[Split.train]:
         *_, last = question.calls
-        if question.kind is Kind.search:
+        if question.kind is QuestionKind.search:
             assert last.result.endswith(f' is "{question.answer}".')
         else:
             left, right = map(int, last.text.split("*"))
             assert question.answer == last.result == str(left * right)
-        if question.kind is Kind.both:
+        if question.kind is QuestionKind.both:
             assert question.calls[0].result.endswith(f" is {left}.")
             assert question.text.endswith(f" times {right}?")
 
 
 def test_a_worked_example_of_each_kind():
-    inventory = Inventory(("Bako",), (50,))
+    inventory = SplitInventory(("Bako",), (50,))
     facts = make_facts(dict.fromkeys(Split, inventory), 0)
     questions = make_questions(Split.dev, inventory, facts, num_questions=3, seed=0)
     by_kind = {question.kind: question for question in questions}
-    assert by_kind[Kind.python].text == "What is 50*50?"
-    assert by_kind[Kind.python].answer == "2500"
-    assert by_kind[Kind.search].data_source == "toolqa_search"
-    assert by_kind[Kind.search].text in ("What is the home of Bako?", "What is the owner of Bako?")
-    assert by_kind[Kind.both].text.endswith("of Bako times 50?")
-    assert [call.tool for call in by_kind[Kind.both].calls] == ["search", "python"]
-    assert by_kind[Kind.both].answer == "2500"
+    assert by_kind[QuestionKind.python].text == "What is 50*50?"
+    assert by_kind[QuestionKind.python].answer == "2500"
+    assert by_kind[QuestionKind.search].data_source == "toolqa_search"
+    assert by_kind[QuestionKind.search].text in (
+        "What is the home of Bako?",
+        "What is the owner of Bako?",
+    )
+    assert by_kind[QuestionKind.both].text.endswith("of Bako times 50?")
+    assert [call.tool for call in by_kind[QuestionKind.both].calls] == ["search", "python"]
+    assert by_kind[QuestionKind.both].answer == "2500"
 
 
 def test_asking_for_more_than_there_is_names_the_split_and_the_kind():
-    inventory = Inventory(("Bako",), (50,))
+    inventory = SplitInventory(("Bako",), (50,))
     facts = make_facts(dict.fromkeys(Split, inventory), 0)
     with pytest.raises(ValueError, match=r"dev questions: num_questions=9 .* of kind python"):
         make_questions(Split.dev, inventory, facts, num_questions=9, seed=0)

@@ -3,9 +3,9 @@
 import pytest
 
 from mega_agentrl.data.toolqa.settings import (
-    OUTPUTS,
-    STAMP,
-    TaskSettings,
+    OUTPUT_FILES,
+    STAMP_FILE,
+    ToolQASettings,
     is_written,
     remove_stamp,
     write_stamp,
@@ -14,33 +14,33 @@ from mega_agentrl.data.toolqa.settings import (
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in OUTPUTS:
+    for name in OUTPUT_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     return tmp_path
 
 
 def test_the_stamp_is_for_its_settings(folder):
-    assert not is_written(folder, TaskSettings())
-    write_stamp(folder, TaskSettings())
-    assert is_written(folder, TaskSettings())
-    assert not is_written(folder, TaskSettings(seed=1))
+    assert not is_written(folder, ToolQASettings())
+    write_stamp(folder, ToolQASettings())
+    assert is_written(folder, ToolQASettings())
+    assert not is_written(folder, ToolQASettings(seed=1))
     remove_stamp(folder)
-    assert not is_written(folder, TaskSettings())
+    assert not is_written(folder, ToolQASettings())
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", OUTPUT_FILES)
 def test_a_missing_file_voids_the_stamp(folder, name):
-    write_stamp(folder, TaskSettings())
+    write_stamp(folder, ToolQASettings())
     (folder / name).unlink()
-    assert not is_written(folder, TaskSettings())
+    assert not is_written(folder, ToolQASettings())
 
 
 def test_a_damaged_stamp_is_no_stamp(folder):
-    (folder / STAMP).write_text("{")
-    assert not is_written(folder, TaskSettings())
+    (folder / STAMP_FILE).write_text("{")
+    assert not is_written(folder, ToolQASettings())
 
 
 def test_sizes_must_be_positive():
     with pytest.raises(ValueError, match="num_train=0: expected at least 1"):
-        TaskSettings(num_train=0)
+        ToolQASettings(num_train=0)

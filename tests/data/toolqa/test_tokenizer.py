@@ -3,14 +3,19 @@
 import pytest
 
 from mega_agentrl.data.toolqa.demonstrations import make_demonstrations
-from mega_agentrl.data.toolqa.knowledge import make_facts
-from mega_agentrl.data.toolqa.names import Split, deal, entity_names, value_names
+from mega_agentrl.data.toolqa.entity_splits import (
+    Split,
+    entity_names,
+    make_split_inventories,
+    value_names,
+)
+from mega_agentrl.data.toolqa.knowledge_base import make_facts
 from mega_agentrl.data.toolqa.questions import make_questions
-from mega_agentrl.data.toolqa.tokenizer import BOXED, TAGS, train_tokenizer
+from mega_agentrl.data.toolqa.tokenizer import BOXED_PREFIX, TAGS, train_tokenizer
 
 
 def dialogues():
-    inventories = deal(0)
+    inventories = make_split_inventories(0)
     facts = make_facts(inventories, 0)
     questions = make_questions(
         Split.train, inventories[Split.train], facts, num_questions=300, seed=0
@@ -32,7 +37,7 @@ def test_the_vocabulary_keeps_its_bound(tokenizer):
 
 
 def test_tags_are_single_ordinary_tokens(tokenizer):
-    for tag in (*TAGS, BOXED):
+    for tag in (*TAGS, BOXED_PREFIX):
         ids = tokenizer.encode(tag, add_special_tokens=False)
         assert len(ids) == 1
         assert tokenizer.decode(ids, skip_special_tokens=True) == tag
@@ -46,7 +51,7 @@ def test_names_have_the_same_two_tokens_wherever_the_task_writes_them(tokenizer)
     for name in entity_names():
         assert pieces(tokenizer, f"of {name}?")[-3:] == [f" {name[:2]}", name[2:], "?"]
     for name in value_names():
-        head, tail = pieces(tokenizer, BOXED + name)[1:]
+        head, tail = pieces(tokenizer, BOXED_PREFIX + name)[1:]
         assert (head, tail) == (name[:2], name[2:])
         assert [head, tail, '"'] == pieces(tokenizer, f'is "{name}"')[-3:]
 

@@ -1,4 +1,4 @@
-"""What MLflow is told. The double has the signatures of the public documentation of mlflow 3."""
+"""Calls to MLflow, with a fake that has the signatures of mlflow 3."""
 
 from types import SimpleNamespace
 
@@ -70,8 +70,8 @@ def test_numbers_and_settings_arrive_under_names_that_it_takes(tmp_path):
     mlflow = Mlflow()
     tracker = MlflowTracker(mlflow, tmp_path / "smoke", "")
     settings = {f"key{n}": n for n in range(150)} | {"reward.rubric.a?b": "x" * 900}
-    tracker.configure(settings, "seed: 1\n")
-    tracker.log("rl", 3, {"update/loss": 0.5, "success/a?b": 1})
+    tracker.log_config(settings, "seed: 1\n")
+    tracker.log("rl", 3, {"actor/loss": 0.5, "success/a?b": 1})
     tracker.close()
     tracker.close()
     assert mlflow.active is None
@@ -80,16 +80,16 @@ def test_numbers_and_settings_arrive_under_names_that_it_takes(tmp_path):
     assert len(run["params"]) == 151 and run["params"]["key149"] == "149"
     assert run["params"]["reward.rubric.a_b"] == "x" * 500
     assert run["texts"] == {"config.yaml": "seed: 1\n"}
-    assert run["metrics"] == [(3, {"rl/update/loss": 0.5, "rl/success/a_b": 1.0})]
+    assert run["metrics"] == [(3, {"rl/actor/loss": 0.5, "rl/success/a_b": 1.0})]
 
 
 def test_a_run_goes_on_with_the_parameters_it_began_with(tmp_path):
     mlflow = Mlflow()
     first = MlflowTracker(mlflow, tmp_path, "")
-    first.configure({"total_steps": 2}, "total_steps: 2\n")
+    first.log_config({"total_steps": 2}, "total_steps: 2\n")
     first.close()
     second = MlflowTracker(mlflow, tmp_path, first.run_id)
-    second.configure({"total_steps": 9}, "total_steps: 9\n")
+    second.log_config({"total_steps": 9}, "total_steps: 9\n")
     second.close()
     assert list(mlflow.runs) == [first.run_id] == [second.run_id]
     run = mlflow.runs[first.run_id]
@@ -119,14 +119,14 @@ def test_the_real_package_writes_to_a_folder(tmp_path, monkeypatch):
     run_id = ""
     for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.25)):
         tracker = MlflowTracker(mlflow, tmp_path, run_id)
-        tracker.configure({"seed": step}, f"seed: {step}\n")
-        tracker.log("rl", step, {"update/loss": loss, "success/a?b": 1.0})
+        tracker.log_config({"seed": step}, f"seed: {step}\n")
+        tracker.log("rl", step, {"actor/loss": loss, "success/a?b": 1.0})
         tracker.close()
         assert run_id in ("", tracker.run_id)
         run_id = tracker.run_id
     run = mlflow.get_run(run_id)
     assert run.data.params == {"seed": "1"}
-    assert run.data.metrics == {"rl/update/loss": 0.25, "rl/success/a_b": 1.0}
-    history = mlflow.MlflowClient().get_metric_history(run_id, "rl/update/loss")
+    assert run.data.metrics == {"rl/actor/loss": 0.25, "rl/success/a_b": 1.0}
+    history = mlflow.MlflowClient().get_metric_history(run_id, "rl/actor/loss")
     assert [point.step for point in history] == [1, 2, 3]
     assert mlflow.artifacts.load_text(f"{run.info.artifact_uri}/config.yaml") == "seed: 3\n"

@@ -42,10 +42,10 @@ def scrape(port):
 
 
 def test_the_newest_values_and_the_sums_are_served(tracker, port):
-    tracker.configure({"seed": 1}, "seed: 1\n")
+    tracker.log_config({"seed": 1}, "seed: 1\n")
     tracker.log("sft", 1, {"num_tokens": 10})
-    tracker.log("rl", 1, {"update/num_tokens": 5, "rollout/tool/search/num_calls": 2})
-    tracker.log("rl", 2, {"update/num_tokens": 7, "rollout/tool/search/num_calls": 3, "a-b": -1})
+    tracker.log("rl", 1, {"actor/num_tokens": 5, "rollout/tool/search/num_calls": 2})
+    tracker.log("rl", 2, {"actor/num_tokens": 7, "rollout/tool/search/num_calls": 3, "a-b": -1})
     assert tracker.port == port
     assert scrape(port) == {
         ("mega_agentrl_steps_total", "sft"): 1,
@@ -53,7 +53,7 @@ def test_the_newest_values_and_the_sums_are_served(tracker, port):
         ("mega_agentrl_tokens_total",): 22,
         ("mega_agentrl_tool_calls_total", "search"): 5,
         ("mega_agentrl_num_tokens", "sft"): 10,
-        ("mega_agentrl_update_num_tokens", "rl"): 7,
+        ("mega_agentrl_actor_num_tokens", "rl"): 7,
         ("mega_agentrl_rollout_tool_search_num_calls", "rl"): 3,
         ("mega_agentrl_a_b", "rl"): -1,
         ("mega_agentrl_step", "sft"): 1,

@@ -1,4 +1,4 @@
-"""What W&B is told. The double has the signatures of the public documentation of wandb 0.2x."""
+"""Calls to W&B, with a fake that has the signatures of wandb 0.2x."""
 
 import pytest
 
@@ -85,10 +85,10 @@ class Wandb:
 def test_each_stage_has_steps_of_its_own(tmp_path):
     wandb = Wandb()
     tracker = WandbTracker(wandb, tmp_path / "smoke", "")
-    tracker.configure({"seed": 1}, "seed: 1\n")
+    tracker.log_config({"seed": 1}, "seed: 1\n")
     tracker.log("sft", 7, {"loss": 2.0})
-    tracker.log("rl", 1, {"update/loss": 0.5})
-    tracker.log("rl", 2, {"update/loss": 0.25})
+    tracker.log("rl", 1, {"actor/loss": 0.5})
+    tracker.log("rl", 2, {"actor/loss": 0.25})
     tracker.close()
     tracker.close()
     run = wandb.runs[tracker.run_id]
@@ -102,8 +102,8 @@ def test_each_stage_has_steps_of_its_own(tmp_path):
     ]
     assert run.logged == [
         {"sft/loss": 2.0, "sft/step": 7},
-        {"rl/update/loss": 0.5, "rl/step": 1},
-        {"rl/update/loss": 0.25, "rl/step": 2},
+        {"rl/actor/loss": 0.5, "rl/step": 1},
+        {"rl/actor/loss": 0.25, "rl/step": 2},
     ]
     assert run.finished == 1
 
@@ -111,9 +111,9 @@ def test_each_stage_has_steps_of_its_own(tmp_path):
 def test_a_run_goes_on_with_other_settings(tmp_path):
     wandb = Wandb()
     first = WandbTracker(wandb, tmp_path, "")
-    first.configure({"seed": 1, "total_steps": 2}, "")
+    first.log_config({"seed": 1, "total_steps": 2}, "")
     second = WandbTracker(wandb, tmp_path, first.run_id)
-    second.configure({"seed": 1, "total_steps": 9}, "")
+    second.log_config({"seed": 1, "total_steps": 9}, "")
     assert list(wandb.runs) == [first.run_id] == [second.run_id]
     assert wandb.runs[first.run_id].config["total_steps"] == 9
 
@@ -131,8 +131,8 @@ def test_the_real_package_works_offline(tmp_path, monkeypatch):
     run_id = ""
     for step in (1, 2):
         tracker = WandbTracker(wandb, tmp_path, run_id)
-        tracker.configure({"seed": step}, f"seed: {step}\n")
-        tracker.log("rl", step, {"update/loss": 0.5})
+        tracker.log_config({"seed": step}, f"seed: {step}\n")
+        tracker.log("rl", step, {"actor/loss": 0.5})
         tracker.close()
         assert run_id in ("", tracker.run_id)
         run_id = tracker.run_id

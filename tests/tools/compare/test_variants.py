@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.config.choices import Advantage, AresMode, Branching, CotBlocks, LrSchedule
+from mega_agentrl.config.enums import AdvantageEstimator, AresMode, Branching, CotBlocks, LrSchedule
 from tests.e2e.overrides import asset_overrides
 from tools.compare.variants import VARIANTS, check_run, differing, make_config
 
@@ -24,9 +24,12 @@ def configs(assets):
 def test_the_algorithms_are_what_their_names_say(configs):
     algo = {key: config.algo for key, (config, _) in configs.items()}
     forks = {key: config.rollout.branching for key, (config, _) in configs.items()}
-    assert algo["arpo_hard"].advantage is Advantage.arpo_hard
-    assert algo["arpo"].advantage is algo["grpo"].advantage is Advantage.grpo
-    assert (algo["arpo_egpo"].egpo.lam, algo["arpo_egpo"].egpo.blocks) == (0.4, CotBlocks.response)
+    assert algo["arpo_hard"].advantage is AdvantageEstimator.arpo_hard
+    assert algo["arpo"].advantage is algo["grpo"].advantage is AdvantageEstimator.grpo
+    assert (algo["arpo_egpo"].egpo.lam, algo["arpo_egpo"].egpo.cot_blocks) == (
+        0.4,
+        CotBlocks.response,
+    )
     assert algo["ares"].ares.mode is AresMode.paper
     assert [key for key in VARIANTS if algo[key].egpo.lam > 0] == ["arpo_egpo"]
     assert [key for key in VARIANTS if algo[key].ares.mode is not AresMode.off] == ["ares"]
@@ -49,7 +52,7 @@ def test_every_algorithm_can_share_the_parts(key, configs):
         "algo.advantage",
         "algo.kl_coef",
         "algo.egpo.lam",
-        "algo.egpo.blocks",
+        "algo.egpo.cot_blocks",
         "algo.ares.mode",
         "rollout.branching",
     }
@@ -58,8 +61,12 @@ def test_every_algorithm_can_share_the_parts(key, configs):
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
-        ("engine", {"max_concurrent": 3}, "got other settings in engine, expected them"),
-        ("optim", {"schedule": LrSchedule.linear}, r"optim\.schedule=linear: expected constant"),
+        ("engine", {"max_num_seqs": 3}, "got other settings in engine, expected them"),
+        (
+            "optim",
+            {"lr_schedule": LrSchedule.linear},
+            r"optim\.lr_schedule=linear: expected constant",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(section, change, message, configs):
@@ -78,15 +85,15 @@ def test_a_bootstrap_is_refused(configs):
 
 def test_a_critic_is_refused(configs):
     config, _ = configs["grpo"]
-    algo = replace(config.algo, advantage=Advantage.gae)
+    algo = replace(config.algo, advantage=AdvantageEstimator.gae)
     with pytest.raises(ValueError, match=r"algo\.advantage=gae: expected one without a critic"):
         check_run(replace(config, algo=algo), configs["base"][0])
 
 
 def test_rollouts_ahead_are_refused(configs):
     config, _ = configs["grpo"]
-    rollout = replace(config.rollout, staleness=1)
-    with pytest.raises(ValueError, match=r"rollout\.staleness=1: expected 0 in a comparison"):
+    rollout = replace(config.rollout, max_staleness=1)
+    with pytest.raises(ValueError, match=r"rollout\.max_staleness=1: expected 0 in a comparison"):
         check_run(replace(config, rollout=rollout), configs["base"][0])
 
 

@@ -1,0 +1,235 @@
+"""Checkpoint folders: atomic creation, manifest, integrity check, newest, pruning.
+
+    run/step_000120.partial-1f0c/   being written; never read
+    run/step_000120/                written, verified, renamed
+    run/step_000120/manifest.json   written last; a folder with it is a checkpoint
+
+Every file is flushed to disk before the rename, and the folders after it, so a folder with a
+manifest is complete even if a process or host dies at any moment. The manifest lists every file
+with its size and SHA-256. `latest_checkpoint` checks sizes only; digests are compared when a
+checkpoint is loaded.
+
+This module needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MANIFEST_FILE = "manifest.json"
+MANIFEST_FORMAT = "mega_agentrl checkpoint 2"
+_PARTIAL_SUFFIX = ".partial-"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Expected size and digest of a file."""
+
+    num_bytes: int
+    sha256: str
+    """Hexadecimal."""
+
+    @classmethod
+    def from_file(cls, path: Path) -> FileRecord:
+        """Create the record of an existing file."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(path.stat().st_size, digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointManifest:
+    """Description of a checkpoint and its files, stored as JSON."""
+
+    number: int
+    """Counts the checkpoints of a run folder upwards."""
+    num_steps: int
+    """Position in the learning rate schedule, in optimizer steps."""
+    num_adam_steps: int
+    """Steps that the moments have seen."""
+    num_ranks: int
+    """Ranks that wrote the checkpoint; other numbers and layouts can load it."""
+    layout: dict[str, Any]
+    """`ParallelConfig` of the ranks that wrote it."""
+    dtype: str
+    """Training dtype, as in `bfloat16`."""
+    shape: dict[str, Any]
+    """`ModelShape` of the model."""
+    files: dict[str, FileRecord]
+    """Every file of the checkpoint except the manifest, by name."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values of the caller."""
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointManifest:
+        """Read the manifest of a folder.
+
+        Raises:
+            ValueError: If the folder is not a finished checkpoint of this format.
+        """
+        path = folder / MANIFEST_FILE
+        if not path.is_file():
+            raise ValueError(
+                f"checkpoint {folder}: expected {MANIFEST_FILE} in it, found none; probable cause: "
+                "the save was cut short, or another kind of folder"
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            kind = values.pop("format")
+            files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+            manifest = cls(files=files, **values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"checkpoint {folder}: {MANIFEST_FILE} cannot be read ({error!r}); probable cause: "
+                "damaged, or of another version"
+            ) from error
+        if kind != MANIFEST_FORMAT:
+            raise ValueError(
+                f"checkpoint {folder}: got format {kind!r}, expected {MANIFEST_FORMAT!r}"
+            )
+        return manifest
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest atomically, which makes the folder a checkpoint."""
+        text = json.dumps({"format": MANIFEST_FORMAT, **asdict(self)}, indent=1)
+        temporary = folder / f"{MANIFEST_FILE}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        fsync_path(temporary)
+        temporary.rename(folder / MANIFEST_FILE)
+        fsync_path(folder)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file's contents or a folder's entries to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def create_partial_folder(folder: Path, token: str) -> Path:
+    """Create the empty folder for a save and remove leftovers of earlier attempts.
+
+    Args:
+        folder: The checkpoint's final folder.
+        token: Unique to this attempt, so that a writer of an earlier attempt that is still
+            alive cannot write into the new folder.
+
+    Raises:
+        ValueError: If `folder` is a finished checkpoint or holds unrelated files.
+    """
+    if (folder / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"save to {folder}: there is a finished checkpoint; expected a free name; probable "
+            "cause: a run that was resumed from an older one"
+        )
+    foreign = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+    if foreign and not (folder / "metadata.json").is_file():
+        raise ValueError(
+            f"save to {folder}: expected a free name or a save cut short; got something else"
+        )
+    for leftover in folder.parent.glob(f"{folder.name}{_PARTIAL_SUFFIX}*"):
+        shutil.rmtree(leftover)
+    partial = folder.with_name(f"{folder.name}{_PARTIAL_SUFFIX}{token}")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit_folder(partial: Path, folder: Path, manifest: CheckpointManifest) -> None:
+    """Rename the written folder to its final name and add the manifest.
+
+    Raises:
+        ValueError: If a file is missing or has the wrong size.
+    """
+    damage = find_damage(partial, manifest, manifest.files, contents=False)
+    if damage:
+        raise ValueError(f"save to {folder}: {damage}; probable cause: a full or failing disk")
+    for path in partial.iterdir():
+        fsync_path(path)
+    fsync_path(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    fsync_path(folder.parent)
+    manifest.write(folder)
+
+
+def find_damage(
+    folder: Path, manifest: CheckpointManifest, names: Iterable[str], *, contents: bool
+) -> str | None:
+    """Describe the first of the named files that differs from the manifest, if any.
+
+    Without `contents`, only existence and size are checked, not the digest.
+    """
+    for name in names:
+        path, expected = folder / name, manifest.files[name]
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != expected.num_bytes:
+            return f"{path} has {size} bytes, expected {expected.num_bytes}"
+        if contents and FileRecord.from_file(path) != expected:
+            return f"{path} has other contents than were written"
+    return None
+
+
+def list_checkpoints(run_folder: Path) -> list[tuple[Path, CheckpointManifest]]:
+    """List the intact checkpoints of a run folder, oldest first."""
+    found = []
+    for path in run_folder.glob(f"*/{MANIFEST_FILE}"):
+        if _PARTIAL_SUFFIX in path.parent.name:
+            continue
+        try:
+            manifest = CheckpointManifest.read(path.parent)
+        except ValueError:
+            continue
+        if find_damage(path.parent, manifest, manifest.files, contents=False) is None:
+            found.append((path.parent, manifest))
+    return sorted(found, key=lambda entry: (entry[1].number, entry[0].name))
+
+
+def latest_checkpoint(run_folder: str | Path) -> Path | None:
+    """Return the newest intact checkpoint of a run folder, or None."""
+    found = list_checkpoints(Path(run_folder))
+    return found[-1][0] if found else None
+
+
+def next_checkpoint_number(run_folder: Path) -> int:
+    """Return the number for the next checkpoint of a run folder."""
+    return max((manifest.number for _, manifest in list_checkpoints(run_folder)), default=0) + 1
+
+
+def prune_checkpoints(run_folder: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` intact checkpoints, and the leftovers of earlier saves.
+
+    No save may be running in the folder. Returns the removed folders.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: expected at least 1; the newest checkpoint is always kept")
+    old = [folder for folder, _ in list_checkpoints(run_folder)[:-keep]]
+    for folder in old:
+        # Without its manifest the folder is no checkpoint, even if the removal is interrupted.
+        (folder / MANIFEST_FILE).unlink()
+        fsync_path(folder)
+    removed = [*old, *run_folder.glob(f"*{_PARTIAL_SUFFIX}*")]
+    for folder in removed:
+        shutil.rmtree(folder)
+    return removed
+
+
+def to_json_dict(value: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the mapping as JSON would read it back; `ValueError` if it is not serialisable."""
+    try:
+        return dict(json.loads(json.dumps(value, allow_nan=True)))
+    except TypeError as error:
+        raise ValueError(f"{what}: expected plain numbers, strings, lists and maps: {error}") from (
+            error
+        )

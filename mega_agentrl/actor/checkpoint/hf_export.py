@@ -1,0 +1,158 @@
+"""Export of the trained weights to a Hugging Face folder; no process holds all of them.
+
+Every block of a tensor is sent by the first rank of the pipeline stage that holds it, not by
+its replicas. Tensor by tensor, these ranks send their blocks to the first rank of the stage,
+which writes the weight files of the stage. Global rank 0 copies configuration and tokenizer
+before, and writes the index and renames the folder afterwards.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.parallel.process_groups import RankCoordinates
+from mega_agentrl.reshard.hf_checkpoint import (
+    begin_export,
+    finish_export,
+    partial_folder,
+    plan_files,
+)
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mega_agentrl.actor.parallel.process_groups import ParallelGroups
+    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.reshard.layout import Block
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+MAX_FILE_BYTES = 2 * 1024**3
+
+ParameterBlock = tuple[str, "Block"]
+"""Name of a Megatron parameter, and a block of it that is part of a Hugging Face tensor."""
+
+
+def export_hf_folder(
+    target: Path,
+    source: Path,
+    shape: ModelShape,
+    groups: ParallelGroups,
+    parallel: ParallelConfig,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write the weights of all ranks as a Hugging Face folder; every rank calls this.
+
+    Waits for all ranks twice, at most for the timeout of the groups.
+
+    Args:
+        target: Folder to write.
+        source: Hugging Face folder to copy configuration and tokenizer from.
+        shape: Shape of the model.
+        groups: Process groups of this rank.
+        parallel: Parallel layout of all ranks.
+        parameters: This rank's parameters by Megatron name.
+        max_file_bytes: Largest size of a weight file.
+    """
+    shapes = hf_shapes(shape)
+    element_bytes = next(iter(parameters.values())).element_size()
+    stages = _hf_names_by_stage(shape, parallel)
+    plan = plan_files(stages, shapes, element_bytes=element_bytes, max_file_bytes=max_file_bytes)
+    if dist.get_rank() == 0:
+        begin_export(target, source)
+    dist.barrier()
+    stage = groups.pg_collection.tp_dp_cp
+    blocks_by_rank = _blocks_by_rank(shape, parallel, dist.get_process_group_ranks(stage))
+    for file in plan:
+        if file.stage != groups.coordinates.model_parallel_rank.pipeline_rank:
+            continue
+        tensors = {
+            name: _gather_tensor(name, shapes[name], blocks_by_rank, stage, parameters)
+            for name in file.tensors
+        }
+        if stage.rank() == 0:
+            write_safetensors(partial_folder(target) / file.name, tensors)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        finish_export(target, plan, shapes, element_bytes=element_bytes)
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a weight file with the same permissions as the config.json beside it."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors makes it readable by the owner only.
+    shutil.copymode(path.with_name("config.json"), path)
+
+
+def _hf_names_by_stage(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]]:
+    """List the tensors that each stage writes; the first of several holders writes a tensor."""
+    stages: list[list[str]] = []
+    seen: set[str] = set()
+    for pipeline_rank in range(parallel.pipeline):
+        mp_rank = ModelParallelRank(
+            pipeline_rank=pipeline_rank,
+            pipeline_size=parallel.pipeline,
+            virtual_size=parallel.virtual_pipeline,
+        )
+        shards = megatron_layout(shape, mp_rank)
+        names = dict.fromkeys(block.hf_name for shard in shards for block in shard.blocks)
+        stages.append([name for name in names if name not in seen])
+        seen.update(names)
+    return stages
+
+
+def _blocks_by_rank(
+    shape: ModelShape, parallel: ParallelConfig, ranks: list[int]
+) -> dict[int, dict[str, list[ParameterBlock]]]:
+    """Map each rank of a stage to the blocks that it sends, by Hugging Face name."""
+    seen = set()
+    by_rank: dict[int, dict[str, list[ParameterBlock]]] = {}
+    for rank in ranks:
+        blocks = by_rank.setdefault(rank, {})
+        mp_rank = RankCoordinates.from_rank(rank, parallel).model_parallel_rank
+        for shard in megatron_layout(shape, mp_rank, fused=device.has_transformer_engine()):
+            for block in shard.blocks:
+                if (block.hf_name, block.hf_rect) not in seen:
+                    seen.add((block.hf_name, block.hf_rect))
+                    blocks.setdefault(block.hf_name, []).append((shard.name, block))
+    return by_rank
+
+
+def _gather_tensor(
+    name: str,
+    full_shape: tuple[int, ...],
+    blocks_by_rank: dict[int, dict[str, list[ParameterBlock]]],
+    group: dist.ProcessGroup,
+    parameters: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the full tensor on the first rank of the stage; the others send and return none."""
+    own_rank, writer = dist.get_rank(), next(iter(blocks_by_rank))
+    sample = next(iter(parameters.values()))
+
+    def local(parameter: str, block: Block) -> torch.Tensor:
+        return parameters[parameter].detach()[block.local_rect.slices].contiguous()
+
+    if own_rank != writer:
+        for parameter, block in blocks_by_rank[own_rank].get(name, ()):
+            dist.send(local(parameter, block), writer, group=group)
+        return sample.new_empty(0)
+    full = torch.empty(full_shape, dtype=sample.dtype)
+    for rank, by_name in blocks_by_rank.items():
+        for parameter, block in by_name.get(name, ()):
+            if rank == own_rank:
+                value = local(parameter, block)
+            else:
+                value = sample.new_empty(block.hf_rect.shape)
+                dist.recv(value, rank, group=group)
+            full[block.hf_rect.slices] = value.cpu()
+    return full

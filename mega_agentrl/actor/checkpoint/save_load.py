@@ -1,0 +1,301 @@
+"""Saving and loading of the training state, under the same or another parallel layout.
+
+A checkpoint holds weights, float32 master weights, moments, step counts, random state
+(`checkpoint.sharded_state`) and the caller's `extra` values. It does not hold the frozen
+reference or the learning rate settings, which are recreated as at the start of a run.
+
+    start    every rank: barrier, then views (or host copies) of its state
+    write    every rank, in a thread: its file in a temporary folder, read back
+    commit   rank 0: global metadata, size check, rename, manifest, pruning
+
+The writing thread uses no collectives, so training can go on. If a rank dies or fails meanwhile,
+the save fails on all ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints
+are unchanged.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict, replace
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from mega_agentrl.actor.checkpoint import checkpoint_dir, sharded_state
+from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
+from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
+from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
+from mega_agentrl.types.activity import track_activity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mega_agentrl.actor.megatron_model import MegatronModel
+
+SAVE_TIMEOUT_S = 1800.0
+_POLL_INTERVAL_S = 0.1
+_STOP_TIMEOUT_S = 10.0
+
+
+def save_checkpoint(
+    model: MegatronModel,
+    folder: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    timeout_s: float = SAVE_TIMEOUT_S,
+) -> Path:
+    """Write a checkpoint and wait for it; all ranks call this alike.
+
+    Args:
+        model: The model to save.
+        folder: An unused name inside the run's checkpoint folder, on storage that all ranks
+            share.
+        extra: JSON values that `load_checkpoint` returns; those of rank 0 are stored.
+        keep: Number of checkpoints to keep in the run's folder, including this one; None keeps
+            all.
+        timeout_s: Longest time to wait for all ranks.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        RuntimeError: If a rank fails or dies.
+        TimeoutError: After `timeout_s`.
+    """
+    saving = AsyncCheckpointSaver(model)
+    with track_activity("writing of the checkpoint", model.groups.describe_peers("all")):
+        saving.start(folder, extra=extra, keep=keep, copy=False)
+        return saving.wait(timeout_s)
+
+
+class AsyncCheckpointSaver:
+    """Saves in the background, one checkpoint at a time; all ranks call its methods alike."""
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
+        self._job: _SaveJob | None = None
+
+    def start(
+        self,
+        folder: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        copy: bool = True,
+    ) -> None:
+        """Start a save; waits for all ranks to start, and for the copy.
+
+        Args:
+            folder: As in `save_checkpoint`.
+            extra: As in `save_checkpoint`.
+            keep: As in `save_checkpoint`.
+            copy: Copy the state to the host first; otherwise the model must not change until
+                the save has ended.
+
+        Raises:
+            ValueError: If another save is running.
+        """
+        if self._job is not None:
+            raise ValueError(
+                f"save to {folder}: the save to {self._job.folder} is still running; expected "
+                "a wait() or a successful poll() before"
+            )
+        model, folder = self._model, Path(folder)
+        state = sharded_state.sharded_state_to_save(model, copy=copy)
+        manifest = _make_manifest(model, checkpoint_dir.to_json_dict(extra or {}, "extra"))
+        dist.barrier()
+        expected = sharded_state.stored_shapes(model)
+        self._job = _SaveJob(folder, state, expected, manifest, keep)
+
+    def poll(self) -> Path | None:
+        """Return the checkpoint's folder if the save has ended, else None; raises as `wait`."""
+        job = self._job
+        if job is None or not job.is_done():
+            return None
+        return self.wait()
+
+    def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> Path:
+        """Wait for the end of the save and return its folder; raises as `save_checkpoint`."""
+        job = self._job
+        if job is None:
+            raise ValueError("wait for a checkpoint: none is being saved; expected a start before")
+        try:
+            return job.result(timeout_s)
+        finally:
+            self._job = None
+
+
+def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
+    """Load a checkpoint of the same model and return its `extra` values; all ranks call this.
+
+    Each rank reads its own parts of the state, and some of the files to compare their digests.
+
+    Raises:
+        ValueError: On all ranks, before anything has changed, if the checkpoint is unfinished,
+            damaged or of another model.
+    """
+    folder = Path(folder)
+    manifest = CheckpointManifest.read(folder)
+    shape = checkpoint_dir.to_json_dict(asdict(model.shape), "shape")
+    if manifest.shape != shape:
+        differing = [name for name in shape if manifest.shape.get(name) != shape[name]]
+        raise ValueError(
+            f"checkpoint {folder}: {', '.join(differing)} "
+            f"{[manifest.shape.get(name) for name in differing]}, expected "
+            f"{[shape[name] for name in differing]} of model.path; probable cause: another model"
+        )
+    with track_activity("check of the checkpoint", model.groups.describe_peers("all")):
+        _check_files_on_all_ranks(folder, manifest)
+    masters = sharded_state.has_master_weights(getattr(torch, manifest.dtype))
+    state = sharded_state.sharded_state_to_load(
+        model, masters=masters, num_ranks=manifest.num_ranks
+    )
+    # Sizes and coverage were checked when the checkpoint was written, the shape above.
+    with track_activity("reading of the checkpoint", model.groups.describe_peers("all")):
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    sharded_state.restore_rng_state(loaded[sharded_state.RNG])
+    if model.is_trainable:
+        model.optimizer.set_num_steps(manifest.num_adam_steps)
+    model.num_steps = manifest.num_steps
+    return manifest.extra
+
+
+def _check_files_on_all_ranks(folder: Path, manifest: CheckpointManifest) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = sorted(manifest.files)[rank::size]
+    own_damage = checkpoint_dir.find_damage(folder, manifest, names, contents=True)
+    damages: list[str | None] = [None] * size
+    dist.all_gather_object(damages, own_damage)
+    damage = next((message for message in damages if message), None)
+    if damage:
+        raise ValueError(f"checkpoint {folder}: {damage}; probable cause: a damaged copy or disk")
+
+
+def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointManifest:
+    return CheckpointManifest(
+        number=0,
+        num_steps=model.num_steps,
+        num_adam_steps=model.optimizer.num_steps,
+        num_ranks=dist.get_world_size(),
+        layout=asdict(model.config.parallel),
+        dtype=str(model.dtype).removeprefix("torch."),
+        shape=checkpoint_dir.to_json_dict(asdict(model.shape), "shape"),
+        files={},
+        extra=extra,
+    )
+
+
+class _SaveJob:
+    """One running save: a thread that writes this rank's file and waits for the other ranks.
+
+    The thread ends when all ranks are done or when the `SaveBarrier` reports a failure.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        expected: dict[str, tuple[int, ...]],
+        manifest: CheckpointManifest,
+        keep: int | None,
+    ) -> None:
+        self.folder = folder
+        self._state = state
+        self._expected_shapes = expected
+        self._manifest = manifest
+        self._num_to_keep = keep
+        self._rank = dist.get_rank()
+        what = f"saving checkpoint {folder}"
+        self._barrier = SaveBarrier(_connect_store(), self._rank, manifest.num_ranks, what)
+        self._future: Future[Path] = Future()
+        threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
+
+    def is_done(self) -> bool:
+        return self._future.done() or self._barrier.error is not None
+
+    def result(self, timeout_s: float) -> Path:
+        ends_at = monotonic() + timeout_s
+        while not self.is_done():
+            if monotonic() > ends_at:
+                missing = self._barrier.missing_ranks()
+                message = f"not finished after {timeout_s:g} s; ranks that are not done: {missing}"
+                self._barrier.fail(message)
+                raise TimeoutError(self._barrier.error)
+            try:
+                self._future.exception(_POLL_INTERVAL_S)
+            except FutureTimeoutError:
+                continue
+        # After an error the thread stops at its next call of the barrier. If it hangs in a write
+        # instead, its folder is never read.
+        if not wait([self._future], _STOP_TIMEOUT_S).done:
+            raise RuntimeError(self._barrier.error)
+        return self._future.result()
+
+    def _run(self) -> None:
+        try:
+            folder = self._write_checkpoint()
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: handed to the caller
+            self._barrier.fail(repr(error))
+            failure = RuntimeError(self._barrier.error)
+            failure.__cause__ = error
+            self._release()
+            self._future.set_exception(failure)
+        else:
+            self._release()
+            self._future.set_result(folder)
+
+    def _release(self) -> None:
+        """Close the barrier before the caller gets the result, so no thread uses the store then."""
+        self._barrier.close()
+        self._state = {}
+
+    def _write_checkpoint(self) -> Path:
+        if self._rank:
+            write_rank_file(self._state, Path(self._barrier.wait_announcement()), self._rank)
+            self._barrier.mark_done()
+            self._barrier.wait_finished()
+            return self.folder
+        partial = checkpoint_dir.create_partial_folder(self.folder, token_hex(4))
+        try:
+            self._barrier.announce(str(partial))
+            write_rank_file(self._state, partial, self._rank)
+            self._barrier.wait_all_done()
+            self._commit(partial)
+        except BaseException:
+            # Else a full disk would stay full.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._barrier.finish()
+        return self.folder
+
+    def _commit(self, partial: Path) -> None:
+        """Turn the written folder into a checkpoint; rank 0, when all ranks are done."""
+        run_folder = self.folder.parent
+        manifest = replace(
+            self._manifest,
+            files=finalize_checkpoint(partial, self._manifest.num_ranks, self._expected_shapes),
+            number=checkpoint_dir.next_checkpoint_number(run_folder),
+        )
+        checkpoint_dir.commit_folder(partial, self.folder, manifest)
+        if self._num_to_keep is not None:
+            checkpoint_dir.prune_checkpoints(run_folder, self._num_to_keep)
+
+
+def _connect_store() -> dist.Store:
+    """Open a new connection to the job's store, with a prefix for this save.
+
+    The prefix contains a counter per rank, which is equal on all ranks because all ranks start
+    the same saves.
+    """
+    store = dist.distributed_c10d._get_default_store().clone()
+    number = store.add(f"checkpoint/saves/{dist.get_rank()}", 1)
+    return dist.PrefixStore(f"checkpoint/{number}", store)

@@ -1,0 +1,178 @@
+"""The state of a model in a checkpoint, as Megatron's sharded tensors.
+
+    weight.NAME                  in the training dtype
+    master.NAME                  float32, where training is in bf16
+    exp_avg.NAME, exp_avg_sq.NAME   Adam's moments, float32
+    rng                          torch's random state, one per rank
+
+NAME and the global shape are those of the Hugging Face tensor; the global offset is the
+position of a rank's part in it (`checkpoint.flat_shards`). Hence any parallel layout can load
+what any other has written, with and without the distributed optimizer, whose ranks write and
+read only their own elements, without gathering. Vocabulary padding is not stored.
+
+Exactly one replica writes a parameter; it is chosen round-robin by the number of the parameter,
+so that replicas share the work. All ranks read.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.checkpoint.flat_shards import iter_hf_views
+from mega_agentrl.reshard.mapping.model_mapping import (
+    HF_EMBEDDING,
+    MEGATRON_OUTPUT_LAYER,
+    hf_shapes,
+    is_expert_param,
+    is_tensor_replicated,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch.distributed as dist
+
+    from mega_agentrl.actor.megatron_model import MegatronModel
+    from mega_agentrl.reshard.layout import ShardLayout
+
+WEIGHT, MASTER, RNG = "weight", "master", "rng"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_key(kind: str, hf_name: str) -> str:
+    """Return the key of a stored tensor."""
+    return f"{kind}.{hf_name}"
+
+
+def has_master_weights(dtype: torch.dtype) -> bool:
+    """Return whether training in a dtype keeps float32 master weights."""
+    return dtype != torch.float32
+
+
+def sharded_state_to_save(model: MegatronModel, *, copy: bool) -> dict[str, Any]:
+    """Return what this rank writes; with `copy`, as a host copy, so that training can go on."""
+    state: dict[str, Any] = {}
+    shapes = hf_shapes(model.shape)
+    for kind, number, shard, first, run in _iter_flat_ranges(model):
+        is_sharded = kind != WEIGHT and model.config.parallel.distributed_optimizer
+        if not _is_writing_replica(model, number, shard, is_sharded=is_sharded):
+            continue
+        run = run.to("cpu", copy=True) if copy else run
+        for hf_name, rect, view in iter_hf_views(shard, run, first):
+            state[str(len(state))] = _make_sharded_tensor(
+                kind, hf_name, shapes[hf_name], rect.start, view
+            )
+    ranks = torch.distributed.get_world_size()
+    state[RNG] = ShardedObject(RNG, _rng_state(), (ranks,), (torch.distributed.get_rank(),))
+    return state
+
+
+def sharded_state_to_load(model: MegatronModel, *, masters: bool, num_ranks: int) -> dict[str, Any]:
+    """Return the views of the model's own memory that this rank reads into.
+
+    Elements that are in no stored tensor (padding) are set to 0.
+
+    Args:
+        model: The model to load into.
+        masters: Whether the checkpoint holds float32 master weights.
+        num_ranks: Number of ranks that wrote the checkpoint.
+    """
+    state: dict[str, Any] = {}
+    shapes = hf_shapes(model.shape)
+    for kind, _, shard, first, run in _iter_flat_ranges(model):
+        if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
+            run.zero_()
+        source = kind
+        if kind in (WEIGHT, MASTER):
+            source = MASTER if masters and run.dtype == torch.float32 else WEIGHT
+        for hf_name, rect, view in iter_hf_views(shard, run, first):
+            state[str(len(state))] = _make_sharded_tensor(
+                source, hf_name, shapes[hf_name], rect.start, view
+            )
+    rank = torch.distributed.get_rank() % num_ranks
+    state[RNG] = ShardedObject(RNG, None, (num_ranks,), (rank,))
+    return state
+
+
+def stored_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of every tensor in the model's checkpoints, by key."""
+    kinds = [WEIGHT, *MOMENTS, *([MASTER] if has_master_weights(model.dtype) else [])]
+    shapes = hf_shapes(model.shape)
+    return {state_key(kind, name): full for kind in kinds for name, full in shapes.items()}
+
+
+def restore_rng_state(loaded: dict[str, torch.Tensor]) -> None:
+    """Restore torch's random state."""
+    torch.set_rng_state(loaded["cpu"])
+    if device.has_cuda() and "cuda" in loaded:
+        torch.cuda.set_rng_state(loaded["cuda"])
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.has_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _iter_flat_ranges(
+    model: MegatronModel,
+) -> Iterator[tuple[str, int, ShardLayout, int, torch.Tensor]]:
+    """Yield (kind, parameter number, layout, first element, flat values) of this rank."""
+    # First, because it checks that no state is offloaded to the host.
+    shards = list(model.optimizer.state_shards()) if model.is_trainable else []
+    numbers = {}
+    for number, shard in enumerate(model.shard_layouts):
+        parameter = model.parameters[shard.name]
+        numbers[id(parameter)] = number
+        yield WEIGHT, number, shard, 0, parameter.detach().view(-1)
+    for parameter, first, values in shards:
+        number = numbers[id(parameter)]
+        shard = model.shard_layouts[number]
+        if has_master_weights(parameter.dtype):
+            yield MASTER, number, shard, first, values["param"]
+        for kind in MOMENTS:
+            yield kind, number, shard, first, values[kind]
+
+
+def _is_writing_replica(
+    model: MegatronModel, number: int, shard: ShardLayout, *, is_sharded: bool
+) -> bool:
+    """Return whether this rank writes; `is_sharded`: data ranks hold shards, not replicas."""
+    if shard.name.endswith(MEGATRON_OUTPUT_LAYER) and any(
+        b.hf_name == HF_EMBEDDING for b in shard.blocks
+    ):
+        return False  # the second copy of a tied embedding
+    collection, expert = model.groups.pg_collection, is_expert_param(shard.name)
+    replicas: list[dist.ProcessGroup] = []
+    if not is_sharded:
+        replicas.append(collection.expt_dp if expert else collection.dp_cp)
+    if not expert and is_tensor_replicated(model.shape, shard.name):
+        replicas.append(collection.tp)
+    index, size = 0, 1
+    for group in replicas:
+        index, size = index * group.size() + group.rank(), size * group.size()
+    return number % size == index
+
+
+def _make_sharded_tensor(
+    kind: str,
+    hf_name: str,
+    full_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    view: torch.Tensor,
+) -> ShardedTensor:
+    return ShardedTensor(
+        key=state_key(kind, hf_name),
+        data=view,
+        dtype=view.dtype,
+        local_shape=tuple(view.shape),
+        global_shape=full_shape,
+        global_offset=offset,
+        axis_fragmentations=None,
+    )

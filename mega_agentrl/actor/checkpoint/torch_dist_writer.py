@@ -1,0 +1,136 @@
+"""Writer of sharded tensors in Megatron's `torch_dist` format, without child processes.
+
+Megatron's save strategy forks writers from a threaded process, receives their results through a
+manager process, and hangs if one of them is killed. Here each rank writes its own file, in any
+thread, with a report beside it; rank 0 builds the global metadata from the reports of all ranks.
+Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads
+the result.
+
+Nothing here uses collectives; `checkpoint.save_barrier` synchronises the ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonSaveStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mega_agentrl.actor.checkpoint.checkpoint_dir import FileRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
+
+_BACKEND, _VERSION = "torch_dist", 1
+_METADATA_FILE, _CONFIG_FILE = ".metadata", "metadata.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteReport:
+    plan: SavePlan
+    results: list[WriteResult]
+    files: dict[str, FileRecord]
+
+
+def write_rank_file(state: dict[str, Any], folder: Path, rank: int) -> None:
+    """Write this rank's file, flushed and read back for its digest, and its report."""
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(state, True)
+    planner, writer = _make_planner(mcore_to_pyt_state_dict(by_key)), _make_writer(folder)
+    writer.set_up_storage_writer(rank == 0)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plan = planner.finish_plan(replace(plan, storage_data=_StoragePrefix(f"__{rank}_")))
+    results = writer.write_data(plan, planner).wait()
+    names = {result.storage_data.relative_path for result in results}
+    files = {name: FileRecord.from_file(folder / name) for name in names}
+    _report_path(folder, rank).write_bytes(pickle.dumps(_WriteReport(plan, results, files)))
+
+
+def finalize_checkpoint(
+    folder: Path, num_ranks: int, expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, FileRecord]:
+    """Combine the files of all ranks into one checkpoint.
+
+    Args:
+        folder: Folder with the files and reports of all ranks.
+        num_ranks: Number of ranks.
+        expected: Full shape of every tensor by key; the parts must cover each element once.
+
+    Returns:
+        The record of every file by name.
+
+    Raises:
+        ValueError: If a tensor ends beyond its file.
+    """
+    paths = [_report_path(folder, rank) for rank in range(num_ranks)]
+    reports: list[_WriteReport] = [pickle.loads(path.read_bytes()) for path in paths]
+    _, metadata = _make_planner({}).create_global_plan([report.plan for report in reports])
+    _check_coverage(folder, metadata, expected)
+    _make_writer(folder).finish(metadata, [report.results for report in reports])
+    TorchCommonSaveStrategy(_BACKEND, _VERSION).save_common({}, folder)
+    save_config(CheckpointingConfig(_BACKEND, _VERSION), str(folder))
+    files = {name: record for report in reports for name, record in report.files.items()}
+    _check_byte_ranges(folder, files)
+    for path in paths:
+        path.unlink()
+    own = (_METADATA_FILE, _CONFIG_FILE, COMMON_STATE_FNAME)
+    return files | {name: FileRecord.from_file(folder / name) for name in own}
+
+
+def _check_coverage(
+    folder: Path, metadata: Metadata, expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Assert that no element is missing; torch has checked that none is written twice."""
+    sizes = {
+        name: sum(chunk.sizes.numel() for chunk in stored.chunks)
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    wrong = {
+        name: (sizes.get(name, 0), prod(expected.get(name, (0,))))
+        for name in sizes.keys() | expected.keys()
+        if sizes.get(name, 0) != prod(expected.get(name, (0,)))
+    }
+    assert not wrong, f"{folder}: elements written and expected: {wrong}"
+
+
+def _check_byte_ranges(folder: Path, files: dict[str, FileRecord]) -> None:
+    for index, place in FileSystemReader(folder).read_metadata().storage_data.items():
+        size = files[place.relative_path].num_bytes
+        if place.offset + place.length > size:
+            raise ValueError(
+                f"{folder / place.relative_path}: {index.fqn} ends at byte "
+                f"{place.offset + place.length}, expected at most {size}; probable cause: a full "
+                "or failing disk"
+            )
+
+
+def _make_planner(state: dict[str, Any]) -> MCoreSavePlanner:
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner
+
+
+def _make_writer(folder: Path) -> FileSystemWriter:
+    return FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+
+
+def _report_path(folder: Path, rank: int) -> Path:
+    return folder / f"__{rank}_report.pickle"

@@ -1,0 +1,335 @@
+"""One rank's shard of a Megatron model: weights, passes over a batch, optimizer steps.
+
+`MegatronModel` holds what policy, critic and reward model share; each of them adds an output
+head and an objective. Every rank of the parallel layout creates one `MegatronModel` and calls
+the same methods in the same order with the same batch; each rank processes the rows of its
+data-parallel rank with its pipeline stage and tensor shard.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.checkpoint.hf_export import export_hf_folder
+from mega_agentrl.actor.model.gpt_model import (
+    build_model_chunks,
+    check_parameter_shapes,
+    release_moe_routing_graph,
+    wrap_with_ddp,
+)
+from mega_agentrl.actor.parallel import process_groups
+from mega_agentrl.actor.training.lr_schedule import compute_learning_rate
+from mega_agentrl.actor.training.offload import Offloader, require_on_device
+from mega_agentrl.actor.training.optimizer import AdamOptimizer
+from mega_agentrl.actor.training.packing import MicroBatch, pack_rows, row_lengths
+from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
+from mega_agentrl.batch.micro_batching import plan_micro_batches
+from mega_agentrl.reshard.hf_checkpoint import read_shards
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
+from mega_agentrl.types.activity import track_activity
+from mega_agentrl.types.batch import UpdateStats
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from mega_agentrl.actor.model.heads import OutputHead
+    from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats, Objective
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """Rank of this process and how it joins `torch.distributed`."""
+
+    rank: int
+    world_size: int
+    master_address: str
+    """Host of rank 0, where the ranks meet."""
+    master_port: int
+    timeout_s: float
+    """Deadline of the start and of every collective."""
+    num_threads: int = 1
+    """CPU threads of a torch operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Result of one optimizer step."""
+
+    metric_sums: dict[str, float]
+    """Metrics summed over all tokens of the step, by name."""
+    grad_norm: float
+    """Gradient norm of the whole model before clipping."""
+    learning_rate: float
+    applied: bool
+    """False if the step was skipped because the gradient norm is not finite."""
+
+
+class MegatronModel:
+    """This process's shard of the model; its weights are undefined until `load_hf`.
+
+    With `is_trainable=False` the weights are frozen: there are no gradient buffers and no
+    optimizer, and `train_step` must not be called.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        shape: ModelShape,
+        rank_info: RankInfo,
+        *,
+        is_trainable: bool = True,
+    ) -> None:
+        self.config = config
+        self.shape = shape
+        coordinates = process_groups.RankCoordinates.from_rank(rank_info.rank, config.parallel)
+        self.shard_layouts = megatron_layout(
+            shape, coordinates.model_parallel_rank, fused=device.has_transformer_engine()
+        )
+        torch.set_num_threads(rank_info.num_threads)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        device.init_device(rank_info.rank)
+        self.groups = process_groups.init_process_groups(
+            config.parallel,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            master_address=rank_info.master_address,
+            master_port=rank_info.master_port,
+            timeout_s=rank_info.timeout_s,
+        )
+        self.dtype = device.resolve_train_dtype(config.model.dtype)
+        chunks = build_model_chunks(shape, self.groups, config.parallel, self.dtype)
+        check_parameter_shapes(chunks, self.shard_layouts)
+        self.parameters = {
+            f"{coordinates.model_parallel_rank.param_prefix(number)}{name}": parameter
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(is_trainable)
+        self.chunks = wrap_with_ddp(chunks, self.groups, config.parallel)
+        self._optimizer = self._build_optimizer() if is_trainable else None
+        self.num_steps, self.max_micro_batch_tokens = 0, 0
+        self.hf_source_folder = Path(config.model.path)
+        self.offloader = Offloader(self.chunks, self._optimizer)
+        self._pipeline_schedule = PipelineSchedule(self.chunks, self.groups)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model has an optimizer."""
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> AdamOptimizer:
+        """The optimizer of a trainable model."""
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        return self._optimizer
+
+    def load_hf(self, folder: str, *, fresh: Collection[str] = ()) -> None:
+        """Load this rank's slices of a Hugging Face checkpoint and reset the optimizer.
+
+        A model with a scalar head also accepts the checkpoint of a policy.
+
+        Args:
+            folder: Hugging Face folder of a model of the same shape.
+            fresh: Tensors that are set to 0 if the folder lacks them.
+
+        Raises:
+            ValueError: If the model in the folder has another shape.
+        """
+        self.load_parameters(folder, fresh=fresh)
+        self.hf_source_folder = Path(folder)
+        if self._optimizer is not None:
+            self._optimizer.reload_master_weights()
+            self.reset_optimizer()
+
+    def load_parameters(self, folder: str, *, fresh: Collection[str] = ()) -> None:
+        """Load this rank's slices of a checkpoint into the parameters and nothing else.
+
+        Arguments and errors are those of `load_hf`.
+        """
+        shape = ModelShape.from_folder(folder)
+        if self.shape.head is HeadKind.scalar:
+            shape = shape.with_scalar_head()
+        if shape != self.shape:
+            raise ValueError(
+                f"load {folder}: shape {shape} differs from {self.shape}, which the ranks were "
+                "built for; probable cause: another model than model.path names"
+            )
+        for shard in self.shard_layouts:
+            if any(block.hf_name in fresh for block in shard.blocks):
+                self.parameters[shard.name].detach().zero_()
+        read_shards(folder, self.shard_layouts, hf_shapes(shape), self.parameters, fresh=fresh)
+
+    def reset_optimizer(self) -> None:
+        """Reset Adam's moments and step count and restart the learning rate schedule."""
+        self.optimizer.reset()
+        self.num_steps = 0
+
+    def forward_only(
+        self, batch: TrainBatch, select_BT: torch.Tensor, head: OutputHead
+    ) -> tuple[list[int], tuple[torch.Tensor, ...]] | None:
+        """Apply the head to the rows of this data-parallel rank, without gradients.
+
+        Args:
+            batch: All rows.
+            select_BT: `[B, T]` bool, the response tokens to evaluate.
+            head: Maps hidden states to the tensors that are returned.
+
+        Returns:
+            Row numbers and the head's `[rows, T]` tensors on the CPU. One rank of the last
+            pipeline stage of each data-parallel rank returns them, all others None.
+        """
+        micros = self._build_micro_batches(batch, range(batch.num_rows), select_BT)
+        scores = self._pipeline_schedule.forward_only(micros, head)
+        coordinates = self.groups.coordinates
+        if not coordinates.is_last_stage or coordinates.model_parallel_rank.tensor_rank:
+            return None
+        rows = [row for micro in micros for row in micro.rows]
+        values = [torch.cat(parts) for parts in zip(*scores, strict=True)]
+        if coordinates.context_size > 1:
+            with track_activity("sum of the scores", self.groups.describe_peers("context")):
+                for value in values:
+                    dist.all_reduce(value, group=self.groups.pg_collection.cp)
+        if coordinates.context_rank:
+            return None
+        return rows, tuple(value.cpu() for value in values)
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        mask_BT: torch.Tensor,
+        head: OutputHead,
+        objective: Objective,
+        names: Sequence[str],
+        *,
+        lr: float | None = None,
+    ) -> StepResult | None:
+        """Take one optimizer step on the rows that have a token in `mask_BT`.
+
+        Args:
+            batch: All rows.
+            mask_BT: `[B, T]` bool, the trained tokens.
+            head: Maps hidden states to the inputs of the objective.
+            objective: Loss and metrics of a micro-batch.
+            names: Metrics of the objective to sum over micro-batches and ranks.
+            lr: Learning rate; replaces the schedule's.
+
+        Returns:
+            The step's result, or None, without a step, if no token is trained on.
+        """
+        rows = torch.nonzero(mask_BT.any(dim=1)).flatten().tolist()
+        if not rows:
+            return None
+        micros = self._build_micro_batches(batch, rows, mask_BT)
+        self.max_micro_batch_tokens = max(
+            self.max_micro_batch_tokens, *(len(micro.token_S) for micro in micros)
+        )
+        self.optimizer.zero_grad()
+        stats = self._pipeline_schedule.forward_backward(micros, head, objective)
+        lr = self._current_learning_rate() if lr is None else lr
+        with track_activity("optimizer step", self.groups.describe_peers("all")):
+            norm, applied = self.optimizer.step(lr)
+        self.num_steps += applied
+        with track_activity("sum of the metrics", self.groups.describe_peers("data", "pipeline")):
+            sums = self._reduce_metrics(stats, ("loss", "num_tokens", *names))
+        return StepResult(metric_sums=sums, grad_norm=norm, learning_rate=lr, applied=applied)
+
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder, with the config of the loaded one."""
+        require_on_device("export", {"weights"}, self.offloader.on_host)
+        with track_activity("writing of the model", self.groups.describe_peers("all")):
+            export_hf_folder(
+                Path(folder),
+                self.hf_source_folder,
+                self.shape,
+                self.groups,
+                self.config.parallel,
+                self.parameters,
+            )
+
+    def close(self) -> None:
+        """Destroy the process groups; safe to call twice."""
+        release_moe_routing_graph(self.chunks)
+        process_groups.destroy_process_groups()
+
+    def _build_optimizer(self) -> AdamOptimizer:
+        return AdamOptimizer(
+            self.chunks,
+            self.groups,
+            self.config.optim,
+            self.dtype,
+            distributed=self.config.parallel.distributed_optimizer,
+        )
+
+    def _current_learning_rate(self) -> float:
+        optim = self.config.optim
+        return compute_learning_rate(
+            self.num_steps, optim, self.config.total_steps * optim.num_minibatches
+        )
+
+    def _build_micro_batches(
+        self, batch: TrainBatch, rows: Sequence[int], select_BT: torch.Tensor
+    ) -> list[MicroBatch]:
+        lengths = row_lengths(batch)
+        coordinates, parallel = self.groups.coordinates, self.config.parallel
+        plan = plan_micro_batches(
+            [lengths[row] for row in rows],
+            num_data=coordinates.data_size,
+            budget_tokens=self.config.optim.micro_batch_tokens * coordinates.context_size,
+            num_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        )
+        target_device = device.current_device()
+        return [
+            pack_rows(
+                batch,
+                [rows[index] for index in micro],
+                select_BT,
+                target_device,
+                multiple=parallel.tensor if parallel.sequence_parallel else 1,
+                context_rank=coordinates.context_rank,
+                context_size=coordinates.context_size,
+            )
+            for micro in plan[coordinates.data_rank]
+        ]
+
+    def _reduce_metrics(
+        self, stats: list[MicroBatchStats], names: Sequence[str]
+    ) -> dict[str, float]:
+        """Sum metrics over micro-batches and data ranks; every pipeline stage gets them."""
+        total = torch.zeros(len(names), device=device.current_device())
+        for micro_stats in stats:
+            total += torch.stack([micro_stats[name].float() for name in names])
+        if self.groups.pg_collection.dp_cp.size() > 1:
+            dist.all_reduce(total, group=self.groups.pg_collection.dp_cp)
+        if self.groups.pg_collection.pp.size() > 1:
+            dist.broadcast(total, self.groups.last_stage_rank, group=self.groups.pg_collection.pp)
+        return dict(zip(names, total.tolist(), strict=True))
+
+
+def summarize_steps(results: Sequence[StepResult | None], names: Sequence[str]) -> UpdateStats:
+    """Combine the steps of one update; a None entry is a step without trained tokens."""
+    steps = [result for result in results if result is not None]
+    num_tokens = sum(step.metric_sums["num_tokens"] for step in steps)
+    norms = [step.grad_norm for step in steps if step.applied] or [math.nan]
+    return UpdateStats(
+        loss=sum(step.metric_sums["loss"] for step in steps) / max(1, len(steps)),
+        grad_norm=sum(norms) / len(norms),
+        learning_rate=steps[-1].learning_rate if steps else 0.0,
+        num_tokens=int(num_tokens),
+        num_skipped_steps=sum(not step.applied for step in steps),
+        metrics={
+            name: sum(step.metric_sums[name] for step in steps) / max(1.0, num_tokens)
+            for name in names
+        },
+    )

@@ -1,0 +1,1 @@
+"""The Megatron GPT model: layers, attention over packed rows, output heads."""

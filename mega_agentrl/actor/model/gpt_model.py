@@ -1,0 +1,289 @@
+"""Megatron-core's `GPTModel` in the shape of a checkpoint, as the model chunks of one rank.
+
+The forward pass ends at the hidden states after the final norm: log-probs are computed by
+`vocab.vocab_parallel` without full logits, values by a scalar head. Under sequence parallelism
+the last chunk gathers all tokens, because both heads need them; the gradient of the hidden
+states is complete on every tensor rank, so the backward pass only splits it. Weights are
+uninitialised until a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.model.layer_spec import decoder_block_spec
+from mega_agentrl.actor.model.packed_attention import PackedRowParams
+from mega_agentrl.actor.model.rotary_embedding import PackedRotaryEmbedding, set_attention_factor
+from mega_agentrl.actor.parallel.grad_sync_flags import set_grad_sync_flags
+from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
+from mega_agentrl.reshard.mapping.model_mapping import padded_vocab_size
+from mega_agentrl.reshard.mapping.model_shape import HeadKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.actor.parallel.process_groups import ParallelGroups
+    from mega_agentrl.actor.training.packing import MicroBatch
+    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape, MoeShape
+
+
+class ScalarOutputLayer(torch.nn.Module):
+    """Weight `[1, D]` in place of the output layer, replicated on every tensor rank."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(1, hidden, dtype=dtype, device=device.current_device())
+        )
+
+
+class GPTModelChunk(GPTModel):
+    """One chunk: layers, with the embedding in the first and norm and head in the last one."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+        return hidden_states
+
+    def _is_in_embd_group(self) -> bool:
+        # Else Megatron would sum the tied weights of both stages to initialise them equally;
+        # here both are loaded from the same checkpoint rows.
+        return False
+
+    def output_weight(self) -> torch.Tensor:
+        """Return the `[V/tp, D]` output weight, or `[1, D]` of a scalar head; last chunk only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def forward_packed(self, micro: MicroBatch) -> torch.Tensor:
+        """Run the chunk on a packed micro-batch.
+
+        Returns:
+            `[S, 1, D]` hidden states. All but the last chunk return the input of the next one,
+            which is `[S/tp, 1, D]` under sequence parallelism.
+        """
+        rows = PackedRowParams.from_row_starts(
+            micro.start_R,
+            micro.position_S,
+            context_rank=micro.context_rank,
+            context_size=micro.context_size,
+        )
+        hidden = self(
+            input_ids=micro.token_S[None],
+            position_ids=micro.position_S[None],
+            attention_mask=None,
+            packed_seq_params=rows,
+        )
+        if self.post_process and self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden
+
+
+def build_transformer_config(
+    shape: ModelShape, groups: ParallelGroups, parallel: ParallelConfig, dtype: torch.dtype
+) -> TransformerConfig:
+    """Build Megatron's configuration of the model on this rank.
+
+    Raises:
+        ValueError: If a MoE has one expert per token with renormalised weights: its weight
+            would always be 1.
+    """
+    config = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        # Other biases are set by the layer spec.
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **_parallelism_options(groups, parallel),
+        **_moe_options(shape.moe),
+        **_kernel_options(),
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        # Packed micro-batches differ in length; Megatron then requires this dispatcher, even
+        # without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # The loss is divided by a global count before the backward pass, so gradients are only
+        # summed over data ranks, not rescaled.
+        calculate_per_token_loss=True,
+    )
+    set_attention_factor(config, shape.rope)
+    return config
+
+
+def _parallelism_options(groups: ParallelGroups, parallel: ParallelConfig) -> dict[str, Any]:
+    mp_rank = groups.coordinates.model_parallel_rank
+    return {
+        "tensor_model_parallel_size": mp_rank.tensor_size,
+        "pipeline_model_parallel_size": mp_rank.pipeline_size,
+        "virtual_pipeline_model_parallel_size": (
+            mp_rank.virtual_size if mp_rank.virtual_size > 1 else None
+        ),
+        "context_parallel_size": groups.coordinates.context_size,
+        "expert_model_parallel_size": mp_rank.expert_size,
+        "expert_tensor_parallel_size": mp_rank.expert_tensor_size,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+
+
+def _kernel_options() -> dict[str, Any]:
+    """Select the device of initialisation and Megatron's fused kernels."""
+    on_gpu = device.has_cuda()
+    return {
+        "use_cpu_initialization": not on_gpu,
+        "gradient_accumulation_fusion": device.has_fused_grad_accumulation(),
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "masked_softmax_fusion": False,
+        # The fused kernel ignores the attention factor of yarn.
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _moe_options(moe: MoeShape | None) -> dict[str, Any]:
+    if moe is None:
+        return {}
+    if moe.top_k == 1 and moe.norm_topk_prob:
+        raise ValueError(
+            "num_experts_per_tok=1 with norm_topk_prob=true: expected several experts per token "
+            "or norm_topk_prob=false; the router would get no gradient; probable cause: an "
+            "edited config.json"
+        )
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(sparse) for sparse in moe.moe_layer_pattern],
+        "moe_router_topk": moe.top_k,
+        # A softmax over the selected logits equals the renormalised softmax over all logits.
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": device.has_transformer_engine(),
+    }
+
+
+def build_model_chunks(
+    shape: ModelShape, groups: ParallelGroups, parallel: ParallelConfig, dtype: torch.dtype
+) -> list[GPTModelChunk]:
+    """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.
+
+    The head is `shape.head`, which may differ from that of the checkpoint.
+    """
+    config = build_transformer_config(shape, groups, parallel, dtype)
+    return [
+        _build_model_chunk(shape, groups, config, chunk)
+        for chunk in range(groups.coordinates.model_parallel_rank.virtual_size)
+    ]
+
+
+def _build_model_chunk(
+    shape: ModelShape, groups: ParallelGroups, config: TransformerConfig, chunk: int
+) -> GPTModelChunk:
+    mp_rank = groups.coordinates.model_parallel_rank
+    model = GPTModelChunk(
+        config=config,
+        transformer_layer_spec=decoder_block_spec(shape, mp_rank, chunk),
+        vocab_size=padded_vocab_size(shape, mp_rank.tensor_size),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=mp_rank.holds_embedding(chunk),
+        post_process=mp_rank.holds_output_layer(chunk),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings
+        and shape.head is HeadKind.vocab,
+        position_embedding_type="rope",
+        pg_collection=groups.pg_collection,
+        vp_stage=chunk,
+    )
+    model.rotary_pos_emb = PackedRotaryEmbedding(shape.head_dim, shape.rope)
+    if shape.head is HeadKind.scalar and mp_rank.holds_output_layer(chunk):
+        model.output_layer = ScalarOutputLayer(shape.hidden_size, config.params_dtype)
+    model.to(device.current_device())
+    set_grad_sync_flags(model, shape, sequence=config.sequence_parallel)
+    return model
+
+
+def wrap_with_ddp(
+    chunks: Sequence[GPTModelChunk], groups: ParallelGroups, parallel: ParallelConfig
+) -> list[DistributedDataParallel]:
+    """Add float32 gradient buffers that are summed over data ranks after the last micro-batch.
+
+    The reduction does not overlap with the backward pass: it could only overlap with the last
+    of many micro-batches.
+    """
+    return [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                overlap_param_gather=False,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+            ),
+            module=chunk,
+            pg_collection=groups.pg_collection,
+        )
+        for chunk in chunks
+    ]
+
+
+def make_vocab_shard(shape: ModelShape, groups: ParallelGroups) -> VocabShard:
+    """Return this rank's rows of the output layer."""
+    mp_rank = groups.coordinates.model_parallel_rank
+    rows = padded_vocab_size(shape, mp_rank.tensor_size) // mp_rank.tensor_size
+    start = mp_rank.tensor_rank * rows
+    return VocabShard(
+        first_token_id=start,
+        num_valid_rows=max(0, min(rows, shape.vocab_size - start)),
+        group=groups.pg_collection.tp if mp_rank.tensor_size > 1 else None,
+    )
+
+
+def check_parameter_shapes(
+    chunks: Sequence[torch.nn.Module], shards: Sequence[ShardLayout]
+) -> None:
+    """Assert that the chunks have exactly the parameters and shapes of the name mapping."""
+    expected = {shard.name: shard.shape for shard in shards}
+    got = {
+        f"chunk{number}.{name}" if len(chunks) > 1 else name: tuple(parameter.shape)
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+    assert got == expected, f"model and mapping differ: {set(got.items()) ^ set(expected.items())}"
+
+
+def release_moe_routing_graph(chunks: Sequence[torch.nn.Module]) -> None:
+    """Drop the autograd graph of the last routing of tokens to experts.
+
+    The graph holds Megatron's gradient hooks through C++, where Python's garbage collector does
+    not see them, and so would keep the model and its process groups alive.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if dispatcher := getattr(module, "token_dispatcher", None):
+                dispatcher.probs = None

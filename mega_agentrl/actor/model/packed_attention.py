@@ -1,0 +1,243 @@
+"""Core attention over packed rows, for Megatron layers without Transformer Engine.
+
+The packed tokens pass through the layers as one sequence of batch size 1 (`sbhd`), so that
+norms, linear layers and rotary embedding process no padding between rows. Only the core
+attention separates the rows:
+
+    GPU, 16-bit  torch's variable-length flash attention, without padding
+    otherwise    torch's scaled-dot-product attention over blocks of rows of similar length
+
+With context parallelism the keys and values of all context ranks are gathered first.
+
+Shapes: S tokens of this rank, W of all context ranks, H and Hkv local heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+from mega_agentrl.actor.model.attention_plan import (
+    PaddedAttentionPlan,
+    VarlenAttentionPlan,
+    cumulative_lengths,
+    make_padded_plan,
+    make_varlen_plan,
+)
+from mega_agentrl.actor.parallel.context_parallel import all_gather_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class PackedRowParams(PackedSeqParams):
+    """Row boundaries of a packed micro-batch, in the form Megatron passes to the attention.
+
+    Megatron's own fields hold the same boundaries for Transformer Engine, which splits rows
+    over context ranks in the same way. There, padding at the end of a row counts as part of the
+    row: no real token attends to it, and kernels that allow no gaps can be used.
+    """
+
+    position_S: torch.Tensor = None
+    """`[S]` int64 position of each token within its row."""
+    start_R: tuple[int, ...] = ()
+    """`[R + 1]` first token of each row in the packed tokens of all context ranks, and W."""
+    context_rank: int = 0
+    context_size: int = 1
+
+    @classmethod
+    def from_row_starts(
+        cls,
+        start_R: Sequence[int],
+        position_S: torch.Tensor,
+        *,
+        context_rank: int = 0,
+        context_size: int = 1,
+    ) -> PackedRowParams:
+        """Create the parameters from the row starts and positions of a `MicroBatch`."""
+        assert start_R[-1] == len(position_S) * context_size, "rows and tokens differ"
+        lengths = [stop - start for start, stop in pairwise(start_R)]
+        ends = cumulative_lengths(lengths, position_S.device)
+        return cls(
+            qkv_format="sbhd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            position_S=position_S,
+            start_R=tuple(start_R),
+            context_rank=context_rank,
+            context_size=context_size,
+        )
+
+    @cached_property
+    def padded_plan(self) -> PaddedAttentionPlan:
+        """The plan in blocks, built on first use on the device of the positions."""
+        return make_padded_plan(
+            self.start_R, self.context_rank, self.context_size, self.position_S.device
+        )
+
+    @cached_property
+    def varlen_plan(self) -> VarlenAttentionPlan:
+        """The plan by cumulative lengths, built on first use on the device of the positions."""
+        return make_varlen_plan(
+            self.start_R, self.context_rank, self.context_size, self.position_S.device
+        )
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of Megatron's `SelfAttention`, in place of `DotProductAttention`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp if pg_collection is not None else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedRowParams | None = None,
+    ) -> torch.Tensor:
+        """Map `[S, 1, H, D]` query and `[S, 1, Hkv, D]` key and value to `[S, 1, H * D]`."""
+        assert packed_seq_params is not None, "every micro-batch is packed"
+        return packed_attention(
+            query,
+            key,
+            value,
+            packed_seq_params,
+            self.softmax_scale,
+            context_group=self.context_group,
+        )
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PackedRowParams,
+    scale: float | None = None,
+    *,
+    context_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Compute causal attention inside each row.
+
+    Args:
+        query: `[S, 1, H, D]`.
+        key: `[S, 1, Hkv, D]`.
+        value: `[S, 1, Hkv, D]`.
+        rows: Row boundaries of the micro-batch.
+        scale: Factor of the scores, 1 / sqrt(D) by default.
+        context_group: The context-parallel group; required if `rows.context_size` is above 1.
+
+    Returns:
+        `[S, 1, H * D]`.
+    """
+    query_SHD, key_WHD, value_WHD = (part.squeeze(1) for part in (query, key, value))
+    if rows.context_size > 1:
+        assert context_group is not None, "rows are cut over context ranks"
+        both = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
+        key_WHD, value_WHD = both.chunk(2, dim=1)
+    compute = _varlen_attention if _supports_varlen_attn(query) else _padded_attention
+    return compute(query_SHD, key_WHD, value_WHD, rows, scale).reshape(query.size(0), 1, -1)
+
+
+def _supports_varlen_attn(query: torch.Tensor) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.size(-1) % 8 == 0
+        and query.size(-1) <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _varlen_attention(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    rows: PackedRowParams,
+    scale: float | None,
+) -> torch.Tensor:
+    plan = rows.varlen_plan
+    if plan.key_index_K is not None:
+        key_WHD, value_WHD = (
+            part.index_select(0, plan.key_index_K) for part in (key_WHD, value_WHD)
+        )
+    return varlen_attn(
+        query_SHD,
+        key_WHD,
+        value_WHD,
+        plan.cu_seqlens_q,
+        plan.cu_seqlens_k,
+        plan.max_seqlen_q,
+        plan.max_seqlen_k,
+        scale=scale,
+        # Causal: the last query of a segment is aligned with its last key.
+        window_size=(-1, 0),
+        enable_gqa=query_SHD.size(1) != key_WHD.size(1),
+    )
+
+
+def _padded_attention(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    rows: PackedRowParams,
+    scale: float | None,
+) -> torch.Tensor:
+    plan = rows.padded_plan
+    if query_SHD.is_cuda and query_SHD.size(1) != key_WHD.size(1):
+        # The only fused GPU kernel for float32 needs as many key heads as query heads.
+        repeat = query_SHD.size(1) // key_WHD.size(1)
+        key_WHD, value_WHD = (p.repeat_interleave(repeat, dim=1) for p in (key_WHD, value_WHD))
+    key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
+    query_sizes = [block.num_segments * block.num_queries for block in plan.blocks]
+    parts = zip(
+        plan.blocks,
+        query_SHD.index_select(0, plan.query_index_P).split(query_sizes),
+        key_WHD.index_select(0, plan.key_index_K).split(key_sizes),
+        value_WHD.index_select(0, plan.key_index_K).split(key_sizes),
+        strict=True,
+    )
+    done = []
+    for block, query, key, value in parts:
+        batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in batch),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        done.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(done).index_select(0, plan.slot_index_S)

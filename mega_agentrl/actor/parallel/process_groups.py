@@ -1,0 +1,288 @@
+"""The process groups of one rank, created once and passed explicitly.
+
+Ranks are numbered tensor first, then context, data and pipeline: for tensor rank t, context
+rank c, data rank d and pipeline rank p, rank = t + T * (c + C * (d + D * p)), so that the ranks
+of a tensor-parallel group are consecutive (on one node). Experts split the same T * C * D ranks
+of a stage differently: expert tensor first, then expert, then expert data. The ranks of a group
+have in common:
+
+    tensor   c, d, p         pipeline  t, c, d        data             t, c, p
+    context  t, d, p         model     c, d           data x context   t, p
+    embedding                first and last stage of a pipeline (tied embedding)
+    expert, expert tensor, expert data, and their products over the stage
+    alone    this rank only, for Megatron's fields that this project does not use
+
+Megatron's global `parallel_state` is not used. An unset field of `ProcessGroupCollection` is
+None, which torch would take for the default group, so every field in use is set and checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from mega_agentrl.actor import device
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.types.activity import track_activity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mega_agentrl.config.schema import ParallelConfig
+
+_REQUIRED_FIELDS = (
+    "tp", "pp", "dp", "mp", "embd", "pos_embd", "cp", "tp_cp", "dp_cp", "intra_dp_cp",
+    "tp_dp_cp", "ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp",
+    "intra_dist_opt",
+)  # fmt: skip
+
+
+_GROUP_FIELDS = {
+    "tensor": "tp",
+    "context": "cp",
+    "expert": "tp_ep",
+    "pipeline": "pp",
+    "data": "dp_cp",
+    "all": "intra_dist_opt",
+}
+"""Field of the collection by the name in messages; "data" is the group of gradient sums."""
+
+_MAX_LISTED_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCoordinates:
+    """Coordinates of a rank in the parallel parallel."""
+
+    model_parallel_rank: ModelParallelRank
+    """The coordinates that determine the parameters of the rank; the others count replicas."""
+    data_rank: int
+    data_size: int
+    context_rank: int
+    context_size: int
+    expert_data_rank: int
+
+    @classmethod
+    def from_rank(cls, rank: int, parallel: ParallelConfig) -> RankCoordinates:
+        """Return the coordinates of a global rank.
+
+        Raises:
+            ValueError: If the rank is outside the layout, or the expert sizes do not divide the
+                ranks of a stage.
+        """
+        if not 0 <= rank < parallel.world_size:
+            raise ValueError(
+                f"rank={rank}: expected 0..{parallel.world_size - 1} from "
+                f"parallel.tensor={parallel.tensor}, parallel.context={parallel.context}, "
+                f"parallel.data={parallel.data}, parallel.pipeline={parallel.pipeline}"
+            )
+        stage_ranks = parallel.tensor * parallel.context * parallel.data
+        experts = parallel.expert * parallel.expert_tensor_size
+        if stage_ranks % experts:
+            raise ValueError(
+                f"parallel.expert={parallel.expert} * parallel.expert_tensor="
+                f"{parallel.expert_tensor_size}: expected a divisor of {stage_ranks} = "
+                "parallel.tensor * parallel.context * parallel.data; probable cause: experts "
+                "counted as a further factor of the number of ranks"
+            )
+        inside = rank % stage_ranks
+        return cls(
+            model_parallel_rank=ModelParallelRank(
+                tensor_rank=rank % parallel.tensor,
+                tensor_size=parallel.tensor,
+                pipeline_rank=rank // stage_ranks,
+                pipeline_size=parallel.pipeline,
+                virtual_size=parallel.virtual_pipeline,
+                expert_rank=inside // parallel.expert_tensor_size % parallel.expert,
+                expert_size=parallel.expert,
+                expert_tensor_rank=inside % parallel.expert_tensor_size,
+                expert_tensor_size=parallel.expert_tensor_size,
+            ),
+            data_rank=inside // (parallel.tensor * parallel.context),
+            data_size=parallel.data,
+            context_rank=inside // parallel.tensor % parallel.context,
+            context_size=parallel.context,
+            expert_data_rank=inside // experts,
+        )
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the rank belongs to the last pipeline stage, which holds the output layer."""
+        return self.model_parallel_rank.pipeline_rank == self.model_parallel_rank.pipeline_size - 1
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether the rank is the first of the replicas of its dense parameters."""
+        return self.data_rank == 0 and self.context_rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelGroups:
+    """The process groups in Megatron's form and this rank's coordinates."""
+
+    coordinates: RankCoordinates
+    pg_collection: ProcessGroupCollection
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage of this rank's pipeline."""
+        return dist.get_process_group_ranks(self.pg_collection.pp)[-1]
+
+    def describe_peers(self, *kinds: str) -> str:
+        """Describe the ranks that an operation over some groups waits for.
+
+        The text is the peer of `types.activity.track_activity`. Groups of this rank alone and
+        groups with the same ranks as an earlier one are left out.
+
+        Args:
+            *kinds: Keys of `_GROUP_FIELDS`.
+        """
+        found: dict[tuple[int, ...], str] = {}
+        for kind in kinds:
+            ranks = dist.get_process_group_ranks(getattr(self.pg_collection, _GROUP_FIELDS[kind]))
+            if len(ranks) > 1:
+                found.setdefault(tuple(ranks), kind)
+        return " and ".join(f"{kind} {format_ranks(ranks)}" for ranks, kind in found.items())
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format global ranks for messages, abbreviating long lists."""
+    if len(ranks) <= _MAX_LISTED_RANKS:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)} in all)"
+
+
+def init_process_groups(
+    parallel: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    master_address: str,
+    master_port: int,
+    timeout_s: float,
+) -> ParallelGroups:
+    """Join `torch.distributed` and create every group; all ranks call this once.
+
+    Waits until all ranks have joined, at most `timeout_s`, which is also the timeout of every
+    later collective.
+
+    Raises:
+        ValueError: If `world_size` is not that of the layout.
+    """
+    if world_size != parallel.world_size:
+        raise ValueError(
+            f"world_size={world_size}: expected {parallel.world_size} = parallel.tensor * "
+            "parallel.context * parallel.data * parallel.pipeline"
+        )
+    coordinates = RankCoordinates.from_rank(rank, parallel)
+    with track_activity("meeting of the process groups", f"all {format_ranks(range(world_size))}"):
+        dist.init_process_group(
+            device.distributed_backend(),
+            init_method=f"tcp://{master_address}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return ParallelGroups(
+            coordinates=coordinates, pg_collection=build_pg_collection(parallel, rank)
+        )
+
+
+def destroy_process_groups() -> None:
+    """Destroy all groups; safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def partition_ranks(
+    parallel: ParallelConfig, key: Callable[[RankCoordinates], tuple[int, ...]]
+) -> list[list[int]]:
+    """Group global ranks by equal key; lists are ascending and ordered by their first rank."""
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(parallel.world_size):
+        parts.setdefault(key(RankCoordinates.from_rank(rank, parallel)), []).append(rank)
+    return list(parts.values())
+
+
+def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupCollection:
+    """Create the groups of an initialised `torch.distributed`; all ranks call this alike."""
+
+    def group(key: Callable[[RankCoordinates], tuple[int, ...]]) -> dist.ProcessGroup:
+        return _build_partition(partition_ranks(parallel, key), rank)
+
+    alone = _build_partition([[r] for r in range(parallel.world_size)], rank)
+    pipelines = partition_ranks(
+        parallel, lambda at: (at.model_parallel_rank.tensor_rank, at.context_rank, at.data_rank)
+    )
+    ends = _build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines], rank)
+    tensor = group(lambda at: (at.context_rank, at.data_rank, at.model_parallel_rank.pipeline_rank))
+    data_context = group(
+        lambda at: (at.model_parallel_rank.tensor_rank, at.model_parallel_rank.pipeline_rank)
+    )
+    expert_data = group(lambda at: (*_expert_coordinates(at), at.model_parallel_rank.pipeline_rank))
+    everyone = _build_partition([list(range(parallel.world_size))], rank)
+    collection = ProcessGroupCollection(
+        tp=tensor,
+        pp=_build_partition(pipelines, rank),
+        dp=group(
+            lambda at: (
+                at.model_parallel_rank.tensor_rank,
+                at.context_rank,
+                at.model_parallel_rank.pipeline_rank,
+            )
+        ),
+        mp=group(lambda at: (at.context_rank, at.data_rank)),
+        embd=ends or alone,
+        pos_embd=alone,
+        cp=group(
+            lambda at: (
+                at.model_parallel_rank.tensor_rank,
+                at.data_rank,
+                at.model_parallel_rank.pipeline_rank,
+            )
+        ),
+        tp_cp=group(lambda at: (at.data_rank, at.model_parallel_rank.pipeline_rank)),
+        dp_cp=data_context,
+        intra_dp_cp=data_context,
+        tp_dp_cp=group(lambda at: (at.model_parallel_rank.pipeline_rank,)),
+        ep=group(
+            lambda at: (
+                at.model_parallel_rank.expert_tensor_rank,
+                at.expert_data_rank,
+                at.model_parallel_rank.pipeline_rank,
+            )
+        ),
+        expt_tp=group(
+            lambda at: (
+                at.model_parallel_rank.expert_rank,
+                at.expert_data_rank,
+                at.model_parallel_rank.pipeline_rank,
+            )
+        ),
+        expt_dp=expert_data,
+        intra_expt_dp=expert_data,
+        tp_ep=group(lambda at: (at.expert_data_rank, at.model_parallel_rank.pipeline_rank)),
+        tp_ep_pp=group(lambda at: (at.expert_data_rank,)),
+        intra_dist_opt=everyone,
+    )
+    unset = [name for name in _REQUIRED_FIELDS if getattr(collection, name, None) is None]
+    assert not unset, f"process groups never built: {unset}"
+    return collection
+
+
+def _expert_coordinates(at: RankCoordinates) -> tuple[int, int]:
+    return at.model_parallel_rank.expert_tensor_rank, at.model_parallel_rank.expert_rank
+
+
+def _build_partition(parts: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Create every group of a partition, in the same order on all ranks; return this rank's."""
+    mine = None
+    for ranks in parts:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            mine = group
+    return mine

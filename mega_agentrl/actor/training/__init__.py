@@ -1,0 +1,1 @@
+"""Micro-batches, objectives, the pipeline schedule, Adam and offloading."""

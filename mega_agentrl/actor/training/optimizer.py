@@ -1,0 +1,230 @@
+"""Adam with Megatron-core: one gradient norm for the whole model; non-finite steps are skipped.
+
+The norm covers tensor, pipeline, expert and data ranks and counts every parameter once:
+
+    norm^2 = sum over all ranks of (sum of squares of the rank's gradients) / (their replicas)
+
+There is 1 replica if the distributed optimizer shards the gradients over the data ranks, else
+one per data rank; of tensor-parallel duplicates and tied embeddings only one copy is counted.
+Every rank gets the same norm. A NaN or infinity in any gradient of any rank, counted or not,
+makes the norm non-finite, so either all ranks skip a step or none does.
+
+Weight decay excludes one-dimensional parameters (norms, biases). Float32 weights are updated in
+place, bfloat16 weights through float32 master weights, which the distributed optimizer shards
+over the data ranks. Experts have an optimizer of their own, because they are replicated over
+other ranks.
+
+Gradients are read from the reduced buffers; under the distributed optimizer only this rank's
+shard of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.nn.utils import get_total_norm
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.training import optimizer_state
+from mega_agentrl.actor.training.offload import ALL_STATE, require_on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    from mega_agentrl.actor.parallel.process_groups import ParallelGroups
+    from mega_agentrl.config.schema import OptimConfig
+
+_TENSOR_PARALLEL_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "shared",
+)
+
+
+class AdamOptimizer:
+    """Adam over this rank's parameters, with the gradients in the data-parallel buffers.
+
+    `distributed` must agree with how the chunks were wrapped; master weights and moments are
+    then sharded over the data ranks.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        groups: ParallelGroups,
+        settings: OptimConfig,
+        dtype: torch.dtype,
+        *,
+        distributed: bool,
+    ) -> None:
+        wrapped = chunks[0].ddp_config.use_distributed_optimizer
+        if distributed != wrapped:
+            raise ValueError(
+                f"distributed={distributed}: expected {wrapped}, as the chunks were wrapped; "
+                "probable cause: parallel.distributed_optimizer was read in one place only"
+            )
+        self.num_steps = 0
+        """Steps taken, without the skipped ones."""
+        self.on_host: frozenset[str] = frozenset()
+        """Parts of `offload.ALL_STATE` in host memory; set by the `Offloader`."""
+        self._chunks = chunks
+        self._config = settings
+        self._groups = groups
+        with device.report_cuda_tensor_types():
+            self._optimizer = get_megatron_optimizer(
+                _megatron_optimizer_config(settings, dtype, distributed=distributed),
+                chunks,
+                use_gloo_process_groups=False,
+                pg_collection=groups.pg_collection,
+            )
+        self._chained_optimizers: list[MegatronOptimizer] = self._optimizer.chained_optimizers
+        for part in self._chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                _detach_master_shards(part)
+        self._configure_param_groups()
+
+    def zero_grad(self) -> None:
+        """Zero the gradient buffers before the first micro-batch of a step."""
+        require_on_device("zero_grad", {"gradients"}, self.on_host)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def release_grads(self) -> None:
+        """Drop the views into the gradient buffers without changing their contents."""
+        self._optimizer.zero_grad()
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Clip the gradients and take a step, unless the gradient norm is not finite.
+
+        A skipped step leaves parameters, master weights, moments and the step count unchanged
+        on every rank. Waits for all ranks of the layout, at most for the timeout of the groups.
+
+        Returns:
+            The gradient norm before clipping, and whether the step was taken.
+        """
+        require_on_device("step", ALL_STATE, self.on_host)
+        self._optimizer.prepare_grads()
+        norm = self._grad_norm()
+        if not math.isfinite(norm):
+            return norm, False
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        gradients = [
+            gradient for part in self._chained_optimizers for gradient in _main_grads(part)
+        ]
+        _scale_gradients(gradients, self._config.grad_clip / (norm + 1e-6))
+        self._optimizer.step_with_ready_grads()
+        self.num_steps += 1
+        return norm, True
+
+    def reset(self) -> None:
+        """Reset the moments and the step count."""
+        require_on_device("reset", {"optimizer"}, self.on_host)
+        for part in self._chained_optimizers:
+            optimizer_state.reset_state(part)
+        self.num_steps = 0
+
+    def reload_master_weights(self) -> None:
+        """Copy the parameters to the master weights, after the parameters were loaded."""
+        require_on_device("reload_master_weights", {"weights", "optimizer"}, self.on_host)
+        self._optimizer.reload_model_params()
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield master weights and moments; for float32 the masters are the parameters."""
+        for part in self._chained_optimizers:
+            yield from optimizer_state.state_tensors(part)
+
+    def state_shards(self) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
+        """Yield (parameter, first element, values) as `optimizer_state.state_shards` does."""
+        require_on_device("state_shards", {"weights", "optimizer"}, self.on_host)
+        for part in self._chained_optimizers:
+            yield from optimizer_state.state_shards(part)
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Set the step count, after the state was written into the views of `state_shards`."""
+        require_on_device("set_num_steps", {"weights", "optimizer"}, self.on_host)
+        self.num_steps = num_steps
+        for part in self._chained_optimizers:
+            optimizer_state.set_num_steps(part, num_steps)
+
+    def _configure_param_groups(self) -> None:
+        """Set weight decay by group, and torch's fused Adam, also on CPUs."""
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+        for part in self._chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    group.update(fused=True, foreach=False)
+
+    @torch.no_grad()
+    def _grad_norm(self) -> float:
+        """Compute the Euclidean norm over the whole model, bit-identical on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=device.current_device())
+        for part in self._chained_optimizers:
+            counted = part.get_main_grads_for_grad_norm()
+            known = {id(gradient) for gradient in counted}
+            others = [gradient for gradient in _main_grads(part) if id(gradient) not in known]
+            total += get_total_norm(counted).to(total).square() / self._num_grad_replicas(part)
+            # Adds 0, or NaN if one of them is not finite.
+            total += get_total_norm(others).to(total) * 0.0
+        dist.all_reduce(total, group=self._groups.pg_collection.intra_dist_opt)
+        return math.sqrt(total.item())
+
+    def _num_grad_replicas(self, part: MegatronOptimizer) -> int:
+        if isinstance(part, DistributedOptimizer):
+            return 1
+        expert = any(group["is_expert_parallel"] for group in part.param_groups)
+        collection = self._groups.pg_collection
+        return (collection.expt_dp if expert else collection.dp_cp).size()
+
+
+def _megatron_optimizer_config(
+    settings: OptimConfig, dtype: torch.dtype, *, distributed: bool
+) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=1e-8,
+        clip_grad=settings.grad_clip,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+
+
+def _detach_master_shards(part: DistributedOptimizer) -> None:
+    """Detach the float32 shards from the parameters whose memory they share.
+
+    Megatron slices them from the parameters under autograd, so that every access to their
+    `grad` warns and each step would extend the autograd graph.
+    """
+    for shards, group in zip(part.shard_fp32_groups, part.optimizer.param_groups, strict=True):
+        for number, shard in enumerate(shards):
+            detached = shard.detach()
+            for name in _TENSOR_PARALLEL_ATTRIBUTES:
+                if hasattr(shard, name):
+                    setattr(detached, name, getattr(shard, name))
+            # The group's parameters start with the float32 shards, in the same order.
+            shards[number] = group["params"][number] = detached
+
+
+def _main_grads(part: MegatronOptimizer) -> list[torch.Tensor]:
+    return [master.grad for master in part.get_parameters() if master.grad is not None]
+
+
+def _scale_gradients(gradients: list[torch.Tensor], factor: float) -> None:
+    if factor < 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)

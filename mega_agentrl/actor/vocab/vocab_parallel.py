@@ -1,0 +1,291 @@
+"""Token log-prob and exact entropy from hidden states, with a vocabulary-parallel output layer.
+
+The output layer and its softmax are one differentiable function that never materialises an
+`[N, V/tp]` tensor. Tokens are processed in chunks whose size follows from a bound on scratch
+bytes. For each chunk a rank keeps four numbers per token (`vocab.partial_softmax` has the
+maths), and one all-gather per chunk combines them while the next chunk is computed. The backward
+pass recomputes the logits; an output without a gradient costs nothing.
+
+There are two kernels with one interface, `torch_kernel` (CPUs, float64) and `triton_kernel`
+(GPUs): `chunk_tokens`, `local_stats` and `gradients` over the rows of one rank. Groups, padding,
+ignored tokens and autograd are handled here. Rows beyond the vocabulary are padding and are not
+computed. The compute dtype is float32, or float64 for float64 inputs.
+
+Shape suffixes: N tokens, V local vocabulary rows, D hidden width, R tensor ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mega_agentrl.actor.vocab import torch_kernel
+from mega_agentrl.actor.vocab.partial_softmax import (
+    MAX,
+    SUM,
+    TARGET,
+    SoftmaxStats,
+    logit_grad_coefficients,
+    logp_entropy_from_stats,
+    merge_stats,
+)
+from mega_agentrl.actor.vocab.tiling import compute_dtype, default_scratch_bytes, split_range
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+IGNORED_TARGET = -100
+"""A token with this target has log-prob 0, entropy 0 and no gradient."""
+
+
+class VocabKernel(StrEnum):
+    """Kernel that computes the logits; `auto` is triton on a GPU, except for float64."""
+
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabShard:
+    """This rank's rows of the output layer."""
+
+    first_token_id: int
+    """Token id of the first local row."""
+    num_valid_rows: int
+    """Local rows that are not padding."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel group; None for one rank."""
+    reduce_hidden_grad: bool = True
+    """Sum the gradient of the hidden states over the group. If False, each rank returns its own
+    part, for a caller that reduces (and scatters) it itself."""
+    scratch_bytes: int | None = None
+    """Bound on the bytes of logits in memory; None is the default for the device."""
+    kernel: VocabKernel = VocabKernel.auto
+
+
+def logp_and_entropy(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_N: torch.Tensor,
+    temperature: float,
+    shard: VocabShard,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the log-prob of each target and the entropy of its distribution, with gradients.
+
+    Waits for the other tensor ranks once per chunk.
+
+    Args:
+        hidden_ND: `[N, D]` hidden states, equal on all tensor ranks (the caller gathers them
+            under sequence parallelism). Their gradient is summed over the ranks unless
+            `shard.reduce_hidden_grad` is False.
+        weight_VD: `[V/tp, D]` local rows, in the same dtype.
+        target_N: `[N]` int64 global token ids, or `IGNORED_TARGET`.
+        temperature: Divides the logits.
+        shard: Which rows `weight_VD` holds.
+
+    Returns:
+        `[N]` log-probs and `[N]` entropies in nats, in the compute dtype, equal on all tensor
+        ranks.
+
+    Raises:
+        ValueError: If shapes, dtypes or the temperature do not fit, and on a CPU if no rank
+            holds a target. On a GPU that check would synchronise with the device; there the
+            log-prob of such a token is -inf.
+    """
+    _check_inputs(hidden_ND, weight_VD, target_N, temperature, shard)
+    return _LogpEntropy.apply(hidden_ND, weight_VD, target_N, temperature, shard)
+
+
+class _LogpEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        target_N: torch.Tensor,
+        temperature: float,
+        shard: VocabShard,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stats_4N = _global_stats(hidden_ND, weight_VD, target_N, temperature, shard)
+        valid_N = target_N != IGNORED_TARGET
+        if not stats_4N.is_cuda:
+            _check_targets_found(stats_4N, target_N, valid_N)
+        logp_N, entropy_N, softmax = logp_entropy_from_stats(stats_4N, valid_N)
+        ctx.save_for_backward(
+            hidden_ND,
+            weight_VD,
+            target_N,
+            softmax.max_logit_N,
+            softmax.log_sum_exp_N,
+            softmax.entropy_N,
+            valid_N,
+        )
+        ctx.temperature, ctx.vocab_shard = temperature, shard
+        ctx.set_materialize_grads(False)
+        dtype = compute_dtype(hidden_ND.dtype)
+        return logp_N.to(dtype), entropy_N.to(dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logp_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, target_N, *softmax_tensors = ctx.saved_tensors
+        max_logit_N, log_sum_exp_N, entropy_N, valid_N = softmax_tensors
+        shard, dtype = ctx.vocab_shard, compute_dtype(hidden_ND.dtype)
+        softmax = SoftmaxStats(
+            max_logit_N=max_logit_N,
+            log_sum_exp_N=log_sum_exp_N,
+            entropy_N=entropy_N,
+            valid_N=valid_N,
+        )
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=dtype) if want_hidden else None
+        grad_weight_VD = _new_weight_grad(weight_VD, shard, target_N) if want_weight else None
+        if len(target_N):
+            _select_kernel(hidden_ND, shard).gradients(
+                hidden_ND,
+                weight_VD[: shard.num_valid_rows],
+                _local_target_column(target_N, shard),
+                logit_grad_coefficients(
+                    softmax, grad_logp_N, grad_entropy_N, ctx.temperature, dtype
+                ),
+                ctx.temperature,
+                _scratch_bytes(hidden_ND, shard),
+                grad_hidden_ND,
+                None if grad_weight_VD is None else grad_weight_VD[: shard.num_valid_rows],
+            )
+        if grad_hidden_ND is not None:
+            if shard.reduce_hidden_grad and _num_ranks(shard) > 1 and len(target_N):
+                dist.all_reduce(grad_hidden_ND, group=shard.group)
+            grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None
+
+
+def _check_inputs(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_N: torch.Tensor,
+    temperature: float,
+    shard: VocabShard,
+) -> None:
+    if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.size(1) != weight_VD.size(1):
+        raise ValueError(
+            f"logp_and_entropy: hidden {tuple(hidden_ND.shape)} and weight "
+            f"{tuple(weight_VD.shape)}; expected [N, D] and [V, D]"
+        )
+    if hidden_ND.dtype != weight_VD.dtype or not hidden_ND.is_floating_point():
+        raise ValueError(
+            f"logp_and_entropy: hidden {hidden_ND.dtype} and weight {weight_VD.dtype}; "
+            "expected one floating-point type"
+        )
+    if target_N.shape != hidden_ND.shape[:1]:
+        raise ValueError(
+            f"logp_and_entropy: target {tuple(target_N.shape)}, expected [{hidden_ND.size(0)}]"
+        )
+    if not 0 <= shard.num_valid_rows <= len(weight_VD):
+        raise ValueError(
+            f"logp_and_entropy: num_valid_rows={shard.num_valid_rows}, expected 0 to "
+            f"{len(weight_VD)}, the rows of weight"
+        )
+    if temperature <= 0:
+        raise ValueError(f"rollout.temperature={temperature}: expected above 0")
+
+
+def _check_targets_found(
+    stats_4N: torch.Tensor, target_N: torch.Tensor, valid_N: torch.Tensor
+) -> None:
+    finite_N = stats_4N[MAX].isfinite() & stats_4N[SUM].isfinite()
+    lost_N = stats_4N[TARGET].isneginf() & finite_N & valid_N
+    if lost_N.any():
+        token = int(lost_N.nonzero()[0])
+        raise ValueError(
+            f"logp_and_entropy: target {int(target_N[token])} of token {token} is in no rank's "
+            f"rows; expected an id within the vocabulary, or {IGNORED_TARGET} to ignore the "
+            "token (does the tokenizer belong to this model?)"
+        )
+
+
+def _select_kernel(hidden_ND: torch.Tensor, shard: VocabShard) -> ModuleType:
+    wanted = shard.kernel
+    if wanted == VocabKernel.auto:
+        narrow = hidden_ND.dtype != torch.float64
+        fits = hidden_ND.is_cuda and narrow and find_spec("triton") is not None
+        wanted = VocabKernel.triton if fits else VocabKernel.torch
+    if wanted == VocabKernel.torch:
+        return torch_kernel
+    # Imported here because triton is not installed on machines without a GPU.
+    from mega_agentrl.actor.vocab import triton_kernel
+
+    return triton_kernel
+
+
+def _scratch_bytes(hidden_ND: torch.Tensor, shard: VocabShard) -> int:
+    if shard.scratch_bytes is not None:
+        return shard.scratch_bytes
+    return default_scratch_bytes(hidden_ND.device)
+
+
+def _num_ranks(shard: VocabShard) -> int:
+    return 1 if shard.group is None else shard.group.size()
+
+
+def _local_target_column(target_N: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Return the `[N]` int64 local row of each target, -1 if this rank does not hold it."""
+    column_N = target_N - shard.first_token_id
+    return column_N.masked_fill((column_N < 0) | (column_N >= shard.num_valid_rows), -1)
+
+
+def _new_weight_grad(
+    weight_VD: torch.Tensor, shard: VocabShard, target_N: torch.Tensor
+) -> torch.Tensor:
+    """Allocate the gradient of the weight, with 0 in the rows that no kernel writes."""
+    grad_VD = torch.empty_like(weight_VD)
+    grad_VD[shard.num_valid_rows if len(target_N) else 0 :].zero_()
+    return grad_VD
+
+
+def _global_stats(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_N: torch.Tensor,
+    temperature: float,
+    shard: VocabShard,
+) -> torch.Tensor:
+    """Compute the `[4, N]` float64 statistics over the rows of all ranks."""
+    kernel, num_bytes = _select_kernel(hidden_ND, shard), _scratch_bytes(hidden_ND, shard)
+    column_N, valid_VD = _local_target_column(target_N, shard), weight_VD[: shard.num_valid_rows]
+    # Ranks differ in their valid rows, but must split the tokens alike.
+    step = kernel.chunk_tokens(hidden_ND, len(weight_VD), num_bytes)
+    chunks, ranks = list(split_range(len(target_N), step)), _num_ranks(shard)
+    stats_R4N = hidden_ND.new_empty(ranks, 4, len(target_N), dtype=torch.float64)
+    exchanges = []
+    for tokens in chunks:
+        local_4C = kernel.local_stats(
+            hidden_ND[tokens], valid_VD, column_N[tokens], temperature, num_bytes
+        )
+        if ranks == 1:
+            stats_R4N[0, :, tokens] = local_4C
+        else:
+            exchanges.append(_start_all_gather(local_4C, shard.group))
+    for tokens, (work, gathered_R4C) in zip(chunks, exchanges, strict=False):
+        work.wait()
+        stats_R4N[:, :, tokens] = gathered_R4C
+    return stats_R4N[0] if ranks == 1 else merge_stats(stats_R4N)
+
+
+def _start_all_gather(
+    local_4C: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[dist.Work, torch.Tensor]:
+    """Start the all-gather of a chunk's statistics; return it and its `[R, 4, C]` output."""
+    gathered_R4C = local_4C.new_empty(group.size(), *local_4C.shape)
+    work = dist.all_gather_into_tensor(
+        gathered_R4C.view(-1, local_4C.size(1)), local_4C, group=group, async_op=True
+    )
+    return work, gathered_R4C

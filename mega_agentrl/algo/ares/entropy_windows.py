@@ -1,0 +1,161 @@
+"""High-entropy windows (HWE) of ARES (arXiv 2510.08457).
+
+The window of a position is the next `window` tokens of the same turn (a run of unmasked positions),
+so it never spans a tool's answer. Its entropy is the mean of their entropies in nats; a position
+with fewer tokens after it has no window. A position is an HWE if it is a trigger and its window
+entropy is at or above the threshold; the HWE mask covers the tokens of the window. The caller
+chooses the triggers: all positions or certain words.
+
+The threshold follows the 95th percentile of each trajectory's window entropies (`threshold_p95`).
+As in the released code, positions without a window count with the mean of the windows before them,
+or with the trajectory's first entropy if there are none.
+
+B trajectories, T response positions; R rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.masked_scan import map_row_chunks
+from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
+
+WINDOW_TOKENS = 4
+PERCENTILE = 0.95
+
+
+def window_entropy(
+    entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, window: int = WINDOW_TOKENS
+) -> torch.Tensor:
+    """Return the mean entropy of the `window` tokens after each position, [B, T].
+
+    NaN for positions that are masked or have no window.
+
+    Args:
+        entropy_BT: [B, T] float, nats.
+        mask_BT: [B, T] mask.
+        window: number of tokens in a window.
+    """
+    check_same_shape(entropy_BT=entropy_BT, mask_BT=mask_BT)
+    _check_window(window)
+
+    def rows(entropy_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
+        return _window_means(entropy_RT, mask_RT.bool(), window).to(entropy_BT.dtype)
+
+    return map_row_chunks(rows, entropy_BT.detach(), mask_BT)
+
+
+def hwe_count(
+    window_entropy_BT: torch.Tensor, trigger_BT: torch.Tensor, *, threshold: float
+) -> torch.Tensor:
+    """Return the number of triggers whose window is at or above the threshold, [B] int64.
+
+    Args:
+        window_entropy_BT: [B, T] result of `window_entropy`.
+        trigger_BT: [B, T] bool or 0/1.
+        threshold: nats; -1 counts every trigger that has a window.
+    """
+    check_same_shape(window_entropy_BT=window_entropy_BT, trigger_BT=trigger_BT)
+    return ((window_entropy_BT >= threshold) & trigger_BT.bool()).sum(1)
+
+
+def soft_cost(
+    window_entropy_BT: torch.Tensor, trigger_BT: torch.Tensor, *, threshold: float
+) -> torch.Tensor:
+    """Return the sum over HWEs of the window entropy above the threshold, [B] nats."""
+    check_same_shape(window_entropy_BT=window_entropy_BT, trigger_BT=trigger_BT)
+    counted_BT = (window_entropy_BT >= threshold) & trigger_BT.bool()
+    excess_BT = window_entropy_BT - threshold
+    return torch.where(counted_BT, excess_BT, torch.zeros_like(excess_BT)).sum(1)
+
+
+def hwe_mask(
+    window_entropy_BT: torch.Tensor, *, threshold: float, window: int = WINDOW_TOKENS
+) -> torch.Tensor:
+    """Return the tokens in the windows of positions at or above the threshold, [B, T] bool."""
+    check_rank(window_entropy_BT=window_entropy_BT)
+    _check_window(window)
+    high_BT = window_entropy_BT >= threshold
+    covered_BT = torch.zeros_like(high_BT)
+    for shift in range(1, window + 1):
+        covered_BT = covered_BT | _shift_right(high_BT, shift)
+    return covered_BT
+
+
+def threshold_p95(
+    entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, window: int = WINDOW_TOKENS
+) -> torch.Tensor:
+    """Return the interpolated 95th percentile of each trajectory's window entropies, [B].
+
+    NaN for a trajectory without unmasked tokens.
+    """
+    check_same_shape(entropy_BT=entropy_BT, mask_BT=mask_BT)
+    _check_window(window)
+    if not entropy_BT.numel():
+        return torch.full_like(entropy_BT[:, :1].sum(1), torch.nan)
+
+    def rows(entropy_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
+        on_RT = mask_RT.bool()
+        filled_RT = _fill_missing_windows(
+            entropy_RT, on_RT, _window_means(entropy_RT, on_RT, window)
+        )
+        return _percentile(filled_RT, on_RT.sum(1)).to(entropy_BT.dtype)
+
+    return map_row_chunks(rows, entropy_BT.detach(), mask_BT)
+
+
+def normalize_trigger_token(token_text: str) -> str:
+    """Return the token as word lists spell it: lower case, without the leading-space marker."""
+    return token_text.lstrip("\u2581\u0120").strip().lower()
+
+
+def _window_means(entropy_RT: torch.Tensor, on_RT: torch.Tensor, window: int) -> torch.Tensor:
+    """Return window entropies, NaN where there is no window, [R, T] float64."""
+    values_RT = torch.where(on_RT, entropy_RT, torch.zeros_like(entropy_RT)).double()
+    total_RT, has_window_RT = torch.zeros_like(values_RT), on_RT
+    for shift in range(1, window + 1):
+        total_RT = total_RT + _shift_left(values_RT, shift)
+        has_window_RT = has_window_RT & _shift_left(on_RT, shift)
+    return torch.where(has_window_RT, total_RT / window, torch.nan)
+
+
+def _fill_missing_windows(
+    entropy_RT: torch.Tensor, on_RT: torch.Tensor, window_RT: torch.Tensor
+) -> torch.Tensor:
+    """Replace the missing windows of unmasked positions by fallback values; -inf where masked."""
+    has_window_RT = window_RT.isfinite()
+    total_RT = torch.where(has_window_RT, window_RT, 0.0).cumsum(1)
+    before_RT = total_RT / has_window_RT.cumsum(1).clamp(min=1)
+    first_R = on_RT.int().argmax(1)
+    first_entropy_R1 = entropy_RT.gather(1, first_R[:, None]).double()
+    fallback_RT = torch.where(has_window_RT.cumsum(1) > 0, before_RT, first_entropy_R1)
+    return torch.where(has_window_RT, window_RT, torch.where(on_RT, fallback_RT, -torch.inf))
+
+
+def _percentile(value_RT: torch.Tensor, num_R: torch.Tensor) -> torch.Tensor:
+    """Return the percentile of the `num_R` largest values of each row; NaN if there are none."""
+    last_R = (num_R - 1).clamp(min=0)
+    from_top_R = last_R - PERCENTILE * last_R.double()
+    num_needed = min(int((1 - PERCENTILE) * int(last_R.max())) + 3, value_RT.shape[1])
+    top_RK = value_RT.topk(num_needed, dim=1).values
+    upper_R = from_top_R.floor().long()
+    lower_R = torch.minimum(upper_R + 1, last_R)
+    share_R = from_top_R - upper_R
+    pair_R2 = top_RK.gather(1, torch.stack([upper_R, lower_R], dim=1))
+    # The last one down has no neighbour; what follows it in the row is no value.
+    gap_R = torch.where(lower_R > upper_R, pair_R2[:, 1] - pair_R2[:, 0], 0.0)
+    return torch.where(num_R > 0, pair_R2[:, 0] + share_R * gap_R, torch.nan)
+
+
+def _shift_left(x_RT: torch.Tensor, shift: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x_RT[:, shift:], (0, min(shift, x_RT.shape[1])))
+
+
+def _shift_right(x_RT: torch.Tensor, shift: int) -> torch.Tensor:
+    width = x_RT.shape[1]
+    return torch.nn.functional.pad(x_RT[:, : max(width - shift, 0)], (min(shift, width), 0))
+
+
+def _check_window(window: int) -> None:
+    if window < 1:
+        raise ValueError(f"window={window}: expected at least 1 token")

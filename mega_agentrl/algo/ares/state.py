@@ -1,0 +1,224 @@
+"""State, hyperparameters and statistics of ARES's controllers (arXiv 2510.08457).
+
+`ares.update` computes the next state from these three. Difficulty buckets have the same order
+everywhere: 0 easy, 1 medium, 2 hard; -1 is a prompt never seen. B trajectories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mega_agentrl.algo.ares.reward import DIFFICULTY_NAMES
+from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+UNSEEN = -1
+RULE_NAMES = ("paper", "released")
+
+PerDifficulty = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AresHyperparams:
+    """Constants of the controllers."""
+
+    name: str = "paper"
+    """`paper`, or `released` for the rule of the released code, which uses only `kl_coef`,
+    `alpha_rate`, `alpha_max` and `threshold_decay`.
+    """
+    kl_coef: float = 0.01
+    """Weight of the KL term while lambda is 0."""
+    alpha_rate: float = 0.05
+    """Step size of alpha."""
+    alpha_max: float = 2.0
+    """Upper bound of alpha."""
+    threshold_decay: float = 0.99
+    """Decay of the threshold's EMA."""
+    target_rate: float = 0.1
+    """Rate of the targets' EMA."""
+    lambda_rate: float = 0.1
+    """Step size of the dual ascent on KL."""
+    kl_budget: PerDifficulty = (0.01, 0.02, 0.04)
+    """Allowed KL in nats per token, by bucket."""
+    min_trajectories: int = 8
+    """Buckets with fewer trajectories in a batch keep their controllers."""
+
+    def __post_init__(self) -> None:
+        if self.name not in RULE_NAMES:
+            raise ValueError(f"name={self.name}: expected one of {', '.join(RULE_NAMES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleasedKLController:
+    """KL controller of the released code, by bucket; see `ares.released.update_kl`."""
+
+    betas: PerDifficulty = (1.0, 1.0, 1.0)
+    """Factors on the KL coefficient."""
+    kl_means: tuple[float | None, float | None, float | None] = (None, None, None)
+    """EMA of the measured KL in nats; None before the first."""
+    errors: PerDifficulty = (0.0, 0.0, 0.0)
+    """EMA of the relative error."""
+    num_updates: int = 0
+    """Number of calls so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AresState:
+    """State of the controllers across steps, part of the checkpoint; tuples are by bucket."""
+
+    difficulty_by_prompt: Mapping[str, int] = field(default_factory=dict)
+    """Difficulty code of every prompt seen, by stable prompt id."""
+    targets: tuple[float | None, float | None, float | None] = (None, None, None)
+    """Target HWE counts; None before a bucket was seen."""
+    alphas: PerDifficulty = (0.5, 0.5, 0.5)
+    """Strength of the reward shaping."""
+    lambdas: PerDifficulty = (0.0, 0.0, 0.0)
+    """Dual variables of the KL budgets."""
+    betas: PerDifficulty | None = None
+    """Weight of the KL term; None before the first update, when `kl_coef` applies."""
+    threshold: float | None = None
+    """Threshold of the window entropy in nats; None before the first batch."""
+    released_kl: ReleasedKLController = field(default_factory=ReleasedKLController)
+    """KL controller of the rule `released`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers, lists, strings and None only, for JSON; `from_dict` restores them."""
+        state_dict: dict[str, Any] = _tuples_to_lists(asdict(self))
+        return state_dict
+
+    @classmethod
+    def from_dict(cls, state_dict: Mapping[str, Any]) -> AresState:
+        """Restore the state that `to_dict` returned.
+
+        Raises:
+            ValueError: the fields are not those of this class.
+        """
+        names = set(cls.__dataclass_fields__)
+        if set(state_dict) != names:
+            raise ValueError(
+                f"ARES state: got the fields {sorted(state_dict)}, expected {sorted(names)}; "
+                "probable cause: a checkpoint of another version"
+            )
+        values: dict[str, Any] = {name: _lists_to_tuples(state_dict[name]) for name in names}
+        released = {
+            name: _lists_to_tuples(value) for name, value in state_dict["released_kl"].items()
+        }
+        return cls(**values | {"released_kl": ReleasedKLController(**released)})
+
+    def difficulty_codes(
+        self, prompt_ids: Sequence[str], unseen_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the difficulty of each trajectory's prompt, [B] int64.
+
+        Args:
+            prompt_ids: prompt of each trajectory.
+            unseen_B: [B] codes for prompts never seen; None for -1.
+        """
+        codes = [self.difficulty_by_prompt.get(prompt_id, UNSEEN) for prompt_id in prompt_ids]
+        code_B = torch.tensor(codes, dtype=torch.int64)
+        if unseen_B is None:
+            return code_B
+        check_same_shape(code_B=code_B, unseen_B=unseen_B)
+        return torch.where(code_B == UNSEEN, unseen_B.long(), code_B)
+
+    def targets_for(self, code_B: torch.Tensor) -> torch.Tensor:
+        """Return the HWE targets, NaN if unknown, [B] float64."""
+        known = [torch.nan if target is None else target for target in self.targets]
+        return _lookup(known, torch.nan, code_B)
+
+    def alphas_for(self, code_B: torch.Tensor) -> torch.Tensor:
+        """Return the strength of the shaping, 0 for a prompt never seen, [B] float64."""
+        return _lookup(self.alphas, 0.0, code_B)
+
+    def betas_for(self, code_B: torch.Tensor, hyperparams: AresHyperparams) -> torch.Tensor:
+        """Return the weight of the KL term, `kl_coef` for a prompt never seen, [B] float64."""
+        return _lookup(self.betas or (hyperparams.kl_coef,) * 3, hyperparams.kl_coef, code_B)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AresStats:
+    """Statistics of the training rollouts of a step: all groups, before any filter."""
+
+    prompt_ids: tuple[str, ...]
+    """Prompt of each of the B trajectories; equal ids form a group."""
+    correct_B: torch.Tensor
+    """[B] bool or 0/1."""
+    hwe_B: torch.Tensor
+    """[B] number of HWEs, counted with the threshold from before the step."""
+    p95_B: torch.Tensor
+    """[B] nats, from `threshold_p95`; NaN for none."""
+    kl_B: torch.Tensor | None = None
+    """[B] mean KL to the reference in nats per token, NaN where not measured; None if nowhere."""
+
+    def __post_init__(self) -> None:
+        check_rank(correct_B=self.correct_B)
+        tensors = {"correct_B": self.correct_B, "hwe_B": self.hwe_B, "p95_B": self.p95_B}
+        check_same_shape(**tensors if self.kl_B is None else tensors | {"kl_B": self.kl_B})
+        if len(self.prompt_ids) != len(self.correct_B):
+            raise ValueError(
+                f"AresStats: got {len(self.prompt_ids)} prompt_ids and correct_B "
+                f"{tuple(self.correct_B.shape)}, expected one id per trajectory"
+            )
+
+    def group_B(self) -> torch.Tensor:
+        """Return the index of the prompt in order of first appearance, [B] int64."""
+        group_by_prompt = {
+            prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(self.prompt_ids))
+        }
+        return torch.tensor([group_by_prompt[prompt_id] for prompt_id in self.prompt_ids])
+
+
+def bucket_mean(value_B: torch.Tensor, in_bucket_B: torch.Tensor) -> float | None:
+    """Return the mean of the bucket's values without NaN; None if there are none."""
+    chosen_N = value_B[in_bucket_B].double()
+    known_N = chosen_N[~chosen_N.isnan()]
+    return float(known_N.mean()) if len(known_N) else None
+
+
+def metrics(
+    state: AresState, stats: AresStats, code_B: torch.Tensor, hyperparams: AresHyperparams
+) -> dict[str, float]:
+    """Return share, accuracy, HWE count, KL and controllers per bucket; unknown values are omitted.
+
+    Args:
+        state: state of the controllers.
+        stats: statistics of the step.
+        code_B: [B] difficulty that each trajectory was treated as.
+        hyperparams: constants of the controllers.
+    """
+    beta = state.betas or (hyperparams.kl_coef,) * 3
+    metrics_by_name: dict[str, float | None] = {"ares/threshold": state.threshold}
+    for code, name in enumerate(DIFFICULTY_NAMES):
+        in_bucket_B = code_B == code
+        metrics_by_name |= {
+            f"ares/{name}/share": bucket_mean(in_bucket_B, torch.ones_like(in_bucket_B)),
+            f"ares/{name}/accuracy": bucket_mean(stats.correct_B, in_bucket_B),
+            f"ares/{name}/hwe": bucket_mean(stats.hwe_B, in_bucket_B),
+            f"ares/{name}/target": state.targets[code],
+            f"ares/{name}/alpha": state.alphas[code],
+            f"ares/{name}/beta": beta[code],
+            f"ares/{name}/lambda": state.lambdas[code],
+        }
+        if stats.kl_B is not None:
+            metrics_by_name[f"ares/{name}/kl"] = bucket_mean(stats.kl_B, in_bucket_B)
+    return {name: value for name, value in metrics_by_name.items() if value is not None}
+
+
+def _lookup(by_code: Sequence[float], unseen: float, code_B: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor([*by_code, unseen], dtype=torch.float64)
+    return table[torch.where((code_B >= 0) & (code_B < len(by_code)), code_B, len(by_code))]
+
+
+def _tuples_to_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples_to_lists(inner) for name, inner in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,50 @@
+"""Shape checks of the functions in `algo`; the suffix of an argument's name gives its rank.
+
+``check_same_shape(logp_BT=x, mask_BT=y)`` expects two tensors of rank two and equal shape. Errors
+list every tensor with its shape. Dtypes are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import torch
+
+
+def check_rank(**tensors: torch.Tensor) -> None:
+    """Raise `ValueError` unless each tensor has one axis per suffix letter (`reward_B`: 1)."""
+    for name, tensor in tensors.items():
+        suffix = name.rpartition("_")[2]
+        if tensor.ndim != len(suffix):
+            others = [other for other in tensors if other != name]
+            beside = f"; beside it {_format_shapes(tensors, others)}" if others else ""
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected {len(suffix)} axes "
+                f"[{', '.join(suffix)}]{beside}"
+            )
+
+
+def check_same_shape(**tensors: torch.Tensor) -> None:
+    """Raise `ValueError` unless all tensors have the rank of their names and the same shape."""
+    check_rank(**tensors)
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        raise ValueError(
+            f"expected one shape for all of these, got {_format_shapes(tensors, tensors)}"
+        )
+
+
+def check_same_rows(row_B: torch.Tensor, grid_BT: torch.Tensor) -> None:
+    """Raise `ValueError` unless a [B] tensor and a [B, T] tensor have the same number of rows."""
+    check_rank(row_B=row_B, grid_BT=grid_BT)
+    if row_B.shape[0] != grid_BT.shape[0]:
+        raise ValueError(
+            f"expected as many rows in both, got [B] {tuple(row_B.shape)} "
+            f"and [B, T] {tuple(grid_BT.shape)}"
+        )
+
+
+def _format_shapes(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {tuple(tensors[name].shape)}" for name in names)

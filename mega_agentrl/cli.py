@@ -1,0 +1,223 @@
+"""Command line: compose and check the configuration, build the run, train.
+
+If the run folder holds an unfinished run with the same settings, the run resumes (`train.resume`).
+
+Exit codes: 0 success; 1 failure during the run; 2 invalid input, nothing was started; 130 (INT),
+143 (TERM) or 75 (USR1) interrupted, after saving a checkpoint if there was anything to save. 75 is
+also returned when a critic or reward-model process was lost and the job can resume from a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING, NoReturn
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mega_agentrl.config.checks.cross_section import check_config
+from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys, parse_command_line
+from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.train import sweep
+from mega_agentrl.train.resume.run_dir import METRICS_FILE, prepare_run_dir
+from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted, SignalHandler
+from mega_agentrl.types.errors import AuxiliaryModelLostError
+
+if TYPE_CHECKING:
+    from mega_agentrl.runtime.inputs import RunInputs
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_RESTART = 75
+
+
+def _fail(message: object, code: int) -> NoReturn:
+    print(f"mega_agentrl: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _fail_run(message: object, code: int) -> NoReturn:
+    """End a failed run and the process; in a sweep, end only this job."""
+    if not _in_sweep():
+        _fail(message, code)
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir)
+    sweep.write_job_file(run_dir, hydra_config.overrides.task, failed=str(message))
+    raise sweep.SweepJobFailed(f"mega_agentrl: {run_dir.name}: {message}")
+
+
+def _in_sweep() -> bool:
+    return bool(HydraConfig.get().mode is RunMode.MULTIRUN)
+
+
+def _to_config(composed: DictConfig) -> TrainConfig:
+    composed.run_dir = str(Path(HydraConfig.get().runtime.output_dir).resolve())
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def _set_up_file_logging(run_dir: Path) -> None:
+    """Send the driver's log messages to a file; the screen shows progress only."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=run_dir / "logs" / "driver.log",
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        level=logging.INFO,
+        force=True,
+    )
+    logging.captureWarnings(True)
+
+
+def run(composed: DictConfig) -> float:
+    """Run one training and return the held-out reward, which sweepers optimize."""
+    try:
+        config = _to_config(composed)
+        check_config(config)
+        run_dir = Path(config.run_dir)
+        settings = OmegaConf.to_yaml(composed, resolve=True)
+        is_resumed, renamed_dir = prepare_run_dir(run_dir, settings, resume=config.resume)
+    except ValueError as error:
+        _fail_run(error, EXIT_BAD_INPUT)
+    if _in_sweep():
+        sweep.write_job_file(run_dir, HydraConfig.get().overrides.task)
+    if is_resumed:
+        print(f"resuming the unfinished run in {run_dir}")
+    if renamed_dir is not None:
+        print(f"moved the earlier run in {run_dir} to {renamed_dir}")
+    _set_up_file_logging(run_dir)
+    # Again, because a sweep launcher calls `run` without `__main__`.
+    PROCESS_SIGNAL_HANDLER.install()
+    return _train(config, _read_inputs(config, run_dir), run_dir)
+
+
+def _read_inputs(config: TrainConfig, run_dir: Path) -> RunInputs:
+    """Read and check the inputs that the configuration names, without starting any process."""
+    from mega_agentrl.runtime.inputs import read_inputs
+
+    try:
+        if config.algo.has_user_advantage:
+            from mega_agentrl.train.user_advantage import load_user_advantage
+
+            load_user_advantage(config.algo.advantage)
+        return read_inputs(config)
+    except ValueError as error:
+        logging.exception("the input is invalid")
+        _fail_run(error, EXIT_BAD_INPUT)
+    except (RuntimeError, OSError) as error:
+        logging.exception("the input cannot be read")
+        _fail_run(f"{error}\n{_log_hint(run_dir)}", EXIT_FAILED)
+
+
+def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:
+    """Build the run and train; write the report page last if the run ends early."""
+    # Ray and torch are imported only after the input has been checked.
+    from mega_agentrl.runtime.build import build
+    from mega_agentrl.train.output.interrupted_report import (
+        FAILED_TIMEOUT_S,
+        INTERRUPTED_TIMEOUT_S,
+        write_interrupted_report,
+    )
+    from mega_agentrl.train.resume.policy_restart import train_with_restarts
+
+    is_built = owes_report = False
+    try:
+        with build(config, inputs) as components:
+            is_built = owes_report = True
+            reward = train_with_restarts(components, config, PROCESS_SIGNAL_HANDLER)
+        owes_report = False
+    except KeyboardInterrupt as stop:
+        # Any other exception means a second signal: there is no time for a report.
+        owes_report = owes_report and isinstance(stop, RunInterrupted)
+        _fail(
+            describe_interruption(run_dir, PROCESS_SIGNAL_HANDLER), PROCESS_SIGNAL_HANDLER.exit_code
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        logging.exception("the run failed")
+        if isinstance(error, ValueError) and not is_built:
+            _fail_run(error, EXIT_BAD_INPUT)
+        message, code = describe_failure(error, run_dir)
+        _fail_run(f"{message}\n{_log_hint(run_dir)}", code)
+    finally:
+        if owes_report:
+            deadline_s = (
+                FAILED_TIMEOUT_S
+                if PROCESS_SIGNAL_HANDLER.received_signal is None
+                else INTERRUPTED_TIMEOUT_S
+            )
+            write_interrupted_report(run_dir, deadline_s=deadline_s)
+    return reward
+
+
+def _log_hint(run_dir: Path) -> str:
+    return f"Traceback and messages of all processes: {run_dir / 'logs'}"
+
+
+def describe_failure(error: Exception, run_dir: Path) -> tuple[str, int]:
+    """Return the message and the exit code of a failed run."""
+    from mega_agentrl.train.resume.run_state import valid_checkpoints
+
+    if not isinstance(error, AuxiliaryModelLostError) or not (
+        folders := valid_checkpoints(run_dir)
+    ):
+        return str(error), EXIT_FAILED
+    return f"{error}\nThe same command resumes the run from {folders[0]}.", EXIT_RESTART
+
+
+def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:
+    """Return the message of an interrupted run: which checkpoint exists and how to resume."""
+    from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
+    from mega_agentrl.train.resume.run_state import RunState, valid_checkpoints
+
+    cause = "" if handler.received_signal is None else f" ({Signals(handler.received_signal).name})"
+    message = f"interrupted{cause}; every process was ended. "
+    if folders := valid_checkpoints(run_dir):
+        state = RunState.from_dict(CheckpointManifest.read(folders[0]).extra)
+        where = f"RL step {state.step}"
+        if state.warm_start_progress is not None:
+            where = f"step {state.warm_start_progress['step']} of the warm start"
+        message += f"The same command resumes the run after {where}, from {folders[0]}."
+    else:
+        message += "There is no checkpoint to resume from: the same command starts at step 1."
+    return f"{message} Metrics so far: {run_dir / METRICS_FILE}"
+
+
+def _check_command_line(folder: Path) -> None:
+    """Check the names of overrides, then their values.
+
+    Hydra's own errors say less and exit with code 1.
+    """
+    overrides, extra_folders = parse_command_line(sys.argv[1:])
+    check_yaml_keys(folder)
+    check_overrides(overrides, folder, *extra_folders)
+    if {"-m", "--multirun", "--help", "-h", "--hydra-help", "--info", "-i"} & set(sys.argv):
+        return
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        compose("train", overrides)
+
+
+def main() -> None:
+    """Check the command line, then run the configuration that Hydra composes from it."""
+    ConfigStore.instance().store(name="schema", node=TrainConfig)
+    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
+    folder = find_config_dir()
+    try:
+        _check_command_line(folder)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        cause = f": {error.__cause__}" if isinstance(error, HydraException) else ""
+        _fail(f"{error}{cause}", EXIT_BAD_INPUT)
+    try:
+        hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(run)()
+    finally:
+        sweep.write_sweep_reports()

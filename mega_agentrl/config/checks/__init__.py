@@ -1,0 +1,1 @@
+"""Checks of conditions across sections of a configuration."""

@@ -1,0 +1,274 @@
+"""Enumerations of the configuration; every name equals its value, as Hydra requires."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Branching(StrEnum):
+    """Rule that decides where a trajectory forks."""
+
+    none = "none"
+    """No branching."""
+    after_result = "after_result"
+    """ARPO's rule (arXiv 2507.19849)."""
+    aepo = "aepo"
+    """AEPO's rule, which penalizes consecutive forks."""
+    released = "released"
+    """ARPO's published code."""
+
+
+class ForkBudgetMode(StrEnum):
+    """How the forks of a prompt are distributed over its paths."""
+
+    partitioned = "partitioned"
+    """Each path has its own share."""
+    first_come = "first_come"
+    """The first path to ask gets a fork. The tree then depends on timing; for comparison only."""
+
+
+class CallProtocol(StrEnum):
+    """How the policy writes tool calls."""
+
+    tags = "tags"
+    """ARPO's tags."""
+    hermes = "hermes"
+    """JSON in `<tool_call>`, as Hermes models do."""
+
+
+class InvalidCallAction(StrEnum):
+    """What happens after a tool call that cannot be run."""
+
+    answer = "answer"
+    """The policy gets an error message."""
+    stop = "stop"
+    """The trajectory ends."""
+
+
+class TemplateCheck(StrEnum):
+    """Which differences from the full chat template are reported."""
+
+    strict = "strict"
+    """All differences."""
+    ignore_strippable = "ignore_strippable"
+    """All differences except white space."""
+    off = "off"
+    """None."""
+
+
+class FilterMetric(StrEnum):
+    """Metric of a trajectory whose group mean decides whether a group is trained on."""
+
+    none = "none"
+    """No filter."""
+    accuracy = "accuracy"
+    """Whether the answer is correct."""
+    reward = "reward"
+    """The reward."""
+
+
+class AdvantageEstimator(StrEnum):
+    """Advantage estimator."""
+
+    grpo = "grpo"
+    """GRPO."""
+    rloo = "rloo"
+    """RLOO, with a leave-one-out baseline."""
+    reinforce_plus_plus = "reinforce_plus_plus"
+    """REINFORCE++."""
+    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
+    """REINFORCE++ with a group baseline."""
+    arpo_hard = "arpo_hard"
+    """ARPO's hard estimator, which averages over shared tokens."""
+    remax = "remax"
+    """ReMax, with the reward of a greedy answer as baseline."""
+    gae = "gae"
+    """Generalized advantage estimation, with a critic."""
+
+
+class PolicyLoss(StrEnum):
+    """Per-token policy loss."""
+
+    clipped = "clipped"
+    """PPO's clipped loss."""
+    balanced = "balanced"
+    """AEPO's balanced clip."""
+    gspo = "gspo"
+    """GSPO, with one ratio per trajectory."""
+    cispo = "cispo"
+    """CISPO."""
+
+
+class RolloutCorrection(StrEnum):
+    """Importance weights for the mismatch between the engine's and the policy's log-probs."""
+
+    none = "none"
+    """No correction."""
+    token_truncate = "token_truncate"
+    """Weights per token, truncated at C."""
+    token_mask = "token_mask"
+    """Weights per token; tokens above C are masked."""
+    sequence_truncate = "sequence_truncate"
+    """Weights per sequence, truncated at C."""
+    sequence_mask = "sequence_mask"
+    """Weights per sequence; sequences above C are masked."""
+
+
+class KlPlacement(StrEnum):
+    """Where the KL penalty is applied."""
+
+    loss = "loss"
+    """Added to the loss."""
+    reward = "reward"
+    """Subtracted from the reward."""
+
+
+class CotBlocks(StrEnum):
+    """Which parts of a response are its chain of thought."""
+
+    first = "first"
+    """Between the first markers."""
+    all = "all"
+    """Between the first markers of every assistant turn."""
+    response = "response"
+    """All tokens of the policy; needs no markers."""
+
+
+class AresMode(StrEnum):
+    """Variant of ARES."""
+
+    off = "off"
+    """No ARES."""
+    paper = "paper"
+    """The published rules, with active controllers."""
+    released = "released"
+    """The published code."""
+
+
+class FunctionCallMatch(StrEnum):
+    """How function calls are compared."""
+
+    ast = "ast"
+    """Parsed, as sets."""
+    ast_ordered = "ast_ordered"
+    """Parsed, in order."""
+    string = "string"
+    """As text."""
+
+
+class LossAggregation(StrEnum):
+    """How per-token losses are reduced to a scalar."""
+
+    token_mean = "token_mean"
+    """Mean over all tokens."""
+    seq_mean_token_sum = "seq_mean_token_sum"
+    """Sum over the tokens of a sequence, mean over sequences."""
+    seq_mean_token_mean = "seq_mean_token_mean"
+    """Mean over the tokens of a sequence, mean over sequences."""
+    seq_sum_norm = "seq_sum_norm"
+    """Sum over all tokens, divided by the padded length T."""
+
+
+class KlEstimator(StrEnum):
+    """Estimator of the KL divergence from the reference policy, see http://joschu.net/blog/kl-approx.html."""
+
+    k1 = "k1"
+    """The log-ratio."""
+    abs = "abs"
+    """Absolute value of the log-ratio."""
+    k2 = "k2"
+    """Half of the squared log-ratio."""
+    k3 = "k3"
+    """r - 1 - log r: unbiased and never negative."""
+
+
+class Truncation(StrEnum):
+    """What happens to prompts over `data.max_prompt_tokens`; cuts keep the generation prompt."""
+
+    error = "error"
+    """An error."""
+    drop = "drop"
+    """The prompt is dropped."""
+    left = "left"
+    """The prompt is cut on the left."""
+    right = "right"
+    """The prompt is cut on the right."""
+    middle = "middle"
+    """The prompt is cut in the middle."""
+
+
+class PromptOrder(StrEnum):
+    """Order of the training prompts."""
+
+    shuffled = "shuffled"
+    """Shuffled in each epoch."""
+    file = "file"
+    """As in the files."""
+    difficulty = "difficulty"
+    """Shuffled; prompts that the policy answers about half of the time come more often."""
+
+
+class Dtype(StrEnum):
+    """Dtype of the policy's weights in the forward pass."""
+
+    auto = "auto"
+    """bfloat16 on GPUs, float32 on CPUs."""
+    float32 = "float32"
+    """float32."""
+    bfloat16 = "bfloat16"
+    """bfloat16."""
+
+
+class LrSchedule(StrEnum):
+    """Learning-rate schedule after the warm-up."""
+
+    constant = "constant"
+    """No decay."""
+    cosine = "cosine"
+    """Cosine decay."""
+    linear = "linear"
+    """Linear decay."""
+
+
+class SearchBackend(StrEnum):
+    """What the search tool queries."""
+
+    local = "local"
+    """An index of a local corpus."""
+    retrieve = "retrieve"
+    """A retrieval server."""
+    web = "web"
+    """A web-search API."""
+
+
+class PythonMode(StrEnum):
+    """Lifetime of the variables and files of the Python tool."""
+
+    stateless = "stateless"
+    """One call."""
+    stateful = "stateful"
+    """The trajectory."""
+
+
+class SandboxIsolation(StrEnum):
+    """How this machine is protected from the Python tool's code."""
+
+    bubblewrap = "bubblewrap"
+    """bubblewrap namespaces and resource limits."""
+    none = "none"
+    """Not at all; for trusted code only."""
+
+
+class TrackerName(StrEnum):
+    """A metrics backend beside `metrics.jsonl`.
+
+    wandb and mlflow are optional packages, configured by their own environment variables
+    (WANDB_MODE=offline, MLFLOW_TRACKING_URI=sqlite:///...).
+    """
+
+    tensorboard = "tensorboard"
+    """Event files in the run folder."""
+    wandb = "wandb"
+    """Weights & Biases."""
+    mlflow = "mlflow"
+    """MLflow."""

@@ -1,0 +1,123 @@
+"""Settings of the reward (`reward.*`): weighted parts for each data source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+
+from mega_agentrl.config.enums import FunctionCallMatch
+from mega_agentrl.config.sections.ranges import check_range
+
+DEFAULT_SOURCE = "default"
+FUNCTION_CALL_SOURCES = (
+    "function_calling",
+    "bfcl",
+    "xlam-function-calling",
+    "open_agentic_tool_use",
+)
+"""Data sources whose answers are function calls."""
+MODEL_PART = "model"
+BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PART)
+
+
+@dataclass
+class RewardModelConfig:
+    """The reward part `model`: a learned reward model."""
+
+    path_or_url: str = ""
+    """Folder of a Hugging Face checkpoint with a score head, which Megatron serves beside the
+    policy; or the URL of an OpenAI-compatible server (`http://host:8000/v1`), whose answer is
+    parsed as a number."""
+    served_model_name: str = ""
+    """Name of the model on that server."""
+    api_key_env: str = ""
+    """Environment variable that holds the server's API key; empty for none."""
+
+    def __post_init__(self) -> None:
+        check_range(
+            not self.is_remote or bool(self.served_model_name),
+            "reward.model.served_model_name",
+            repr(self.served_model_name),
+            f"the name of a model with reward.model.path_or_url={self.path_or_url}",
+        )
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the reward model is behind a URL."""
+        return self.path_or_url.startswith(("http://", "https://"))
+
+
+@dataclass
+class RewardConfig:
+    r"""The reward of a trajectory: a weighted sum of named parts.
+
+    Parts are `arpo` (scores the text), `arpo_released` (the published rule), `function_call`,
+    `accuracy` (a number or choice in `\boxed`), `model`, a key of `functions`, or the name of a
+    tool, whose step rewards and final reward are added.
+    """
+
+    rubric: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Weight of each part by data source; `default` applies to all other sources
+    (`+reward.rubric.default={arpo:1,gsm8k:0.5}`). If empty, `function_call` for data sources of
+    function calls and `arpo` for all others. The first part of a source decides whether an answer
+    is correct."""
+    functions: dict[str, str] = field(default_factory=dict)
+    """Import path of user functions by part name
+    (`+reward.functions.mine=package.module:compute_score`)."""
+    correct_threshold: float = 1.0
+    """Accuracy, or reward of a user function, from which an answer is correct."""
+    function_call_match: FunctionCallMatch = FunctionCallMatch.ast
+    """How function calls are compared."""
+    num_workers: int = 2
+    """Processes that run user functions."""
+    timeout_s: float = 30.0
+    """Timeout of a call of a user function or of the reward model."""
+    worker_env_vars: list[str] = field(default_factory=list)
+    """Environment variables that these processes may see."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The reward model."""
+
+    def __post_init__(self) -> None:
+        for source, parts in self.rubric.items():
+            key = f"reward.rubric.{source}"
+            check_range(bool(parts), key, parts, "at least one part with its weight")
+            for name, weight in parts.items():
+                check_range(isfinite(weight), f"{key}.{name}", weight, "a finite number")
+        for name in self.functions:
+            check_range(
+                name not in BUILT_IN_PARTS,
+                f"reward.functions.{name}",
+                self.functions[name],
+                f"another name: {', '.join(BUILT_IN_PARTS)} are built in",
+            )
+        check_range(self.num_workers >= 1, "reward.num_workers", self.num_workers, "at least 1")
+        check_range(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "above 0")
+        check_range(
+            MODEL_PART not in self.part_names or bool(self.model.path_or_url),
+            "reward.model.path_or_url",
+            repr(self.model.path_or_url),
+            "a folder or a URL, because reward.rubric has the part model",
+        )
+
+    @property
+    def weights_by_source(self) -> dict[str, dict[str, float]]:
+        """The rubric with its default resolved.
+
+        The default is not on the field, because OmegaConf would merge a run's rubric into it.
+        """
+        if self.rubric:
+            return self.rubric
+        calls = {source: {"function_call": 1.0} for source in FUNCTION_CALL_SOURCES}
+        return {DEFAULT_SOURCE: {"arpo": 1.0}, **calls}
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of all parts in use, without duplicates."""
+        return tuple(
+            dict.fromkeys(name for parts in self.weights_by_source.values() for name in parts)
+        )
+
+    @property
+    def hosts_reward_model(self) -> bool:
+        """Whether Megatron serves a reward model beside the policy."""
+        return MODEL_PART in self.part_names and not self.model.is_remote

@@ -1,0 +1,1 @@
+"""Converters from published data sets to the RL format of `rl_dataset`."""

@@ -1,0 +1,226 @@
+"""Converts BFCL questions of one or several turns, told apart by `extra_info.turns`.
+
+A row has `id`, `question` (turns, each a list of messages; a text in v1), `function` and
+`ground_truth`. The leaderboard ships these in several files and rows with the same `id` are joined,
+so pass the question files and their `possible_answer` files together. Rows of several turns have
+`involved_classes` instead of `function`: also pass the files of `multi_turn_func_doc` under their
+original names.
+
+A single-turn question becomes one RL row, `turns=single_turn`, whose ground truth lists every
+accepted answer. A multi-turn question becomes one RL row per turn, `turns=multi_turn`, index
+`id/turn`: the prompt holds the earlier turns with the calls expected there, and the ground truth is
+this turn's calls. The results of those calls are not in the data, so the prompt lacks them, and
+BFCL's own check of the resulting state is not done. A turn without a message is one where BFCL
+offers a function that it held back (`missed_function`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega_agentrl.data.converters.bfcl_answers import possible_answers
+from mega_agentrl.data.converters.function_calls import make_system_message, parameter_names
+from mega_agentrl.data.converters.source_row import ConversionResult, SourceRow, make_rl_row
+from mega_agentrl.types.records import Message
+
+SINGLE_TURN, MULTI_TURN = "single_turn", "multi_turn"
+NEW_FUNCTIONS_MESSAGE: Message = {
+    "role": "user",
+    "content": "I have updated some more functions you can choose from. What about now?",
+}
+FUNCTION_FILES = {
+    "GorillaFileSystem": "gorilla_file_system",
+    "MathAPI": "math_api",
+    "MessageAPI": "message_api",
+    "TicketAPI": "ticket_api",
+    "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking",
+    "TwitterAPI": "posting_api",
+    "VehicleControlAPI": "vehicle_control",
+}
+"""Name of the file that describes the functions of each class."""
+_NOTE_TOO_MANY_ANSWERS = "left out: more possible answers than are written out"
+_NOTE_UNKNOWN_CALLS = "left out: some call is expected, the data does not say which"
+
+
+def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
+    """Convert all questions; raise `ValueError` naming the row and field for malformed ones."""
+    questions, documents = _join_by_id(rows)
+    result = ConversionResult([])
+    for row in questions:
+        category = re.sub(r"_\d[\d-]*$", "", row.get_text("id"))
+        turns = _parse_turns(row)
+        truth = _expected_calls(row, category)
+        if truth is None:
+            result.notes[_NOTE_UNKNOWN_CALLS] += 1
+            continue
+        several = len(turns) > 1 or any(isinstance(item, list) for item in truth)
+        made = (
+            _multi_turn_rows(row, turns, truth, _available_functions(row, documents))
+            if several
+            else _single_turn_rows(row, turns[0], truth, _available_functions(row, documents))
+        )
+        if made is None:
+            result.notes[_NOTE_TOO_MANY_ANSWERS] += 1
+            continue
+        for index, messages, answers, extra in made:
+            extra_info = {"index": index, "category": category, **extra}
+            result.rows.append(
+                make_rl_row(
+                    data_source=data_source,
+                    messages=messages,
+                    ground_truth=answers,
+                    ability="function_calling",
+                    extra_info=extra_info,
+                )
+            )
+    return result
+
+
+_TurnRows = list[tuple[str, list[Message], list[str], dict[str, Any]]]
+
+
+def _single_turn_rows(
+    row: SourceRow, turn: list[Message], truth: list[Any], functions: list[Any]
+) -> _TurnRows | None:
+    answers = possible_answers(truth, parameter_names(functions), row)
+    if answers is None:
+        return None
+    messages = _prepend_system_message(functions, turn)
+    return [(row.get_text("id"), messages, answers, {"turns": SINGLE_TURN, "turn": 0})]
+
+
+def _multi_turn_rows(
+    row: SourceRow, turns: list[list[Message]], truth: list[Any], functions: list[Any]
+) -> _TurnRows | None:
+    if len(truth) != len(turns) or not all(isinstance(calls, list) for calls in truth):
+        raise row.error(
+            "ground_truth",
+            truth,
+            f"{len(turns)} lists of calls, one a turn",
+            "the answers of another version of BFCL",
+        )
+    parameters = parameter_names(functions)
+    made: _TurnRows = []
+    history: list[Message] = []
+    for number, (turn, calls) in enumerate(zip(turns, truth, strict=True)):
+        answers = possible_answers(calls, parameters, row)
+        if answers is None:
+            return None
+        history += turn or [NEW_FUNCTIONS_MESSAGE]
+        messages = _prepend_system_message(_functions_at_turn(functions, row, number), history)
+        extra = {"turns": MULTI_TURN, "turn": number}
+        made.append((f"{row.get_text('id')}/{number}", messages, answers, extra))
+        history.append({"role": "assistant", "content": answers[0]})
+    return made
+
+
+def _join_by_id(rows: Sequence[SourceRow]) -> tuple[list[SourceRow], dict[str, list[Any]]]:
+    """Return questions joined with their answers, and function descriptions by file name."""
+    questions: dict[str, SourceRow] = {}
+    answers: dict[str, SourceRow] = {}
+    documents: dict[str, list[Any]] = {}
+    for place, row in enumerate(rows):
+        if "id" not in row.values and {"name", "parameters"} <= row.values.keys():
+            row.get_text("name")
+            shown = {key: row.values.get(key) for key in ("name", "description", "parameters")}
+            documents.setdefault(Path(row.file).stem, []).append(shown)
+            continue
+        known = questions if "question" in row.values else answers
+        name = f"unnamed_{place}" if row.values.get("id") is None else row.get_text("id")
+        if name in known:
+            raise row.error("id", name, "an id of its own", "a file was given twice")
+        known[name] = row
+    orphan = next((row for name, row in answers.items() if name not in questions), None)
+    if orphan is not None:
+        raise orphan.error(
+            "id", orphan.values.get("id"), "the id of a question", "its question file was not given"
+        )
+    joined = [_merge_answer(name, row, answers.get(name)) for name, row in questions.items()]
+    return joined, documents
+
+
+def _merge_answer(name: str, row: SourceRow, answer: SourceRow | None) -> SourceRow:
+    if answer is None:
+        return SourceRow(row.file, row.row_index, {**row.values, "id": name})
+    file = f"{row.file} (with {answer.file} row {answer.row_index})"
+    return SourceRow(file, row.row_index, {**row.values, **answer.values, "id": name})
+
+
+def _parse_turns(row: SourceRow) -> list[list[Message]]:
+    question = row.get("question")
+    if isinstance(question, str) and not question.lstrip().startswith("["):
+        return [[{"role": "user", "content": question}]]
+    turns = row.get_list("question")
+    # A single turn may lack the list around it.
+    turns = [turns] if turns and isinstance(turns[0], dict) else turns
+    for turn in turns:
+        if not isinstance(turn, list) or not all(_is_message(message) for message in turn):
+            raise row.error("question", turn, "turns, each a list of messages")
+    if not turns or not turns[0]:
+        raise row.error("question", turns, "a first turn with a message")
+    return [[{key: m[key] for key in ("role", "content")} for m in turn] for turn in turns]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )
+
+
+def _expected_calls(row: SourceRow, category: str) -> list[Any] | None:
+    """Return the expected calls: [] for an irrelevance question, None if they are unknown."""
+    if row.values.get("ground_truth") is not None:
+        return row.get_list("ground_truth")
+    if category.endswith("irrelevance"):
+        return []
+    if category.endswith("relevance"):
+        return None
+    raise row.error(
+        "ground_truth", "nothing", "the expected calls", "the possible_answer file was not given"
+    )
+
+
+def _available_functions(row: SourceRow, documents: Mapping[str, list[Any]]) -> list[Any]:
+    for name in ("function", "functions", "tools"):
+        given = row.values.get(name)
+        if given is not None:
+            parsed = row.get_json(name)
+            listed = [parsed] if isinstance(parsed, dict) else row.get_list(name)
+            if not all(isinstance(item, dict) for item in listed):
+                raise row.error(name, listed, "descriptions of functions, each an object")
+            return listed
+    functions: list[Any] = []
+    hidden = set(row.get_strings("excluded_function"))
+    row.get("involved_classes")
+    for involved in row.get_strings("involved_classes"):
+        file = FUNCTION_FILES.get(involved, involved)
+        if file not in documents:
+            raise row.error(
+                "involved_classes",
+                involved,
+                f"descriptions for it, in a file {file}.json",
+                "the files of multi_turn_func_doc were not given",
+            )
+        functions += [item for item in documents[file] if item["name"] not in hidden]
+    return functions
+
+
+def _functions_at_turn(functions: list[Any], row: SourceRow, turn: int) -> list[Any]:
+    """Return the functions of a turn without those that are held back until a later one."""
+    held_back = row.get_json("missed_function") if row.values.get("missed_function") else {}
+    if not isinstance(held_back, dict) or not all(
+        start.isdecimal() and isinstance(names, list) for start, names in held_back.items()
+    ):
+        raise row.error("missed_function", held_back, "{number of a turn: [names]}")
+    hidden = [name for start, names in held_back.items() if int(start) > turn for name in names]
+    return [item for item in functions if item.get("name") not in hidden]
+
+
+def _prepend_system_message(functions: list[Any], messages: list[Message]) -> list[Message]:
+    """Prepend one system message that includes the messages' own system texts."""
+    own = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    return [make_system_message(functions, own), *(m for m in messages if m["role"] != "system")]

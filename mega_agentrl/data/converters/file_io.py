@@ -1,0 +1,107 @@
+"""Reads rows of published data sets from local files and writes RL parquet files.
+
+The format is chosen by suffix: `.parquet`; `.jsonl` with one object per line; `.json` with a list
+of objects or, as in BFCL, one object per line. Output is written to a temporary file and renamed.
+The same rows give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mega_agentrl.data.converters.source_row import SourceRow
+from mega_agentrl.data.table_reader import read_rows
+
+SUFFIXES = (".parquet", ".json", ".jsonl")
+
+
+def read_source_rows(paths: Sequence[Path]) -> list[SourceRow]:
+    """Read all rows of all files, in order.
+
+    Raises:
+        ValueError: a file is missing, empty, damaged or of an unknown format.
+    """
+    return [row for path in paths for row in _read_file(path)]
+
+
+def write_rl_parquet(rows: Sequence[dict[str, Any]], path: Path, *, force: bool = False) -> None:
+    """Write rows of the RL format.
+
+    Raises:
+        ValueError: there are no rows, their columns do not fit together, the folder does not exist,
+            or the file exists and `force` is not set.
+    """
+    if not rows:
+        raise ValueError(f"{path}: got no rows, expected at least one; was every row left out?")
+    check_output_path(path, force=force)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        pq.write_table(pa.Table.from_pylist(list(rows)), partial)
+        partial.replace(path)
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"{path}: the rows do not fit into one table: {error}; probable cause: a field, of "
+            "extra_info for instance, that is a number in some rows and a text in others"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_output_path(path: Path, *, force: bool) -> None:
+    """Raise `ValueError` if `write_rl_parquet` could not write to this path."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path}: expected the path of a file in a folder that exists")
+    if path.exists() and not force:
+        raise ValueError(f"{path}: exists already; pass --force to overwrite it")
+
+
+def _read_file(path: Path) -> list[SourceRow]:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"--input {path}: expected a file that ends in {', '.join(SUFFIXES)}")
+    if path.suffix == ".parquet":
+        values = read_rows(path, key="--input", columns=())
+        return [SourceRow(str(path), number, row) for number, row in enumerate(values)]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--input {path}: {error.strerror}, expected a readable file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--input {path}: {error}, expected UTF-8; is it compressed?") from error
+    is_list = path.suffix == ".json" and text.lstrip().startswith("[")
+    rows = _parse_json(text, str(path), 0) if is_list else _parse_jsonl(text, str(path))
+    if not rows:
+        raise ValueError(f"--input {path}: the file is empty, expected at least one row")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(  # noqa: TRY004
+                f"--input {path} row {number}: got {row!r}, expected an object"
+            )
+    return [SourceRow(str(path), number, row) for number, row in enumerate(rows)]
+
+
+def _parse_jsonl(text: str, file: str) -> list[Any]:
+    # Not splitlines: JSON strings may contain characters that it takes for line ends.
+    lines = [line for line in text.split("\n") if line.strip()]
+    try:
+        return [_parse_json(line, file, number) for number, line in enumerate(lines)]
+    except ValueError:
+        # A .json file may contain one object over many lines.
+        if file.endswith(".json") and text.lstrip().startswith("{\n"):
+            return [_parse_json(text, file, 0)]
+        raise
+
+
+def _parse_json(text: str, file: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--input {file} row {number}: got {text[:200]!r}, expected JSON ({error}); probable "
+            "cause: an incomplete download, or a file of another format"
+        ) from error

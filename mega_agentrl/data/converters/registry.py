@@ -1,0 +1,53 @@
+"""Registry of the data sets that can be converted to the RL format of `rl_dataset`.
+
+The name of a source becomes the `data_source` of its rows, by which rewards are chosen, unless the
+rows have names of their own (Search-R1, ARPO). Files are read and written by `file_io`; the command
+line is `tools/convert_data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mega_agentrl.data.converters.bfcl import convert_bfcl
+from mega_agentrl.data.converters.open_agentic import convert_agentic
+from mega_agentrl.data.converters.question_answering import (
+    convert_arpo,
+    convert_gsm8k,
+    convert_search_r1,
+)
+from mega_agentrl.data.converters.source_row import ConversionResult, SourceRow
+from mega_agentrl.data.converters.xlam import convert_xlam
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDataset:
+    """A data set that can be converted."""
+
+    convert: Callable[[Sequence[SourceRow], str], ConversionResult]
+    """Converts rows, given the name of the source."""
+    has_calls: bool
+    """Whether the ground truths are function calls."""
+
+
+SOURCES: Mapping[str, SourceDataset] = MappingProxyType(
+    {
+        "function_calling": SourceDataset(convert_xlam, has_calls=True),
+        "xlam-function-calling": SourceDataset(convert_xlam, has_calls=True),
+        "bfcl": SourceDataset(convert_bfcl, has_calls=True),
+        "open_agentic_tool_use": SourceDataset(convert_agentic, has_calls=True),
+        "search_r1": SourceDataset(convert_search_r1, has_calls=False),
+        "gsm8k": SourceDataset(convert_gsm8k, has_calls=False),
+        "arpo": SourceDataset(convert_arpo, has_calls=False),
+    }
+)
+"""Data sets by name, the values of `--source`."""
+
+
+def convert_rows(source: str, rows: Sequence[SourceRow]) -> ConversionResult:
+    """Convert rows; raise `ValueError` for an unknown source or a malformed row."""
+    if source not in SOURCES:
+        raise ValueError(f"source={source}: expected one of {', '.join(SOURCES)}")
+    return SOURCES[source].convert(rows, source)

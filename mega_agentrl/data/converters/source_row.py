@@ -1,0 +1,133 @@
+"""Rows of published data sets, and their conversion to the RL format of `rl_dataset`.
+
+A `SourceRow` knows its file and position, so that errors name file, row, field, the value found,
+the value expected and the probable cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mega_agentrl.data.table_reader import drop_nulls
+from mega_agentrl.types.records import Message
+
+MAX_SHOWN_CHARS = 200
+WRONG_SOURCE_CAUSE = "--source names another data set than the file holds"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """One row of a published data set."""
+
+    file: str
+    """Path of the file."""
+    row_index: int
+    """Index of the row in the file."""
+    values: Mapping[str, Any]
+    """Values by field."""
+
+    def error(
+        self, name: str, got: Any, expected: str, cause: str = WRONG_SOURCE_CAUSE
+    ) -> ValueError:
+        """Return the error for a bad field."""
+        return ValueError(
+            f"{self.file} row {self.row_index}, field {name}: got {_abbreviate(got)}, expected "
+            f"{expected}; "
+            f"probable cause: {cause}"
+        )
+
+    def get(self, name: str) -> Any:
+        """Return the field; raise `ValueError` if it is missing."""
+        if self.values.get(name) is None:
+            raise self.error(name, f"only {sorted(self.values)}", "this field")
+        return self.values[name]
+
+    def get_text(self, name: str) -> str:
+        """Return the field, which must be a non-blank text."""
+        value = self.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(name, value, "a text", "an empty or damaged row")
+        return value
+
+    def get_list(self, name: str) -> list[Any]:
+        """Return the field, which must be a list or the JSON text of one."""
+        value = self.get_json(name)
+        if not isinstance(value, list):
+            raise self.error(name, value, "a list, or the JSON text of one")
+        return value
+
+    def get_strings(self, name: str) -> list[str]:
+        """Return the field, a list of texts or its JSON text, or [] if it is missing."""
+        items = self.get_list(name) if self.values.get(name) is not None else []
+        if not all(isinstance(item, str) for item in items):
+            raise self.error(name, items, "a list of texts")
+        return items
+
+    def get_dict(self, name: str) -> dict[str, Any]:
+        """Return the field, a struct with its nulls, or {} if it is missing."""
+        value = self.values.get(name)
+        if not isinstance(value, dict | None):
+            raise self.error(name, value, "a struct")
+        return value or {}
+
+    def get_json(self, name: str) -> Any:
+        """Return the field or its parsed JSON text, without null members of parquet structs."""
+        value = self.get(name)
+        if not isinstance(value, str):
+            return drop_nulls(value)
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise self.error(name, value, f"JSON text ({error})", "a row that was cut") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionResult:
+    """The converted rows of a data set."""
+
+    rows: list[dict[str, Any]]
+    """Rows of the RL format."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """How often something was changed or left out, such as {"left out: no call expected": 3}."""
+
+
+def make_rl_row(
+    *,
+    data_source: str,
+    messages: Sequence[Message],
+    ground_truth: str | Sequence[str],
+    ability: str,
+    extra_info: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a row of the RL format; `extra_info` needs an `index` unique in its data source."""
+    truth = ground_truth if isinstance(ground_truth, str) else list(ground_truth)
+    return {
+        "data_source": data_source,
+        "prompt": [dict(message) for message in messages],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": dict(extra_info),
+    }
+
+
+def unique_row_id(row: SourceRow, place: int, seen: set[str]) -> str:
+    """Return the row's `id`, or `place` if it has none, and add it to `seen`.
+
+    Raises:
+        ValueError: the id has occurred before.
+    """
+    given = row.values.get("id")
+    index = str(place if given is None else given)
+    if index in seen:
+        raise row.error("id", index, "an id of its own", "a file was given twice, or two splits")
+    seen.add(index)
+    return index
+
+
+def _abbreviate(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + " ..."

@@ -1,0 +1,149 @@
+"""Converts text to token ids and back with a Hugging Face tokenizer folder.
+
+Prompts are rendered once through the chat template (`chat_template`). After that a context only
+grows by pieces that are encoded on their own (tool answers, later user turns), and sampled tokens
+are never tokenized again. Special tokens in encoded text or messages become plain text, so that a
+tool's answer cannot end a turn. Sampled tags such as `<think>` survive decoding if the tokenizer
+does not declare them special.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega_agentrl.data.encoding.chat_template import ChatTemplate
+from mega_agentrl.types.records import Message
+
+_TOKENIZER_CLASSES = {
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer": "Qwen2Tokenizer",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+}
+"""Class that `AutoTokenizer` loads, by `tokenizer_class` in tokenizer_config.json."""
+
+
+class HFCodec:
+    """A `ChatCodec` over a Hugging Face tokenizer folder, whose absolute path is `folder`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder)
+        if not (path / "tokenizer_config.json").is_file():
+            raise ValueError(
+                f"model.path={path}: no tokenizer_config.json there, expected a Hugging Face "
+                "checkpoint folder with its tokenizer; was it copied completely?"
+            )
+        self._tokenizer = _load_tokenizer(path)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
+                "an assistant turn; set eos_token in tokenizer_config.json"
+            )
+        self._chat_template = ChatTemplate(self._tokenizer)
+        self.folder = str(path.resolve())
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the token that ends an assistant turn."""
+        return int(self._tokenizer.eos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, including added tokens."""
+        return len(self._tokenizer)
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens, and of added tokens that start like a tag."""
+        added = [str(token) for token in self._tokenizer.get_added_vocab()]
+        bracketed = [token for token in added if token.startswith(("<", "["))]
+        return tuple(sorted({*map(str, self._tokenizer.all_special_tokens), *bracketed}))
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of the added token with this text, or None."""
+        found = self._tokenizer.get_added_vocab().get(text)
+        return None if found is None else int(found)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of exactly this text; special tokens in it become plain text.
+
+        A lone surrogate, which a tool may print but no tokenizer accepts, becomes `?`.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the ids without special tokens and with all spaces."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def survives_decoding(self, text: str) -> bool:
+        """Return whether `text` is decoded unchanged, which special tokens are not."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self.decode(ids) == text
+
+    def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the ids, including special tokens."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the ids of the conversation with `tools` rendered by the template."""
+        return self._chat_template.encode(
+            messages, tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between an assistant turn's eos and the next assistant turn."""
+        return self._chat_template.encode_next_turn(messages)
+
+    @property
+    def turn_end_text(self) -> str:
+        """What the template writes after the text of the last assistant turn."""
+        return self._chat_template.turn_end_text()
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer, without `AutoTokenizer` for known classes.
+
+    `AutoTokenizer` imports torch and model classes, which takes several seconds and which the
+    tokenizers do not need.
+    """
+    # The modules of transformers are imported on first use, so this import alone is fast.
+    import transformers
+
+    loader = getattr(transformers, _tokenizer_class_name(folder) or "AutoTokenizer")
+    return loader.from_pretrained(folder, local_files_only=True)
+
+
+def _tokenizer_class_name(folder: Path) -> str | None:
+    """Return the tokenizer class of a supported model's folder, or None for any other."""
+    if not (folder / "config.json").is_file():
+        return None
+    model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    name = _TOKENIZER_CLASSES.get(settings.get("tokenizer_class"))
+    if name is None or "auto_map" in settings:
+        return None
+    match model.get("model_type"):
+        case "qwen2":
+            # Folders of this type may name a wrong class, which `AutoTokenizer` overrides.
+            return "Qwen2Tokenizer"
+        case "llama" | "qwen3" | "qwen3_moe":
+            return name
+    return None

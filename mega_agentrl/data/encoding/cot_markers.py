@@ -1,0 +1,81 @@
+"""Finds and checks the token ids of the chain-of-thought markers (`algo.egpo.cot_markers`).
+
+The ids are searched for in sampled responses (`algo.egpo.cot_mask`), so they must be the ids that
+the policy samples, which are assumed to be the tokenizer's:
+
+* A marker that is an added or special token is that token in any context.
+* Any other marker is several tokens or one merged token, which its neighbours may change: in many
+  vocabularies `>` and a newline are one token, so that `</think>` before a newline ends with other
+  tokens than alone. Such a marker is accepted only if its ids are the same between all of
+  `LEFT_CONTEXTS` and `RIGHT_CONTEXTS`.
+
+The policy can still sample a marker as other tokens than the tokenizer's; it is then not found.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.data.encoding.codec import HFCodec
+
+LEFT_CONTEXTS = ("", "\n", "\n\n", " ", "a", "1", ".", ")")
+RIGHT_CONTEXTS = ("", "\n", "\n\n", " a", "a", "1", ".", "<")
+
+REMEDY = (
+    "; take markers that are tokens of their own (add them to the tokenizer), or "
+    "algo.egpo.cot_blocks=response, which needs none"
+)
+
+
+def cot_marker_ids(codec: HFCodec, texts: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the token ids of the opening and the closing marker.
+
+    Args:
+        codec: the tokenizer.
+        texts: the opening and closing marker of `algo.egpo.cot_markers`.
+
+    Raises:
+        ValueError: a marker does not decode to itself, or its ids depend on its context.
+    """
+    start, end = texts
+    return _marker_ids(codec, start), _marker_ids(codec, end)
+
+
+def _marker_ids(codec: HFCodec, text: str) -> tuple[int, ...]:
+    own = codec.added_token_id(text)
+    if own is not None:
+        return (own,)
+    ids = tuple(codec.encode(text))
+    if not ids or codec.decode(ids) != text:
+        raise ValueError(
+            f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)}, which read "
+            f"{codec.decode(ids)!r}; expected tokens that read the same; probable cause: a "
+            f"tokenizer that lacks some of its characters{REMEDY}"
+        )
+    for before, after in product(LEFT_CONTEXTS, RIGHT_CONTEXTS):
+        if not _occurs_in_context(codec, before, text, after, ids):
+            raise ValueError(
+                f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)} alone, and others "
+                "in "
+                f"{before + text + after!r}; expected the same, or it is not found in what the "
+                "policy samples; probable cause: the tokenizer merges its ends with the text "
+                f"beside it{REMEDY}"
+            )
+    return ids
+
+
+def _occurs_in_context(
+    codec: HFCodec, before: str, text: str, after: str, ids: tuple[int, ...]
+) -> bool:
+    """Return whether the ids occur exactly at the marker's position."""
+    context_ids = codec.encode(before + text + after)
+    stops = range(len(context_ids) - len(ids) + 1)
+    return any(
+        tuple(context_ids[stop : stop + len(ids)]) == ids
+        and codec.decode(context_ids[:stop]) == before
+        for stop in stops
+    )

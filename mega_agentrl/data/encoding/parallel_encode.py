@@ -1,0 +1,130 @@
+"""Tokenizes conversations, in several processes if there are many.
+
+A tokenizer encodes about 2,000 prompts per second and holds the GIL between calls. A worker process
+needs up to 10 s to import it, so processes pay off from `MIN_PARALLEL_ROWS` on. Conversations are
+sent in chunks with a timeout each; the results keep the order. A failed, dead or late worker is an
+error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool
+
+if TYPE_CHECKING:
+    from mega_agentrl.types.records import Message
+
+MIN_PARALLEL_ROWS = 50_000
+"""Number of prompts from which processes are started: 25 s for one process at 370 tokens each."""
+
+MAX_WORKERS = 16
+"""Upper limit of processes, beyond which the process that feeds them is the bottleneck."""
+
+_CHUNK_ROWS = 1000
+_CHUNK_CHARS = 2_000_000
+"""Far below the size limit of a worker call."""
+
+_TIMEOUT_S = 300.0
+_WORKER_FUNCTION = "mega_agentrl.data.encoding.parallel_encode:encode_chunk"
+
+ConversationWithTools = tuple[Sequence["Message"], Sequence[str]]
+"""Messages, and the names of the tools that the chat template renders."""
+
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+
+
+class ChatEncoder(Protocol):
+    """Encodes chat messages; an encoder with a `folder` can be recreated in other processes."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the ids of the conversation, by default with the generation prompt."""
+
+
+def encode_conversations(
+    codec: ChatEncoder,
+    conversations: Sequence[ConversationWithTools],
+    schemas: ToolSchemas,
+    *,
+    key: str,
+    min_rows: int = MIN_PARALLEL_ROWS,
+) -> list[list[int]]:
+    """Return the token ids of each conversation with its generation prompt.
+
+    Args:
+        codec: the tokenizer and chat template.
+        conversations: messages with tool names.
+        schemas: tool schemas by name.
+        key: configuration key of the conversations, for error messages.
+        min_rows: number of conversations from which several processes are used.
+
+    Raises:
+        ValueError: a worker process failed.
+    """
+    num_workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    folder = getattr(codec, "folder", None)
+    if len(conversations) < min_rows or num_workers < 2 or folder is None:
+        return [_encode_conversation(codec, one, schemas) for one in conversations]
+    pool = WorkerPool(num_workers, _TIMEOUT_S)
+    try:
+        pool.start()
+        answers = [
+            pool.submit(
+                _WORKER_FUNCTION, {"folder": folder, "chunk": chunk, "schemas": dict(schemas)}
+            )
+            for chunk in _iter_chunks(conversations)
+        ]
+        return [ids for answer in answers for ids in answer.result()]
+    except WorkerCallError as error:
+        raise ValueError(
+            f"{key}: a process that tokenizes its prompts failed: {error}; expected token ids; "
+            "probable cause: a chat template that takes other messages, or too little memory"
+        ) from error
+    finally:
+        pool.close()
+
+
+def encode_chunk(
+    folder: str, chunk: Sequence[ConversationWithTools], schemas: ToolSchemas
+) -> list[list[int]]:
+    """Tokenize a chunk in a worker process; `folder` is the tokenizer's."""
+    codec = _load_codec(folder)
+    return [_encode_conversation(codec, (messages, names), schemas) for messages, names in chunk]
+
+
+@cache
+def _load_codec(folder: str) -> HFCodec:
+    return HFCodec(folder)
+
+
+def _encode_conversation(
+    codec: ChatEncoder, conversation: ConversationWithTools, schemas: ToolSchemas
+) -> list[int]:
+    messages, names = conversation
+    return codec.apply_chat_template(messages, [schemas[name] for name in names] or None)
+
+
+def _iter_chunks(
+    conversations: Sequence[ConversationWithTools],
+) -> Iterator[list[ConversationWithTools]]:
+    chunk: list[ConversationWithTools] = []
+    num_chars = 0
+    for conversation in conversations:
+        size = sum(len(message["content"]) for message in conversation[0])
+        if chunk and (len(chunk) == _CHUNK_ROWS or num_chars + size > _CHUNK_CHARS):
+            yield chunk
+            chunk, num_chars = [], 0
+        chunk.append(conversation)
+        num_chars += size
+    if chunk:
+        yield chunk

@@ -1,0 +1,65 @@
+"""Reads trigger words for ARES's entropy windows and finds their tokens.
+
+`algo.ares.trigger_words_file` is a text file with one word per line. A token is a trigger if its
+text alone, in lower case and without the mark of a leading space (`normalize_trigger_token`), is
+one of the words. As published, a word that no single token spells never triggers. Decoding the
+vocabulary once replaces decoding the most probable token at every position.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mega_agentrl.algo.ares.entropy_windows import normalize_trigger_token
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from mega_agentrl.types.protocols import TextCodec
+
+
+def load_trigger_words(path: str) -> frozenset[str]:
+    """Return the normalised words of a file; raise `ValueError` if it has none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"algo.ares.trigger_words_file={path!r}: it cannot be read ({error}); expected a text "
+            "file with a "
+            "word a line; probable cause: a mistyped path"
+        ) from error
+    words = frozenset(filter(None, map(normalize_trigger_token, text.splitlines())))
+    if not words:
+        raise ValueError(
+            f"algo.ares.trigger_words_file={path!r}: got 0 words, expected a word a line; probable "
+            "cause: an "
+            "empty file. Every token is a trigger where algo.ares.trigger_words_file is empty "
+            "itself"
+        )
+    return words
+
+
+def trigger_token_ids(codec: TextCodec, words: Collection[str], *, key: str) -> frozenset[int]:
+    """Return the ids of the tokens that are one of the words, decoding the whole vocabulary.
+
+    Args:
+        codec: the tokenizer.
+        words: normalised words.
+        key: configuration key of the words, for error messages.
+
+    Raises:
+        ValueError: no token is one of the words.
+    """
+    found = frozenset(
+        token_id
+        for token_id in range(codec.vocab_size)
+        if normalize_trigger_token(codec.decode([token_id])) in words
+    )
+    if not found:
+        raise ValueError(
+            f"{key}: none of its {len(words)} words is a token of the model's vocabulary, "
+            "expected at least one, or no window is ever counted; probable cause: words of "
+            "another language, or a line that holds several"
+        )
+    return found

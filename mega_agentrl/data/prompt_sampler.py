@@ -1,0 +1,211 @@
+"""Samples training prompts from a dataset, epoch after epoch, and can be resumed.
+
+Every prompt comes once per epoch or according to its weight (`index_stream`): that of its file, and
+under `PromptOrder.difficulty` its learnability (`curriculum`). A rule may exclude prompts from an
+epoch; they are skipped, and the order of the others does not change. A prompt that was returned is
+in flight until `ack` or `nack`. The state holds the position in the stream, the prompts to return
+again (those in flight first, then the requeued ones), the recorded accuracies, and a digest of
+prompt ids, weights and order, by which the state of another dataset is refused. The exclusion rule
+is not part of the state. Methods may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from mega_agentrl.config.enums import PromptOrder
+from mega_agentrl.data.curriculum import learnability_weights
+from mega_agentrl.data.index_stream import ShuffledIndexStream
+from mega_agentrl.types.records import Prompt
+
+_STATE_KEYS = ("accuracies", "digest", "in_flight", "num_excluded", "requeued", "stream")
+
+ExclusionRule = Callable[[int], Collection[str]]
+"""Maps an epoch, counted from 0, to the ids of the prompts to exclude from it."""
+
+
+class PromptSampler:
+    """A `PromptSource` over prompts in memory."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        *,
+        weights: Sequence[float] | None = None,
+        order: PromptOrder = PromptOrder.shuffled,
+    ) -> None:
+        """Create the sampler at the start of epoch 0.
+
+        Args:
+            prompts: all prompts of the dataset.
+            seed: seed of the order.
+            weights: how often each prompt comes per epoch; None for once.
+            order: how to order and weigh the prompts.
+        """
+        if not prompts:
+            raise ValueError("PromptSampler: got 0 prompts, expected at least 1; empty dataset?")
+        self._prompts = tuple(prompts)
+        self._weights = [1.0] * len(prompts) if weights is None else [float(w) for w in weights]
+        if len(self._weights) != len(self._prompts):
+            raise ValueError(
+                f"PromptSampler: got {len(self._weights)} weights for {len(self._prompts)} "
+                "prompts, expected one each"
+            )
+        self._lock = threading.Lock()
+        self._weights_by_accuracy = order is PromptOrder.difficulty
+        self._accuracies: dict[int, float] = {}
+        is_plain = not self._weights_by_accuracy and set(self._weights) == {1.0}
+        self._stream = ShuffledIndexStream(
+            len(self._prompts),
+            seed,
+            shuffle=order is not PromptOrder.file,
+            epoch_weights_fn=None if is_plain else self._epoch_weights,
+        )
+        self._index_by_id = {prompt.prompt_id: index for index, prompt in enumerate(self._prompts)}
+        self._requeued: list[int] = []
+        self._in_flight: list[int] = []
+        self._exclusion_rule: ExclusionRule | None = None
+        self._epoch_exclusion: tuple[int, frozenset[str]] | None = None
+        self.num_excluded = 0
+        """Number of times that a prompt was skipped so far."""
+        ids = "\n".join(prompt.prompt_id for prompt in self._prompts)
+        if not is_plain or order is not PromptOrder.shuffled:
+            ids += f"\n{order} {self._weights}"
+        self._digest = hashlib.sha256(ids.encode()).hexdigest()
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All prompts in the order of the dataset."""
+        return self._prompts
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last prompt from the stream, counted from 0."""
+        return self._stream.epoch
+
+    def exclude(self, rule: ExclusionRule | None) -> None:
+        """Skip the prompts that `rule` names from now on; None skips none.
+
+        The rule is evaluated once per epoch, and again when another rule is set. If it names all
+        prompts of an epoch, none is skipped. Requeued prompts are returned whatever the rule says.
+        """
+        with self._lock:
+            self._exclusion_rule, self._epoch_exclusion = rule, None
+
+    def record_accuracies(self, accuracies: Mapping[str, float]) -> None:
+        """Record the fraction of correct trajectories, in [0, 1], by prompt id.
+
+        It affects the weights from the next epoch on, under `PromptOrder.difficulty` only.
+
+        Raises:
+            ValueError: a prompt is not in the dataset, or an accuracy is outside of [0, 1].
+        """
+        for prompt_id, accuracy in accuracies.items():
+            if prompt_id not in self._index_by_id or not 0 <= accuracy <= 1:
+                raise ValueError(
+                    f"prompt {prompt_id}: got an accuracy of {accuracy}, expected one in [0, 1] "
+                    "and a prompt of this sampler"
+                )
+            if self._weights_by_accuracy:
+                with self._lock:
+                    self._accuracies[self._index_by_id[prompt_id]] = float(accuracy)
+
+    def next_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Return the next prompts of the endless stream, requeued prompts first."""
+        with self._lock:
+            indices, self._requeued = self._requeued[:num_prompts], self._requeued[num_prompts:]
+            while len(indices) < num_prompts:
+                indices.append(self._next_index())
+            self._in_flight += indices
+        return [self._prompts[index] for index in indices]
+
+    def ack(self, prompts: Sequence[Prompt]) -> None:
+        """Acknowledge prompts as done; raise `ValueError` for one that is not in flight."""
+        with self._lock:
+            self._remove_in_flight(prompts)
+
+    def nack(self, prompts: Sequence[Prompt]) -> None:
+        """Requeue prompts in this order; raise `ValueError` for one that is not in flight."""
+        with self._lock:
+            self._requeued = self._remove_in_flight(prompts) + self._requeued
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain JSON values."""
+        with self._lock:
+            return {
+                "stream": self._stream.state_dict(),
+                "requeued": list(self._requeued),
+                "in_flight": list(self._in_flight),
+                "num_excluded": self.num_excluded,
+                "accuracies": {str(index): value for index, value in self._accuracies.items()},
+                "digest": self._digest,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where the state was saved, starting with the prompts in flight."""
+        if set(state) != set(_STATE_KEYS):
+            raise ValueError(
+                f"sampler state: got keys {sorted(state)}, expected {list(_STATE_KEYS)}; "
+                "is it from another version?"
+            )
+        if state["digest"] != self._digest:
+            raise ValueError(
+                f"sampler state: prompt digest {state['digest'][:12]}, expected "
+                f"{self._digest[:12]}; data.train is not the dataset the run was saved with, "
+                "or its weights or data.order have changed"
+            )
+        requeued = [int(index) for index in (*state["in_flight"], *state["requeued"])]
+        accuracies = {int(index): float(value) for index, value in state["accuracies"].items()}
+        if not all(0 <= index < len(self._prompts) for index in (*requeued, *accuracies)):
+            raise ValueError(
+                f"sampler state: prompts {requeued} are in flight or requeued, and "
+                f"{len(accuracies)} "
+                "have an accuracy; expected indices in "
+                f"0..{len(self._prompts) - 1}; the state is damaged"
+            )
+        self._stream.load_state_dict(state["stream"])
+        self._requeued, self._in_flight, self._accuracies = requeued, [], accuracies
+        self._epoch_exclusion, self.num_excluded = None, int(state["num_excluded"])
+
+    def _epoch_weights(self) -> list[float]:
+        """Return the weights of the epoch that starts."""
+        return learnability_weights(self._weights, self._accuracies)
+
+    def _next_index(self) -> int:
+        """Return the next index that its epoch does not exclude."""
+        while True:
+            (index,) = self._stream.take(1)
+            if self._prompts[index].prompt_id not in self._excluded_ids():
+                return index
+            self.num_excluded += 1
+
+    def _excluded_ids(self) -> frozenset[str]:
+        """Return the ids of the prompts excluded from the current epoch."""
+        epoch = self._stream.epoch
+        if self._exclusion_rule is None:
+            return frozenset()
+        if self._epoch_exclusion is None or self._epoch_exclusion[0] != epoch:
+            names = frozenset(self._exclusion_rule(epoch))
+            if all(prompt.prompt_id in names for prompt in self._prompts):
+                names = frozenset()
+            self._epoch_exclusion = (epoch, names)
+        return self._epoch_exclusion[1]
+
+    def _remove_in_flight(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Remove prompts from the in-flight list and return their indices."""
+        indices = []
+        for prompt in prompts:
+            index = next((i for i in self._in_flight if self._prompts[i] is prompt), None)
+            if index is None:
+                raise ValueError(
+                    f"prompt {prompt.prompt_id}: is not in flight, expected one that "
+                    "`next_prompts` "
+                    "returned and that was neither acked nor nacked; probable cause: two acks"
+                )
+            self._in_flight.remove(index)
+            indices.append(index)
+        return indices

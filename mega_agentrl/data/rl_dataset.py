@@ -1,0 +1,291 @@
+"""Reads RL datasets from files or a user's dataset class into `Prompt` records.
+
+Columns: `data.prompt_key` (`prompt`: chat messages, or a text that becomes one user message),
+`data.reward_fn_key` (`data_source`), `reward_model` (a struct whose `ground_truth` is a string or a
+list of strings), and optionally `extra_info` (a struct with `index`, `tools_kwargs`,
+`need_tools_kwargs` and `interaction_kwargs`). The keys of `tools_kwargs` select the prompt's tools;
+without any it gets all tools, with a warning if `need_tools_kwargs` is set. The prompt id is
+`data_source/index`; the index defaults to the row number over all files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.config.enums import Truncation
+from mega_agentrl.config.sections.data_files import DataFile
+from mega_agentrl.data.encoding.parallel_encode import ChatEncoder, encode_conversations
+from mega_agentrl.data.encoding.truncation import num_generation_prompt_tokens, truncate_tokens
+from mega_agentrl.data.prompt_template import PromptTemplate
+from mega_agentrl.data.remote_files import fetch_to_cache
+from mega_agentrl.data.table_reader import check_columns, drop_nulls, read_rows
+from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
+from mega_agentrl.types.records import Message, Prompt
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.sections.data import DataConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDataset:
+    """The prompts of a dataset."""
+
+    prompts: tuple[Prompt, ...]
+    """Tokenized prompts within the length limit."""
+    weights: tuple[float, ...]
+    """Sampling weight of each prompt's file."""
+    num_dropped: int = 0
+    """Number of prompts that were dropped because they were too long."""
+    num_truncated: int = 0
+    """Number of prompts that were truncated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LocatedRow:
+    """A row with its origin."""
+
+    values: Mapping[str, Any]
+    """Values by column."""
+    location: str
+    """Setting, file and row, for error messages."""
+    row_index: int
+    """Row number over all files."""
+    file_weight: float
+    """Sampling weight of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnencodedPrompt:
+    """A prompt before tokenization."""
+
+    prompt: Prompt
+    """The prompt without token ids and tool schemas."""
+    location: str
+    """Setting, file and row, for error messages."""
+    file_weight: float
+    """Sampling weight of the file."""
+
+
+def load_prompts(
+    files: Sequence[DataFile],
+    codec: ChatEncoder,
+    config: DataConfig,
+    *,
+    key: str,
+    tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    cache_folder: Path | None = None,
+) -> PromptDataset:
+    """Read and tokenize the prompts of files: `read_prompts`, then `encode_prompts`."""
+    unencoded = read_prompts(files, config, key=key, cache_folder=cache_folder)
+    return encode_prompts(unencoded, codec, config, key=key, tool_schemas=tool_schemas)
+
+
+def read_prompts(
+    files: Sequence[DataFile], config: DataConfig, *, key: str, cache_folder: Path | None = None
+) -> list[UnencodedPrompt]:
+    """Read the prompts of files.
+
+    Args:
+        files: the files with their weights.
+        config: names of the columns, prompt template and dataset class.
+        key: configuration key of the files, for error messages.
+        cache_folder: folder for local copies of remote files; None refuses these.
+
+    Raises:
+        ValueError: a file, the template or the dataset class cannot be read, a row is malformed, or
+            two rows have the same id.
+    """
+    template = PromptTemplate(config.prompt_template) if config.prompt_template else None
+    prompts_by_id: dict[str, UnencodedPrompt] = {}
+    for row in _iter_rows(files, config, key, cache_folder):
+        one = UnencodedPrompt(_parse_prompt(row, config, template), row.location, row.file_weight)
+        if (first := prompts_by_id.setdefault(one.prompt.prompt_id, one)) is not one:
+            raise ValueError(
+                f"{row.location}: id {one.prompt.prompt_id} occurs twice, first in "
+                f"{first.location}; "
+                f"expected extra_info.index to be unique within a {config.reward_fn_key}, over "
+                "all files"
+            )
+    return list(prompts_by_id.values())
+
+
+def encode_prompts(
+    unencoded: Sequence[UnencodedPrompt],
+    codec: ChatEncoder,
+    config: DataConfig,
+    *,
+    key: str,
+    tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PromptDataset:
+    """Tokenize prompts and apply the length limit.
+
+    Args:
+        unencoded: the prompts that `read_prompts` read.
+        codec: the chat template.
+        config: length limit and truncation mode.
+        key: configuration key of the files, for error messages.
+        tool_schemas: schemas by tool name; the chat template renders those of a prompt's tools.
+
+    Raises:
+        ValueError: a prompt is too long under `Truncation.error`, or no prompt is left.
+    """
+    schemas = tool_schemas or {}
+    tools = [_prompt_tool_names(one.prompt, schemas) for one in unencoded]
+    encoded = encode_conversations(
+        codec,
+        [(one.prompt.messages, names) for one, names in zip(unencoded, tools, strict=True)],
+        schemas,
+        key=key,
+    )
+    full = [
+        replace(
+            one.prompt,
+            token_ids=tuple(ids),
+            tool_schemas=tuple(schemas[name] for name in names),
+        )
+        for one, names, ids in zip(unencoded, tools, encoded, strict=True)
+    ]
+    return _apply_length_limit(full, [one.file_weight for one in unencoded], codec, config, key)
+
+
+def _prompt_tool_names(prompt: Prompt, schemas: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the tools that the chat template renders: the prompt's, or all."""
+    chosen = [name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None]
+    return tuple(name for name in chosen or schemas if name in schemas)
+
+
+def _iter_rows(
+    files: Sequence[DataFile], config: DataConfig, key: str, cache_folder: Path | None
+) -> Iterator[_LocatedRow]:
+    local = {file: _resolve_local_path(file, key, cache_folder) for file in files}
+    columns = (config.prompt_key, config.reward_fn_key, "reward_model")
+    number = 0
+    if config.dataset_class:
+        found = load_dataset_class(config.dataset_class)
+        for number, values in enumerate(iter_user_rows(found, list(local.values()), key=key)):
+            where = f"{key}, data.dataset_class={config.dataset_class} row {number}"
+            check_columns(values, columns, where)
+            yield _LocatedRow(values, where, number, 1.0)
+        return
+    for file, path in local.items():
+        for index, values in enumerate(read_rows(path, key=key, columns=columns)):
+            yield _LocatedRow(values, f"{key}={file.path} row {index}", number, file.weight)
+            number += 1
+
+
+def _resolve_local_path(file: DataFile, key: str, cache_folder: Path | None) -> str:
+    if not file.needs_copy:
+        return file.path
+    if cache_folder is None:
+        raise ValueError(
+            f"{key}={file.path}: expected a path without a scheme; probable cause: there is no "
+            "cache "
+            "folder for remote files here"
+        )
+    return str(fetch_to_cache(file.path, cache_folder, key=key))
+
+
+def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate | None) -> Prompt:
+    cell, where = row.values[config.prompt_key], row.location
+    if isinstance(cell, str) and cell:
+        cell = [{"role": "user", "content": cell}]
+    messages = validate_messages(cell, f"{where}, column {config.prompt_key}")
+    if template is not None:
+        messages = template.apply(messages, row.values, where)
+    source = row.values[config.reward_fn_key]
+    if not isinstance(source, str):
+        raise ValueError(  # noqa: TRY004
+            f"{where}, column {config.reward_fn_key}: got {source!r}, expected a string"
+        )
+    extra = drop_nulls(row.values.get("extra_info") or {})
+    tools_kwargs = extra.pop("tools_kwargs", {})
+    if extra.get("need_tools_kwargs") and not tools_kwargs:
+        _log.warning(
+            "%s: no tools_kwargs, expected some; index %s, data source %s",
+            *(where, extra.get("index", row.row_index), source),
+        )
+    return Prompt(
+        prompt_id=f"{source}/{extra.get('index', row.row_index)}",
+        data_source=source,
+        messages=messages,
+        ground_truth=_parse_ground_truth(row.values["reward_model"], where),
+        token_ids=(),
+        tools_kwargs=tools_kwargs,
+        extra_info=extra,
+    )
+
+
+def _apply_length_limit(
+    full: Sequence[Prompt],
+    weights: Sequence[float],
+    codec: ChatEncoder,
+    config: DataConfig,
+    key: str,
+) -> PromptDataset:
+    """Drop or truncate prompts that are longer than `data.max_prompt_tokens`."""
+    limit, truncation = config.max_prompt_tokens, config.truncation
+    long = [prompt for prompt in full if len(prompt.token_ids) > limit]
+    drops = truncation in (Truncation.error, Truncation.drop)
+    if long and (truncation is Truncation.error or (drops and len(long) == len(full))):
+        longest = max(len(prompt.token_ids) for prompt in long)
+        raise ValueError(
+            f"{key}: {len(long)} of {len(full)} prompts are longer than "
+            f"data.max_prompt_tokens={limit} (the longest has {longest} tokens); raise it"
+            + (", or set data.truncation=drop" if len(long) < len(full) else "")
+        )
+    if drops:
+        short = [row for row, prompt in enumerate(full) if len(prompt.token_ids) <= limit]
+        return PromptDataset(
+            prompts=tuple(full[row] for row in short),
+            weights=tuple(weights[row] for row in short),
+            num_dropped=len(long),
+        )
+    fitted = tuple(
+        _truncate_prompt(prompt, codec, limit, truncation)
+        if len(prompt.token_ids) > limit
+        else prompt
+        for prompt in full
+    )
+    return PromptDataset(fitted, tuple(weights), num_truncated=len(long))
+
+
+def _truncate_prompt(
+    prompt: Prompt, codec: ChatEncoder, limit: int, truncation: Truncation
+) -> Prompt:
+    without = codec.apply_chat_template(
+        prompt.messages, list(prompt.tool_schemas) or None, add_generation_prompt=False
+    )
+    num_last = num_generation_prompt_tokens(prompt.token_ids, without)
+    return replace(prompt, token_ids=truncate_tokens(prompt.token_ids, num_last, limit, truncation))
+
+
+def validate_messages(value: Any, where: str) -> tuple[Message, ...]:
+    """Return the chat messages of a cell; raise `ValueError` naming `where` for anything else."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: got {value!r}, expected a non-empty list of chat messages")
+    messages = drop_nulls(value)
+    for message in messages:
+        parts = message if isinstance(message, dict) else {}
+        if not all(isinstance(parts.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"{where}: got message {message!r}, expected string members role and content"
+            )
+    return tuple(messages)
+
+
+def _parse_ground_truth(cell: Any, where: str) -> str | tuple[str, ...]:
+    truth = cell.get("ground_truth") if isinstance(cell, dict) else None
+    if isinstance(truth, str):
+        return truth
+    if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
+        return tuple(truth)
+    raise ValueError(
+        f"{where}, column reward_model: got {cell!r}, expected a struct whose ground_truth is a "
+        "string or a non-empty list of strings"
+    )

@@ -1,0 +1,1 @@
+"""Predicts the memory of policy, critic and engine ranks."""

@@ -1,0 +1,219 @@
+"""Estimates the activation bytes that a policy rank keeps for the backward pass.
+
+The layers recompute nothing, so the tensors that each operation saves add up. Per token, with
+tensor-parallel size t, h' = h/t under sequence parallelism and h' = h without, and with f the local
+inner width of the MLP, a layer saves
+
+    two norms         input, normalised input and output                       3 h' each
+    attention         the fused q/k/v, normalised and rotated copies, and its output
+    MLP               inner products before and after the activation           3 f
+    experts           the same for every copy of a token that is routed to the rank's experts, and
+                      the token itself: k copies of h and 3 f, times the routing imbalance
+
+GPUs run fused kernels for norms, activations and variable-length attention. Without them a norm
+keeps a float32 copy, the activation three more products, and the attention gathered copies.
+Megatron's own layers are counted; Transformer Engine's keep slightly less. A pipeline stage keeps
+the activations of several micro-batches at once (`num_in_flight_passes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.sections.policy import ParallelConfig
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+_FLOAT_BYTES = 4
+_INT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """Properties of the kernels that determine which activations are saved."""
+
+    item_bytes: int = 2
+    """Bytes of one weight or activation."""
+    fused: bool = True
+    """Whether norms, activations and attention are fused, as on GPUs."""
+
+
+def stage_activation_bytes(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    stage: int,
+    tokens: int,
+    kernels: KernelConfig,
+    *,
+    num_micro_batches: int,
+    imbalance: float = 1.0,
+) -> float:
+    """Return the peak activation bytes on a rank of a pipeline stage.
+
+    Args:
+        shape: the model.
+        layout: the parallel sizes.
+        stage: the pipeline stage.
+        tokens: number of tokens of a micro-batch on this rank.
+        kernels: how the layers run.
+        num_micro_batches: number of micro-batches of an optimizer step, which bounds how many are
+            in flight.
+        imbalance: tokens of the busiest expert rank divided by the mean.
+    """
+    per_chunk = shape.num_layers // (layout.pipeline * layout.virtual_pipeline)
+    total, last = 0.0, layout.pipeline - 1
+    passes = num_in_flight_passes(layout, stage, num_micro_batches)
+    for chunk in range(layout.virtual_pipeline):
+        first = (chunk * layout.pipeline + stage) * per_chunk
+        saved = sum(
+            layer_activation_bytes(shape, layout, tokens, kernels, layer, imbalance=imbalance)
+            for layer in range(first, first + per_chunk)
+        )
+        if stage == last and chunk == layout.virtual_pipeline - 1:
+            saved += _norm_bytes(
+                shape.hidden_size, tokens / _sequence_parallel_size(layout), kernels
+            )
+            saved += tokens * shape.hidden_size * kernels.item_bytes  # input of the head
+        else:
+            saved += (
+                tokens / _sequence_parallel_size(layout) * shape.hidden_size * kernels.item_bytes
+            )
+        total += saved * passes[chunk]
+    return total
+
+
+def num_in_flight_passes(layout: ParallelConfig, stage: int, num_micro_batches: int) -> list[int]:
+    """Return, by model chunk, the maximum number of passes between forward and backward.
+
+    Plain 1F1B keeps as many as there are stages from this one on. With the interleaved schedule a
+    rank runs 2 (later stages) + (virtual - 1) stages + 1 forward passes before the first backward
+    pass, cycling through the chunks with as many passes each as there are stages.
+    """
+    pipeline, virtual = layout.pipeline, layout.virtual_pipeline
+    if virtual == 1:
+        return [min(pipeline - stage, num_micro_batches)]
+    ahead = min(
+        2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1, num_micro_batches * virtual
+    )
+    rounds = [0] * virtual
+    for number in range(ahead):
+        rounds[number // pipeline % virtual] += 1
+    return rounds
+
+
+def layer_activation_bytes(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    tokens: float,
+    kernels: KernelConfig,
+    layer: int,
+    *,
+    imbalance: float = 1.0,
+) -> float:
+    """Return the bytes that one layer saves for one micro-batch, its output not included."""
+    shared = tokens / _sequence_parallel_size(layout)
+    norms = 2 * (
+        _norm_bytes(shape.hidden_size, shared, kernels)
+        + shared * shape.hidden_size * kernels.item_bytes
+    )
+    saved = norms + _attention_bytes(shape, layout, tokens, kernels)
+    if shape.is_moe_layer(layer):
+        return saved + _expert_bytes(shape, layout, shared, kernels, imbalance)
+    inner = shape.ffn_hidden_size / layout.tensor
+    return saved + (3 if kernels.fused else 5) * inner * tokens * kernels.item_bytes
+
+
+def _sequence_parallel_size(layout: ParallelConfig) -> int:
+    """Return the number of ranks over which tokens are split outside the linears."""
+    return layout.tensor if layout.sequence_parallel else 1
+
+
+def _norm_bytes(width: float, rows: float, kernels: KernelConfig, heads: float = 1) -> float:
+    """Return the bytes of a norm's input, float32 scale and normalised input.
+
+    Each row holds `heads` vectors with `width` numbers in all.
+    """
+    wide = kernels.item_bytes if kernels.fused else _FLOAT_BYTES
+    return rows * (width * (wide + kernels.item_bytes) + heads * _FLOAT_BYTES)
+
+
+def _attention_bytes(
+    shape: ModelShape, layout: ParallelConfig, tokens: float, kernels: KernelConfig
+) -> float:
+    heads = shape.num_heads / layout.tensor
+    kv_heads = max(1.0, shape.num_kv_heads / layout.tensor)
+    query, key = heads * shape.head_dim, kv_heads * shape.head_dim
+    # A context rank gathers the keys for both of its chunks: (2C + 1) / 2 times its own.
+    key_factor = layout.context + 0.5 if layout.context > 1 else 1.0
+    item = kernels.item_bytes
+    saved = 4 * tokens * shape.head_dim * item  # rotary cosines and sines, for queries and keys
+    if shape.qk_norm:
+        saved += _norm_bytes(query, tokens, kernels, heads) + _norm_bytes(
+            key, tokens, kernels, kv_heads
+        )
+    saved += tokens * (query + key_factor * key) * item  # inputs of the attention
+    saved += tokens * (query * item + heads * _FLOAT_BYTES)  # output and softmax normaliser
+    if not kernels.fused:
+        saved += tokens * (key_factor * key + query) * item  # values, and the output transposed
+        if shape.qk_norm and item == _FLOAT_BYTES:  # the key norm saves a view of the fused qkv
+            saved += tokens * (query + key) * item
+        return saved
+    if layout.context > 1:
+        return saved + tokens * key_factor * key * item
+    if layout.tensor > shape.num_kv_heads:  # values are a view of the gathered qkv
+        width = shape.num_heads + 2 * shape.num_kv_heads
+        return saved + tokens * width * shape.head_dim * item
+    normalized_key = key if shape.qk_norm else 0.0  # the key norm saves a view, too
+    return saved + tokens * (query + 2 * key - normalized_key) * item
+
+
+def _expert_bytes(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    tokens: float,
+    kernels: KernelConfig,
+    imbalance: float,
+) -> float:
+    moe = shape.moe
+    assert moe is not None, "an MoE layer has experts"
+    routed = tokens * (
+        moe.num_experts * (_FLOAT_BYTES + 1) + moe.top_k * (2 * _INT_BYTES + _FLOAT_BYTES)
+    )
+    share = layout.expert_tensor_size
+    copies = tokens * moe.top_k * share * imbalance
+    inner = moe.ffn_hidden_size / share * (3 if kernels.fused else 6)
+    weight = _FLOAT_BYTES + _INT_BYTES * (1 if share == 1 else 2)
+    return routed + copies * ((shape.hidden_size + inner) * kernels.item_bytes + weight)
+
+
+def layer_backward_workspace_bytes(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    tokens: float,
+    kernels: KernelConfig,
+    *,
+    imbalance: float = 1.0,
+) -> float:
+    """Return the temporary bytes of one layer's backward pass.
+
+    These are the gradients of the MLP's inner products and of its input, and under sequence
+    parallelism the gathered input.
+    """
+    gathered = 2 if layout.sequence_parallel else 1
+    dense = tokens * (3 * shape.ffn_hidden_size / layout.tensor + gathered * shape.hidden_size)
+    if shape.moe is None:
+        return dense * kernels.item_bytes
+    copies = (
+        tokens
+        / _sequence_parallel_size(layout)
+        * shape.moe.top_k
+        * layout.expert_tensor_size
+        * imbalance
+    )
+    sparse = copies * (
+        3 * shape.moe.ffn_hidden_size / layout.expert_tensor_size + 2 * shape.hidden_size
+    )
+    if all(shape.moe.moe_layer_pattern):
+        return sparse * kernels.item_bytes
+    return max(dense, sparse) * kernels.item_bytes

@@ -1,0 +1,172 @@
+"""Estimates the memory of an engine rank and the number of tokens that its KV cache holds.
+
+vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU. Weights, the largest forward pass
+(which vLLM profiles) and the runtime come off, and the KV cache gets the rest. vLLM's profiling
+does not see the CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight
+transfer with one layer's parameters (a layer is filled and then copied); these lie outside the
+fraction.
+
+With `cluster.colocated` the engine shares the GPU with what the policy leaves there while the
+engine is awake, and itself leaves some memory allocated while it sleeps (`while_sleeping`).
+
+    KV bytes per token   2 * layers * key heads of the rank * head width * bytes of a number
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from mega_agentrl.estimate.device import CPU_KERNEL_BYTES, CPU_LIBRARIES_BYTES, GIB
+from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
+from mega_agentrl.reshard.planner.repeated_layers import (
+    first_layer_of_each_type,
+    one_layer_per_type,
+)
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+_FLOAT_BYTES = 4
+_MIB = 2**20
+_CUDA_GRAPH_BYTES = GIB
+MIN_BATCHED_TOKENS = 8192
+"""Minimum number of tokens per forward pass, which `generator.engine` requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes on one tensor rank of an engine."""
+
+    weights: int
+    """Bytes of the weights."""
+    activations: int
+    """Bytes of the activations of the largest forward pass."""
+    logits: int
+    """Bytes of the logits of all requests, the sampler's copies included."""
+    runtime: int
+    """Bytes of the CUDA context and libraries."""
+    kv_cache: int
+    """Bytes of the KV cache; negative if the rest does not fit."""
+    entropy_tap: int
+    """Bytes of the entropy tap's copies of the logits."""
+    transfer: int
+    """Bytes of the weight transfer: two buckets and the largest layer."""
+    cuda_graphs: int
+    """Bytes of the CUDA graphs."""
+    kv_bytes_per_token: int
+    """Bytes of the KV cache per token."""
+    vllm_share: float
+    """Bytes that vLLM takes according to `engine.gpu_memory_utilization`."""
+    colocated_policy: int
+    """Bytes that the policy leaves on a shared GPU; 0 on separate GPUs."""
+    resident_buckets: int
+    """Bytes of the transfer buckets, which stay allocated."""
+
+    @property
+    def num_kv_cache_tokens(self) -> int:
+        """Number of tokens that the KV cache holds, 0 if there is no room for it."""
+        return max(0, self.kv_cache) // self.kv_bytes_per_token
+
+    @property
+    def outside_vllm_share(self) -> int:
+        """Bytes that vLLM's share does not include."""
+        return self.entropy_tap + self.transfer + self.cuda_graphs
+
+    @property
+    def while_sleeping(self) -> int:
+        """Bytes that stay on a shared GPU while the policy trains."""
+        return self.runtime + self.cuda_graphs + self.resident_buckets
+
+    @property
+    def while_loading_weights(self) -> int:
+        """Bytes during the weight update, before the KV cache is allocated."""
+        return self.weights + self.transfer + self.runtime + self.cuda_graphs
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes on the GPU, with all of vLLM's share."""
+        return round(self.vllm_share) + self.outside_vllm_share + self.colocated_policy
+
+
+def estimate_engine_memory(
+    config: TrainConfig, shape: ModelShape, device: DeviceSpec
+) -> EngineMemory:
+    """Return the memory of an engine rank; all ranks need the same."""
+    engine, item = config.engine, device.engine_item_bytes
+    weights = num_engine_rank_elements(shape, engine.tensor_parallel_size) * item
+    activations = _num_activation_elements(config, shape) * item
+    rows = engine.max_num_seqs * shape.vocab_size
+    logits = rows * (item + 2 * _FLOAT_BYTES)
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        logits += rows * (_FLOAT_BYTES + 8)  # sorted values and their indices
+    bucket = config.weight_sync.bucket_mib * _MIB
+    runtime = device.engine_runtime_bytes
+    if not device.is_gpu:
+        # Models on CPUs are small: a bucket holds no more than the rank receives.
+        bucket = min(bucket, weights)
+        runtime = CPU_LIBRARIES_BYTES + CPU_KERNEL_BYTES
+    used = weights + activations + logits + runtime
+    if device.memory_gib is None:
+        share = float(engine.cpu_kv_cache_gib * GIB + used)
+    else:
+        share = engine.gpu_memory_utilization * device.memory_gib * GIB
+    kv_heads = max(1, shape.num_kv_heads // engine.tensor_parallel_size)
+    buckets = 2 * bucket
+    shared = config.cluster.colocated and device.is_gpu
+    return EngineMemory(
+        weights=weights,
+        activations=activations,
+        logits=logits,
+        runtime=runtime,
+        kv_cache=round(share) - used,
+        entropy_tap=3 * rows * _FLOAT_BYTES,
+        transfer=buckets + _num_largest_layer_elements(shape, engine.tensor_parallel_size) * item,
+        cuda_graphs=_CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0,
+        kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
+        vllm_share=share,
+        colocated_policy=device.policy_runtime_bytes + buckets if shared else 0,
+        resident_buckets=buckets,
+    )
+
+
+@lru_cache(maxsize=64)
+def num_engine_rank_elements(shape: ModelShape, tensor_size: int) -> int:
+    """Return the number of weight elements on one tensor rank, vocabulary padding included."""
+    sample = one_layer_per_type(shape)
+    total = num_elements(engine_shard_layouts(sample, 0, tensor_size))
+    for index, layer in enumerate(first_layer_of_each_type(shape)):
+        num_layers = sum(
+            shape.is_moe_layer(n) is shape.is_moe_layer(layer) for n in range(shape.num_layers)
+        )
+        total += (num_layers - 1) * _num_layer_elements(sample, tensor_size, index)
+    return total
+
+
+def _num_layer_elements(sample: ModelShape, tensor_size: int, layer: int) -> int:
+    prefix = f"model.layers.{layer}."
+    shards = engine_shard_layouts(sample, 0, tensor_size)
+    return num_elements([shard for shard in shards if shard.name.startswith(prefix)])
+
+
+@lru_cache(maxsize=64)
+def _num_largest_layer_elements(shape: ModelShape, tensor_size: int) -> int:
+    sample = one_layer_per_type(shape)
+    return max(_num_layer_elements(sample, tensor_size, n) for n in range(sample.num_layers))
+
+
+def _num_activation_elements(config: TrainConfig, shape: ModelShape) -> int:
+    """Return the elements of the largest pass: residual, two hidden states, inner products."""
+    tensor = config.engine.tensor_parallel_size
+    tokens = max(MIN_BATCHED_TOKENS, config.engine.max_model_len)
+    inner = 3 * shape.ffn_hidden_size // tensor
+    if shape.moe is not None:
+        copies = shape.moe.top_k
+        sparse = copies * (3 * shape.moe.ffn_hidden_size // tensor + shape.hidden_size)
+        inner = sparse if all(shape.moe.moe_layer_pattern) else max(inner, sparse)
+    kv_heads = max(1, shape.num_kv_heads // tensor)
+    attention = 2 * (shape.num_heads // tensor + kv_heads) * shape.head_dim
+    return tokens * (3 * shape.hidden_size + max(inner, attention))

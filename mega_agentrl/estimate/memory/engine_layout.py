@@ -1,0 +1,124 @@
+"""Derives the weight layout of vLLM's tensor ranks from the model shape, without vLLM.
+
+A run traces vLLM's own loader instead (`generator.weights.loader_trace`), but login nodes have no
+vLLM. The supported model families are split as follows:
+
+    vocabulary     rows, padded to a multiple of 64 and of the ranks
+    q, k, v        rows by whole heads; with more ranks than key heads, ranks share one
+    o, down        columns; biases are replicated
+    gate, up       rows, also those of every expert
+    norms, router  replicated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm, prod
+from typing import TYPE_CHECKING
+
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.mapping.model_mapping import (
+    HF_EMBEDDING,
+    HF_FINAL_NORM,
+    HF_LM_HEAD,
+    HF_SCORE_HEAD,
+)
+from mega_agentrl.reshard.mapping.model_shape import HeadKind
+from mega_agentrl.reshard.mapping.partition import RowRange, replicate, slice_columns, stack_rows
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+_VOCAB_MULTIPLE = 64
+
+
+def engine_shard_layouts(shape: ModelShape, rank: int, size: int) -> list[ShardLayout]:
+    """Return one shard layout per checkpoint tensor for tensor rank `rank` of `size`.
+
+    Names are those of the checkpoint; tensors that vLLM stacks into one parameter stay separate.
+    """
+    shards = [_vocab_shard(HF_EMBEDDING, shape, rank, size)]
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        shards += _attention_shards(shape, f"{prefix}self_attn.", rank, size)
+        shards += _mlp_shards(shape, f"{prefix}mlp.", rank, size, sparse=shape.is_moe_layer(layer))
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            shards.append(_replicated_shard(prefix + norm, (shape.hidden_size,)))
+    shards.append(_replicated_shard(HF_FINAL_NORM, (shape.hidden_size,)))
+    if shape.head is HeadKind.scalar:
+        shards.append(_replicated_shard(HF_SCORE_HEAD, (1, shape.hidden_size)))
+    elif not shape.tie_word_embeddings:
+        shards.append(_vocab_shard(HF_LM_HEAD, shape, rank, size))
+    return shards
+
+
+def num_elements(shards: list[ShardLayout]) -> int:
+    """Return the number of elements of all shards, padding included."""
+    return sum(prod(shard.shape) for shard in shards)
+
+
+def _replicated_shard(name: str, full: tuple[int, ...]) -> ShardLayout:
+    return replicate(name, name, full)
+
+
+def _vocab_shard(name: str, shape: ModelShape, rank: int, size: int) -> ShardLayout:
+    multiple = lcm(_VOCAB_MULTIPLE, size)
+    rows = -(-shape.vocab_size // multiple) * multiple // size
+    valid = max(0, min(rows, shape.vocab_size - rank * rows))
+    blocks: tuple[Block, ...] = ()
+    if valid:
+        hf_rect = Rect((rank * rows, 0), (rank * rows + valid, shape.hidden_size))
+        blocks = (Block(name, hf_rect, Rect.whole((valid, shape.hidden_size))),)
+    return ShardLayout(name, (rows, shape.hidden_size), blocks)
+
+
+def _attention_shards(
+    shape: ModelShape, prefix: str, rank: int, size: int
+) -> Iterator[ShardLayout]:
+    width = shape.head_dim
+    queries = shape.num_heads // size * width
+    keys = max(1, shape.num_kv_heads // size) * width
+    first = rank * shape.num_kv_heads // size * width
+    spans = {"q": (rank * queries, queries), "k": (first, keys), "v": (first, keys)}
+    for letter, (start, count) in spans.items():
+        name = f"{prefix}{letter}_proj"
+        yield from _split_rows(name, start, count, shape.hidden_size, bias=shape.qkv_bias)
+    full = (shape.hidden_size, shape.num_heads * width)
+    yield from _split_columns(f"{prefix}o_proj", full, rank, size, bias=shape.o_proj_bias)
+    if shape.qk_norm:
+        for letter in "qk":
+            yield _replicated_shard(f"{prefix}{letter}_norm.weight", (width,))
+
+
+def _mlp_shards(
+    shape: ModelShape, prefix: str, rank: int, size: int, *, sparse: bool
+) -> Iterator[ShardLayout]:
+    inner, names = shape.ffn_hidden_size, [prefix]
+    if sparse and shape.moe is not None:
+        yield _replicated_shard(f"{prefix}gate.weight", (shape.moe.num_experts, shape.hidden_size))
+        inner = shape.moe.ffn_hidden_size
+        names = [f"{prefix}experts.{expert}." for expert in range(shape.moe.num_experts)]
+    part, bias = inner // size, shape.mlp_bias and not sparse
+    for name in names:
+        for half in ("gate", "up"):
+            yield from _split_rows(
+                f"{name}{half}_proj", rank * part, part, shape.hidden_size, bias=bias
+            )
+        full = (shape.hidden_size, inner)
+        yield from _split_columns(f"{name}down_proj", full, rank, size, bias=bias)
+
+
+def _split_rows(
+    name: str, start: int, count: int, width: int, *, bias: bool
+) -> Iterator[ShardLayout]:
+    tails: dict[str, tuple[int, ...]] = {"weight": (width,)} | ({"bias": ()} if bias else {})
+    for kind, tail in tails.items():
+        yield stack_rows(f"{name}.{kind}", [RowRange(f"{name}.{kind}", start, count)], tail)
+
+
+def _split_columns(
+    name: str, full: tuple[int, int], rank: int, size: int, *, bias: bool
+) -> Iterator[ShardLayout]:
+    yield slice_columns(f"{name}.weight", f"{name}.weight", full, rank=rank, size=size)
+    if bias:
+        yield _replicated_shard(f"{name}.bias", full[:1])

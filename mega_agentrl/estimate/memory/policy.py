@@ -1,0 +1,189 @@
+"""Estimates the memory of the policy's ranks, part by part, for every pipeline stage.
+
+    permanent    weights, gradients, optimizer, runtime
+    alternating  a training pass (activations, plus the head's workspace or that of one layer's
+                 backward pass), or the reference weights on their way to the device in chunks, or
+                 two buckets of the weight transfer
+
+The peak is the permanent part plus the largest alternating one. On shared GPUs
+(`cluster.colocated`) a sleeping engine permanently keeps some memory. The weight transfer then
+holds the weights of both sides, but neither gradients and optimizer state nor a KV cache, and may
+itself be the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES
+from mega_agentrl.estimate.memory.activations import (
+    KernelConfig,
+    layer_backward_workspace_bytes,
+    stage_activation_bytes,
+)
+from mega_agentrl.estimate.memory.engine import estimate_engine_memory
+from mega_agentrl.estimate.memory.model_state import estimate_model_state
+from mega_agentrl.estimate.memory.vocab_head import head_workspace_bytes
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+_MIB = 2**20
+_REFERENCE_CHUNK_BYTES = 256 * _MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyMemory:
+    """Bytes on a rank of one pipeline stage."""
+
+    stage: int
+    """The pipeline stage."""
+    num_parameters: int
+    """Number of parameter elements."""
+    weights: int
+    """Bytes of the weights."""
+    gradients: int
+    """Bytes of the gradients."""
+    optimizer: int
+    """Bytes of the optimizer state."""
+    activations: int
+    """Bytes of the activations saved for the backward pass."""
+    head_workspace: int
+    """Bytes of the vocabulary head's workspace, 0 except on the last stage."""
+    layer_workspace: int
+    """Temporary bytes of the backward pass of one layer."""
+    transfer_buckets: int
+    """Bytes of the weight transfer's buckets."""
+    reference_staging: int
+    """Bytes of the chunk in which reference weights are copied to the device."""
+    runtime: int
+    """Bytes of the CUDA context and libraries."""
+    pinned_host: int
+    """Bytes of pinned host memory: the reference and, on shared GPUs, the offloaded state."""
+    sleeping_engine: int = 0
+    """Bytes of a sleeping engine on the same GPU."""
+    colocated_transfer_peak: int = 0
+    """Bytes while both policy and engine weights are on a shared GPU; 0 on separate GPUs."""
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes on the device."""
+        fixed = self.weights + self.gradients + self.optimizer + self.runtime
+        training = self.activations + max(self.head_workspace, self.layer_workspace)
+        if not self.sleeping_engine:
+            return fixed + max(training, self.transfer_buckets, self.reference_staging)
+        # The transfer buckets stay allocated from the first transfer on.
+        training_peak = (
+            fixed
+            + self.transfer_buckets
+            + max(training, self.reference_staging)
+            + self.sleeping_engine
+        )
+        return max(training_peak, self.colocated_transfer_peak)
+
+
+def estimate_policy_memory(
+    config: TrainConfig,
+    shape: ModelShape,
+    device: DeviceSpec,
+    *,
+    imbalance: float = 1.0,
+    micro_batch_tokens: int | None = None,
+) -> list[PolicyMemory]:
+    """Return the policy's memory by pipeline stage.
+
+    A run that only evaluates has weights, but no gradients, optimizer or activations.
+
+    Args:
+        config: the run.
+        shape: the model.
+        device: the device of a rank.
+        imbalance: tokens of the busiest expert rank divided by the mean.
+        micro_batch_tokens: tokens of the largest micro-batch; None for the largest possible.
+
+    Raises:
+        ValueError: the parallel sizes do not divide the model.
+    """
+    layout = config.parallel
+    kernels = KernelConfig(
+        item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu
+    )
+    tokens, num_micro_batches = max_micro_batches(config)
+    trains = not config.is_eval_only
+    tokens = micro_batch_tokens or tokens
+    found = []
+    for stage in range(layout.pipeline):
+        state = estimate_model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
+        is_last = stage == layout.pipeline - 1
+        activations = stage_activation_bytes(
+            shape, layout, stage, tokens, kernels,
+            num_micro_batches=num_micro_batches, imbalance=imbalance,
+        )  # fmt: skip
+        layer_workspace = layer_backward_workspace_bytes(
+            shape, layout, tokens, kernels, imbalance=imbalance
+        )
+        activations = round(activations) if trains else 0
+        head_workspace = (
+            head_workspace_bytes(shape, layout.tensor, tokens, kernels) if is_last else 0
+        )
+        workspace = round(layer_workspace) + state.largest_parameter if trains else 0
+        runtime = device.policy_runtime_bytes
+        bucket = config.weight_sync.bucket_mib * _MIB
+        if not device.is_gpu:
+            # Models on CPUs are small: a bucket holds no more than the rank has to send.
+            bucket = min(bucket, state.weights)
+            runtime = CPU_LIBRARIES_BYTES
+        reference = config.algo.needs_reference and trains
+        gradients, optimizer = (state.gradients, state.optimizer) if trains else (0, 0)
+        host = state.host_copy_bytes if reference else 0
+        sleeping_engine = transfer_peak = 0
+        if config.cluster.colocated and device.is_gpu:
+            engine = estimate_engine_memory(config, shape, device)
+            sleeping_engine = engine.while_sleeping
+            transfer_peak = state.weights + 2 * bucket + runtime + engine.while_loading_weights
+            host += state.weights + optimizer
+        found.append(
+            PolicyMemory(
+                stage=stage,
+                num_parameters=state.num_parameters,
+                weights=state.weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=activations,
+                head_workspace=head_workspace,
+                layer_workspace=workspace,
+                transfer_buckets=2 * bucket,
+                reference_staging=min(_REFERENCE_CHUNK_BYTES, state.weights) if reference else 0,
+                runtime=runtime,
+                pinned_host=host,
+                sleeping_engine=sleeping_engine,
+                colocated_transfer_peak=transfer_peak,
+            )
+        )
+    return found
+
+
+def max_row_tokens(config: TrainConfig) -> int:
+    """Return the number of tokens of the longest row that a micro-batch must hold."""
+    if config.rollout.use_inference_chat_template:
+        return config.engine.max_model_len
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def max_micro_batches(config: TrainConfig) -> tuple[int, int]:
+    """Return the tokens of a micro-batch on one rank and their number per optimizer step.
+
+    Both are upper bounds, reached when every trajectory has its full length.
+    """
+    layout, budget = config.parallel, config.optim.micro_batch_tokens
+    row = max_row_tokens(config)
+    rows = config.data.prompts_per_step * config.rollout.group_size
+    share = max(1, -(-rows // (config.optim.num_minibatches * layout.data)))
+    fitting = max(1, budget * layout.context // row)
+    count = -(-share // fitting)
+    multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+    tokens = min(budget, -(-share * row // layout.context))
+    return max(1, tokens), -(-count // multiple) * multiple

@@ -1,0 +1,1 @@
+"""Checks whether a configuration fits its GPUs and suggests changes if it does not."""

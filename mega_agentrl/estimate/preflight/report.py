@@ -1,0 +1,235 @@
+"""Runs all preflight estimates of a configuration and collects the problems found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.config.checks.colocation import min_ranks_per_node
+from mega_agentrl.estimate.device import GIB
+from mega_agentrl.estimate.memory.critic import estimate_critic_memory
+from mega_agentrl.estimate.memory.engine import estimate_engine_memory
+from mega_agentrl.estimate.memory.policy import estimate_policy_memory, max_row_tokens
+from mega_agentrl.estimate.preflight.config_change import num_required_gpus
+from mega_agentrl.estimate.preflight.engine_suggestions import suggest_engine_changes
+from mega_agentrl.estimate.preflight.policy_suggestions import suggest_policy_changes
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.estimate.memory.engine import EngineMemory
+    from mega_agentrl.estimate.memory.policy import PolicyMemory
+    from mega_agentrl.estimate.preflight.config_change import ConfigChange, ConfigCheck
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightProblem:
+    """A reason why the configuration cannot run."""
+
+    config_key: str
+    """The configuration key to change."""
+    message: str
+    """What was found and what was expected."""
+    suggestions: tuple[str, ...] = ()
+    """Changes that solve the problem, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightReport:
+    """The estimates of a configuration and the problems found."""
+
+    num_gpus: int
+    """Number of GPUs that the run needs."""
+    policy: list[PolicyMemory]
+    """Memory of the policy by pipeline stage."""
+    critic: list[PolicyMemory]
+    """Memory of the critic by pipeline stage; empty without a critic."""
+    engine: EngineMemory
+    """Memory of an engine rank."""
+    problems: list[PreflightProblem]
+    """Reasons why the run cannot start; empty if it can."""
+    notes: list[str]
+    """Other remarks for the user."""
+
+
+def run_preflight(
+    config: TrainConfig,
+    shape: ModelShape,
+    device: DeviceSpec,
+    check: ConfigCheck,
+    *,
+    num_gpus: int | None = None,
+    imbalance: float = 1.0,
+) -> PreflightReport:
+    """Estimate the memory of policy, critic and engine, and search for changes that make them fit.
+
+    Args:
+        config: the run.
+        shape: the model.
+        device: the device of a rank.
+        check: raises `ValueError` for a configuration that cannot run for other reasons.
+        num_gpus: number of available GPUs; None if unknown.
+        imbalance: tokens of the busiest expert rank divided by the mean.
+    """
+    policy = estimate_policy_memory(config, shape, device, imbalance=imbalance)
+    engine = estimate_engine_memory(config, shape, device)
+    problems = _placement_problems(config, device, num_gpus)
+    allowed = num_gpus if num_gpus is None or num_required_gpus(config) <= num_gpus else None
+    check = _with_placement_check(check, device, allowed)
+    if (fullest := max(policy, key=lambda memory: memory.peak)).peak > device.usable_bytes:
+        changes = suggest_policy_changes(config, shape, device, check, imbalance=imbalance)
+        problems.append(_policy_problem(fullest, device, changes))
+    problems += _engine_problems(config, shape, device, check, engine)
+    return PreflightReport(
+        num_gpus=num_required_gpus(config),
+        policy=policy,
+        critic=estimate_critic_memory(config, shape, device, imbalance=imbalance),
+        engine=engine,
+        problems=problems,
+        notes=_notes(config, engine),
+    )
+
+
+def _placement_problems(
+    config: TrainConfig, device: DeviceSpec, num_gpus: int | None
+) -> list[PreflightProblem]:
+    if not device.is_gpu:
+        return []
+    found = []
+    for key, size in (
+        ("parallel.tensor", config.parallel.tensor),
+        ("engine.tensor_parallel_size", config.engine.tensor_parallel_size),
+    ):
+        if size > device.gpus_per_node:
+            found.append(
+                PreflightProblem(
+                    key,
+                    f"{key}={size}: expected at most {device.gpus_per_node}, the GPUs of a "
+                    "machine, "
+                    "which the ranks of a tensor group share",
+                    (f"{key}={device.gpus_per_node} (from {size})",),
+                )
+            )
+    num_per_node = min_ranks_per_node(config)
+    if not found and num_per_node > device.gpus_per_node:
+        found.append(
+            PreflightProblem(
+                "engine.tensor_parallel_size",
+                f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: with "
+                "parallel.tensor="
+                f"{config.parallel.tensor} and cluster.colocated=true {num_per_node} ranks belong "
+                "on "
+                f"one machine, expected at most {device.gpus_per_node}",
+                (
+                    f"engine.tensor_parallel_size={config.parallel.tensor} (from "
+                    f"{config.engine.tensor_parallel_size})",
+                ),
+            )
+        )
+    needed = num_required_gpus(config)
+    if num_gpus is not None and needed > num_gpus:
+        found.append(_too_many_gpus(config, needed, num_gpus))
+    return found
+
+
+def _with_placement_check(
+    check: ConfigCheck, device: DeviceSpec, num_gpus: int | None
+) -> ConfigCheck:
+    """Return `check` extended by the placement of ranks on nodes."""
+
+    def run(config: TrainConfig) -> None:
+        check(config)
+        for problem in _placement_problems(config, device, num_gpus):
+            raise ValueError(problem.message)
+
+    return run
+
+
+def _too_many_gpus(config: TrainConfig, needed: int, num_gpus: int) -> PreflightProblem:
+    if config.cluster.colocated:
+        message = f"{needed} GPUs needed, which engines share, {num_gpus} there"
+        return PreflightProblem("parallel.data", message)
+    tensor = config.engine.tensor_parallel_size
+    policy = needed - config.cluster.num_engines * tensor
+    engines = (num_gpus - policy) // tensor
+    who = "policy and critic" if policy > config.parallel.world_size else "the policy"
+    message = (
+        f"{needed} GPUs needed ({policy} for {who}, cluster.num_engines="
+        f"{config.cluster.num_engines} x engine.tensor_parallel_size={tensor} for engines), "
+        f"{num_gpus} there"
+    )
+    if engines < 1:
+        return PreflightProblem("parallel.data", message)
+    fewer = f"cluster.num_engines={engines} (from {config.cluster.num_engines})"
+    return PreflightProblem("cluster.num_engines", message, (fewer,))
+
+
+def _policy_problem(
+    memory: PolicyMemory, device: DeviceSpec, changes: list[ConfigChange]
+) -> PreflightProblem:
+    message = (
+        f"policy rank of stage {memory.stage} needs {memory.peak / GIB:.1f} GiB of "
+        f"{device.usable_bytes / GIB:.1f} usable"
+    )
+    parts = {
+        "optim.micro_batch_tokens": memory.activations
+        + max(memory.head_workspace, memory.layer_workspace),
+        "parallel.pipeline": memory.weights + memory.gradients + memory.optimizer,
+        "weight_sync.bucket_mib": memory.transfer_buckets,
+    }
+    if memory.peak == memory.colocated_transfer_peak:
+        message += " while weights are sent: its own and those of the engine on its GPU, buckets"
+        del parts["optim.micro_batch_tokens"]
+    else:
+        message += _colocated_note(memory.sleeping_engine, "a sleeping engine")
+    key = max(parts, key=lambda name: parts[name])
+    if changes:
+        key = next(iter(changes[0].new_values))
+    return PreflightProblem(key, message, tuple(map(str, changes)))
+
+
+def _colocated_note(num_bytes: int, who: str) -> str:
+    return f", {num_bytes / GIB:.1f} of it what {who} leaves there" if num_bytes else ""
+
+
+def _engine_problems(
+    config: TrainConfig,
+    shape: ModelShape,
+    device: DeviceSpec,
+    check: ConfigCheck,
+    memory: EngineMemory,
+) -> list[PreflightProblem]:
+    messages = []
+    if memory.peak > device.usable_bytes:
+        messages.append(
+            f"engine rank needs {memory.peak / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} "
+            f"usable: engine.gpu_memory_utilization={config.engine.gpu_memory_utilization:g} is "
+            f"{memory.vllm_share / GIB:.1f}, beside it {memory.outside_vllm_share / GIB:.1f}"
+            + _colocated_note(memory.colocated_policy, "the policy, off the GPU,")
+        )
+    if memory.num_kv_cache_tokens < config.engine.max_model_len:
+        messages.append(
+            f"engine rank has room for {memory.num_kv_cache_tokens} tokens of KV cache, expected "
+            "at "
+            f"least engine.max_model_len={config.engine.max_model_len}: "
+            f"{memory.kv_cache / GIB:.1f} GiB are left of engine.gpu_memory_utilization="
+            f"{config.engine.gpu_memory_utilization:g} after weights of {memory.weights / GIB:.1f}"
+        )
+    if not messages:
+        return []
+    changes = suggest_engine_changes(config, shape, device, check)
+    key = next(iter(changes[0].new_values)) if changes else "engine.gpu_memory_utilization"
+    return [PreflightProblem(key, "; ".join(messages), tuple(map(str, changes)))]
+
+
+def _notes(config: TrainConfig, memory: EngineMemory) -> list[str]:
+    rows = memory.num_kv_cache_tokens // max(1, max_row_tokens(config))
+    notes = []
+    if 0 < rows < config.engine.max_num_seqs:
+        notes.append(
+            f"an engine's KV cache holds {rows} trajectories of full length at once; "
+            f"engine.max_num_seqs={config.engine.max_num_seqs} run while they are shorter "
+            "or share a prompt"
+        )
+    return notes

@@ -1,0 +1,137 @@
+"""Predicts the weight update of a configuration: bytes by link type, and seconds.
+
+The plan is the one that the run would make (`reshard.planner`). The layouts are derived instead of
+queried: those of trainer ranks from the model mapping, those of engine ranks from `engine_layout`.
+Planning a model of hundreds of billions of parameters on hundreds of ranks takes seconds. Three
+simplifications change no byte count: context ranks count as data ranks, expert-tensor ranks as
+expert ranks, and virtual pipeline stages as one run of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.estimate.memory.engine import num_engine_rank_elements
+from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.planner.planner import plan_from_owners
+from mega_agentrl.reshard.planner.regions import RankSetCache
+from mega_agentrl.reshard.planner.repeated_layers import (
+    TrainerParallelSizes,
+    expand_rollout_owners,
+    expand_trainer_owners,
+    one_layer_per_type,
+)
+from mega_agentrl.reshard.planner.traffic import count_traffic
+from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
+from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEstimate:
+    """The predicted traffic and time of one full weight update."""
+
+    max_bytes_per_engine_rank: int
+    """Bytes that the engine rank with the largest shards receives."""
+    bytes_by_link: dict[str, int]
+    """Total bytes by link type."""
+    least_network_bytes: int
+    """Minimum number of bytes that must cross the network."""
+    num_buckets: int
+    """Number of transfer buckets."""
+    predicted_s: float
+    """Predicted seconds on the links, without copies and latencies."""
+    lower_bound_s: float
+    """Seconds to send `max_bytes_per_engine_rank` over one network link."""
+
+
+def estimate_transfer(
+    config: TrainConfig, shape: ModelShape, device: DeviceSpec, speeds: LinkSpeeds | None = None
+) -> TransferEstimate:
+    """Plan a full update of all engines and count its traffic; `speeds` defaults to H100 nodes."""
+    speeds = speeds or LinkSpeeds()
+    cut = trainer_cut(config, shape)
+    tensor, engines = config.engine.tensor_parallel_size, config.cluster.num_engines
+    dtype = "bfloat16" if device.is_gpu else "float32"
+    locations = rank_locations(
+        cut.num_ranks, tensor, engines, device.gpus_per_node, colocated=config.cluster.colocated
+    )
+    sample, sets = one_layer_per_type(shape), RankSetCache()
+    held = expand_trainer_owners(shape, cut, sets)
+    engine = [engine_shard_layouts(sample, rank, tensor) for rank in range(tensor)]
+    wanted = expand_rollout_owners(shape, engine, engines, sets, first_rank=cut.num_ranks)
+    plan = plan_from_owners(
+        held, wanted, sets, locations, dtype,
+        names=list(hf_shapes(shape)), num_trainer_ranks=cut.num_ranks,
+        bucket_bytes=config.weight_sync.bucket_mib * 2**20, speeds=speeds,
+    )  # fmt: skip
+    traffic = count_traffic(plan, locations, speeds)
+    own = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
+    assert own <= num_engine_rank_elements(shape, tensor) * DTYPE_BYTES[dtype], (
+        "an engine rank receives more than it holds"
+    )
+    return TransferEstimate(
+        max_bytes_per_engine_rank=own,
+        bytes_by_link={str(link): traffic.total_bytes(link) for link in LinkType},
+        least_network_bytes=traffic.min_network_bytes,
+        num_buckets=len(plan.buckets),
+        predicted_s=traffic.predicted_s,
+        lower_bound_s=own / speeds.network,
+    )
+
+
+def trainer_cut(config: TrainConfig, shape: ModelShape) -> TrainerParallelSizes:
+    """Return the policy's parallel sizes as the planner counts them."""
+    layout = config.parallel
+    expert = layout.expert * layout.expert_tensor_size if shape.moe else 1
+    if shape.moe and shape.moe.num_experts % expert:
+        expert = layout.expert
+    return TrainerParallelSizes(
+        tensor_size=layout.tensor,
+        pipeline_size=layout.pipeline,
+        data_size=layout.data * layout.context,
+        expert_size=expert,
+    )
+
+
+def rank_locations(
+    num_policy_ranks: int,
+    tensor_size: int,
+    num_engines: int,
+    gpus_per_node: int,
+    *,
+    colocated: bool = False,
+) -> list[RankLocation]:
+    """Return the node and GPU of every rank: policy ranks first, then engine ranks.
+
+    Each engine is placed on one node if it fits there.
+
+    Args:
+        num_policy_ranks: number of policy ranks.
+        tensor_size: tensor-parallel size of an engine.
+        num_engines: number of engines.
+        gpus_per_node: number of GPUs per node.
+        colocated: the engines share the GPUs of the first policy ranks, in the same order.
+    """
+    locations = [
+        RankLocation(rank // gpus_per_node, rank % gpus_per_node)
+        for rank in range(num_policy_ranks)
+    ]
+    if colocated:
+        return locations + locations[: tensor_size * num_engines]
+    gpu = num_policy_ranks
+    for _ in range(num_engines):
+        if tensor_size <= gpus_per_node and gpu % gpus_per_node + tensor_size > gpus_per_node:
+            gpu = -(-gpu // gpus_per_node) * gpus_per_node
+        locations += [
+            RankLocation((gpu + n) // gpus_per_node, (gpu + n) % gpus_per_node)
+            for n in range(tensor_size)
+        ]
+        gpu += tensor_size
+    return locations

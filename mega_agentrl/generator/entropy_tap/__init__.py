@@ -1,0 +1,1 @@
+"""Exact token entropies, measured on the logits inside vLLM's workers."""

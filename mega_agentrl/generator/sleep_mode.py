@@ -1,0 +1,105 @@
+"""Sleep mode: which of an engine's memory is on its GPUs if it shares them (`cluster.colocated`).
+
+    any          -> `sleep`                 -> asleep        weights and KV cache are freed
+    asleep       -> `wake("weights")`       -> weights_only  memory for the weights, undefined
+                    `mark_weights_verified`                  the weights have arrived and are proven
+    weights_only -> `wake("cache")`         -> awake         an empty KV cache
+
+This is vLLM's sleep mode at level 2, which drops the weights: the next ones always arrive by
+weight transfer, from GPU memory, which is faster than the host's. Level 1 would keep a copy of
+every engine's weights in pinned host memory, beside the policy's and its optimizer's, that nobody
+reads. CUDA's context, communicators, CUDA graphs and transfer buckets remain on the GPU.
+
+On a CPU, vLLM has no sleep mode. The states are the same there but no memory is freed; only the
+prefix cache has been dropped, by the preceding pause. A machine without a GPU therefore tests the
+order of the transitions, not that memory is freed, how long that takes, or that weights can be
+loaded into freed memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_SLEEP_LEVEL = 2
+
+
+class MemoryState(Enum):
+    """What is in GPU memory; see the module docstring."""
+
+    awake = auto()
+    weights_only = auto()
+    asleep = auto()
+
+
+_WAKE_TRANSITIONS = {
+    "weights": (MemoryState.asleep, "weights", MemoryState.weights_only),
+    "cache": (MemoryState.weights_only, "kv_cache", MemoryState.awake),
+}
+"""By part: state before, vLLM's tag, state after."""
+
+
+class SleepController:
+    """Puts one engine to sleep and wakes it.
+
+    Args:
+        llm: The vLLM engine.
+        await_vllm: Awaits a call to vLLM and raises if vLLM dies.
+        has_sleep_mode: Whether vLLM was started with its sleep mode.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        await_vllm: Callable[[Awaitable[Any]], Awaitable[Any]],
+        *,
+        has_sleep_mode: bool,
+    ) -> None:
+        self._llm = llm
+        self._await_vllm = await_vllm
+        self._has_sleep_mode = has_sleep_mode
+        self._state = MemoryState.awake
+        self._has_verified_weights = True
+
+    @property
+    def state(self) -> MemoryState:
+        """What is in GPU memory."""
+        return self._state
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether weights and KV cache are present, and the weights are the policy's."""
+        return self._state is MemoryState.awake and self._has_verified_weights
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache. Nothing may be running; may be called twice."""
+        if self._state is MemoryState.asleep:
+            return
+        self._has_verified_weights = False
+        if self._has_sleep_mode:
+            await self._await_vllm(self._llm.sleep(level=_SLEEP_LEVEL, mode="wait"))
+        self._state = MemoryState.asleep
+
+    async def wake(self, part: str) -> None:
+        """Allocate memory for the `weights`, or then for an empty `cache`, unless it is present.
+
+        Raises:
+            RuntimeError: For the cache, if the weights have not arrived.
+        """
+        if part == "cache" and not self._has_verified_weights:
+            raise RuntimeError(
+                "the KV cache cannot wake before the weights: expected a proven weight update first"
+            )
+        before, tag, after = _WAKE_TRANSITIONS[part]
+        if self._state is before:
+            if self._has_sleep_mode:
+                await self._await_vllm(self._llm.wake_up([tag]))
+            self._state = after
+
+    def mark_weights_verified(self) -> None:
+        """Record that proven weights have arrived."""
+        self._has_verified_weights = True

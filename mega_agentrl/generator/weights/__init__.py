@@ -1,0 +1,1 @@
+"""Weight updates of vLLM workers: tracing their layouts, receiving and verifying weights."""

@@ -1,0 +1,168 @@
+"""Writes arriving tensor slices into the parameters of a running vLLM worker.
+
+vLLM's layerwise reload has returned every module to the form that its loader fills, on the meta
+device (kernels may have repacked the weights; on a CPU the original parameter is gone). A module
+gets memory with its first slice. With its last slice its digests are computed, and vLLM packs it
+for its kernel and moves the result to where CUDA graphs expect it. So only the modules in progress
+are in memory twice. On a CPU, copies that vLLM has packed beside the parameters are dropped before
+anything arrives, and modules in progress are kept outside the heap (`staging_buffers`).
+
+The bookkeeping of vLLM's loaders is not used, because nothing passes through them:
+`ModuleWeightWriter` counts elements by the layout that was traced from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+from mega_agentrl.generator.weights.staging_buffers import MIN_STAGING_BYTES, StagingBufferPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+    from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+
+
+@dataclass(slots=True)
+class _PendingModule:
+    """A module whose weights are arriving."""
+
+    name: str
+    module: torch.nn.Module
+    shards: dict[str, ShardLayout] = field(default_factory=dict)
+    """Shards by the parameter's name in the module."""
+    num_missing: int = 0
+    """Elements that have not arrived."""
+    is_materialized: bool = False
+
+
+class ModuleWeightWriter:
+    """Implements `reshard.executor.WeightWriter` for one update after another."""
+
+    def __init__(
+        self, model: torch.nn.Module, layout: Sequence[ShardLayout], digests: ReceivedDigests
+    ) -> None:
+        self._digests = digests
+        self._staging_pool = StagingBufferPool()
+        self._pending_modules: dict[str, _PendingModule] = {}
+        for shard in layout:
+            path, _, attribute = shard.name.rpartition(".")
+            if path not in self._pending_modules:
+                self._pending_modules[path] = _PendingModule(path, model.get_submodule(path))
+            self._pending_modules[path].shards[attribute] = shard
+
+    def begin_update(self) -> None:
+        """Expect all weights again; the model is in the state of `initialize_layerwise_reload`.
+
+        Raises:
+            ValueError: If a parameter has another shape than in the layout.
+        """
+        self._digests.reset()
+        self._staging_pool.clear()
+        for pending in self._pending_modules.values():
+            drop_packed_linear(pending.module)
+            pending.is_materialized = False
+            pending.num_missing = sum(
+                block.local_rect.numel
+                for shard in pending.shards.values()
+                for block in shard.blocks
+            )
+            for attribute, shard in pending.shards.items():
+                parameter = getattr(pending.module, attribute, None)
+                shape = None if parameter is None else tuple(parameter.shape)
+                if shape != shard.shape:
+                    raise ValueError(
+                        f"{shard.name} has shape {shape}, expected {shard.shape} as traced from "
+                        "the loader; probable cause: a kernel that reshapes it before loading"
+                    )
+
+    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:  # noqa: D102
+        path, _, attribute = param_slice.param.rpartition(".")
+        pending = self._pending_modules[path]
+        if pending.num_missing < param_slice.rect.numel:
+            raise ValueError(
+                f"{param_slice.param} {param_slice.rect} arrived with {pending.num_missing} "
+                "elements of its module missing; probable cause: a plan that sends something twice"
+            )
+        if not pending.is_materialized:
+            self._materialize(pending)
+        self._digests.copy(
+            param_slice, getattr(pending.module, attribute).data[param_slice.rect.slices], values
+        )
+        pending.num_missing -= param_slice.rect.numel
+        if pending.num_missing == 0:
+            self._finish_module(pending)
+
+    def check_complete(self) -> None:
+        """End an update; raises `ValueError` if modules are incomplete."""
+        self._staging_pool.clear()
+        incomplete = [
+            f"{h.name} ({h.num_missing} elements)"
+            for h in self._pending_modules.values()
+            if h.num_missing
+        ]
+        if incomplete:
+            raise ValueError(
+                f"incomplete modules: {', '.join(incomplete[:8])}, {len(incomplete)} in all; "
+                "probable cause: a plan with a hole"
+            )
+
+    def _materialize(self, pending: _PendingModule) -> None:
+        materialize_layer(pending.module, get_layerwise_info(pending.module))
+        pending.is_materialized = True
+        self._move_to_staging([getattr(pending.module, attribute) for attribute in pending.shards])
+        for attribute, shard in pending.shards.items():
+            parameter = getattr(pending.module, attribute)
+            if sum(block.local_rect.numel for block in shard.blocks) < parameter.numel():
+                parameter.data.zero_()  # padding
+
+    def _move_to_staging(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Move a module's parameters out of the heap of a CPU, before they are written."""
+        heap_params = [p for p in parameters if p.device.type == "cpu" and p.is_contiguous()]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in heap_params]
+        if sum(sizes) < MIN_STAGING_BYTES:
+            return
+        for parameter, buffer in zip(heap_params, self._staging_pool.allocate(sizes), strict=True):
+            parameter.data = buffer.view(parameter.dtype).view(parameter.shape)
+
+    def _finish_module(self, pending: _PendingModule) -> None:
+        self._digests.compute(
+            (shard, getattr(pending.module, attribute).data)
+            for attribute, shard in pending.shards.items()
+        )
+        info = get_layerwise_info(pending.module)
+        info.load_numel = info.load_numel_total or 0
+        force_expert_repack(pending.module)
+        _layerwise_process(pending.module, info)
+
+
+def drop_packed_linear(module: torch.nn.Module) -> None:
+    """Drop what vLLM has packed from a linear layer on a CPU.
+
+    vLLM packs every layer again and would keep the old copy until the new one is complete. Until
+    then the layer cannot compute, which no worker may during an update.
+    """
+    vars(module).pop("cpu_linear", None)
+
+
+def force_expert_repack(module: torch.nn.Module) -> None:
+    """Make vLLM pack the experts of a module on a CPU when it processes it the next time.
+
+    vLLM packs them where it creates their kernel, which it does once: after a reload the kernel
+    would read plain weights as packed ones and give wrong results without an error.
+    """
+    method = getattr(module, "quant_method", None)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    if on_cpu and getattr(method, "moe_kernel", None) is not None:
+        method.moe_kernel = None

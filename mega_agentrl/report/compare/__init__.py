@@ -1,0 +1,1 @@
+"""Compare finished runs and algorithms."""

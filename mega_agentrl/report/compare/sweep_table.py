@@ -1,0 +1,218 @@
+"""Compare runs in a table, as Markdown and JSON, and in a plot.
+
+Runs that differ only in their seed are one row: means over the finished runs, and the sample
+standard deviation of the reward for two or more. A row is named by the overrides (or settings, for
+runs outside of a sweep) that differ from the other rows. Failed and unfinished runs are not part of
+the means and are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.report.compare.algorithms import MISSING_CELL, RunCostCurve, write_cost_plot
+from mega_agentrl.report.compare.run_result import STATE_DONE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from mega_agentrl.report.compare.run_result import RunResult
+
+MAX_SETTINGS_IN_NAME = 4
+"""Maximum number of settings in the name of a row without overrides."""
+
+_SWEEP_HEADINGS = (
+    "settings", "runs", "reward before", "reward after", "success after", "tokens", "tool calls",
+    "minutes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """Means over the finished runs of a group; nan without a finished run."""
+
+    name: str
+    """Name of the group."""
+    num_runs: int
+    """Number of runs, including unfinished ones."""
+    num_finished_runs: int
+    """Number of finished runs."""
+    reward_before: float
+    """Held-out reward before training."""
+    reward_before_std: float | None
+    """Sample standard deviation over runs; None for fewer than two."""
+    reward_after: float
+    """Held-out reward after training."""
+    reward_after_std: float | None
+    """Sample standard deviation over runs; None for fewer than two."""
+    success_after: float
+    """Held-out success after training."""
+    num_tokens: float
+    """Tokens sampled in training."""
+    num_tool_calls: float
+    """Tool calls in training."""
+    minutes: float
+    """Minutes of training."""
+
+
+def build_sweep_rows(runs: Sequence[RunResult]) -> list[SweepRow]:
+    """Return a row for each group of runs, in the order of their first runs."""
+    return [_build_row(name, group) for name, group in group_runs_by_settings(runs).items()]
+
+
+def group_runs_by_settings(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """Group runs that differ only in their seed, by the name of the group."""
+    groups: dict[tuple[str, ...], list[RunResult]] = {}
+    for run in runs:
+        groups.setdefault(_settings_key(run), []).append(run)
+    shared = set.intersection(*(set(key) for key in groups)) if len(groups) > 1 else set()
+    named: dict[str, list[RunResult]] = {}
+    for key, group in groups.items():
+        own = [one for one in key if one not in shared]
+        if not group[0].overrides:
+            own = own[:MAX_SETTINGS_IN_NAME] + ["..."] * (len(own) > MAX_SETTINGS_IN_NAME)
+        name = ", ".join(own) if len(groups) > 1 and own else group[0].name
+        # Names may be equal if one group lacks a setting of another.
+        name = f"{name} ({group[0].name})" if name in named else name
+        named[name] = group
+    return named
+
+
+def sweep_markdown(runs: Sequence[RunResult]) -> str:
+    """Format the table, followed by the runs that are not in its means."""
+    lines = [
+        _sweep_markdown_row(_SWEEP_HEADINGS),
+        _sweep_markdown_row(["---"] * len(_SWEEP_HEADINGS)),
+    ]
+    lines += [_sweep_markdown_row(_sweep_cells(row)) for row in build_sweep_rows(runs)]
+    excluded = [run for run in runs if run.state != STATE_DONE]
+    if excluded:
+        lines.append("")
+    for run in excluded:
+        why = (
+            run.failure_reason.splitlines()[0]
+            if run.failure_reason
+            else "it was killed, or is still running"
+        )
+        lines.append(f"* {run.name}: {run.state}: {why}")
+    return "\n".join(lines) + "\n"
+
+
+def sweep_json(runs: Sequence[RunResult]) -> dict[str, Any]:
+    """Return rows and runs as plain values; nan is null."""
+    plain = {
+        "rows": [asdict(row) for row in build_sweep_rows(runs)],
+        "runs": [
+            {key: value for key, value in asdict(run).items() if key != "settings"} for run in runs
+        ],
+    }
+    cleaned: dict[str, Any] = _non_finite_as_null(plain)
+    return cleaned
+
+
+def write_sweep_report(out: Path, runs: Sequence[RunResult]) -> str:
+    """Write comparison.md, comparison.json and comparison.png into `out`; return the table.
+
+    The plot shows the evaluation points of the finished runs; without any it is not written.
+    """
+    text = sweep_markdown(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.md").write_text(text, encoding="utf-8")
+    (out / "comparison.json").write_text(json.dumps(sweep_json(runs), indent=1) + "\n")
+    if curves := finished_run_curves(runs):
+        write_cost_plot(out / "comparison.png", curves, baseline="", title=out.resolve().name)
+    return text
+
+
+def finished_run_curves(runs: Sequence[RunResult]) -> list[RunCostCurve]:
+    """Return the curves of the finished runs.
+
+    If the runs of a group have different numbers of evaluations, only the first and the last are
+    used.
+    """
+    curves = []
+    for name, group in group_runs_by_settings(runs).items():
+        done = [run for run in group if run.state == STATE_DONE and run.eval_points]
+        alike = len({len(run.eval_points) for run in done}) == 1
+        for run in done:
+            marks = run.eval_points if alike else (run.eval_points[0], run.eval_points[-1])
+            curves.append(RunCostCurve(algorithm=name, seed=run.seed, eval_points=marks))
+    return curves
+
+
+def _settings_key(run: RunResult) -> tuple[str, ...]:
+    """Return the settings by which runs are grouped."""
+    if run.overrides:
+        return tuple(
+            one for one in run.overrides if one.lstrip("+").split("=")[0] not in ("seed", "run_dir")
+        )
+    return tuple(f"{key}={value}" for key, value in run.settings.items())
+
+
+def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
+    done = [run for run in group if run.state == STATE_DONE]
+    marked = [run for run in done if run.eval_points]
+    before, after = [run.eval_points[0] for run in marked], [run.eval_points[-1] for run in marked]
+    return SweepRow(
+        name=name,
+        num_runs=len(group),
+        num_finished_runs=len(done),
+        reward_before=_mean([mark.reward for mark in before]),
+        reward_before_std=_sample_std([mark.reward for mark in before]),
+        reward_after=_mean([mark.reward for mark in after]),
+        reward_after_std=_sample_std([mark.reward for mark in after]),
+        success_after=_mean([mark.success for mark in after]),
+        num_tokens=_mean([run.num_tokens for run in done]),
+        num_tool_calls=_mean([run.num_tool_calls for run in done]),
+        minutes=_mean([run.train_s / 60 for run in done]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _sample_std(values: Sequence[float]) -> float | None:
+    return stdev(values) if len(values) > 1 else None
+
+
+def _sweep_cells(row: SweepRow) -> list[str]:
+    count = str(row.num_runs)
+    if row.num_finished_runs < row.num_runs:
+        count = f"{row.num_finished_runs} of {row.num_runs}"
+    return [
+        row.name.replace("|", "\\|"),
+        count,
+        _format_with_std(row.reward_before, row.reward_before_std),
+        _format_with_std(row.reward_after, row.reward_after_std),
+        _format_or_missing(row.success_after, ".3f"),
+        _format_or_missing(row.num_tokens, ",.0f"),
+        _format_or_missing(row.num_tool_calls, ",.0f"),
+        _format_or_missing(row.minutes, ".1f"),
+    ]
+
+
+def _format_with_std(value: float, spread: float | None) -> str:
+    return _format_or_missing(value, ".3f") + ("" if spread is None else f" ± {spread:.3f}")
+
+
+def _format_or_missing(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else MISSING_CELL
+
+
+def _non_finite_as_null(value: Any) -> Any:
+    """Replace numbers that JSON cannot represent by None."""
+    if isinstance(value, dict):
+        return {key: _non_finite_as_null(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_non_finite_as_null(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _sweep_markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

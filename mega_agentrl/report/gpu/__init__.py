@@ -1,0 +1,1 @@
+"""Sample the GPUs of a run and aggregate their metrics."""

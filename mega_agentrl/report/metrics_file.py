@@ -1,0 +1,113 @@
+"""Read `metrics.jsonl` as series of values, in whatever state a run left the file.
+
+If a step occurs twice because the run was resumed, the last line counts. Unreadable lines, such as
+a partial last line of a killed run, are skipped and counted. Values may be nan or infinite; values
+that are not numbers are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+MetricSeries = list[tuple[int, float]]
+"""Pairs of step and value, in ascending order of steps."""
+
+VALIDATION_METRICS = ("sampled/reward", "greedy/reward")
+"""Metrics that mark a line as an evaluation on held-out prompts."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MetricLine:
+    """A line of the file: the metrics of a step of a stage."""
+
+    stage: str
+    step: int
+    values: Mapping[str, float]
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether the line is an evaluation."""
+        return any(name in self.values for name in VALIDATION_METRICS)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MetricLog:
+    """All lines in order of writing, with each stage and step once."""
+
+    lines: tuple[MetricLine, ...] = ()
+    num_unreadable_lines: int = 0
+    _names: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines_of_stage(self, stage: str) -> list[MetricLine]:
+        """Return the lines of a stage in order of steps."""
+        found = [line for line in self.lines if line.stage == stage]
+        return sorted(found, key=lambda line: line.step)
+
+    def series(self, stage: str, name: str) -> MetricSeries:
+        """Return the values of a metric by step."""
+        return [
+            (line.step, line.values[name])
+            for line in self.lines_of_stage(stage)
+            if name in line.values
+        ]
+
+    def metric_names(self, stage: str) -> list[str]:
+        """Return the metric names of a stage in order of first appearance."""
+        if stage not in self._names:
+            found = dict.fromkeys(
+                name for line in self.lines_of_stage(stage) for name in line.values
+            )
+            self._names[stage] = list(found)
+        return self._names[stage]
+
+    def validation_lines(self) -> list[MetricLine]:
+        """Return the evaluations on held-out prompts in order of writing."""
+        return [line for line in self.lines if line.is_validation]
+
+
+def read_metrics(path: Path) -> MetricLog:
+    """Read a metrics file; the log is empty if there is no file."""
+    if not path.is_file():
+        return MetricLog()
+    with path.open("rb") as file:
+        return parse_metrics(file)
+
+
+def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
+    """Parse lines of JSON."""
+    found: dict[tuple[str, int], MetricLine] = {}
+    num_unreadable = 0
+    for text in lines:
+        if not text.strip():
+            continue
+        line = _parse_line(text)
+        if line is None:
+            num_unreadable += 1
+        else:
+            found.pop((line.stage, line.step), None)
+            found[line.stage, line.step] = line
+    return MetricLog(lines=tuple(found.values()), num_unreadable_lines=num_unreadable)
+
+
+def _parse_line(text: bytes | str) -> MetricLine | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    stage, step = record.pop("stage", None), record.pop("step", None)
+    if not isinstance(stage, str) or not isinstance(step, int):
+        return None
+    values = {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return MetricLine(stage=stage, step=step, values=values)

@@ -1,0 +1,364 @@
+"""Select the charts of a run: known metrics in groups, then all other logged metrics.
+
+A chart appears only if the log has one of its metrics. A metric that is part of no chart gets its
+own under "All other metrics", so that every measured value is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.report.page.svg_charts import Chart, LineStyle, Series
+from mega_agentrl.report.running_mean import running_mean
+from mega_agentrl.types.records import ToolStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mega_agentrl.report.metrics_file import MetricLog, MetricSeries
+
+RL_STAGE, SFT_STAGE = "rl", "sft"
+RUNNING_MEAN_STEPS = 5
+"""Window of the running mean in the charts of reward and success."""
+MAX_OTHER_CHARTS = 120
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ChartGroup:
+    """Charts under a common heading."""
+
+    title: str
+    """The heading."""
+    charts: Sequence[Chart]
+    """The charts."""
+    is_collapsed: bool = False
+    """Whether the group is collapsed at first."""
+    num_omitted: int = 0
+    """Number of charts beyond the limit."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _ChartSpec:
+    """A chart of the stage `rl`."""
+
+    title: str
+    """Title of the chart."""
+    metric_patterns: tuple[str, ...]
+    """Metrics of the chart; `*` matches any text."""
+    unit: str = ""
+    """Unit of the values."""
+    note: str = ""
+    """A sentence about the chart."""
+    is_stacked: bool = False
+    """Draw stacked areas."""
+    is_log_scale: bool = False
+    """Use a logarithmic axis."""
+
+
+_LEARNING_SPECS = (
+    _ChartSpec(
+        title="Policy entropy",
+        metric_patterns=("rollout/entropy", "rollout/entropy_root", "rollout/entropy_after_tool"),
+        unit="nats",
+        note="root: first tokens of a response; after_tool: first tokens after a tool's answer",
+    ),
+    _ChartSpec(
+        title="Response length",
+        metric_patterns=("rollout/response_tokens_mean", "rollout/sampled_tokens_mean"),
+        unit="tokens",
+        note="response: including tool answers; sampled: only the policy's tokens",
+    ),
+    _ChartSpec(
+        title="Turns and calls",
+        metric_patterns=(
+            "rollout/num_turns_mean",
+            "rollout/tool_calls_mean",
+            "rollout/invalid_calls_mean",
+        ),
+        unit="per trajectory",
+    ),
+    _ChartSpec(
+        title="How trajectories end",
+        metric_patterns=("rollout/stop/*",),
+        unit="share",
+        is_stacked=True,
+    ),
+    _ChartSpec(title="Parts of the reward", metric_patterns=("reward/*",)),
+)
+_BRANCHING_SPECS = (
+    _ChartSpec(
+        title="Branches",
+        metric_patterns=(
+            "rollout/forks_per_prompt",
+            "rollout/top_ups_per_prompt",
+            "rollout/decisions_per_prompt",
+        ),
+        unit="per tree",
+    ),
+    _ChartSpec(
+        title="What branching saves",
+        metric_patterns=(
+            "rollout/tokens_saved_fraction",
+            "rollout/calls_saved_fraction",
+            "rollout/fork_rate",
+        ),
+        unit="share",
+    ),
+    _ChartSpec(
+        title="Entropy rise at decisions", metric_patterns=("rollout/delta_h",), unit="nats"
+    ),
+)
+_UPDATE_SPECS = (
+    _ChartSpec(
+        title="Engine against trainer: probabilities",
+        metric_patterns=("mismatch/prob_*",),
+        note="absolute difference of the sampled tokens' probabilities, over trained tokens",
+        is_log_scale=True,
+    ),
+    _ChartSpec(
+        title="Engine against trainer",
+        metric_patterns=("mismatch/*",),
+        unit="nats",
+        note="absolute difference of log-prob and entropy, over trained tokens",
+        is_log_scale=True,
+    ),
+    _ChartSpec(title="KL", metric_patterns=("actor/approx_kl", "actor/ref_kl", "actor/kl*")),
+    _ChartSpec(title="Clipped tokens", metric_patterns=("actor/clipfrac*",), unit="share"),
+    _ChartSpec(title="Loss", metric_patterns=("actor/loss", "actor/policy_loss", "critic/loss")),
+    _ChartSpec(title="Gradient norm", metric_patterns=("actor/grad_norm", "critic/grad_norm")),
+    _ChartSpec(
+        title="Values", metric_patterns=("critic/value_mean", "critic/return_mean"), unit="reward"
+    ),
+    _ChartSpec(
+        title="Critic",
+        metric_patterns=("critic/explained_variance", "critic/clipfrac"),
+        unit="share",
+    ),
+    _ChartSpec(title="Learning rate", metric_patterns=("actor/lr",)),
+    _ChartSpec(title="Groups", metric_patterns=("rollout/num_groups_*",), unit="prompts"),
+)
+_SPEED_SPECS = (
+    _ChartSpec(
+        title="Time of a step by phase", metric_patterns=("time/*",), unit="s", is_stacked=True
+    ),
+    _ChartSpec(title="Throughput", metric_patterns=("perf/tokens_per_s",), unit="tokens/s"),
+    _ChartSpec(title="MFU", metric_patterns=("perf/mfu*",), unit="share"),
+    _ChartSpec(
+        title="GPU use", metric_patterns=("gpu/util/*",), unit="share", note="over all GPUs"
+    ),
+    _ChartSpec(title="GPU memory", metric_patterns=("gpu/memory_gib/*",), unit="GiB"),
+    _ChartSpec(title="GPU power", metric_patterns=("gpu/power_w/*",), unit="W"),
+    _ChartSpec(title="GPU temperature", metric_patterns=("gpu/temperature_c/*",), unit="°C"),
+    _ChartSpec(title="GPU errors", metric_patterns=("gpu/nvlink_errors/sum", "gpu/ecc_errors/sum")),
+    _ChartSpec(
+        title="Weight transfer",
+        metric_patterns=("weight_sync/total_s", "weight_sync/*_s"),
+        unit="s",
+    ),
+)
+_ARES_BUCKET_METRICS = ("share", "accuracy", "hwe", "target", "alpha", "beta", "lambda", "kl")
+
+
+def chart_groups(log: MetricLog) -> list[ChartGroup]:
+    """Return all groups that have a chart."""
+    used = set(_REWARD_NAMES)
+    groups = [
+        ("Learning", [*_outcome_charts(log), *_charts_from_specs(log, _LEARNING_SPECS, used)]),
+        ("Branching", _charts_from_specs(log, _BRANCHING_SPECS, used)),
+        ("Tools", _charts_from_specs(log, _tool_specs(log), used)),
+        ("Update", _charts_from_specs(log, _UPDATE_SPECS, used)),
+        ("Difficulty controllers", _charts_from_specs(log, _ares_specs(log), used)),
+        ("Speed", _charts_from_specs(log, _SPEED_SPECS, used)),
+        ("Warm start", _sft_charts(log)),
+    ]
+    found = [ChartGroup(title=title, charts=charts) for title, charts in groups if charts]
+    rest = [
+        group for stage in _other_stages(log) if (group := _remaining_charts(log, stage, set()))
+    ]
+    others = _remaining_charts(log, RL_STAGE, used)
+    return [*found, *rest, *([others] if others else [])]
+
+
+def _other_stages(log: MetricLog) -> list[str]:
+    """Return stages that are neither training nor evaluations, in order of writing."""
+    known = {RL_STAGE, SFT_STAGE, *(line.stage for line in log.validation_lines())}
+    return [
+        stage for stage in dict.fromkeys(line.stage for line in log.lines) if stage not in known
+    ]
+
+
+def _remaining_charts(log: MetricLog, stage: str, used: set[str]) -> ChartGroup | None:
+    """Return a chart for each metric of a stage that is part of no other chart."""
+    names = [name for name in sorted(log.metric_names(stage)) if name not in used]
+    if not names:
+        return None
+    charts = [
+        Chart(
+            title=name,
+            series=[Series(name="", points=log.series(stage, name))],
+            includes_zero=False,
+        )
+        for name in names[:MAX_OTHER_CHARTS]
+    ]
+    return ChartGroup(
+        title="All other metrics" if stage == RL_STAGE else f"Stage {stage}",
+        charts=charts,
+        is_collapsed=True,
+        num_omitted=len(names) - len(charts),
+    )
+
+
+_REWARD_NAMES = (
+    "rollout/reward_unfiltered",
+    "rollout/reward_mean",
+    "rollout/success_unfiltered",
+    "rollout/success",
+)
+
+
+def _outcome_charts(log: MetricLog) -> list[Chart]:
+    """Return charts of reward and success with steps, running mean and evaluations."""
+    charts = []
+    for title, names, measure in (
+        ("Reward", _REWARD_NAMES[:2], "reward"),
+        ("Success", _REWARD_NAMES[2:], "success"),
+    ):
+        points = next((found for name in names if (found := log.series(RL_STAGE, name))), [])
+        means = running_mean([value for _, value in points], RUNNING_MEAN_STEPS)
+        smooth = [(step, mean) for (step, _), mean in zip(points, means, strict=True)]
+        series = [
+            Series(name="each step", points=points, line_style=LineStyle.faint, colour=0),
+            Series(name=f"mean of {RUNNING_MEAN_STEPS}", points=smooth, colour=0),
+            *_validation_series(log, measure),
+        ]
+        shown = [one for one in series if one.points]
+        if shown:
+            note = "sampled in training, before groups are filtered"
+            charts.append(Chart(title=title, series=shown, note=note))
+    return charts
+
+
+def _validation_series(log: MetricLog, measure: str) -> Iterator[Series]:
+    for colour, kind in ((1, "sampled"), (2, "greedy")):
+        name = f"{kind}/{measure}"
+        points: MetricSeries = [
+            (one.step, one.values[name]) for one in log.validation_lines() if name in one.values
+        ]
+        title = "held out" if kind == "sampled" else "held out, greedy"
+        yield Series(name=title, points=sorted(points), line_style=LineStyle.dots, colour=colour)
+
+
+def _charts_from_specs(log: MetricLog, specs: Sequence[_ChartSpec], used: set[str]) -> list[Chart]:
+    """Return the charts that have a metric in the log; adds their metrics to `used`."""
+    charts = []
+    for spec in specs:
+        names = [
+            name
+            for name in log.metric_names(RL_STAGE)
+            if _matches_pattern(name, spec.metric_patterns) and name not in used
+        ]
+        used.update(names)
+        series = [
+            Series(
+                name=_series_label(name, spec.metric_patterns), points=log.series(RL_STAGE, name)
+            )
+            for name in names
+        ]
+        if spec.is_stacked:
+            series = [one for one in series if any(value for _, value in one.points)]
+        if series:
+            charts.append(
+                Chart(
+                    title=spec.title,
+                    series=series,
+                    unit=spec.unit,
+                    note=spec.note,
+                    is_stacked=spec.is_stacked,
+                    is_log_scale=spec.is_log_scale,
+                )
+            )
+    return charts
+
+
+def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
+    for pattern in patterns:
+        head, star, tail = pattern.partition("*")
+        if name == pattern or (star and name.startswith(head) and name.endswith(tail)):
+            return True
+    return False
+
+
+def _series_label(name: str, patterns: Sequence[str]) -> str:
+    """Return the part of a metric's name that distinguishes it within its chart."""
+    for pattern in patterns:
+        head, star, tail = pattern.partition("*")
+        if star and head.endswith(("/", "_")) and _matches_pattern(name, (pattern,)):
+            rest = name.removeprefix(head).removesuffix(tail)
+            return rest.removesuffix("_s") if head == "time/" else rest
+    return name.rsplit("/", 1)[-1].removeprefix("num_")
+
+
+def _tool_specs(log: MetricLog) -> list[_ChartSpec]:
+    tools = tool_names(log, RL_STAGE)
+    specs = [
+        _ChartSpec(
+            title="Tool use",
+            metric_patterns=("rollout/tool_use_fraction", "rollout/tool_success_rate"),
+            unit="share",
+        ),
+        _ChartSpec(
+            title="Calls by tool", metric_patterns=("rollout/calls/*",), unit="per trajectory"
+        ),
+    ]
+    for tool in tools:
+        head = f"rollout/tool/{tool}/"
+        specs.append(
+            _ChartSpec(
+                title=f"Seconds of a call: {tool}",
+                metric_patterns=(f"{head}latency_*_s",),
+                unit="s",
+            )
+        )
+        outcomes = tuple(f"{head}num_{status.value}" for status in ToolStatus)
+        specs.append(
+            _ChartSpec(
+                title=f"Outcomes: {tool}", metric_patterns=outcomes, unit="calls", is_stacked=True
+            )
+        )
+    return specs
+
+
+def tool_names(log: MetricLog, stage: str, prefix: str = "rollout/tool/") -> list[str]:
+    """Return the names of tools with metrics, in alphabetical order."""
+    heads = {
+        name.removeprefix(prefix).split("/", 1)[0]
+        for name in log.metric_names(stage)
+        if name.startswith(prefix)
+    }
+    return sorted(heads)
+
+
+def _ares_specs(log: MetricLog) -> list[_ChartSpec]:
+    buckets = [
+        _ChartSpec(title=f"Per bucket: {name}", metric_patterns=(f"ares/*/{name}",))
+        for name in _ARES_BUCKET_METRICS
+    ]
+    return [
+        *buckets,
+        _ChartSpec(title="Entropy threshold", metric_patterns=("ares/threshold",), unit="nats"),
+    ]
+
+
+def _sft_charts(log: MetricLog) -> list[Chart]:
+    found = []
+    for title, name, unit in (
+        ("Supervised loss", "loss", "nats per token"),
+        ("Success on development questions", "dev/success", "share"),
+        ("Gradient norm, warm start", "grad_norm", ""),
+    ):
+        points = log.series(SFT_STAGE, name)
+        if points:
+            series = [Series(name=name, points=points)]
+            found.append(Chart(title=title, series=series, unit=unit))
+    return found

@@ -1,0 +1,180 @@
+"""Summary tiles at the top of the page, computed from the metrics alone.
+
+A killed run has no `summary.json`, so that everything is read from its metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from mega_agentrl.report.page.axes import format_number
+from mega_agentrl.report.page.chart_groups import RL_STAGE
+from mega_agentrl.report.page.html import SafeHtml, html_element
+from mega_agentrl.report.progress import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.report.metrics_file import MetricLine, MetricLog
+
+NUM_EDGE_STEPS = 5
+"""Number of first and last steps that are compared if there was no evaluation."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SummaryTile:
+    """A tile with one number."""
+
+    name: str
+    """Name of the number."""
+    value: str
+    """Formatted value."""
+    before: str = ""
+    """Formatted value at the start."""
+    detail: str = ""
+    """Line below the value."""
+    change: float = 0.0
+    """Difference of value and start."""
+
+
+def summary_tiles(log: MetricLog) -> list[SummaryTile]:
+    """Return the tiles that the log has metrics for."""
+    found = [
+        _outcome_tile(log, "reward"),
+        _outcome_tile(log, "success"),
+        _num_steps_tile(log),
+        _throughput_tile(log),
+    ]
+    found += [_entropy_tile(log), _branching_tile(log), _mismatch_tile(log)]
+    return [tile for tile in found if tile is not None]
+
+
+def render_tiles(tiles: Sequence[SummaryTile]) -> SafeHtml:
+    """Render the tiles as cards."""
+    cards = []
+    for tile in tiles:
+        kind = "up" if tile.change > 0 else "down" if tile.change < 0 else None
+        before = html_element("span", f"{tile.before} → ", class_="from") if tile.before else ""
+        cards.append(
+            html_element(
+                "div",
+                html_element("div", tile.name, class_="name"),
+                html_element(
+                    "div", before, html_element("span", tile.value, class_=kind), class_="value"
+                ),
+                html_element("div", tile.detail, class_="more"),
+                class_="tile card",
+            )
+        )
+    return html_element("div", *cards, class_="tiles")
+
+
+def _outcome_tile(log: MetricLog, measure: str) -> SummaryTile | None:
+    """Compare the evaluations before and after, else the first and last steps of training."""
+    name = f"sampled/{measure}"
+    marks = [line.values[name] for line in log.validation_lines() if name in line.values]
+    where = "held out, before and after"
+    if len(marks) < 2:
+        steps = _finite_values(log, f"rollout/{measure}_unfiltered")
+        if not steps and not marks:
+            return None
+        if steps:
+            marks = [fmean(steps[:NUM_EDGE_STEPS]), fmean(steps[-NUM_EDGE_STEPS:])]
+            where = f"in training, first and last {min(NUM_EDGE_STEPS, len(steps))} steps"
+        else:
+            where = "held out"
+    before, after = marks[0], marks[-1]
+    return SummaryTile(
+        name=measure,
+        value=format_number(_round_to_3_digits(after)),
+        before=format_number(_round_to_3_digits(before)) if len(marks) > 1 else "",
+        detail=where,
+        change=after - before,
+    )
+
+
+def _num_steps_tile(log: MetricLog) -> SummaryTile | None:
+    lines = log.lines_of_stage(RL_STAGE)
+    if not lines:
+        return None
+    total_s = sum(step_duration_s(line) for line in lines)
+    mean_s = format_number(_round_to_3_digits(total_s / len(lines)))
+    detail = f"{format_duration(total_s)}, {mean_s} s each"
+    return SummaryTile(name="RL steps", value=f"{len(lines):,}", detail=detail)
+
+
+def _throughput_tile(log: MetricLog) -> SummaryTile | None:
+    speeds = _finite_values(log, "perf/tokens_per_s")
+    if not speeds:
+        return None
+    tokens = sum(
+        line.values.get("perf/tokens_per_s", 0.0) * step_duration_s(line)
+        for line in log.lines_of_stage(RL_STAGE)
+    )
+    more = (
+        f"median; {format_number(_round_to_3_digits(tokens))} in all"
+        if math.isfinite(tokens)
+        else "median"
+    )
+    return SummaryTile(
+        name="tokens/s", value=format_number(_round_to_3_digits(median(speeds))), detail=more
+    )
+
+
+def _entropy_tile(log: MetricLog) -> SummaryTile | None:
+    values = _finite_values(log, "rollout/entropy")
+    if not values:
+        return None
+    before, after = (
+        format_number(_round_to_3_digits(values[0])),
+        format_number(_round_to_3_digits(values[-1])),
+    )
+    return SummaryTile(
+        name="policy entropy", value=after, before=before, detail="nats, first and last step"
+    )
+
+
+def _branching_tile(log: MetricLog) -> SummaryTile | None:
+    forks, saved = (
+        _finite_values(log, "rollout/forks_per_prompt"),
+        _finite_values(log, "rollout/tokens_saved_fraction"),
+    )
+    if not forks or not any(forks):
+        return None
+    more = f"{fmean(saved):.1%} of the tokens shared" if saved else "mean over steps"
+    return SummaryTile(
+        name="forks per tree", value=format_number(_round_to_3_digits(fmean(forks))), detail=more
+    )
+
+
+def _mismatch_tile(log: MetricLog) -> SummaryTile | None:
+    gaps, worst = (
+        _finite_values(log, "mismatch/logp_mean_abs"),
+        _finite_values(log, "mismatch/logp_max_abs"),
+    )
+    if not gaps:
+        return None
+    more = f"nats; largest {format_number(_round_to_3_digits(max(worst)))}" if worst else "nats"
+    return SummaryTile(
+        name="engine against trainer",
+        value=format_number(_round_to_3_digits(fmean(gaps))),
+        detail=more,
+    )
+
+
+def step_duration_s(line: MetricLine) -> float:
+    """Return the duration of a step, the sum of all phases."""
+    times = (value for name, value in line.values.items() if name.startswith("time/"))
+    return sum(value for value in times if math.isfinite(value))
+
+
+def _finite_values(log: MetricLog, name: str) -> list[float]:
+    return [value for _, value in log.series(RL_STAGE, name) if math.isfinite(value)]
+
+
+def _round_to_3_digits(value: float) -> float:
+    """Round to three significant digits."""
+    return float(f"{value:.3g}")

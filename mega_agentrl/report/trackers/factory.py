@@ -1,0 +1,91 @@
+"""Open the trackers of a run before anything else starts.
+
+A missing optional package and a port in use are errors that name their key. The trackers' run ids
+are saved in `trackers.json` of the run folder, so that a resumed run continues there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.config.checks.report import OPTIONAL_TRACKERS, check_report
+from mega_agentrl.config.enums import TrackerName
+from mega_agentrl.report.config_diff import read_config
+from mega_agentrl.report.trackers.mlflow import MlflowTracker
+from mega_agentrl.report.trackers.prometheus import PrometheusTracker
+from mega_agentrl.report.trackers.wandb import WandbTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from mega_agentrl.config.schema import ReportConfig
+    from mega_agentrl.types.monitoring import Tracker
+
+RUN_IDS_FILE = "trackers.json"
+CONFIG_FILE = "config.yaml"
+
+
+@contextmanager
+def open_trackers(run_dir: Path, config: ReportConfig) -> Iterator[Sequence[Tracker]]:
+    """Open all trackers of the run, log its settings, and close them on exit.
+
+    The settings are read from `config.yaml` in the run folder, if it exists.
+
+    Raises:
+        ValueError: a package is not installed or a port is in use.
+    """
+    check_report(config)
+    packages = {name: _import_package(name) for name in config.trackers}
+    run_ids = _read_run_ids(run_dir)
+    path = run_dir / CONFIG_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    with ExitStack() as stack:
+        trackers: list[Tracker] = []
+        if config.prometheus_port:
+            trackers.append(PrometheusTracker(config.prometheus_port))
+            stack.callback(trackers[-1].close)
+        for name, package in packages.items():
+            tracker = _open_tracker(name, package, run_dir, run_ids.get(name.value, ""))
+            stack.callback(tracker.close)
+            trackers.append(tracker)
+            if tracker.run_id:
+                run_ids[name.value] = tracker.run_id
+                _write_run_ids(run_dir, run_ids)
+        for tracker in trackers:
+            tracker.log_config(read_config(path), text)
+        yield trackers
+
+
+def _import_package(name: TrackerName) -> Any:
+    return importlib.import_module(name.value) if name in OPTIONAL_TRACKERS else None
+
+
+def _open_tracker(name: TrackerName, package: Any, run_dir: Path, run_id: str) -> Tracker:
+    match name:
+        case TrackerName.wandb:
+            return WandbTracker(package, run_dir, run_id)
+        case TrackerName.mlflow:
+            return MlflowTracker(package, run_dir, run_id)
+    # Imports torch, which takes seconds.
+    from mega_agentrl.report.trackers.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(run_dir)
+
+
+def _read_run_ids(run_dir: Path) -> dict[str, str]:
+    path = run_dir / RUN_IDS_FILE
+    if not path.is_file():
+        return {}
+    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _write_run_ids(run_dir: Path, run_ids: dict[str, str]) -> None:
+    path = run_dir / RUN_IDS_FILE
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(run_ids, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

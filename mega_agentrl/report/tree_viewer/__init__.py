@@ -1,0 +1,1 @@
+"""Data of the rollout-tree viewer on the report page."""

@@ -1,0 +1,123 @@
+"""Embed rollout trees in the report page as one JSON block each, with an index.
+
+The browser parses a block only when its tree is selected, so that a page with thousands of
+trajectories opens quickly. The index has what the viewer lists: prompts, rewards of the paths as
+marks, numbers of forks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.report.page.html import SafeHtml, json_for_script, json_script_element
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MAX_QUESTION_CHARS = 120
+COLOUR_PERCENTILE = 0.99
+MIN_COLOUR_ENTROPY = 0.1
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EmbeddedTree:
+    """A tree on the page."""
+
+    index: int
+    """Number of the tree in its file."""
+    index_entry: Mapping[str, Any]
+    """Its entry in the index."""
+    json_text: str
+    """The tree as JSON."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the page; the JSON is ASCII."""
+        return len(self.json_text)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TreeFileView:
+    """The trees of a file."""
+
+    key: str
+    """Key of the file in the page's URL."""
+    label: str
+    """Label in the list."""
+    num_trees: int
+    """Number of trees in the file."""
+    trees: Sequence[EmbeddedTree]
+    """Trees on the page."""
+
+
+def embed_tree(index: int, view: Mapping[str, Any]) -> EmbeddedTree:
+    """Embed a tree.
+
+    Args:
+        index: number of the tree in its file.
+        view: the tree from `tree_to_json`.
+    """
+    paths = view["paths"]
+    rewards = [
+        path["reward"]
+        for path in paths
+        if path["reward"] is not None and math.isfinite(path["reward"])
+    ]
+    question = view["question"][-1]["text"] if view["question"] else ""
+    entry = {
+        "index": index,
+        "id": view["id"],
+        "source": view["source"],
+        "asks": question[:MAX_QUESTION_CHARS],
+        "marks": "".join(map(_reward_letter, paths)),
+        "forks": view["forks"],
+        "reward": fmean(rewards) if rewards else 0.0,
+    }
+    return EmbeddedTree(index=index, index_entry=entry, json_text=json_for_script(view))
+
+
+def _reward_letter(path: Mapping[str, Any]) -> str:
+    """Return g (correct), p (positive reward), b (no reward) or v (failed or not scored)."""
+    if path["failed"] or path["reward"] is None:
+        return "v"
+    if path["correct"]:
+        return "g"
+    return "p" if path["reward"] > 0 else "b"
+
+
+def max_colour_entropy(entropies: Sequence[float]) -> float:
+    """Return the entropy in nats at which the colour scale ends, a high percentile."""
+    if not entropies:
+        return 1.0
+    ordered = sorted(entropies)
+    return max(MIN_COLOUR_ENTROPY, ordered[int(COLOUR_PERCENTILE * (len(ordered) - 1))])
+
+
+def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float) -> SafeHtml:
+    """Render all blocks, followed by the index."""
+    parts: list[str] = []
+    files = []
+    for tree_file in tree_files:
+        if not tree_file.trees:
+            continue
+        entries = []
+        for tree in tree_file.trees:
+            number = len(parts)
+            opening = f'<script type="application/json" id="tree-{number}">'
+            parts.append(f"{opening}{tree.json_text}</script>")
+            entries.append({**tree.index_entry, "block": number})
+        files.append(
+            {
+                "key": tree_file.key,
+                "label": tree_file.label,
+                "total": tree_file.num_trees,
+                "trees": entries,
+            }
+        )
+    trained = [file["key"] for file in files if str(file["key"]).startswith("step_")]
+    start = trained[-1] if trained else files[-1]["key"] if files else ""
+    index = json_script_element("tree-index", {"most": max_entropy, "start": start, "files": files})
+    return SafeHtml("\n".join([*parts, index]))

@@ -1,0 +1,213 @@
+"""Convert a rollout tree to the JSON of the page's tree viewer.
+
+A shared prefix is stored once, with the path that sampled it. Keys are short to save space::
+
+    {"id", "source", "question": [{"role", "text"}], "truth", "size", "paths": [
+      {"name": "0.1", "parent": 0, "lane": 1, "fork": 10, "end": 30, "stop": "eos",
+       "reward", "correct", "advantage", ..., "decisions": [{"at", "dh", "p", "tau", ...}],
+       "turns": [{"by": "assistant", "from": 10, "to": 14, "text": "...",
+                  "pieces": ["a", ...], "h": [...], "lp": [...], "v": 3, "sampled": 1},
+                 {"by": "tool", ..., "call": {"tool", "status", "s", ...}}]}]}
+
+`h`, `lp`, `v` and `sampled` have one value per token, or a single value if all are equal. Entropies
+and log-probs are rounded to four digits. `page.html.json_for_script` escapes the text.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.report.tree_viewer.path_layout import assign_lanes, parent_indices
+from mega_agentrl.types.records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mega_agentrl.types.records import (
+        BranchDecision,
+        Prompt,
+        RolloutTree,
+        ToolOutcome,
+        Trajectory,
+        Turn,
+    )
+
+MAX_TEXT_CHARS = 20_000
+"""Maximum number of characters of a message or a tool answer."""
+
+
+def tree_to_json(
+    tree: RolloutTree,
+    split_tokens: Callable[[Sequence[int]], list[str]] | None = None,
+    advantages: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Convert a tree to plain values.
+
+    Args:
+        tree: the tree.
+        split_tokens: converts [N] token ids to [N] texts; None without a tokenizer.
+        advantages: advantages by trajectory id.
+
+    Raises:
+        ValueError: the parent of a fork is missing.
+    """
+    paths = list(tree.trajectories)
+    parents, lanes = parent_indices(paths), assign_lanes(paths)
+    return {
+        **_prompt_json(tree.prompt),
+        "forks": tree.num_forks,
+        "topUps": tree.num_top_ups,
+        "size": max((len(one.token_ids) for one in paths), default=0),
+        "paths": [
+            {
+                **_path_json(one),
+                "parent": parent,
+                "lane": lane,
+                "advantage": (advantages or {}).get(one.trajectory_id),
+                "turns": [_turn_json(one, turn, split_tokens) for turn in turns_after_fork(one)],
+            }
+            for one, parent, lane in zip(paths, parents, lanes, strict=True)
+        ],
+    }
+
+
+def turns_after_fork(one: Trajectory) -> list[Turn]:
+    """Return the turns after the fork; those before `fork_len` belong to the parent."""
+    shared = sum(turn.stop <= one.fork_len for turn in one.turns) if one.fork_len else 0
+    return list(one.turns[shared:])
+
+
+def sampled_entropies(tree: RolloutTree) -> list[float]:
+    """Return the entropies in nats of all sampled tokens, counting shared tokens once."""
+    return [
+        entropy
+        for one in tree.trajectories
+        for entropy, mask in zip(
+            one.entropies[one.fork_len :], one.loss_mask[one.fork_len :], strict=True
+        )
+        if mask and math.isfinite(entropy)
+    ]
+
+
+def _prompt_json(prompt: Prompt) -> dict[str, Any]:
+    truth = prompt.ground_truth
+    return {
+        "id": prompt.prompt_id,
+        "source": prompt.data_source,
+        "question": [
+            {"role": str(message.get("role", "")), "text": _truncate_text(message.get("content"))}
+            for message in prompt.messages
+        ],
+        "truth": truth if isinstance(truth, str) else " | ".join(truth),
+        "promptTokens": len(prompt.token_ids),
+    }
+
+
+def _path_json(one: Trajectory) -> dict[str, Any]:
+    score = one.score
+    found: dict[str, Any] = {
+        "name": ".".join(map(str, one.path)),
+        "fork": one.fork_len,
+        "end": len(one.token_ids),
+        "stop": one.stop_reason.value,
+        "failed": one.failed,
+        "calls": one.num_tool_calls,
+        "sampled": sum(one.loss_mask),
+        "reward": None if score is None else score.value,
+        "decisions": _decisions_json(one),
+    }
+    if score is not None:
+        found |= {"correct": score.correct, "f1": score.f1}
+        found |= {"answer": _truncate_text(score.answer), "reason": _truncate_text(score.reason)}
+        found |= {"parts": dict(score.parts)} if score.parts else {}
+    if one.baseline_entropy is not None:
+        found["baseline"] = _round_to_4_digits(one.baseline_entropy)
+    if one.tool_rewards:
+        found["toolRewards"] = dict(one.tool_rewards)
+    if one.template_drift:
+        found["drift"] = _truncate_text(one.template_drift)
+    if one.context_resets:
+        found["restarts"] = [restart.start for restart in one.context_resets]
+    return found
+
+
+def _decisions_json(one: Trajectory) -> list[dict[str, Any]]:
+    """Return the branch decisions with the names of the forks they made."""
+    found, made = [], 0
+    for decision in one.decisions:
+        names = [
+            ".".join(map(str, (*one.path, made + number))) for number in range(decision.num_forks)
+        ]
+        made += decision.num_forks
+        found.append(_decision_json(decision) | {"made": names})
+    return found
+
+
+def _decision_json(decision: BranchDecision) -> dict[str, Any]:
+    probe = decision.probe_entropies
+    return {
+        "at": decision.position,
+        "slots": decision.num_slots_left,
+        "baseline": _round_to_4_digits(decision.baseline_entropy),
+        "n": len(probe),
+        "h": _round_to_4_digits(fmean(probe)) if probe else None,
+        "dh": None if decision.delta_h is None else _round_to_4_digits(decision.delta_h),
+        "p": None if decision.probability is None else _round_to_4_digits(decision.probability),
+        "tau": None if decision.threshold is None else _round_to_4_digits(decision.threshold),
+        "forks": decision.num_forks,
+    }
+
+
+def _turn_json(
+    one: Trajectory, turn: Turn, split_tokens: Callable[[Sequence[int]], list[str]] | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"by": turn.role.value, "from": turn.start, "to": turn.stop}
+    if turn.outcome is not None:
+        found["call"] = _call_json(turn.outcome, hidden=not turn.text.strip())
+    if turn.role is not Role.assistant:
+        return found | {"text": _truncate_text(turn.text)}
+    own = slice(turn.start, turn.stop)
+    found |= {
+        "h": _collapse_constant([_round_to_4_digits(value) for value in one.entropies[own]]),
+        "lp": _collapse_constant([_round_to_4_digits(value) for value in one.logps[own]]),
+        "v": _collapse_constant(one.versions[own]),
+        "sampled": _collapse_constant(one.loss_mask[own]),
+    }
+    if split_tokens is None:
+        return found | {"text": turn.text, "ids": list(one.token_ids[own])}
+    return found | {"pieces": split_tokens(one.token_ids[own])}
+
+
+def _call_json(outcome: ToolOutcome, *, hidden: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tool": outcome.tool,
+        "status": outcome.status.value,
+        "s": _round_to_4_digits(outcome.latency_s),
+        "queue": _round_to_4_digits(outcome.queue_s),
+    }
+    if outcome.step_reward:
+        found["reward"] = outcome.step_reward
+    if outcome.is_invalid_call:
+        found["bad"] = True
+    # Show failures that are hidden from the policy.
+    return found | ({"answer": _truncate_text(outcome.answer)} if hidden else {})
+
+
+def _collapse_constant(values: Sequence[Any]) -> Any:
+    """Return the values, or a single value if all are equal."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def _round_to_4_digits(value: float) -> float:
+    """Round to four digits; nan becomes the same object, so that constant turns collapse."""
+    return math.nan if math.isnan(value) else float(f"{value:.4g}")
+
+
+def _truncate_text(value: Any) -> str:
+    """Truncate long text; message parts that are not text are shown by their repr."""
+    text = value if isinstance(value, str) else "" if value is None else str(value)
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    return f"{text[:MAX_TEXT_CHARS]} ... ({len(text) - MAX_TEXT_CHARS:,} more characters)"

@@ -1,0 +1,307 @@
+"""Executes one rank's part of a plan: packs, sends, receives, forwards and writes weights.
+
+    trainer rank    executor.send(shards, version)
+    rollout rank    executor.receive(writer, version)
+
+A rank processes its buckets in the plan's order with two slots of memory: while one bucket is in
+transit, the next is packed or already expected. A rollout rank forwards a bucket from the slot in
+which it arrived. End frames close an update for every pair of ranks, so that a bucket that is lost
+or sent twice is detected within the same update.
+
+Consumes: shards, or frames of peers. Produces: frames, or values written to parameters. Waits for:
+peers of its hops. Unblocked by: those peers, their death, or the deadline of each wait. All ranks
+execute at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mega_agentrl.reshard.frames import (
+    HEADER_BYTES,
+    FrameCodec,
+    check_header,
+    num_frame_bytes,
+    write_end_frame,
+)
+from mega_agentrl.types.activity import WAIT_OVERDUE_S, track_activity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from mega_agentrl.reshard.frames import CopyFn
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.planner.transfer_plan import Bucket, ParamSlice, TransferPlan
+    from mega_agentrl.reshard.transports.base import RecvHandle, SendHandle, Transport
+
+NUM_SLOTS = 2
+"""Buckets in transit at the same time, per rank."""
+
+
+class WeightWriter(Protocol):
+    """Receives the weights that arrive at a rollout rank."""
+
+    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
+        """Copy `values`, shaped like the rectangle of `param_slice`, to where they belong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The path of one bucket through a rank."""
+
+    bucket: Bucket
+    source: int | None
+    """Rank that sends the bucket to this one, or None if this rank holds it."""
+    targets: tuple[int, ...]
+    """Ranks that this rank sends the bucket to."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What one rank transferred in an update."""
+
+    sent_bytes: int
+    """Bytes of the frames sent."""
+    received_bytes: int
+    """Bytes of the frames received."""
+    duration_s: float
+    """Seconds from the first frame to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SendBuffers:
+    """What a trainer rank sends; see `TransferExecutor.send`."""
+
+    shards: Mapping[str, torch.Tensor]
+    copy_fn: CopyFn | None
+
+
+@dataclass(slots=True)
+class _InFlightBucket:
+    """A route that occupies a slot."""
+
+    route: Route
+    slot: torch.Tensor
+    recv_handle: RecvHandle | None
+    send_handles: list[tuple[int, SendHandle]]
+
+
+def routes_of_rank(plan: TransferPlan, rank: int) -> list[Route]:
+    """Return all routes of a rank, in the plan's order."""
+    by_bucket: dict[int, tuple[Bucket, list[int], list[int]]] = {}
+    for bucket, (source, target) in plan.hops_of(rank):
+        _, sources, targets = by_bucket.setdefault(bucket.index, (bucket, [], []))
+        if target == rank:
+            sources.append(source)
+        else:
+            targets.append(target)
+    routes = []
+    for bucket, sources, targets in by_bucket.values():
+        assert len(sources) <= 1, "a checked plan brings a bucket to a rank once"
+        routes.append(Route(bucket, sources[0] if sources else None, tuple(targets)))
+    return routes
+
+
+class TransferExecutor:
+    """Executes the updates of one rank, for as long as the session lasts.
+
+    Raises `ValueError` if the plan was made from another layout.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        transport: Transport,
+        layout: Sequence[ShardLayout],
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self._is_closed = False
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._codec = FrameCodec(plan, layout)
+        self._routes = routes_of_rank(plan, rank)
+        for route in self._routes:
+            if route.source is None or rank >= plan.num_trainer_ranks:
+                self._codec.parts(route.bucket)  # raises now if the plan is from other layouts
+        sizes = [num_frame_bytes(route.bucket) for route in self._routes]
+        self._slots = transport.allocate_slots(NUM_SLOTS, max([HEADER_BYTES, *sizes]))
+        self._targets = sorted({target for route in self._routes for target in route.targets})
+        self._sources = sorted({route.source for route in self._routes if route.source is not None})
+
+    def send(
+        self, shards: Mapping[str, torch.Tensor], version: int, copy_fn: CopyFn | None = None
+    ) -> TransferReport:
+        """Execute a trainer rank's part; raises the same errors as `receive`.
+
+        Args:
+            shards: Parameters by the names in the rank's layout.
+            version: Weight version.
+            copy_fn: Copies parameter values to frames; by default a plain copy.
+        """
+        with self._close_on_error():
+            return self._run_or_close(version, _SendBuffers(shards, copy_fn), None)
+
+    def receive(self, writer: WeightWriter, version: int) -> TransferReport:
+        """Execute a rollout rank's part.
+
+        This rank has left the session if an error is raised. The message names the ranks, the
+        bucket and its first tensor.
+
+        Raises:
+            ValueError: If a frame is not the expected one.
+            RuntimeError: If a peer is gone or late.
+        """
+        with self._close_on_error():
+            return self._run_or_close(version, _SendBuffers({}, None), writer)
+
+    def sources_of(self, hf_name: str) -> dict[int, list[int]]:
+        """Return the ranks that send slices of a tensor to this one, with their bucket indices."""
+        found: dict[int, list[int]] = {}
+        for route in self._routes:
+            if route.source is not None and any(p.hf_name == hf_name for p in route.bucket.slices):
+                found.setdefault(route.source, []).append(route.bucket.index)
+        return found
+
+    def close(self) -> None:
+        """Leave the session; peers that still wait for this rank fail at once."""
+        self._is_closed = True
+        self._transport.close()
+
+    @contextmanager
+    def _close_on_error(self) -> Iterator[None]:
+        """Leave the session on an error, so that no peer waits for this rank until the deadline."""
+        if self._is_closed:
+            raise RuntimeError(
+                f"weight transfer: rank {self.rank} has left this session, expected a new one; "
+                "probable cause: an update that failed"
+            )
+        try:
+            yield
+        except (RuntimeError, ValueError):
+            self.close()
+            raise
+
+    def _run_or_close(
+        self, version: int, send_buffers: _SendBuffers, writer: WeightWriter | None
+    ) -> TransferReport:
+        try:
+            return self._run(version, send_buffers, writer)
+        except Exception:
+            self.close()  # else peers would wait for this rank until their deadlines
+            raise
+
+    def _run(
+        self, version: int, send_buffers: _SendBuffers, writer: WeightWriter | None
+    ) -> TransferReport:
+        start_s = time.perf_counter()
+        free_slots = list(self._slots)
+        in_flight_buckets: deque[_InFlightBucket] = deque()
+        for route in self._routes:
+            if not free_slots:
+                free_slots.append(self._finish_bucket(in_flight_buckets.popleft(), version, writer))
+            in_flight_buckets.append(
+                self._start_bucket(route, free_slots.pop(), version, send_buffers)
+            )
+        while in_flight_buckets:
+            free_slots.append(self._finish_bucket(in_flight_buckets.popleft(), version, writer))
+        self._exchange_end_frames(free_slots, version)
+        sizes = [(num_frame_bytes(route.bucket), route) for route in self._routes]
+        return TransferReport(
+            sent_bytes=sum(size * len(route.targets) for size, route in sizes),
+            received_bytes=sum(size for size, route in sizes if route.source is not None),
+            duration_s=time.perf_counter() - start_s,
+        )
+
+    def _start_bucket(
+        self, route: Route, slot: torch.Tensor, version: int, send_buffers: _SendBuffers
+    ) -> _InFlightBucket:
+        if route.source is not None:
+            with self._describe_failure("receive", route.source, route.bucket):
+                buffer = self._receive_buffer(slot, num_frame_bytes(route.bucket))
+                handle = self._transport.receive(buffer, route.source)
+                return _InFlightBucket(route, slot, handle, [])
+        frame = self._codec.write(
+            route.bucket, slot, send_buffers.shards, version, send_buffers.copy_fn
+        )
+        return _InFlightBucket(route, slot, None, self._send_to_targets(route, frame))
+
+    def _finish_bucket(
+        self, in_flight: _InFlightBucket, version: int, writer: WeightWriter | None
+    ) -> torch.Tensor:
+        """Complete a bucket and return its slot."""
+        route = in_flight.route
+        if in_flight.recv_handle is not None and route.source is not None:
+            assert writer is not None, "trainer ranks only send"
+            with self._describe_failure("receive", route.source, route.bucket):
+                frame = in_flight.recv_handle.wait(self._timeout_s)
+                check_header(frame, version, route.bucket)
+            in_flight.send_handles = self._send_to_targets(
+                route, frame[: num_frame_bytes(route.bucket)]
+            )
+            for param_slice, values in self._codec.read(route.bucket, frame):
+                writer.write(param_slice, values)
+        for target, handle in in_flight.send_handles:
+            with self._describe_failure("send", target, route.bucket):
+                handle.wait(self._timeout_s)
+        if in_flight.recv_handle is not None:
+            in_flight.recv_handle.release()
+        return in_flight.slot
+
+    def _send_to_targets(self, route: Route, frame: torch.Tensor) -> list[tuple[int, SendHandle]]:
+        handles = []
+        for target in route.targets:
+            with self._describe_failure("send", target, route.bucket):
+                handles.append((target, self._transport.send(frame, target)))
+        return handles
+
+    def _receive_buffer(self, slot: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """Return the part of a slot to receive into: all of it, unless the exact size is needed."""
+        return slot[:num_bytes] if self._transport.needs_exact_size else slot
+
+    def _exchange_end_frames(self, slots: list[torch.Tensor], version: int) -> None:
+        """Exchange end frames with all peers."""
+        outgoing, incoming = slots
+        frame = write_end_frame(outgoing, version)
+        send_handles = []
+        for target in self._targets:
+            with self._describe_failure("send", target, None):
+                send_handles.append((target, self._transport.send(frame, target)))
+        for source in self._sources:
+            with self._describe_failure("receive", source, None):
+                recv_handle = self._transport.receive(
+                    self._receive_buffer(incoming, HEADER_BYTES), source
+                )
+                check_header(recv_handle.wait(self._timeout_s), version, None)
+                recv_handle.release()
+        for target, send_handle in send_handles:
+            with self._describe_failure("send", target, None):
+                send_handle.wait(self._timeout_s)
+
+    @contextmanager
+    def _describe_failure(self, operation: str, peer: int, bucket: Bucket | None) -> Iterator[None]:
+        """Add the ranks and the bucket to errors; a lost peer shows at the start or in the wait."""
+        try:
+            what = f"weight transfer, {operation}"
+            with track_activity(
+                what, f"rank {peer} of the session", overdue_after_s=WAIT_OVERDUE_S
+            ):
+                yield
+        except (RuntimeError, ValueError) as error:
+            what = "the end of the update"
+            if bucket is not None:
+                first = bucket.slices[0]
+                what = f"bucket {bucket.index} (from {first.hf_name} {first.rect})"
+            action = "receive from" if operation == "receive" else "send to"
+            raise type(error)(
+                f"weight transfer: rank {self.rank} could not {action} rank {peer} {what}, "
+                f"deadline {self._timeout_s:g} s: {error}"
+            ) from error

@@ -1,0 +1,221 @@
+"""Reading and writing of Hugging Face checkpoint folders.
+
+A rank opens the safetensors files (one, or several with an index) and reads only the rectangles
+that its layout names. For writing, every rank computes the same plan of which tensor goes into
+which file. The folder is written under a temporary name and renamed when it is complete. The actor
+moves shards between ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from mega_agentrl.reshard.mapping.model_mapping import HF_LM_HEAD
+
+if TYPE_CHECKING:
+    import torch
+
+    from mega_agentrl.reshard.layout import ShardLayout
+
+INDEX_FILE_NAME = "model.safetensors.index.json"
+SINGLE_FILE_NAME = "model.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def find_tensor_files(folder: str | Path) -> dict[str, Path]:
+    """Return the file of each tensor in a checkpoint folder.
+
+    Raises:
+        ValueError: If there are no safetensors files, or the index names a missing file.
+    """
+    folder = Path(folder)
+    index, single = folder / INDEX_FILE_NAME, folder / SINGLE_FILE_NAME
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: folder / file for name, file in weight_map.items()}
+        missing = sorted({file.name for file in files.values() if not file.is_file()})
+        if missing:
+            raise ValueError(
+                f"model.path={folder}: {INDEX_FILE_NAME} names files that do not exist: "
+                f"{missing}; probable cause: an unfinished download or copy"
+            )
+        return files
+    if not single.is_file():
+        raise ValueError(
+            f"model.path={folder}: expected {SINGLE_FILE_NAME} or {INDEX_FILE_NAME}; found "
+            "neither; probable cause: a checkpoint in another format"
+        )
+    with safe_open(single, framework="pt") as file:
+        return {name: single for name in file.keys()}
+
+
+def read_shards(
+    folder: str | Path,
+    layout: Iterable[ShardLayout],
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    fresh: Collection[str] = (),
+) -> None:
+    """Fill a rank's parameters from a checkpoint; padding becomes 0.
+
+    Args:
+        folder: Checkpoint folder.
+        layout: Shards of the rank.
+        hf_shapes: Shapes that the mapping expects.
+        parameters: Parameters by Megatron name, written in place.
+        fresh: Tensors that the folder may lack, such as the scalar head of a critic that
+            starts from a policy; their parameters then keep their values.
+
+    Raises:
+        ValueError: If tensors are unknown, missing or of another shape.
+    """
+    files = find_tensor_files(folder)
+    absent = set(fresh) - set(files)
+    _check_tensor_names(folder, files, set(hf_shapes) - absent)
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+        for shard in layout:
+            if any(block.hf_name in absent for block in shard.blocks):
+                continue
+            target = parameters[shard.name].detach()
+            if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
+                target.zero_()
+            for block in shard.blocks:
+                path = files[block.hf_name]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                view = opened[path].get_slice(block.hf_name)
+                got, expected = tuple(view.get_shape()), hf_shapes[block.hf_name]
+                if got != expected:
+                    raise ValueError(
+                        f"{path}: {block.hf_name} has shape {got}, expected {expected} from "
+                        "config.json; probable cause: config and weights of different models"
+                    )
+                target[block.local_rect.slices].copy_(view[block.hf_rect.slices])
+
+
+def _check_tensor_names(
+    folder: str | Path, found: Collection[str], expected: Collection[str]
+) -> None:
+    unknown = sorted(name for name in set(found) - set(expected) if not _is_ignorable(name))
+    missing = sorted(set(expected) - set(found))
+    if unknown or missing:
+        raise ValueError(
+            f"model.path={folder}: tensors that the model does not have {unknown or 'none'}; "
+            f"missing tensors {missing or 'none'}; probable cause: weights of another architecture"
+        )
+
+
+def _is_ignorable(name: str) -> bool:
+    # A tied model's checkpoint may contain a copy of the embedding as its output layer, which a
+    # scalar head replaces; old Llama checkpoints contain the rotary frequencies.
+    return name == HF_LM_HEAD or name.endswith(".rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """One weight file of an export."""
+
+    name: str
+    """File name."""
+    stage: int
+    """Pipeline stage that writes the file."""
+    tensors: tuple[str, ...]
+    """Tensor names, in order."""
+
+
+def plan_files(
+    stages: Sequence[Sequence[str]],
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    element_bytes: int,
+    max_file_bytes: int,
+) -> list[FilePlan]:
+    """Assign tensors to the files of an export.
+
+    A file holds tensors of one stage and at most `max_file_bytes`, unless it is a single tensor.
+
+    Args:
+        stages: Names of the tensors that each pipeline stage writes, in order.
+        hf_shapes: Full shape by name.
+        element_bytes: Bytes per element.
+        max_file_bytes: Maximum file size.
+    """
+    parts: list[tuple[int, list[str]]] = []
+    for stage, names in enumerate(stages):
+        size = 0
+        for position, name in enumerate(names):
+            num_bytes = prod(hf_shapes[name]) * element_bytes
+            if position == 0 or size + num_bytes > max_file_bytes:
+                parts.append((stage, []))
+                size = 0
+            parts[-1][1].append(name)
+            size += num_bytes
+    if len(parts) == 1:
+        return [FilePlan(name=SINGLE_FILE_NAME, stage=parts[0][0], tensors=tuple(parts[0][1]))]
+    return [
+        FilePlan(
+            name=f"model-{number:05d}-of-{len(parts):05d}.safetensors",
+            stage=stage,
+            tensors=tuple(names),
+        )
+        for number, (stage, names) in enumerate(parts, start=1)
+    ]
+
+
+def begin_export(target: Path, source: Path) -> None:
+    """Create the temporary folder with all files of the source folder except its weights.
+
+    Raises:
+        ValueError: If the target exists and is not a checkpoint, since it would be replaced.
+    """
+    if target.exists() and not (target / "config.json").is_file():
+        raise ValueError(
+            f"export to {target}: expected a path that does not exist or an old checkpoint to "
+            "replace; got something else"
+        )
+    partial = partial_folder(target)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(file, partial / file.name)
+
+
+def finish_export(
+    target: Path,
+    plan: Sequence[FilePlan],
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    element_bytes: int,
+) -> None:
+    """Write the index if there are several files, then rename the folder to `target`."""
+    partial = partial_folder(target)
+    if len(plan) > 1:
+        names = [name for file in plan for name in file.tensors]
+        total = sum(prod(hf_shapes[name]) for name in names) * element_bytes
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file.name for file in plan for name in file.tensors},
+        }
+        text = json.dumps(index, indent=2)
+        (partial / INDEX_FILE_NAME).write_text(text, encoding="utf-8")
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+
+
+def partial_folder(target: Path) -> Path:
+    """Return the temporary folder of an export."""
+    return target.with_name(f"{target.name}.partial")

@@ -1,0 +1,1 @@
+"""Mapping between Hugging Face tensors and Megatron-core parameters."""

@@ -1,0 +1,159 @@
+"""Mapping of Hugging Face names to Megatron-core names, for every supported architecture.
+
+Loading, exporting and sending weights share this mapping. The Megatron side is `GPTModel`, with
+layers numbered from 0 in each chunk of a pipeline rank. (`ModelParallelRank` says which chunks a
+rank holds and how their names begin.) `decoder_layer` maps the layers; this module maps
+
+    embedding, output_layer  rows split over tensor ranks, padded to a multiple
+    scalar head              `score.weight` [1, D] as `output_layer.weight`, replicated
+    final norm               replicated
+
+With tied embeddings and more than one stage, the last stage holds a second replica of the embedding
+as `output_layer.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
+from mega_agentrl.reshard.mapping.divisibility import check_divisible
+from mega_agentrl.reshard.mapping.model_shape import HeadKind
+from mega_agentrl.reshard.mapping.partition import replicate
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+VOCAB_ROWS_MULTIPLE = 8
+"""Rows of a vocabulary shard are a multiple of this, which bf16 tensor cores prefer."""
+
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_LM_HEAD = "lm_head.weight"
+HF_SCORE_HEAD = "score.weight"
+HF_FINAL_NORM = "model.norm.weight"
+MEGATRON_OUTPUT_LAYER = "output_layer.weight"
+
+_REPLICATED_SUFFIXES = (
+    "norm.weight", "layer_norm_weight", "router.weight", "linear_proj.bias", "linear_fc2.bias"
+)  # fmt: skip
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of every tensor of the Hugging Face checkpoint, in model order."""
+    shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (shape.vocab_size, shape.hidden_size)}
+    for layer in range(shape.num_layers):
+        shapes |= layer_hf_shapes(shape, layer)
+    shapes[HF_FINAL_NORM] = (shape.hidden_size,)
+    if shape.head is HeadKind.scalar:
+        shapes[HF_SCORE_HEAD] = (1, shape.hidden_size)
+    elif not shape.tie_word_embeddings:
+        shapes[HF_LM_HEAD] = (shape.vocab_size, shape.hidden_size)
+    return shapes
+
+
+def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
+    """Return the vocabulary rows over all tensor ranks, including padding."""
+    multiple = VOCAB_ROWS_MULTIPLE * tensor_size
+    return -(-shape.vocab_size // multiple) * multiple
+
+
+def megatron_layout(
+    shape: ModelShape, parallel_rank: ModelParallelRank, *, fused: bool = False
+) -> list[ShardLayout]:
+    """Return every parameter of one rank of `GPTModel`, chunk by chunk in model order.
+
+    Args:
+        shape: The model.
+        parallel_rank: The rank.
+        fused: Use the names of Transformer Engine's layers with grouped experts instead of those of
+            the local ones.
+
+    Raises:
+        ValueError: If the parallel sizes do not divide the model.
+    """
+    check_divisible(shape, parallel_rank)
+    layers = shape.num_layers // (parallel_rank.pipeline_size * parallel_rank.virtual_size)
+    shards: list[ShardLayout] = []
+    for chunk in range(parallel_rank.virtual_size):
+        prefix = parallel_rank.param_prefix(chunk)
+        if parallel_rank.holds_embedding(chunk):
+            name = f"{prefix}embedding.word_embeddings.weight"
+            shards.append(_vocab_shard(name, HF_EMBEDDING, shape, parallel_rank))
+        first = (chunk * parallel_rank.pipeline_size + parallel_rank.pipeline_rank) * layers
+        for local in range(layers):
+            megatron_prefix = f"{prefix}decoder.layers.{local}."
+            shards += layer_shards(
+                shape, parallel_rank, first + local, megatron_prefix, fused=fused
+            )
+        if parallel_rank.holds_output_layer(chunk):
+            name = f"{prefix}decoder.final_layernorm.weight"
+            shards.append(replicate(name, HF_FINAL_NORM, (shape.hidden_size,)))
+            shards += _output_layer_shards(shape, parallel_rank, chunk)
+    return shards
+
+
+def _output_layer_shards(
+    shape: ModelShape, parallel_rank: ModelParallelRank, chunk: int
+) -> list[ShardLayout]:
+    name = f"{parallel_rank.param_prefix(chunk)}{MEGATRON_OUTPUT_LAYER}"
+    if shape.head is HeadKind.scalar:
+        return [replicate(name, HF_SCORE_HEAD, (1, shape.hidden_size))]
+    if not shape.tie_word_embeddings:
+        return [_vocab_shard(name, HF_LM_HEAD, shape, parallel_rank)]
+    if parallel_rank.holds_embedding(chunk):
+        return []
+    return [_vocab_shard(name, HF_EMBEDDING, shape, parallel_rank)]
+
+
+def _vocab_shard(
+    name: str, hf_name: str, shape: ModelShape, parallel_rank: ModelParallelRank
+) -> ShardLayout:
+    rows = padded_vocab_size(shape, parallel_rank.tensor_size) // parallel_rank.tensor_size
+    start = parallel_rank.tensor_rank * rows
+    valid = max(0, min(shape.vocab_size - start, rows))
+    blocks: tuple[Block, ...] = ()
+    if valid:
+        hf_rect = Rect((start, 0), (start + valid, shape.hidden_size))
+        blocks = (Block(hf_name, hf_rect, Rect.whole((valid, shape.hidden_size))),)
+    return ShardLayout(name, (rows, shape.hidden_size), blocks)
+
+
+def is_expert_param(name: str) -> bool:
+    """Return whether a Megatron parameter belongs to one expert.
+
+    Such parameters are distributed over expert and expert-tensor ranks, and their replicas form the
+    expert-data group.
+    """
+    return ".mlp.experts." in name
+
+
+def is_tensor_replicated(shape: ModelShape, name: str) -> bool:
+    """Return whether a Megatron parameter is the same on every tensor rank.
+
+    It then counts once in a norm over these ranks (for an expert's parameter: the expert-tensor
+    ranks). This holds for norms, router, biases of row-parallel linears and a scalar head, for any
+    sizes.
+    """
+    if name.endswith(MEGATRON_OUTPUT_LAYER):
+        return shape.head is HeadKind.scalar
+    return name.endswith(_REPLICATED_SUFFIXES)
+
+
+def drop_replicas(ranks: Iterable[Iterable[ShardLayout]]) -> list[ShardLayout]:
+    """Return the shards of several ranks without those that an earlier rank also holds.
+
+    The result covers each element once: replicated norms, experts of other data ranks and the
+    second copy of a tied embedding are dropped.
+    """
+    seen: set[tuple[tuple[str, Rect], ...]] = set()
+    distinct = []
+    for shards in ranks:
+        for shard in shards:
+            key = tuple((block.hf_name, block.hf_rect) for block in shard.blocks)
+            if key not in seen:
+                distinct.append(shard)
+            seen.add(key)
+    return distinct

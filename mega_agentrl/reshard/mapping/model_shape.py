@@ -1,0 +1,265 @@
+"""Shape of a model, read from a checkpoint's `config.json`.
+
+Every key that changes the computation is read, or refused if it is not supported; dropout is such a
+key. The module needs neither torch nor transformers, so it can run on a login node.
+
+Families differ in their biases and in the norm of queries and keys:
+
+    Llama     optional biases: attention_bias on q, k, v and o, mlp_bias in the MLP
+    Qwen2     q, k and v always have biases
+    Qwen3     q and k are normalized; attention_bias as in Llama
+    Qwen3Moe  as Qwen3, with experts in some or all MLPs
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from mega_agentrl.reshard.mapping.rope_config import RopeConfig
+
+
+class HeadKind(StrEnum):
+    """Output of the model: logits over the vocabulary, or one number per token."""
+
+    vocab = "vocab"
+    scalar = "scalar"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """What a model family fixes and what its config may choose."""
+
+    has_qkv_bias: bool = False
+    """q, k and v always have biases."""
+    reads_attention_bias: bool = False
+    """The config may set `attention_bias`."""
+    reads_mlp_bias: bool = False
+    """The config may set `mlp_bias`."""
+    has_qk_norm: bool = False
+    """Queries and keys are normalized."""
+    default_head_dim: int | None = None
+    """Head dim of a config that has none; None for hidden size divided by heads."""
+    requires_num_kv_heads: bool = True
+    """The config must set `num_key_value_heads`; otherwise it defaults to the number of heads."""
+    reads_max_window_layers: bool = True
+    """A sliding window starts at layer `max_window_layers`; otherwise it covers all layers."""
+    is_moe: bool = False
+    """The family has experts."""
+
+
+FAMILIES = {
+    "Llama": ModelFamily(
+        reads_attention_bias=True, reads_mlp_bias=True, requires_num_kv_heads=False
+    ),
+    "Qwen2": ModelFamily(has_qkv_bias=True),
+    "Qwen3": ModelFamily(reads_attention_bias=True, has_qk_norm=True, default_head_dim=128),
+    "Qwen3Moe": ModelFamily(
+        reads_attention_bias=True, has_qk_norm=True, reads_max_window_layers=False, is_moe=True
+    ),
+}
+_CAUSAL_LM_SUFFIX, _SEQUENCE_CLASSIFICATION_SUFFIX = "ForCausalLM", "ForSequenceClassification"
+SUPPORTED_ARCHITECTURES = tuple(f"{family}{_CAUSAL_LM_SUFFIX}" for family in FAMILIES)
+"""Architectures of policies and references."""
+SCALAR_ARCHITECTURES = tuple(
+    f"{name}{_SEQUENCE_CLASSIFICATION_SUFFIX}" for name in FAMILIES if not FAMILIES[name].is_moe
+)
+"""Architectures of reward models and critics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeShape:
+    """Experts of a model."""
+
+    num_experts: int
+    top_k: int
+    """Experts per token."""
+    ffn_hidden_size: int
+    """Inner width of one expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are rescaled to sum to 1."""
+    moe_layer_pattern: tuple[bool, ...]
+    """For every layer, whether it has experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder; names follow Megatron where the two sides differ."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    """Key/value heads of grouped-query attention."""
+    head_dim: int
+    ffn_hidden_size: int
+    """Inner width of the dense MLP."""
+    vocab_size: int
+    norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    """Whether the output layer shares the embedding; never with a scalar head."""
+    rope: RopeConfig
+    qkv_bias: bool = False
+    """Biases of q, k and v."""
+    o_proj_bias: bool = False
+    """Bias of o."""
+    mlp_bias: bool = False
+    """Biases of gate, up and down."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalized."""
+    moe: MoeShape | None = None
+    head: HeadKind = HeadKind.vocab
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads}: expected a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}; probable cause: a damaged config.json"
+            )
+        if self.moe and len(self.moe.moe_layer_pattern) != self.num_layers:
+            raise ValueError(
+                f"moe.moe_layer_pattern has {len(self.moe.moe_layer_pattern)} entries: expected "
+                f"num_layers={self.num_layers}; probable cause: only one of the two was changed"
+            )
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether the MLP of a layer, counted over the whole model, consists of experts."""
+        return self.moe is not None and self.moe.moe_layer_pattern[layer]
+
+    def with_scalar_head(self) -> ModelShape:
+        """Return the same model with a scalar head instead of logits."""
+        family = self.architecture.removesuffix(_CAUSAL_LM_SUFFIX).removesuffix(
+            _SEQUENCE_CLASSIFICATION_SUFFIX
+        )
+        return replace(
+            self,
+            architecture=family + _SEQUENCE_CLASSIFICATION_SUFFIX,
+            head=HeadKind.scalar,
+            tie_word_embeddings=False,
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelShape:
+        """Read the shape of the Hugging Face checkpoint in a folder.
+
+        Raises:
+        ValueError: For a missing folder or config.json, an unsupported architecture or setting, or
+        a missing key.
+        """
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"model.path={path}: expected a Hugging Face checkpoint folder with config.json; "
+                f"{'it has none' if Path(path).is_dir() else 'there is no such folder'}"
+            )
+        config = json.loads(file.read_text(encoding="utf-8"))
+        architecture = (config.get("architectures") or ["none"])[0]
+        known = SUPPORTED_ARCHITECTURES + SCALAR_ARCHITECTURES
+        if architecture not in known:
+            raise ValueError(
+                f"model.path={path}: architecture {architecture} is not supported; supported: "
+                f"{', '.join(known)}"
+            )
+        name, head = architecture.removesuffix(_CAUSAL_LM_SUFFIX), HeadKind.vocab
+        if architecture in SCALAR_ARCHITECTURES:
+            name, head = architecture.removesuffix(_SEQUENCE_CLASSIFICATION_SUFFIX), HeadKind.scalar
+        _check_supported_settings(config, FAMILIES[name], head, file)
+        return _from_config(config, architecture, FAMILIES[name], head, file)
+
+
+def _require_key(config: dict[str, Any], key: str, file: Path) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"{file}: key {key} is missing; probable cause: a damaged config.json")
+    return config[key]
+
+
+def _check_supported_settings(
+    config: dict[str, Any], family: ModelFamily, head: HeadKind, file: Path
+) -> None:
+    for key, got, expected in (
+        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
+        ("a sliding window in use", _uses_sliding_window(config, family), False),
+        ("attention_dropout", config.get("attention_dropout", 0.0), 0.0),
+        ("is_causal", config.get("is_causal", True), True),
+        ("quantization_config", config.get("quantization_config"), None),
+        ("num_labels", _num_labels(config) if head is HeadKind.scalar else 1, 1),
+    ):
+        if got != expected:
+            raise ValueError(
+                f"{file}: {key}={got!r}, expected {expected!r}; other values have no mapping"
+            )
+
+
+def _uses_sliding_window(config: dict[str, Any], family: ModelFamily) -> bool:
+    layer_types = config.get("layer_types")
+    if layer_types:
+        return any(layer_type != "full_attention" for layer_type in layer_types)
+    if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None:
+        return False
+    first = config.get("max_window_layers", 28) if family.reads_max_window_layers else 0
+    return bool(first < config.get("num_hidden_layers", 0))
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    # transformers leaves both keys out of a config with its default of two labels.
+    labels = config.get("id2label")
+    return len(labels) if labels is not None else int(config.get("num_labels") or 2)
+
+
+def _from_config(
+    config: dict[str, Any], architecture: str, family: ModelFamily, head: HeadKind, file: Path
+) -> ModelShape:
+    hidden, num_heads, num_layers = (
+        int(_require_key(config, key, file))
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    max_positions = int(_require_key(config, "max_position_embeddings", file))
+    attention_bias = family.reads_attention_bias and bool(config.get("attention_bias"))
+    if family.requires_num_kv_heads and "num_key_value_heads" not in config:
+        _require_key(config, "num_key_value_heads", file)
+    head_dim = config.get("head_dim") or family.default_head_dim or hidden // num_heads
+    return ModelShape(
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(head_dim),
+        ffn_hidden_size=int(_require_key(config, "intermediate_size", file)),
+        vocab_size=int(_require_key(config, "vocab_size", file)),
+        norm_eps=float(_require_key(config, "rms_norm_eps", file)),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=head is HeadKind.vocab
+        and bool(config.get("tie_word_embeddings", False)),
+        rope=RopeConfig.from_config(config, str(file)),
+        qkv_bias=family.has_qkv_bias or attention_bias,
+        o_proj_bias=attention_bias,
+        mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias")),
+        qk_norm=family.has_qk_norm,
+        moe=_moe_from_config(config, num_layers, file) if family.is_moe else None,
+        head=head,
+    )
+
+
+def _moe_from_config(config: dict[str, Any], num_layers: int, file: Path) -> MoeShape | None:
+    # Older configs say num_experts where newer ones say num_local_experts.
+    count = config.get("num_local_experts", config.get("num_experts"))
+    if count is None:
+        _require_key(config, "num_experts", file)
+    dense = set(config.get("mlp_only_layers") or ())
+    step = int(config.get("decoder_sparse_step") or 1)
+    moe_layer_pattern = tuple((n + 1) % step == 0 and n not in dense for n in range(num_layers))
+    if not count or not any(moe_layer_pattern):
+        return None
+    return MoeShape(
+        num_experts=int(count),
+        top_k=int(_require_key(config, "num_experts_per_tok", file)),
+        ffn_hidden_size=int(_require_key(config, "moe_intermediate_size", file)),
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        moe_layer_pattern=moe_layer_pattern,
+    )

@@ -1,0 +1,157 @@
+"""Rotary embedding settings of a checkpoint's `config.json`.
+
+Both formats are read: `rope_parameters` (which includes theta) and the older `rope_scaling` beside
+`rope_theta`. If both are present, `rope_scaling` takes precedence, as in transformers. The actor
+computes the frequencies from these settings.
+
+    default  1 / theta^(2i/d)
+    linear   the same, divided by factor
+    llama3   long wavelengths divided by factor, short ones unchanged, a blend between
+    yarn     (arXiv 2309.00071) similar, by number of rotations; cosines and sines are then
+             multiplied by attention_factor
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+_KNOWN_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "partial_rotary_factor",
+}  # fmt: skip
+
+
+class RopeType(StrEnum):
+    """How the frequencies are scaled."""
+
+    default = "default"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Settings of one rotary embedding; those that a type does not use keep their neutral value."""
+
+    theta: float
+    """Base of the frequencies."""
+    rope_type: RopeType = RopeType.default
+    factor: float = 1.0
+    """Scaling factor (linear, llama3, yarn)."""
+    original_max_position_embeddings: int = 0
+    """Context length in tokens before scaling (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    """llama3 only."""
+    high_freq_factor: float = 1.0
+    """llama3 only."""
+    beta_fast: float = 32.0
+    """yarn only."""
+    beta_slow: float = 1.0
+    """yarn only."""
+    truncate: bool = True
+    """Whether the bounds of the ramp are rounded (yarn)."""
+    attention_factor: float = 1.0
+    """Factor of cosines and sines (yarn)."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], where: str) -> RopeConfig:
+        """Read the rotary embedding of a `config.json`.
+
+        Args:
+            config: The parsed file.
+            where: Its path, for error messages.
+
+        Raises:
+        ValueError: For an unsupported type, an unknown or missing key, or a rotary embedding of
+        only a part of the head.
+        """
+        rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+        _check_supported(rope, config, where)
+        rope_type = RopeType(_rope_type(rope))
+        theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        if rope_type is RopeType.default:
+            return cls(theta=theta)
+        max_positions = int(_require_rope_key(config, "max_position_embeddings", rope_type, where))
+        original = config.get("original_max_position_embeddings") or rope.get(
+            "original_max_position_embeddings"
+        )
+        positions = int(original or max_positions)
+        if rope_type is RopeType.yarn and rope.get("factor") is None:
+            rope["factor"] = max_positions / positions
+        config_so_far = cls(
+            theta=theta,
+            rope_type=rope_type,
+            factor=float(_require_rope_key(rope, "factor", rope_type, where)),
+        )
+        if rope_type is RopeType.linear:
+            return config_so_far
+        if rope_type is RopeType.llama3:
+            return replace(
+                config_so_far,
+                original_max_position_embeddings=positions,
+                low_freq_factor=float(_require_rope_key(rope, "low_freq_factor", rope_type, where)),
+                high_freq_factor=float(
+                    _require_rope_key(rope, "high_freq_factor", rope_type, where)
+                ),
+            )
+        return replace(
+            config_so_far,
+            original_max_position_embeddings=positions,
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            attention_factor=_attention_factor(rope, config_so_far.factor),
+        )
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _check_supported(rope: dict[str, Any], config: dict[str, Any], where: str) -> None:
+    rope_types = [rope_type.value for rope_type in RopeType]
+    if _rope_type(rope) not in rope_types:
+        raise ValueError(
+            f"{where}: rope_type={_rope_type(rope)!r}, expected one of {', '.join(rope_types)}; "
+            "probable cause: a model variant for longer texts than this project can train"
+        )
+    unknown = sorted(key for key in set(rope) - _KNOWN_KEYS if rope[key] is not None)
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown keys in the rope settings {unknown}, expected only "
+            f"{sorted(_KNOWN_KEYS)}; probable cause: a model whose layers differ in their rotary "
+            "embedding"
+        )
+    rotary_factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if rotary_factor != 1.0:
+        raise ValueError(
+            f"{where}: partial_rotary_factor={rotary_factor}, expected 1.0; probable cause: "
+            "another model family"
+        )
+
+
+def _require_rope_key(settings: dict[str, Any], key: str, rope_type: RopeType, where: str) -> Any:
+    if settings.get(key) is None:
+        raise ValueError(
+            f"{where}: key {key} is missing in the rope settings, expected a number for "
+            f"rope_type={rope_type.value}; probable cause: a damaged config.json"
+        )
+    return settings[key]
+
+
+def _attention_factor(rope: dict[str, Any], factor: float) -> float:
+    # yarn's temperature is 0.1 ln(factor) + 1; some models weight it and divide it by another.
+    given = rope.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    weight, divisor = rope.get("mscale"), rope.get("mscale_all_dim")
+    return scale(weight) / scale(divisor) if weight and divisor else scale(1.0)

@@ -1,0 +1,258 @@
+"""Broadcast trees: how each bucket gets from one trainer rank to all of its receivers.
+
+    on a device with a holder   the receiver copies from it
+    on a machine with a holder  one receiver gets the bucket from the holder, or from a receiver
+                                that has copied it, and forwards it to the others
+    on any other machine        one receiver gets the bucket over the network and forwards it; a
+                                receiver that has the bucket sends it over the network, and a
+                                trainer rank only if there is none yet
+
+Machines without a holder form a chain in a fixed order. While a machine forwards one bucket it
+receives the next, so all of them stay busy and each sends a byte once.
+
+Hence each byte enters a machine without a copy once, which is the minimum, and a trainer rank sends
+a byte once to each machine that holds it, or once in all. Among several possible senders, the
+nearest one that has sent least is chosen; receivers are chosen alike.
+
+The order comes from a simulation (`link_simulator`): the next bucket is the one whose sender and
+first receiver are both free earliest, so that trainer ranks do not queue up for one receiver while
+others are idle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.reshard.planner.link_simulator import LinkSimulator
+from mega_agentrl.reshard.planner.transfer_groups import split_into_buckets
+from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop
+from mega_agentrl.reshard.topology import LinkType, link_type_between
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.planner.regions import Ranks
+    from mega_agentrl.reshard.planner.transfer_groups import TransferGroup
+    from mega_agentrl.reshard.planner.transfer_plan import TensorSlice
+    from mega_agentrl.reshard.topology import LinkSpeeds, RankLocation
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTargets:
+    """The receivers of a group on one machine."""
+
+    holders: Ranks
+    """Trainer ranks on the machine that hold the group."""
+    receivers: Ranks
+    """Rollout ranks on the machine that need the group."""
+    same_gpu_pairs: tuple[tuple[int, int], ...]
+    """(holder, receiver) pairs that share a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastTree:
+    """The machines of a transfer group."""
+
+    roots: Ranks
+    """Holders, one of which starts each bucket."""
+    nodes_with_holder: tuple[NodeTargets, ...]
+    """Machines with receivers and at least one holder."""
+    nodes_without_holder: tuple[NodeTargets, ...]
+    """Machines with receivers and no holder, in the order of the chain."""
+
+    def first_hop(self) -> tuple[LinkType, Ranks]:
+        """Return the link type of the first hop and the receivers it may target."""
+        first = (self.nodes_with_holder or self.nodes_without_holder)[0]
+        if first.same_gpu_pairs:
+            return LinkType.same_gpu, tuple(receiver for _, receiver in first.same_gpu_pairs)
+        return (LinkType.same_node if self.nodes_with_holder else LinkType.network), first.receivers
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBucket:
+    """A bucket with a root but without a position in the order yet."""
+
+    tree: BroadcastTree
+    root: int
+    slices: tuple[TensorSlice, ...]
+    num_bytes: int
+
+
+def build_broadcast_tree(group: TransferGroup, locations: Sequence[RankLocation]) -> BroadcastTree:
+    """Split the holders and receivers of a group by machine."""
+    holders_by_node: dict[int, list[int]] = defaultdict(list)
+    receivers_by_node: dict[int, list[int]] = defaultdict(list)
+    for rank in group.holders:
+        holders_by_node[locations[rank].node].append(rank)
+    for rank in group.receivers:
+        receivers_by_node[locations[rank].node].append(rank)
+    nodes = []
+    for node in sorted(receivers_by_node):
+        holders = tuple(holders_by_node.get(node, ()))
+        receivers = tuple(receivers_by_node[node])
+        pairs = [
+            (holder, receiver)
+            for receiver in receivers
+            for holder in holders
+            if link_type_between(locations[holder], locations[receiver]) is LinkType.same_gpu
+        ]
+        # With several replicas on one device, the first serves.
+        first = {receiver: (holder, receiver) for holder, receiver in reversed(pairs)}
+        same_gpu_pairs = tuple(first[receiver] for receiver in sorted(first))
+        nodes.append(NodeTargets(holders, receivers, same_gpu_pairs))
+    near = tuple(targets for targets in nodes if targets.holders)
+    far = tuple(targets for targets in nodes if not targets.holders)
+    local = tuple(holder for targets in near for holder in targets.holders)
+    return BroadcastTree(local or group.holders, near, far)
+
+
+def make_pending_buckets(
+    groups: Iterable[TransferGroup], locations: Sequence[RankLocation], bucket_bytes: int
+) -> list[PendingBucket]:
+    """Split groups into buckets and choose as root of each the nearest holder that sends least."""
+    sent = [0] * len(locations)
+    pending_buckets = []
+    for group in groups:
+        tree = build_broadcast_tree(group, locations)
+        for slices in split_into_buckets(group, bucket_bytes):
+            num_bytes = sum(tensor_slice.num_bytes for tensor_slice in slices)
+            root = min(tree.roots, key=lambda rank: (sent[rank], rank))
+            if tree.first_hop()[0] is not LinkType.same_gpu:
+                sent[root] += num_bytes
+            pending_buckets.append(PendingBucket(tree, root, slices, num_bytes))
+    return pending_buckets
+
+
+class RootQueue:
+    """Pending buckets with the same first hop, by root; the root that is free first comes first.
+
+    Among roots that are free at the same time, each queue prefers a different one, depending on its
+    number, so that queues do not compete for one root.
+    """
+
+    def __init__(
+        self, number: int, link: LinkType, entries: Ranks, pending_buckets: Iterable[PendingBucket]
+    ) -> None:
+        self.link_type, self.entry_ranks = link, entries
+        self._buckets_by_root: dict[int, deque[PendingBucket]] = defaultdict(deque)
+        for pending in pending_buckets:
+            self._buckets_by_root[pending.root].append(pending)
+        roots = sorted(self._buckets_by_root)
+        self._roots_by_free_time = [
+            (0.0, (position - number) % len(roots), root) for position, root in enumerate(roots)
+        ]
+        heapq.heapify(self._roots_by_free_time)
+
+    def __bool__(self) -> bool:
+        return bool(self._roots_by_free_time)
+
+    def send_ready_at_s(self, simulator: LinkSimulator) -> float:
+        """Return the time at which the next root to send is free."""
+        sends = simulator.send_free_at_s[self.link_type]
+        while True:
+            free, preference, root = self._roots_by_free_time[0]
+            if free >= sends[root]:
+                return free
+            heapq.heapreplace(self._roots_by_free_time, (sends[root], preference, root))
+
+    def pop(self) -> PendingBucket:
+        """Remove and return the next bucket of that root."""
+        root = self._roots_by_free_time[0][-1]
+        pending = self._buckets_by_root[root].popleft()
+        if not self._buckets_by_root[root]:
+            heapq.heappop(self._roots_by_free_time)
+        return pending
+
+
+class BucketScheduler:
+    """Assigns hops and an order to pending buckets; an instance serves one plan."""
+
+    def __init__(self, locations: Sequence[RankLocation], speeds: LinkSpeeds) -> None:
+        self._locations = locations
+        self._simulator = LinkSimulator(locations, speeds)
+        self._sent_bytes = {link: [0] * len(locations) for link in LinkType}
+        self._received_bytes = {link: [0] * len(locations) for link in LinkType}
+        self._ready_at_s: dict[int, float] = {}
+        """When the receivers of the present bucket have it."""
+
+    def schedule(self, pending_buckets: Iterable[PendingBucket]) -> tuple[Bucket, ...]:
+        """Return all buckets in execution order."""
+        waiting: dict[tuple[LinkType, Ranks], list[PendingBucket]] = defaultdict(list)
+        for pending in pending_buckets:
+            waiting[pending.tree.first_hop()].append(pending)
+        queues = [RootQueue(i, *hop, waiting[hop]) for i, hop in enumerate(waiting)]
+        # Keys only ever grow, so a key that is still right at the top of the heap is the least.
+        next_up = [(0.0, number, queue) for number, queue in enumerate(queues)]
+        buckets: list[Bucket] = []
+        while next_up:
+            key, number, queue = heapq.heappop(next_up)
+            start = max(self._receive_ready_at_s(queue), queue.send_ready_at_s(self._simulator))
+            if start <= key:
+                pending = queue.pop()
+                hops = tuple(self._plan_hops(pending))
+                buckets.append(Bucket(len(buckets), pending.num_bytes, pending.slices, hops))
+            if queue:
+                heapq.heappush(next_up, (start, number, queue))
+        return tuple(buckets)
+
+    def _receive_ready_at_s(self, queue: RootQueue) -> float:
+        receives = self._simulator.receive_free_at_s[queue.link_type]
+        return min(receives[rank] for rank in queue.entry_ranks)
+
+    def _plan_hops(self, pending: PendingBucket) -> Iterator[Hop]:
+        """Yield the hops in causal order.
+
+        `having` are the receivers on the last machine that have the bucket.
+        """
+        having: list[int] = []
+        self._ready_at_s = {}
+        for node in pending.tree.nodes_with_holder:
+            having = [receiver for _, receiver in node.same_gpu_pairs]
+            for pair in node.same_gpu_pairs:
+                yield self._add_hop(*pair, pending)
+            if not having:
+                local = [pending.root] if pending.root in node.holders else node.holders
+                source = self._least_loaded(self._sent_bytes, LinkType.same_node, local)
+                having = [
+                    self._least_loaded(self._received_bytes, LinkType.same_node, node.receivers)
+                ]
+                yield self._add_hop(source, having[0], pending)
+            yield from self._broadcast_within_node(node, having, pending)
+        for node in pending.tree.nodes_without_holder:
+            source = self._least_loaded(
+                self._sent_bytes, LinkType.network, having or [pending.root]
+            )
+            having = [self._least_loaded(self._received_bytes, LinkType.network, node.receivers)]
+            yield self._add_hop(source, having[0], pending)
+            yield from self._broadcast_within_node(node, having, pending)
+
+    def _broadcast_within_node(
+        self, node: NodeTargets, having: list[int], pending: PendingBucket
+    ) -> Iterator[Hop]:
+        """Yield hops from receivers of a machine that have the bucket to those that do not."""
+        for receiver in node.receivers:
+            if receiver not in having:
+                yield self._add_hop(
+                    self._least_loaded(self._sent_bytes, LinkType.same_node, having),
+                    receiver,
+                    pending,
+                )
+                having.append(receiver)
+
+    def _add_hop(self, source: int, target: int, pending: PendingBucket) -> Hop:
+        link = link_type_between(self._locations[source], self._locations[target])
+        self._sent_bytes[link][source] += pending.num_bytes
+        self._received_bytes[link][target] += pending.num_bytes
+        since = self._ready_at_s.get(source, 0.0)
+        self._ready_at_s[target] = self._simulator.transfer(
+            source, target, pending.num_bytes, since
+        )
+        return Hop(source, target)
+
+    def _least_loaded(
+        self, counts: dict[LinkType, list[int]], link: LinkType, ranks: Iterable[int]
+    ) -> int:
+        by_rank = counts[link]
+        return min(ranks, key=lambda rank: (by_rank[rank], rank))

@@ -1,0 +1,209 @@
+"""Regions: the parts of each tensor with a constant set of holders and receivers.
+
+A region is a rectangle of a Hugging Face tensor that lies in one block of every trainer rank that
+holds it and of every rollout rank that needs it. For one tensor:
+
+    trainer ranks hold    |   r0,r2   |   r1,r3   |
+    rollout ranks need    |  s0  |  s1  |  s2  |
+    regions               |  a   |b |c  |  d   |    b: held by r0,r2, needed by s1
+
+Regions are disjoint, and together they cover everything that is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from mega_agentrl.reshard.layout import Rect
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.layout import ShardLayout
+
+Ranks = tuple[int, ...]
+RectOwners = dict[str, dict[Rect, Ranks]]
+"""By tensor, every rectangle that some rank has in one block, with all ranks that have it."""
+
+
+@dataclass(slots=True)
+class RankSetCache:
+    """Caches unions of rank tuples; equal unions are one object."""
+
+    _interned: dict[Ranks, Ranks] = field(default_factory=dict)
+    _unions: dict[tuple[Ranks, ...], Ranks] = field(default_factory=dict)
+
+    def union(self, parts: tuple[Ranks, ...]) -> Ranks:
+        """Return all ranks of the parts, ascending."""
+        found = self._unions.get(parts)
+        if found is None:
+            merged = tuple(sorted(set().union(*parts)))
+            found = self._unions[parts] = self._interned.setdefault(merged, merged)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRegion:
+    """A rectangle of a tensor with the ranks that hold it and the ranks that need it."""
+
+    hf_name: str
+    rect: Rect
+    holders: Ranks
+    """Trainer ranks that hold the region."""
+    receivers: Ranks
+    """Rollout ranks that need the region."""
+
+
+def rect_owners(
+    layouts: Sequence[Sequence[ShardLayout]], rank_sets: RankSetCache, *, first_rank: int = 0
+) -> RectOwners:
+    """Return the rectangles of the ranks `first_rank`, `first_rank + 1`, ... with their owners.
+
+    Ranks with equal layouts may pass the same object, which is then read once.
+    """
+    ranks_of: dict[int, list[int]] = defaultdict(list)
+    for rank, layout in enumerate(layouts, start=first_rank):
+        ranks_of[id(layout)].append(rank)
+    parts: dict[str, dict[Rect, list[Ranks]]] = defaultdict(dict)
+    for layout in {id(layout): layout for layout in layouts}.values():
+        ranks = tuple(ranks_of[id(layout)])
+        for shard in layout:
+            for block in shard.blocks:
+                parts[block.hf_name].setdefault(block.hf_rect, []).append(ranks)
+    return {
+        name: {rect: rank_sets.union(tuple(found)) for rect, found in rects.items()}
+        for name, rects in parts.items()
+    }
+
+
+def compute_regions(
+    names: Sequence[str],
+    trainer_owners: RectOwners,
+    rollout_owners: RectOwners,
+    rank_sets: RankSetCache,
+) -> Iterator[TransferRegion]:
+    """Yield all regions, tensor by tensor.
+
+    Args:
+        names: Names of all tensors of the model, in the order of the result.
+        trainer_owners: Rectangles that trainer ranks hold.
+        rollout_owners: Rectangles that rollout ranks need.
+        rank_sets: Cache of rank sets.
+
+    Raises:
+        ValueError: If only one side has a tensor, or no trainer rank holds a part that is needed.
+    """
+    _check_same_tensors(names, trainer_owners, rollout_owners)
+    for name in names:
+        holder_sets, receiver_sets = (
+            list(trainer_owners[name].values()),
+            list(rollout_owners[name].values()),
+        )
+        for rect, holders_in, receivers_in in _split_at_borders(
+            tuple(trainer_owners[name]), tuple(rollout_owners[name])
+        ):
+            receivers = rank_sets.union(tuple(receiver_sets[i] for i in receivers_in))
+            if not holders_in:
+                raise ValueError(
+                    f"transfer plan: {name} {rect} is needed by rollout ranks "
+                    f"{_shorten(receivers)} and held by no trainer rank; probable cause: layouts "
+                    "of two different models"
+                )
+            yield TransferRegion(
+                name, rect, rank_sets.union(tuple(holder_sets[i] for i in holders_in)), receivers
+            )
+
+
+def _check_same_tensors(
+    names: Sequence[str], trainer_owners: Mapping[str, object], rollout_owners: Mapping[str, object]
+) -> None:
+    for side, found in (
+        ("trainer ranks hold", trainer_owners),
+        ("rollout ranks need", rollout_owners),
+    ):
+        lost, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
+        if lost or unknown:
+            raise ValueError(
+                f"transfer plan: {side} all tensors of the model except {_shorten(lost)}, and "
+                f"unknown tensors {_shorten(unknown)}; probable cause: layouts of two different "
+                "models"
+            )
+
+
+def _shorten(items: Sequence[object]) -> str:
+    shown = ", ".join(map(str, items[:8]))
+    return (f"[{shown}, ... {len(items)} in all]" if len(items) > 8 else f"[{shown}]") or "none"
+
+
+RectOverlap = tuple[Rect, tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def _split_at_borders(held: tuple[Rect, ...], wanted: tuple[Rect, ...]) -> tuple[RectOverlap, ...]:
+    """Return the regions of one tensor with the indices into `held` and `wanted` that contain them.
+
+    Coordinates are compressed to the borders that occur. Cells of that grid that lie in the same
+    rectangles are merged again, along one dim after the other.
+    """
+    num_dims = len(wanted[0].start)
+    borders = [
+        sorted({at for rect in (*held, *wanted) for at in (rect.start[dim], rect.stop[dim])})
+        for dim in range(num_dims)
+    ]
+    index_of = [{at: index for index, at in enumerate(line)} for line in borders]
+    inside: dict[tuple[int, ...], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for side, rects in enumerate((held, wanted)):
+        for number, rect in enumerate(rects):
+            for cell in itertools.product(
+                *(
+                    range(index[a], index[b])
+                    for index, a, b in zip(index_of, rect.start, rect.stop, strict=True)
+                )
+            ):
+                inside[cell][side].append(number)
+    cells_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = defaultdict(list)
+    for cell, (holders_in, receivers_in) in inside.items():
+        if receivers_in:
+            box = tuple((at, at + 1) for at in cell)
+            cells_of[tuple(holders_in), tuple(receivers_in)].append(box)
+    found = [
+        (_box_to_rect(box, borders), *key)
+        for key, boxes in cells_of.items()
+        for box in _merge_neighbors(boxes)
+    ]
+    return tuple(sorted(found))
+
+
+def _merge_neighbors(boxes: list[Box]) -> list[Box]:
+    """Merge adjacent boxes of a disjoint set, last dim first."""
+    for dim in reversed(range(len(boxes[0]))):
+        lines: dict[tuple[Box, Box], list[tuple[int, int]]] = defaultdict(list)
+        for box in boxes:
+            lines[box[:dim], box[dim + 1 :]].append(box[dim])
+        boxes = [
+            (*before, run, *after)
+            for (before, after), spans in lines.items()
+            for run in _merge_intervals(sorted(spans))
+        ]
+    return boxes
+
+
+def _merge_intervals(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    start, stop = spans[0]
+    for low, high in spans[1:]:
+        if low != stop:
+            yield start, stop
+            start = low
+        stop = high
+    yield start, stop
+
+
+def _box_to_rect(box: Box, borders: list[list[int]]) -> Rect:
+    return Rect(
+        tuple(line[low] for line, (low, _) in zip(borders, box, strict=True)),
+        tuple(line[high] for line, (_, high) in zip(borders, box, strict=True)),
+    )

@@ -1,0 +1,179 @@
+"""Rectangle owners of a large model, expanded from one layer of each type.
+
+Layers of one type (dense or MoE) are sharded alike; only their names and the pipeline stage differ.
+One layer of each type therefore stands for all, and tables for thousands of ranks need no layout
+per rank and layer:
+
+    trainer   the tensor, expert and data ranks of one stage, repeated for every stage; layers are
+              assigned to the stages in order, as evenly as possible
+    rollout   the tensor ranks of one engine, repeated for every engine
+
+This serves simulations; real ranks describe their own shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mega_agentrl.reshard.mapping.model_mapping import (
+    HF_EMBEDDING,
+    HF_FINAL_NORM,
+    HF_LM_HEAD,
+    megatron_layout,
+)
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.planner.regions import rect_owners
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+    from mega_agentrl.reshard.planner.regions import Ranks, RankSetCache, RectOwners
+
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParallelSizes:
+    """Parallel sizes of a trainer.
+
+    Ranks are ordered by tensor, then data, then pipeline rank. Experts are distributed over the
+    tensor and data ranks of a stage.
+    """
+
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    data_size: int = 1
+    expert_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_stage % self.expert_size:
+            raise ValueError(
+                f"expert={self.expert_size}: expected a divisor of tensor * data = "
+                f"{self.ranks_per_stage}; probable cause: one of them was changed alone"
+            )
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks that hold the same layers."""
+        return self.tensor_size * self.data_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of trainer ranks."""
+        return self.ranks_per_stage * self.pipeline_size
+
+
+def first_layer_of_each_type(shape: ModelShape) -> list[int]:
+    """Return the index of the first layer of each type, dense before MoE."""
+    layers = range(shape.num_layers)
+    firsts = (next((n for n in layers if shape.is_moe_layer(n) is s), None) for s in (False, True))
+    return [layer for layer in firsts if layer is not None]
+
+
+def one_layer_per_type(shape: ModelShape) -> ModelShape:
+    """Return the shape of a model with one layer of each type."""
+    chosen = first_layer_of_each_type(shape)
+    moe = shape.moe
+    if moe:
+        moe = replace(
+            moe, moe_layer_pattern=tuple(moe.moe_layer_pattern[layer] for layer in chosen)
+        )
+    return replace(shape, num_layers=len(chosen), moe=moe)
+
+
+def expand_trainer_owners(
+    shape: ModelShape, sizes: TrainerParallelSizes, rank_sets: RankSetCache
+) -> RectOwners:
+    """Return the rectangles that the trainer ranks hold, with ranks numbered from 0."""
+    sample = one_layer_per_type(shape)
+    layouts = [
+        megatron_layout(
+            sample,
+            ModelParallelRank(
+                tensor_rank=rank % sizes.tensor_size,
+                tensor_size=sizes.tensor_size,
+                expert_rank=rank % sizes.expert_size,
+                expert_size=sizes.expert_size,
+            ),
+        )
+        for rank in range(sizes.ranks_per_stage)
+    ]
+    owners = rect_owners(layouts, rank_sets)
+    last = sizes.pipeline_size - 1
+    shifters = [
+        _rank_shifter(stage * sizes.ranks_per_stage) for stage in range(sizes.pipeline_size)
+    ]
+    stage_of = [
+        layer * sizes.pipeline_size // shape.num_layers for layer in range(shape.num_layers)
+    ]
+    result: RectOwners = {}
+    for layer, name, sampled in _layer_tensor_names(shape, owners):
+        shift_ranks = shifters[stage_of[layer]]
+        result[name] = {rect: shift_ranks(ranks) for rect, ranks in owners[sampled].items()}
+    for name, stages in ((HF_EMBEDDING, [0]), (HF_FINAL_NORM, [last]), (HF_LM_HEAD, [last])):
+        if name == HF_EMBEDDING and shape.tie_word_embeddings and last:
+            stages = [0, last]
+        if name in owners:
+            result[name] = {
+                rect: rank_sets.union(tuple(shifters[stage](ranks) for stage in stages))
+                for rect, ranks in owners[name].items()
+            }
+    return result
+
+
+def expand_rollout_owners(
+    shape: ModelShape,
+    engine: Sequence[Sequence[ShardLayout]],
+    num_engines: int,
+    rank_sets: RankSetCache,
+    *,
+    first_rank: int,
+) -> RectOwners:
+    """Return the rectangles that the rollout ranks need.
+
+    Args:
+        shape: The full model.
+        engine: Layouts of the `one_layer_per_type` model by tensor rank.
+        num_engines: Number of engines.
+        rank_sets: Cache of rank sets.
+        first_rank: Rank of the first worker of the first engine.
+    """
+    owners = rect_owners([*engine] * num_engines, rank_sets, first_rank=first_rank)
+    result = {name: rects for name, rects in owners.items() if not _LAYER_NAME.match(name)}
+    for _, name, sampled in _layer_tensor_names(shape, owners):
+        result[name] = owners[sampled]
+    return result
+
+
+def _layer_tensor_names(shape: ModelShape, owners: RectOwners) -> list[tuple[int, str, str]]:
+    """Return layer, name in the model and name in the sample of every tensor of a layer."""
+    chosen = first_layer_of_each_type(shape)
+    names_of: dict[int, list[tuple[str, str]]] = {}
+    for sampled in owners:
+        if match := _LAYER_NAME.match(sampled):
+            rest = sampled[match.end() :]
+            names_of.setdefault(int(match[1]), []).append((sampled, rest))
+    sample_of = {shape.is_moe_layer(layer): index for index, layer in enumerate(chosen)}
+    return [
+        (layer, f"model.layers.{layer}.{rest}", sampled)
+        for layer in range(shape.num_layers)
+        for sampled, rest in names_of[sample_of[shape.is_moe_layer(layer)]]
+    ]
+
+
+def _rank_shifter(shift: int) -> Callable[[Ranks], Ranks]:
+    """Return a function that adds `shift` to rank tuples; equal results are one object."""
+    cache: dict[Ranks, Ranks] = {}
+
+    def shift_ranks(ranks: Ranks) -> Ranks:
+        shifted = cache.get(ranks)
+        if shifted is None:
+            shifted = cache[ranks] = tuple(rank + shift for rank in ranks)
+        return shifted
+
+    return shift_ranks

@@ -1,0 +1,128 @@
+"""Transfer sessions: how the ranks of a plan connect, through a TCP store.
+
+All ranks, trainer ranks first, then rollout ranks, join a session; the default process groups of
+both sides are not touched. A session belongs to one plan. When the membership changes, the ranks of
+the new plan join a new session, with another key at the same store.
+
+    rank 0     store = open_store(address, timeout_s)
+               session = TransferSession(address=address, port=store.port, plan=plan, ...)
+    any rank   executor = join_session(session, rank, layout, store=store if rank == 0 else None)
+
+`join_session` returns when all ranks of the plan have joined.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from mega_agentrl.reshard.executor import TransferExecutor
+from mega_agentrl.reshard.transports.per_peer import join_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.planner.transfer_plan import TransferPlan
+    from mega_agentrl.reshard.topology import RankLocation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSession:
+    """Everything that a rank needs to take part in the transfers of a plan."""
+
+    address: str
+    """Host of the TCP store."""
+    port: int
+    """Port of the TCP store."""
+    key: str
+    """Key prefix of this session at the store."""
+    plan: TransferPlan
+    timeout_s: float
+    """Deadline of every wait."""
+    rollout_rank_offset: int = 0
+    """Index, among the rollout ranks, of the first worker of the engine that this copy is for."""
+    locations: tuple[RankLocation, ...] = ()
+    """Locations of all ranks, from which transports are chosen; without any, all use gloo."""
+
+    def to_init_info(self) -> dict[str, Any]:
+        """Return the session as values that any serializer accepts."""
+        return {"session": pickle.dumps(self)}
+
+    @classmethod
+    def from_bytes(cls, session: bytes) -> TransferSession:
+        """Invert `to_init_info`; only for bytes from our own driver."""
+        restored: TransferSession = pickle.loads(session)
+        return restored
+
+
+def open_store(address: str, timeout_s: float) -> TCPStore:
+    """Open a TCP store on a free port; the process that opens it must stay alive."""
+    return TCPStore(
+        address,
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def join_session(
+    session: TransferSession,
+    rank: int,
+    layout: Sequence[ShardLayout],
+    *,
+    store: TCPStore | None = None,
+) -> TransferExecutor:
+    """Connect to all other ranks.
+
+    Args:
+        session: The session to join.
+        rank: Rank of this process in the plan.
+        layout: Shards of this rank.
+        store: The store, if this process has opened it.
+
+    Raises:
+        RuntimeError: If ranks are missing at the deadline; the message names them.
+        ValueError: If the plan was made from another layout, or locations from other ranks.
+    """
+    world_size = session.plan.world_size
+    try:
+        if store is None:
+            timeout = timedelta(seconds=session.timeout_s)
+            store = TCPStore(session.address, session.port, is_master=False, timeout=timeout)
+        keyed_store = PrefixStore(session.key, store)
+        keyed_store.set(f"here/{rank}", "1")
+        hops = {hop for bucket in session.plan.buckets for hop in bucket.hops}
+        transport = join_transport(
+            keyed_store, rank, world_size, session.timeout_s, locations=session.locations, hops=hops
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} of the weight transfer: the {world_size} ranks did not meet at "
+            f"{session.address}:{session.port} within {session.timeout_s:g} s"
+            f"{_describe_missing_ranks(session, store)}: {error}"
+        ) from error
+    try:
+        return TransferExecutor(session.plan, rank, transport, layout, session.timeout_s)
+    except ValueError as error:
+        transport.close()
+        raise ValueError(f"rank {rank} of the weight transfer: {error}") from error
+
+
+def _describe_missing_ranks(session: TransferSession, store: TCPStore | None) -> str:
+    """Name the ranks that did not arrive, if the store can still tell."""
+    if store is None:
+        return "; the store did not answer"
+    keyed_store = PrefixStore(session.key, store)
+    try:
+        missing = [
+            r for r in range(session.plan.world_size) if not keyed_store.check([f"here/{r}"])
+        ]
+    except RuntimeError:
+        return "; the store is gone"
+    return f"; missing: rank {', '.join(map(str, missing))}" if missing else ""

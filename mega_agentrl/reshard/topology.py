@@ -1,0 +1,61 @@
+"""Where ranks are placed and which type of link connects two of them.
+
+    same_gpu    two processes on one device: a copy in its memory
+    same_node   two devices of one machine: NVLink, PCIe or host memory
+    network     two machines
+
+Speeds are per rank and direction. The three link types are assumed not to share bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class LinkType(StrEnum):
+    """Type of the link between two ranks, fastest first."""
+
+    same_gpu = "same_gpu"
+    same_node = "same_node"
+    network = "network"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLocation:
+    """Machine and device of a rank."""
+
+    node: int
+    """Index of the machine."""
+    device: int | None = None
+    """Index of the GPU, or None if the rank shares no device with another."""
+
+
+def link_type_between(one: RankLocation, other: RankLocation) -> LinkType:
+    """Return the type of the link between two ranks."""
+    if one.node != other.node:
+        return LinkType.network
+    shared = one.device is not None and one.device == other.device
+    return LinkType.same_gpu if shared else LinkType.same_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeeds:
+    """Bytes per second that a rank can send, and at the same time receive, over each link type.
+
+    The defaults are those of an H100 node: copies in HBM, NVLink, one 400 Gb/s port per GPU.
+    """
+
+    same_gpu: float = 1.5e12
+    same_node: float = 400e9
+    network: float = 50e9
+
+    def __post_init__(self) -> None:
+        for link in LinkType:
+            if not getattr(self, link) > 0:
+                raise ValueError(f"LinkSpeeds: {link}={getattr(self, link)}, expected more than 0")
+
+    def transfer_s(self, link: LinkType, num_bytes: int) -> float:
+        """Return the seconds that one transfer takes on an otherwise idle link."""
+        speed: float = getattr(self, link)
+        return num_bytes / speed

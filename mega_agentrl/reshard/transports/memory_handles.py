@@ -1,0 +1,145 @@
+"""Memory that another process on the same machine, or on the same GPU, can map.
+
+    owner                                   peer
+    block = memory.allocate(num_bytes)      tensor = memory.open(handle)
+    handle = block.handle()    -> ...       ... tensor shares the memory ...
+
+Host memory is a memfd: it has no name in any file system and no limit but the machine's, and it is
+freed with the last process that has it, however that process ended. (The files of
+`multiprocessing.shared_memory` in /dev/shm remain after a kill.) A peer opens it as
+/proc/<owner>/fd/<number>, so both must see the same processes and run as the same user. Device
+memory is shared by CUDA IPC. torch counts its users, so each peer needs a handle of its own, and
+what a killed peer had mapped stays allocated until its owner ends.
+
+A mapping lives as long as a tensor on it; nothing is unmapped while it is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import uuid
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+_local_device_tensors: MutableMapping[str, torch.Tensor] = WeakValueDictionary()
+"""Device memory of this process by name; CUDA refuses to map a process's own memory."""
+
+
+class SharedBlock(Protocol):
+    """A block of memory of this process."""
+
+    tensor: torch.Tensor
+    """The whole block, flat uint8."""
+
+    def handle(self) -> bytes:
+        """Return what one more peer needs to map the block."""
+
+    def close(self) -> None:
+        """Declare that no more peers will map the block."""
+
+
+class SharedMemory(Protocol):
+    """Allocates one kind of shareable memory and maps that of peers."""
+
+    def allocate(self, num_bytes: int) -> SharedBlock:
+        """Allocate memory with undefined values."""
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """Map the memory of a peer, flat uint8; raises `RuntimeError` if that fails."""
+
+    def synchronize(self) -> None:
+        """Block until all reads and writes of this thread are complete."""
+
+
+class MemfdBlock:
+    """Host memory; pages are allocated when they are first written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._name = f"reshard-{uuid.uuid4().hex}"
+        self._file = os.fdopen(os.memfd_create(self._name), "r+b", buffering=0)
+        self._file.truncate(num_bytes)
+        self.tensor = _map_file(self._file.fileno())
+
+    def handle(self) -> bytes:  # noqa: D102
+        return f"{os.getpid()} {self._file.fileno()} {self._name}".encode()
+
+    def close(self) -> None:  # noqa: D102
+        self._file.close()
+
+
+class MemfdMemory:
+    """Host memory shared by processes of one machine."""
+
+    def allocate(self, num_bytes: int) -> MemfdBlock:  # noqa: D102
+        return MemfdBlock(num_bytes)
+
+    def open(self, handle: bytes) -> torch.Tensor:  # noqa: D102
+        pid, number, name = handle.decode().split()
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            with open(path, "r+b", buffering=0) as file:
+                got = os.readlink(f"/proc/self/fd/{file.fileno()}")
+                if name in got:
+                    return _map_file(file.fileno())
+        except OSError as error:
+            got = str(error)
+        raise RuntimeError(
+            f"memory of process {pid}: expected {name} at {path}, got {got}; the process has "
+            "ended, is of another user, or is in another container of this machine"
+        )
+
+    def synchronize(self) -> None:
+        """Do nothing: operations on host memory are complete when they return."""
+
+
+class CudaIpcBlock:
+    """Device memory from torch's caching allocator."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._name = uuid.uuid4().hex
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        _local_device_tensors[self._name] = self.tensor
+
+    def handle(self) -> bytes:
+        """Return a handle for one peer; it holds a reference until that peer gives it back."""
+        storage: Any = self.tensor.untyped_storage()
+        return pickle.dumps((self._name, storage._share_cuda_()))
+
+    def close(self) -> None:
+        """Do nothing: the memory is reference-counted."""
+
+
+class CudaIpcMemory:
+    """Memory shared by processes that use one GPU, whatever index it has in each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, num_bytes: int) -> CudaIpcBlock:  # noqa: D102
+        return CudaIpcBlock(num_bytes, self._device)
+
+    def open(self, handle: bytes) -> torch.Tensor:  # noqa: D102
+        name, (_, *shared) = pickle.loads(handle)
+        own = _local_device_tensors.get(name)
+        if own is not None:
+            return own
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *shared)
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+
+    def synchronize(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+def _map_file(descriptor: int) -> torch.Tensor:
+    """Map a file as a tensor, which keeps the mapping alive."""
+    return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)

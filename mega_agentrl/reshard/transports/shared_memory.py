@@ -1,0 +1,219 @@
+"""Shared-memory transport: the receiver reads a frame in the sender's memory.
+
+    sender                                          receiver
+    writes a slot, `send`  -- frame n is ready ->   maps that memory once, reads the frame there
+    `wait` returns         <- frame n is released   `release`
+
+The owner of a slot may write to it from the `release` of all peers it has sent the slot's frame to
+(each releases its own frame index) until it sends the next frame. A receiver never writes to a
+peer's memory.
+
+A forwarded frame is first copied into the slot that was given to its `receive`, which is free until
+the handle is released. A frame from anywhere else is copied into a block of its own, which lives
+until it is read.
+
+The messages are sent over gloo (`control_channel`), which also handles order, deadlines and dead
+peers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from mega_agentrl.reshard.transports.control_channel import (
+    ControlChannel,
+    ControlMessage,
+    MessageType,
+)
+from mega_agentrl.reshard.transports.gloo import GlooTransport
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from mega_agentrl.reshard.transports.base import Transport
+    from mega_agentrl.reshard.transports.memory_handles import SharedBlock, SharedMemory
+
+_SLOT_ALIGN_BYTES = 4096
+_SLOTS_BLOCK_ID = 0
+"""Id of the block that contains the slots."""
+
+
+@dataclass(slots=True)
+class _SharedAllocation:
+    """A block of shared memory and the peers that have its handle."""
+
+    block_id: int
+    """`_SLOTS_BLOCK_ID` for the slots; any other block is used for one frame."""
+    block: SharedBlock
+    known_peers: set[int] = field(default_factory=set)
+
+    def offset_of(self, frame: torch.Tensor) -> int | None:
+        """Return the offset of a frame in the block, or None if it is elsewhere."""
+        offset = frame.data_ptr() - self.block.tensor.data_ptr()
+        return offset if 0 <= offset <= self.block.tensor.numel() - frame.numel() else None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemorySendHandle:
+    """A sent frame; keeps the memory of a frame outside the slots alive."""
+
+    channel: ControlChannel
+    peer: int
+    frame_index: int
+    allocation: _SharedAllocation
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until the peer has read the frame."""
+        self.channel.receive(MessageType.frame_released, self.frame_index, self.peer, timeout_s)
+        if self.allocation.block_id != _SLOTS_BLOCK_ID:
+            self.allocation.block.close()
+
+
+@dataclass(slots=True)
+class SharedMemoryRecvHandle:
+    """A frame in a peer's memory."""
+
+    transport: SharedMemoryTransport
+    peer: int
+    frame_index: int
+    slot: torch.Tensor
+    """Slot of the receiver, for forwarding the frame."""
+    frame: torch.Tensor | None = None
+    is_copied: bool = False
+
+    def wait(self, timeout_s: float) -> torch.Tensor:
+        """Return a view of the peer's memory of exactly the size of the frame."""
+        self.frame = self.transport.map_frame(self, timeout_s)
+        return self.frame
+
+    def copy_to_slot(self, num_bytes: int) -> torch.Tensor:
+        """Return the frame in the receiver's own memory, copying it on the first call."""
+        assert self.frame is not None, "a frame is forwarded after it has arrived"
+        own = self.slot[:num_bytes]
+        if not self.is_copied:
+            own.copy_(self.frame[:num_bytes])
+            self.is_copied = True
+        return own
+
+    def release(self) -> None:  # noqa: D102
+        self.transport.release_frame(self)
+
+
+class SharedMemoryTransport:
+    """Transport of one rank.
+
+    Args:
+        control: Transport for the messages, used for nothing else between these ranks.
+        memory: Kind of memory that is shared.
+        timeout_s: Deadline for control messages.
+    """
+
+    needs_exact_size = False
+
+    def __init__(self, control: Transport, memory: SharedMemory, timeout_s: float) -> None:
+        self._memory, self._timeout_s = memory, timeout_s
+        self._channel = ControlChannel(control)
+        self._slot_allocation: _SharedAllocation | None = None
+        self._num_allocations = 0
+        self._mapped_blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self._open_frames: dict[int, SharedMemoryRecvHandle] = {}
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
+
+    @classmethod
+    def join(
+        cls, store: Store, rank: int, world_size: int, timeout_s: float, memory: SharedMemory
+    ) -> Self:
+        """Meet all other ranks at a store; raises `RuntimeError` at the deadline."""
+        control = GlooTransport.join(
+            PrefixStore("shared_memory", store), rank, world_size, timeout_s
+        )
+        return cls(control, memory, timeout_s)
+
+    def allocate_slots(self, count: int, num_bytes: int) -> list[torch.Tensor]:  # noqa: D102
+        stride = -(-num_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
+        self._slot_allocation = _SharedAllocation(
+            _SLOTS_BLOCK_ID, self._memory.allocate(count * stride)
+        )
+        tensor = self._slot_allocation.block.tensor
+        return [tensor[at : at + num_bytes] for at in range(0, count * stride, stride)]
+
+    def send(self, frame: torch.Tensor, peer: int) -> SharedMemorySendHandle:  # noqa: D102
+        self._channel.post_receives(peer)
+        allocation, offset = self._share_frame(frame)
+        block_handle = b""
+        if peer not in allocation.known_peers:
+            block_handle = allocation.block.handle()
+            allocation.known_peers.add(peer)
+        frame_index = self._num_sent[peer]
+        self._num_sent[peer] += 1
+        self._memory.synchronize()
+        message = ControlMessage(
+            MessageType.frame_ready,
+            frame_index,
+            allocation.block_id,
+            offset,
+            frame.numel(),
+            block_handle,
+        )
+        self._channel.send(message, peer, self._timeout_s)
+        return SharedMemorySendHandle(self._channel, peer, frame_index, allocation)
+
+    def receive(self, slot: torch.Tensor, peer: int) -> SharedMemoryRecvHandle:
+        """Return a handle for the next frame; the slot is written only for forwarding."""
+        self._channel.post_receives(peer)
+        handle = SharedMemoryRecvHandle(self, peer, self._num_received[peer], slot)
+        self._num_received[peer] += 1
+        return handle
+
+    def map_frame(self, handle: SharedMemoryRecvHandle, timeout_s: float) -> torch.Tensor:
+        """Wait for a frame and map it from the peer's memory."""
+        peer = handle.peer
+        message = self._channel.receive(
+            MessageType.frame_ready, handle.frame_index, peer, timeout_s
+        )
+        if message.handle:
+            self._mapped_blocks[peer, message.block_id] = self._memory.open(message.handle)
+        tensor = self._mapped_blocks[peer, message.block_id]
+        if message.block_id != _SLOTS_BLOCK_ID:
+            # The block holds one frame and lives as long as that.
+            del self._mapped_blocks[peer, message.block_id]
+        frame = tensor[message.offset : message.offset + message.num_bytes]
+        self._open_frames[frame.data_ptr()] = handle
+        return frame
+
+    def release_frame(self, handle: SharedMemoryRecvHandle) -> None:
+        """Tell the peer that its frame has been read."""
+        assert handle.frame is not None, "only a frame that has arrived can be released"
+        self._memory.synchronize()
+        self._open_frames.pop(handle.frame.data_ptr(), None)
+        handle.frame = None
+        with suppress(RuntimeError):  # a peer that is gone needs no answer; the next wait raises
+            message = ControlMessage(MessageType.frame_released, handle.frame_index)
+            self._channel.send(message, handle.peer, self._timeout_s)
+
+    def close(self) -> None:
+        """Disconnect; memory is unmapped when the last tensor on it is gone."""
+        self._channel.close()
+        self._mapped_blocks.clear()
+        self._open_frames.clear()
+        if self._slot_allocation is not None:
+            self._slot_allocation.block.close()
+
+    def _share_frame(self, frame: torch.Tensor) -> tuple[_SharedAllocation, int]:
+        """Return the allocation and offset of a frame, copying it if peers could not map it."""
+        handle = self._open_frames.get(frame.data_ptr())
+        own = frame if handle is None else handle.copy_to_slot(frame.numel())
+        offset = None if self._slot_allocation is None else self._slot_allocation.offset_of(own)
+        if self._slot_allocation is not None and offset is not None:
+            return self._slot_allocation, offset
+        self._num_allocations += 1
+        allocation = _SharedAllocation(self._num_allocations, self._memory.allocate(frame.numel()))
+        allocation.block.tensor.copy_(own)
+        return allocation, 0

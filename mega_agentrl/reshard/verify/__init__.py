@@ -1,0 +1,1 @@
+"""Verification of transferred weights by digests that do not depend on the plan."""

@@ -1,0 +1,294 @@
+"""Proof that rollout ranks hold the weights of the trainer ranks, by digests.
+
+A region is a rectangle of a Hugging Face tensor that a rollout rank holds in one block. For every
+region,
+
+    rollout ranks   compute the digest of the values received   `ReceivedDigests.compute`
+    trainer ranks   compute the digests of the region's parts   `SourceDigests.compute`
+    driver          sums over the parts, using one holder of    `DigestVerifier.expected_digests`
+                    each part, and compares replicas
+    rollout ranks   compare; serving resumes only if equal      `ReceivedDigests.find_mismatches`
+
+Regions follow from the layouts of both sides alone. Which bucket carried what, over which hops, is
+not used, so a wrong plan is detected as well as wrong bytes. A part is the intersection of a region
+and a block of a trainer rank.
+
+Values that a CPU copies are digested by both sides while they are copied (`digest_accumulator`);
+only what the copies did not cover exactly is read again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex, TensorSlice
+from mega_agentrl.reshard.verify.digest import compute_digests
+from mega_agentrl.reshard.verify.digest_accumulator import DigestAccumulator, ParamBlock
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.frames import CopyFn
+    from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+
+RankLayout = Sequence["ShardLayout"]
+Shards = Mapping[str, torch.Tensor]
+
+
+class DigestRegion(NamedTuple):
+    """A rectangle of a Hugging Face tensor that a rollout rank holds in one block."""
+
+    hf_name: str
+    rect: Rect
+
+
+class RegionPart(NamedTuple):
+    """The rectangle that a trainer rank's block and a region have in common."""
+
+    region_index: int
+    """Index of the region."""
+    rect: Rect
+
+
+def regions_of_layout(layout: RankLayout) -> list[DigestRegion]:
+    """Return the distinct rectangles that a rank holds, block by block, in canonical order."""
+    return sorted(
+        {DigestRegion(block.hf_name, block.hf_rect) for s in layout for block in s.blocks}
+    )
+
+
+def collect_regions(layouts: Iterable[RankLayout]) -> list[DigestRegion]:
+    """Return the distinct regions of all ranks."""
+    return sorted({region for layout in layouts for region in regions_of_layout(layout)})
+
+
+def regions_of_held_tensors(
+    layout: RankLayout, regions: Sequence[DigestRegion]
+) -> list[DigestRegion]:
+    """Return the regions of those tensors of which a trainer rank holds a part, in order."""
+    names = {block.hf_name for shard in layout for block in shard.blocks}
+    return [region for region in regions if region.hf_name in names]
+
+
+class ReceivedDigests:
+    """Digests of the values that a rollout rank has received.
+
+    Args:
+        layout: Shards of the rank.
+        dtype_of: Dtype in which a tensor is sent, by name.
+    """
+
+    def __init__(self, layout: RankLayout, dtype_of: Mapping[str, str]) -> None:
+        self.regions = regions_of_layout(layout)
+        self._index_of = {region: number for number, region in enumerate(self.regions)}
+        self._dtype_of = dtype_of
+        self._digests = np.zeros((len(self.regions), 2), dtype=np.uint32)
+        self._is_computed = np.zeros(len(self.regions), dtype=bool)
+        blocks = [(shard.name, block) for shard in layout for block in shard.blocks]
+        self._accumulator = DigestAccumulator(
+            [ParamBlock(name, b.local_rect, b.hf_rect) for name, b in blocks]
+        )
+        self._blocks_by_param: dict[str, list[tuple[int, Block]]] = defaultdict(list)
+        for number, (name, block) in enumerate(blocks):
+            self._blocks_by_param[name].append((number, block))
+
+    def reset(self) -> None:
+        """Discard all digests."""
+        self._is_computed[:] = False
+        self._accumulator.reset()
+
+    def copy(self, param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy received values to `to`, the slice of the parameter, and digest them."""
+        self._accumulator.copy(param_slice, to, values)
+
+    def compute(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
+        """Compute the digests of all blocks of some parameters.
+
+        They come from the copies to the parameter or, if those do not cover a block, from its
+        values.
+
+        Raises:
+            ValueError: If a region is held in two places with different values.
+        """
+        regions, items = [], []
+        for shard, values in shards:
+            for span, block in self._blocks_by_param[shard.name]:
+                region = DigestRegion(block.hf_name, block.hf_rect)
+                if (copied := self._accumulator.digest_of_block(span)) is not None:
+                    self._store_digest(region, copied)
+                    continue
+                held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
+                dtype = getattr(torch, self._dtype_of[block.hf_name])
+                regions.append(region)
+                items.append((held.to(dtype), block.hf_rect))
+        for region, found in zip(regions, compute_digests(items), strict=True):
+            self._store_digest(region, found)
+
+    def _store_digest(self, region: DigestRegion, found: np.ndarray) -> None:
+        number = self._index_of[region]
+        if self._is_computed[number] and (self._digests[number] != found).any():
+            raise ValueError(
+                f"{region.hf_name} {region.rect} is held twice by this rank, with different values"
+            )
+        self._digests[number], self._is_computed[number] = found, True
+
+    def find_mismatches(self, expected: np.ndarray) -> list[DigestRegion]:
+        """Return the regions with another digest than expected, or without one.
+
+        Args:
+            expected: `[regions, 2]` uint32 in the order of `regions`.
+        """
+        wrong = ~self._is_computed | (self._digests != expected).any(axis=1)
+        return [self.regions[number] for number in np.flatnonzero(wrong)]
+
+
+class SourceDigests:
+    """Digests of the parts of the given regions that a trainer rank holds, by its own layout."""
+
+    def __init__(
+        self, layout: RankLayout, regions: Sequence[DigestRegion], dtype_of: Mapping[str, str]
+    ) -> None:
+        self.parts = region_parts_of_layout(layout, regions)
+        self._dtype_of = dtype_of
+        places = ParamSliceIndex(layout)
+        self._param_slices = [
+            (
+                places.find(TensorSlice(regions[part.region_index].hf_name, part.rect, 0))[0],
+                part.rect,
+                name,
+            )
+            for part in self.parts
+            for name in [regions[part.region_index].hf_name]
+        ]
+        self._accumulator = DigestAccumulator(
+            [
+                ParamBlock(param_slice.param, param_slice.rect, rect)
+                for param_slice, rect, _ in self._param_slices
+            ]
+        )
+
+    def make_copy_fn(self) -> CopyFn:
+        """Return a function that digests the rank's shards while it copies from them."""
+        self._accumulator.reset()
+        return self._accumulator.copy
+
+    def compute(self, parameter: Callable[[str], torch.Tensor]) -> np.ndarray:
+        """Return `[parts, 2]` uint32 digests, completing what `make_copy_fn` has begun.
+
+        Args:
+            parameter: Returns the rank's shard of a name, as it was sent.
+        """
+        digests = np.zeros((len(self._param_slices), 2), dtype=np.uint32)
+        missing = []
+        for number in range(len(self._param_slices)):
+            copied = self._accumulator.digest_of_block(number)
+            if copied is None:
+                missing.append(number)
+            else:
+                digests[number] = copied
+        self._accumulator.reset()
+        digests[missing] = compute_digests(
+            (
+                parameter(param_slice.param)
+                .detach()[param_slice.rect.slices]
+                .reshape(rect.shape)
+                .to(getattr(torch, self._dtype_of[name])),
+                rect,
+            )
+            for param_slice, rect, name in (self._param_slices[number] for number in missing)
+        )
+        return digests
+
+
+def region_parts_of_layout(layout: RankLayout, regions: Sequence[DigestRegion]) -> list[RegionPart]:
+    """Return the distinct parts of the regions that a trainer rank holds, ascending."""
+    blocks: dict[str, list[Rect]] = defaultdict(list)
+    for shard in layout:
+        for block in shard.blocks:
+            blocks[block.hf_name].append(block.hf_rect)
+    common = (
+        (number, rect.intersect(region.rect))
+        for number, region in enumerate(regions)
+        for rect in blocks.get(region.hf_name, ())
+    )
+    return sorted({RegionPart(number, rect) for number, rect in common if rect is not None})
+
+
+class DigestVerifier:
+    """Computes the expected digests of all regions, on the driver.
+
+    All tables are made once per session, since a large model has millions of parts.
+
+    Args:
+        layouts: Layouts of all trainer ranks.
+        regions: Regions of all rollout ranks.
+
+    Raises:
+        ValueError: If trainer ranks, replicas aside, do not hold every element of a region once.
+    """
+
+    def __init__(self, layouts: Sequence[RankLayout], regions: Sequence[DigestRegion]) -> None:
+        self._regions = regions
+        self._index_of = {region: number for number, region in enumerate(regions)}
+        first: dict[RegionPart, int] = {}
+        replicas: list[tuple[int, int]] = []
+        self._digest_sources: list[tuple[int, RegionPart]] = []
+        """Rank and part of every digest, concatenated over the ranks."""
+        for rank, layout in enumerate(layouts):
+            for part in region_parts_of_layout(layout, regions):
+                position = len(self._digest_sources)
+                self._digest_sources.append((rank, part))
+                if first.setdefault(part, position) != position:
+                    replicas.append((position, first[part]))
+        self._first_replica = np.array(list(first.values()), dtype=np.int64)
+        self._region_of_first_replica = np.array(
+            [part.region_index for part in first], dtype=np.int64
+        )
+        self._replicas = np.array(replicas, dtype=np.int64).reshape(-1, 2)
+        self._check_coverage(first)
+
+    def _check_coverage(self, parts: Iterable[RegionPart]) -> None:
+        held = [0] * len(self._regions)
+        for part in parts:
+            held[part.region_index] += part.rect.numel
+        for region, count in zip(self._regions, held, strict=True):
+            if count != region.rect.numel:
+                raise ValueError(
+                    f"verification of {region.hf_name} {region.rect}: trainer ranks hold {count} "
+                    f"elements of it, expected {region.rect.numel}; probable cause: ranks that "
+                    "are sharded differently, or layouts of two different models"
+                )
+
+    def expected_digests(self, rank_digests: Sequence[np.ndarray]) -> np.ndarray:
+        """Return `[regions, 2]` uint32 digests from those of all trainer ranks, in order.
+
+        Raises:
+            ValueError: If two ranks hold different values of the same part.
+        """
+        digests = np.concatenate(rank_digests)
+        assert len(digests) == len(self._digest_sources), (
+            "digests are of the ranks and regions given"
+        )
+        differ = (digests[self._replicas[:, 0]] != digests[self._replicas[:, 1]]).any(axis=1)
+        if differ.any():
+            other, first = self._replicas[np.flatnonzero(differ)[0]]
+            (other_rank, part), (first_rank, _) = (
+                self._digest_sources[other],
+                self._digest_sources[first],
+            )
+            raise ValueError(
+                f"verification of {self._regions[part.region_index].hf_name} {part.rect}: "
+                f"trainer ranks {first_rank} and {other_rank} hold different values, expected "
+                "equal ones; probable cause: replicas that have drifted apart in training"
+            )
+        sums = np.zeros((len(self._regions), 2), dtype=np.uint32)
+        np.add.at(sums, self._region_of_first_replica, digests[self._first_replica])
+        return sums
+
+    def region_indices(self, regions: Sequence[DigestRegion]) -> np.ndarray:
+        """Return `[regions]` int64, the rows of the regions in the result of `expected_digests`."""
+        return np.array([self._index_of[region] for region in regions], dtype=np.int64)

@@ -1,1 +1,0 @@
-"""Ways from one rank to another for a bucket of bytes: one interface, a module a technology."""

@@ -1,0 +1,197 @@
+"""Reward functions of the user, run in worker processes.
+
+The function is named by import path or file, `package.module:compute_score` or
+`/folder/file.py:compute_score`; the name defaults to `compute_score`. It is called as
+
+    compute_score(data_source=str, solution_str=str, ground_truth=str | list[str],
+                  extra_info=dict)
+
+and returns a number, or a dict whose `score` is the number. The other fields of the dict are dumped
+with the trajectory, and become metrics if they are finite numbers. Scalars and arrays of numpy and
+torch count as numbers and lists. Every worker loads and checks the function when it starts
+(`warm_up_call`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.sandbox.worker_main import to_json
+from mega_agentrl.sandbox.worker_pool import WorkerCall, WorkerCallError, make_worker_call
+from mega_agentrl.types.errors import RewardError
+from mega_agentrl.types.user_code import load_user_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mega_agentrl.sandbox.worker_pool import WorkerPool
+
+DEFAULT_FUNCTION_NAME = "compute_score"
+ARGUMENT_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+_MODULE = __name__
+
+
+class UserRewardError(RewardError):
+    """A user function gave no reward; `__cause__` is the error of the worker pool."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class UserRewardResult:
+    """The result of a user function."""
+
+    value: float
+    """The reward, a finite number."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The other fields, as plain JSON values."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The fields that are finite numbers or booleans, as floats."""
+        return {
+            name: float(value)
+            for name, value in self.fields.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+
+
+class UserRewardFunction:
+    """A user function behind a worker pool that the caller starts and closes."""
+
+    def __init__(self, pool: WorkerPool, path: str) -> None:
+        self._pool = pool
+        self._path = path
+
+    def submit(
+        self,
+        *,
+        data_source: str,
+        solution: str,
+        ground_truth: str | tuple[str, ...],
+        extra_info: Mapping[str, Any],
+    ) -> Future[UserRewardResult]:
+        """Submit one response for scoring, without blocking.
+
+        Returns:
+            The future of the result. It raises `UserRewardError` if the function raised, timed out,
+            crashed or did not return a score.
+
+        Raises:
+            ValueError: `extra_info` cannot be converted to JSON.
+        """
+        values = (data_source, solution, ground_truth, dict(extra_info))
+        call_future = self._pool.submit(
+            f"{_MODULE}:run",
+            {"path": self._path, "values": dict(zip(ARGUMENT_NAMES, values, strict=True))},
+        )
+        scored: Future[UserRewardResult] = Future()
+        scored.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
+        call_future.add_done_callback(partial(_resolve_future, self._path, scored))
+        return scored
+
+
+def warm_up_call(path: str) -> WorkerCall:
+    """Return a call for `WorkerPool(warm_up=...)` that checks the function in every worker."""
+    return make_worker_call(f"{_MODULE}:check", {"path": path})
+
+
+def check(path: str) -> None:
+    """Load the function in this process; raise `ValueError` if it cannot be used."""
+    _load_function(path)
+
+
+def run(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the function in this process.
+
+    Returns:
+        `score` and `fields`, as `parse_result` returns them.
+
+    Raises:
+        ValueError: the result is no score. Errors of the function itself pass through.
+    """
+    return parse_result(path, _load_function(path)(**values))
+
+
+def parse_result(path: str, result: object) -> dict[str, Any]:
+    """Return `score`, a finite float, and `fields`; raise `ValueError` for any other result."""
+    fields = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in fields:
+        raise ValueError(
+            f"reward function {path}: returned a dict with the keys {list(fields)}, expected one "
+            "named score"
+        )
+    score = _finite_score(path, fields.pop("score"))
+    for name, value in fields.items():
+        if not isinstance(name, str):
+            raise ValueError(f"reward function {path}: field {name!r}, expected a name as text")  # noqa: TRY004
+        try:
+            to_json(value)
+        except ValueError as error:
+            raise ValueError(f"reward function {path}: field {name}: {error}") from error
+    return {"score": score, "fields": fields}
+
+
+def _finite_score(path: str, value: object) -> float:
+    message = f"reward function {path}: returned the score {value!r:.200} of type "
+    message += f"{type(value).__name__}, expected a finite number, or a dict with one named score"
+    item = getattr(value, "item", None)  # a scalar of numpy or torch
+    if item is not None:
+        try:
+            value = item()
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(message) from error
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(message)
+    return float(value)
+
+
+@cache
+def _load_function(path: str) -> Callable[..., object]:
+    name, function = load_user_object(path, f"reward function {path}", DEFAULT_FUNCTION_NAME)
+    if not callable(function):
+        place = path.removesuffix(f":{name}")
+        raise ValueError(  # noqa: TRY004
+            f"reward function {path}: {place} has no function {name}, got {function!r}, expected "
+            f"{_expected_signature(name)}"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"reward function {path}: got an async function, expected a plain one")
+    _check_signature(path, name, function)
+    return function  # type: ignore[no-any-return]
+
+
+def _check_signature(path: str, name: str, function: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # a compiled function may have none to read
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENT_NAMES))
+    except TypeError as error:
+        raise ValueError(
+            f"reward function {path}: got {name}{signature}, expected {_expected_signature(name)}, "
+            "called "
+            f"with these names; {error}"
+        ) from error
+
+
+def _expected_signature(name: str) -> str:
+    return f"{name}({', '.join(ARGUMENT_NAMES)})"
+
+
+def _resolve_future(path: str, scored: Future[UserRewardResult], call_future: Future[Any]) -> None:
+    if not scored.set_running_or_notify_cancel():
+        return
+    try:
+        result = call_future.result()
+    except (WorkerCallError, CancelledError) as error:
+        text = str(error).removeprefix(f"{_MODULE}:run: ")
+        reward_error = UserRewardError(f"reward function {path}: {text}")
+        reward_error.__cause__ = error
+        scored.set_exception(reward_error)
+    else:
+        scored.set_result(UserRewardResult(value=result["score"], fields=result["fields"]))

@@ -1,0 +1,1 @@
+"""Branch policies, fork budgets and ARPO's lock-step rollout."""

@@ -1,0 +1,1 @@
+"""Trajectories as chat messages: tool calls, tool answers and user messages."""

@@ -1,0 +1,137 @@
+"""Trajectories as chat messages, and the check that their tokens match the chat template.
+
+Assistant turns become messages as they were sampled, calls included as text. With the tag protocol
+a tool answer is part of the assistant's message, otherwise a message of role `tool`.
+
+The tokens of a conversation are appended piece by piece, and sampled tokens are never tokenized
+again, so the result can differ from the template's rendering of the whole conversation: templates
+drop old reasoning, add empty reasoning, trim, or were changed. `template_drift` compares both as
+text, special tokens included. How the policy split its text into tokens does not matter, nor does
+a missing end of the last turn.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from mega_agentrl.config.enums import TemplateCheck
+from mega_agentrl.types.records import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.types.protocols import ChatCodec
+    from mega_agentrl.types.records import Message, Prompt, ToolOutcome, Turn
+
+MAX_SHOWN_CHARS = 60
+"""Maximum characters shown of each side of a difference and of the text before it."""
+
+_TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def tool_message(outcome: ToolOutcome, text: str) -> Message:
+    """Return the message of a tool answer; a malformed tool name is left out."""
+    name = {"name": outcome.tool} if _TOOL_NAME_PATTERN.fullmatch(outcome.tool) else {}
+    return {"role": "tool", **name, "content": text}
+
+
+def user_message(text: str) -> Message:
+    """Return a message of the simulated user."""
+    return {"role": "user", "content": text}
+
+
+def build_messages(prompt: Prompt, turns: Sequence[Turn], *, in_chat: bool) -> list[Message]:
+    """Return the conversation so far; hidden outcomes, which have no text, are left out.
+
+    Args:
+        prompt: Its messages come first.
+        turns: The turns of the response.
+        in_chat: Whether tools answer in chat messages (`ToolProvider.uses_tool_messages`).
+    """
+    messages = [dict(message) for message in prompt.messages]
+    continues_assistant = False
+    for turn in turns:
+        if turn.outcome is not None and not turn.text:
+            continue
+        if turn.role is Role.user:
+            messages.append(user_message(turn.text))
+            continues_assistant = False
+        elif turn.role is Role.tool and in_chat:
+            assert turn.outcome is not None
+            messages.append(tool_message(turn.outcome, turn.text))
+            continues_assistant = False
+        elif continues_assistant:
+            messages[-1]["content"] += turn.text
+        else:
+            messages.append({"role": "assistant", "content": turn.text})
+            continues_assistant = True
+    return messages
+
+
+def template_drift(
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    turns: Sequence[Turn],
+    codec: ChatCodec,
+    mode: TemplateCheck,
+    *,
+    in_chat: bool,
+) -> str:
+    """Describe the first difference between a trajectory and the chat template's rendering.
+
+    Args:
+        prompt: The prompt.
+        token_ids: The response tokens.
+        turns: The turns of the response.
+        codec: Codec with the chat template.
+        mode: Which differences count; `ignore_strippable` ignores white space.
+        in_chat: Whether tools answer in chat messages.
+
+    Returns:
+        The difference and the text before it; empty if there is none.
+    """
+    if mode is TemplateCheck.off:
+        return ""
+    messages = build_messages(prompt, turns, in_chat=in_chat)
+    ended = messages[-1]["role"] == "assistant"
+    whole = codec.apply_chat_template(
+        messages, prompt.tool_schemas or None, add_generation_prompt=not ended
+    )
+    expected = codec.decode_with_special_tokens(whole)
+    got = codec.decode_with_special_tokens((*prompt.token_ids, *token_ids))
+    end = codec.turn_end_text if ended else ""
+    if mode is TemplateCheck.ignore_strippable:
+        expected, got, end = ("".join(text.split()) for text in (expected, got, end))
+    expected = _trim_end_text(expected, got, end)
+    return "" if expected == got else _describe_difference(expected, got)
+
+
+def _trim_end_text(expected: str, got: str, end: str) -> str:
+    """Remove from the end text of `expected` the part that `got` lacks."""
+    if not expected.endswith(end):
+        return expected
+    size = next(size for size in range(len(end), -1, -1) if got.endswith(end[:size]))
+    return expected[: len(expected) - len(end) + size]
+
+
+def _describe_difference(expected: str, got: str) -> str:
+    start = _common_prefix_len(expected, got)
+    stop = -_common_prefix_len(expected[start:][::-1], got[start:][::-1]) or None
+    before = expected[max(0, start - MAX_SHOWN_CHARS) : start]
+    return (
+        f"after {before!r} the template has {_shorten(expected[start:stop])}, "
+        f"the trajectory {_shorten(got[start:stop])}"
+    )
+
+
+def _common_prefix_len(one: str, other: str) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= MAX_SHOWN_CHARS:
+        return repr(text)
+    return f"{text[:MAX_SHOWN_CHARS]!r}... ({len(text)} characters)"

@@ -1,0 +1,1 @@
+"""Engine requests of a trajectory: seeds, token buffer, turns, interruption."""

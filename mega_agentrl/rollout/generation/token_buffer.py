@@ -1,0 +1,113 @@
+"""Buffer of a growing trajectory: per-token sequences and the turns over them.
+
+The tokens of a turn are appended first; closing the turn then spans them. In between the turn is
+open. A fork starts from a copy of a prefix that ends between two turns.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mega_agentrl.types.records import Role, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mega_agentrl.types.records import Generation, ToolOutcome
+
+NO_ARGMAX = -1
+"""`argmax_ids` entry of a token that was not sampled."""
+
+
+@dataclass(slots=True)
+class TokenBuffer:
+    """Per-token sequences of equal length N, as in `types.records.Trajectory`, and the turns."""
+
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    argmax_ids: array[int] = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def open_turn_start(self) -> int:
+        """Index of the open turn's first token; N if no turn is open."""
+        return self.turns[-1].stop if self.turns else 0
+
+    @property
+    def num_assistant_turns(self) -> int:
+        """Number of closed assistant turns."""
+        return sum(turn.role is Role.assistant for turn in self.turns)
+
+    def append_sampled(self, generation: Generation) -> None:
+        """Append sampled tokens to the open turn."""
+        self.token_ids.extend(generation.token_ids)
+        self.logps.extend(generation.logps)
+        self.entropies.extend(generation.entropies)
+        self.argmax_ids.extend(generation.argmax_ids)
+        self._append_token_metadata(len(generation.token_ids), mask=1, version=generation.version)
+        if generation.versions:
+            self.versions[-len(generation.versions) :] = generation.versions
+
+    def close_turn(self, text: str) -> Turn:
+        """Close the open assistant turn."""
+        return self._append_turn(Role.assistant, text, None)
+
+    def append_observation(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        outcome: ToolOutcome,
+        role: Role = Role.tool,
+    ) -> Turn:
+        """Append a message of a tool or user as a turn with loss mask, log-prob and entropy 0.
+
+        A turn without tokens records an outcome that the policy is not shown; only such a turn may
+        come first.
+        """
+        self.token_ids.extend(token_ids)
+        self.logps.extend([0.0] * len(token_ids))
+        self.entropies.extend([0.0] * len(token_ids))
+        self.argmax_ids.extend([NO_ARGMAX] * len(token_ids))
+        self._append_token_metadata(
+            len(token_ids), mask=0, version=self.versions[-1] if token_ids else 0
+        )
+        return self._append_turn(role, text, outcome)
+
+    def prefix(self, length: int) -> TokenBuffer:
+        """Return a copy of the first `length` tokens and of the turns within them."""
+        return TokenBuffer(
+            token_ids=self.token_ids[:length],
+            loss_mask=self.loss_mask[:length],
+            logps=self.logps[:length],
+            entropies=self.entropies[:length],
+            versions=self.versions[:length],
+            turn_ids=self.turn_ids[:length],
+            turns=[turn for turn in self.turns if turn.stop <= length],
+            argmax_ids=self.argmax_ids[:length],
+        )
+
+    def _append_token_metadata(self, count: int, *, mask: int, version: int) -> None:
+        self.loss_mask.extend([mask] * count)
+        self.versions.extend([version] * count)
+        self.turn_ids.extend([len(self.turns)] * count)
+
+    def _append_turn(self, role: Role, text: str, outcome: ToolOutcome | None) -> Turn:
+        turn = Turn(
+            index=len(self.turns),
+            role=role,
+            start=self.open_turn_start,
+            stop=len(self),
+            text=text,
+            outcome=outcome,
+        )
+        self.turns.append(turn)
+        return turn

@@ -1,0 +1,1 @@
+"""The groups of a training step: collection, filtering, scoring."""

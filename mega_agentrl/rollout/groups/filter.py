@@ -1,0 +1,68 @@
+"""Filter of finished groups by the mean of a metric.
+
+A group is trained on if the mean of `rollout.filter_metric` over its valid trajectories, those that
+did not fail, lies strictly inside of `rollout.filter_range`. A group with fewer than two valid
+trajectories is rejected, since there is nothing to compare. Without a metric every group is
+accepted, even one that failed as a whole.
+
+To add a metric: add a choice to `config.enums.FilterMetric` and its value to `_metric_value`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from statistics import fmean
+from typing import TYPE_CHECKING, assert_never
+
+from mega_agentrl.config.enums import FilterMetric
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.sections.groups import GroupConfig
+    from mega_agentrl.types.records import RolloutTree, Score
+
+MIN_VALID_TRAJECTORIES = 2
+
+
+class FilterResult(StrEnum):
+    """Whether a group is trained on, or why it is rejected."""
+
+    accepted = "kept"
+    below_range = "low"
+    """The mean is at or below `rollout.filter_range[0]`."""
+    above_range = "high"
+    """The mean is at or above `rollout.filter_range[1]`."""
+    too_few_valid = "failed"
+    """Fewer than `MIN_VALID_TRAJECTORIES` did not fail."""
+
+
+def filter_group(tree: RolloutTree, config: GroupConfig) -> FilterResult:
+    """Apply the configured filter to a scored tree."""
+    if config.filter_metric is FilterMetric.none:
+        return FilterResult.accepted
+    mean = group_metric_mean(tree, config.filter_metric)
+    if mean is None:
+        return FilterResult.too_few_valid
+    low, high = config.filter_range
+    if mean <= low:
+        return FilterResult.below_range
+    return FilterResult.above_range if mean >= high else FilterResult.accepted
+
+
+def group_metric_mean(tree: RolloutTree, metric: FilterMetric) -> float | None:
+    """Return the mean over the valid trajectories, or None with too few of them."""
+    scores = [one.score for one in tree.trajectories if not one.failed and one.score is not None]
+    if len(scores) < MIN_VALID_TRAJECTORIES:
+        return None
+    return fmean(_metric_value(score, metric) for score in scores)
+
+
+def _metric_value(score: Score, metric: FilterMetric) -> float:
+    match metric:
+        case FilterMetric.accuracy:
+            return float(score.correct)
+        case FilterMetric.reward:
+            return score.value
+        case FilterMetric.none:
+            raise ValueError("rollout.filter_metric=none has no value to filter by")
+        case _:
+            assert_never(metric)

@@ -1,0 +1,1 @@
+"""Simulated users and environments."""

@@ -1,0 +1,1 @@
+"""Rollout trees as nodes, files and text."""

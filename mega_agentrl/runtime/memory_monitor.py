@@ -1,0 +1,73 @@
+"""Peak memory of policy ranks and engine workers, as metrics of a step.
+
+    memory/policy_peak_mib, memory/engine_peak_mib             maximum over ranks or workers
+    memory/policy_libraries_mib, memory/engine_libraries_mib   on CPUs: before a model was loaded
+    memory/max_micro_batch_tokens                              largest micro-batch trained on
+
+On CPUs the figures are private pages (`estimate.host_memory`). On GPUs they are what torch's
+allocator holds, without the CUDA context, NCCL and, for engines, CUDA graphs outside the allocator.
+Processes that are dead or do not answer in time are left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ray
+import ray.exceptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+    from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+
+MEMORY_ANSWER_TIMEOUT_S = 1.0
+"""Timeout in seconds for the answers of all processes together."""
+
+
+class MemoryMonitor:
+    """`types.monitoring.MemoryMonitor` over the processes of a run."""
+
+    def __init__(self, policy: PolicyGroup, generator: GeneratorGroup) -> None:
+        self._policy, self._generator = policy, generator
+
+    def collect(self) -> Mapping[str, float]:
+        """Query all processes and return the metrics of those that answered in time."""
+        ranks = list(self._policy.submit("memory_stats").values())
+        only = self._generator.routable_engines
+        engines = list(self._generator.submit("memory", only=only).values())
+        refs = [*ranks, *engines]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=MEMORY_ANSWER_TIMEOUT_S)
+        rank_stats = [stats for ref in ranks if ref in ready for stats in _get_figures(ref)]
+        worker_stats = [stats for ref in engines if ref in ready for stats in _get_figures(ref)]
+        return memory_metrics(rank_stats, worker_stats)
+
+
+def memory_metrics(
+    ranks: Sequence[Mapping[str, float]], workers: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the metrics listed in the module docstring.
+
+    Args:
+        ranks: figures of each policy rank.
+        workers: figures of each engine worker.
+    """
+    metrics = {}
+    for who, figures in (("policy", ranks), ("engine", workers)):
+        for name in ("peak_mib", "libraries_mib"):
+            if values := [one[name] for one in figures if name in one]:
+                metrics[f"memory/{who}_{name}"] = max(values)
+    if tokens := [one["micro_batch_tokens"] for one in ranks if "micro_batch_tokens" in one]:
+        metrics["memory/max_micro_batch_tokens"] = max(tokens)
+    return metrics
+
+
+def _get_figures(ref: Any) -> Sequence[Mapping[str, float]]:
+    """Return the figures of a rank, or of all workers of an engine; empty for a failed call."""
+    try:
+        stats = ray.get(ref)
+    except ray.exceptions.RayError:
+        return []
+    return [stats] if isinstance(stats, dict) else list(stats)

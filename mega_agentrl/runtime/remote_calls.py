@@ -1,0 +1,137 @@
+"""Named remote calls with timeouts.
+
+`gather` waits for a set of named calls and raises at the first failure, because the peers of a dead
+rank would otherwise block in a collective until its own timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from mega_agentrl.types.errors import AuxiliaryModelLostError, EngineLostError, RankLostError
+
+POLL_INTERVAL_S = 1.0
+"""Interval in seconds at which a waiting `gather` calls `watch`."""
+
+
+class RemoteCallError(RuntimeError):
+    """A remote call failed, its process died or it timed out."""
+
+
+class ProcessDiedError(RemoteCallError):
+    """The process that should run a call is dead or hangs for good."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.process_name = name
+
+
+class ModelRankDiedError(ProcessDiedError, AuxiliaryModelLostError):
+    """A rank of a model other than the policy is dead or silent."""
+
+
+class PolicyRankDiedError(RemoteCallError, RankLostError):
+    """A call on the policy's ranks failed because one of them is dead or silent."""
+
+
+def gather(
+    calls: Mapping[str, Any],
+    operation: str,
+    timeout_s: float,
+    watch: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Wait for all calls and return their results by name, in the given order.
+
+    Args:
+        calls: Ray object refs by the name of the process that runs them (``policy rank 1``).
+        operation: name of the operation in error messages.
+        timeout_s: timeout for all calls together.
+        watch: called every `POLL_INTERVAL_S`; raises if waiting any longer is pointless.
+
+    Raises:
+        RemoteCallError: a call failed or timed out; names the operation and the processes.
+    """
+    ends_at = time.monotonic() + timeout_s
+    names = {ref: name for name, ref in calls.items()}
+    results: dict[str, Any] = {}
+    pending = list(names)
+    while pending:
+        left_s = max(0.0, ends_at - time.monotonic())
+        ready, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, POLL_INTERVAL_S))
+        if not ready and left_s > POLL_INTERVAL_S:
+            if watch is not None:
+                watch()
+            continue
+        if not ready:
+            silent = ", ".join(sorted(names[ref] for ref in pending))
+            raise RemoteCallError(f"{operation}: no answer within {timeout_s:g} s from {silent}")
+        for ref in ready:
+            results[names[ref]] = _get_result(ref, operation, names[ref])
+    return {name: results[name] for name in calls}
+
+
+def gather_with_causes(
+    calls: Mapping[str, Any],
+    operation: str,
+    timeout_s: float,
+    grace_s: float,
+    watch: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Like `gather`, for calls that fail together: the error lists the message of each.
+
+    A process that fails only because of another often answers before the one that knows the cause,
+    so after the first failure the others get `grace_s` seconds to answer.
+    """
+    try:
+        return gather(calls, operation, timeout_s, watch)
+    except RemoteCallError as first:
+        names = {ref: name for name, ref in calls.items()}
+        ready, _ = ray.wait(list(names), num_returns=len(names), timeout=grace_s)
+        reasons = []
+        for ref in sorted(ready, key=list(names).index):
+            try:
+                _get_result(ref, operation, names[ref])
+            except RemoteCallError as error:
+                reasons.append(str(error))
+        raise RemoteCallError("\n".join(dict.fromkeys([*reasons, str(first)]))) from first
+
+
+def _get_result(ref: Any, operation: str, name: str) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, EngineLostError):
+            raise ProcessDiedError(f"{operation}: {name}: {error.cause}", name) from error
+        raise RemoteCallError(f"{operation} failed on {name}: {error.cause!r}") from error
+    except ray.exceptions.RayActorError as error:
+        raise ProcessDiedError(
+            f"{operation}: {name} died; its log file under logs/ in the run folder says why", name
+        ) from error
+
+
+def redirect_output(log_file: Path) -> None:
+    """Send stdout and stderr of this process and its children to a file."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def free_port() -> int:
+    """Return a TCP port that was free on this host a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,66 @@
+"""The rubric of a run with the worker processes and the judge client that it needs.
+
+Only what the rubric uses is started. API keys and other environment variables are read here. A
+reward model in a folder is a group of ranks instead (`workers.reward_model_group`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from mega_agentrl.config.sections.reward import MODEL_PART
+from mega_agentrl.reward.llm_judge import LLMJudge
+from mega_agentrl.reward.rubric import WeightedRubric
+from mega_agentrl.reward.user_reward import UserRewardFunction, warm_up_call
+from mega_agentrl.sandbox.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.sections.reward import RewardConfig
+
+
+@contextmanager
+def open_rubric(config: RewardConfig) -> Iterator[WeightedRubric]:
+    """Open the rubric; its processes are ended on exit.
+
+    Raises:
+        ValueError: a reward function cannot be loaded or called, or an environment variable is
+            missing.
+    """
+    with ExitStack() as stack:
+        functions: dict[str, UserRewardFunction] = {}
+        used = {name: path for name, path in config.functions.items() if name in config.part_names}
+        if used:
+            pool = WorkerPool(
+                config.num_workers,
+                config.timeout_s,
+                warm_up=[warm_up_call(path) for path in used.values()],
+                environment={
+                    name: _require_env("worker_env_vars", name) for name in config.worker_env_vars
+                },
+            )
+            stack.callback(pool.close)
+            pool.start()
+            functions = {name: UserRewardFunction(pool, path) for name, path in used.items()}
+        judge = None
+        if MODEL_PART in config.part_names and config.model.is_remote:
+            key = config.model.api_key_env
+            judge = LLMJudge(
+                config.model.path_or_url,
+                config.model.served_model_name,
+                timeout_s=config.timeout_s,
+                api_key=_require_env("model.api_key_env", key) if key else "",
+            )
+            stack.callback(judge.close)
+        yield WeightedRubric(config, functions, judge)
+
+
+def _require_env(setting: str, name: str) -> str:
+    if name not in os.environ:
+        raise ValueError(
+            f"reward.{setting}: the environment variable {name} is not set, expected a value; "
+            "probable cause: a mistyped name, or a run started from another shell"
+        )
+    return os.environ[name]

@@ -1,0 +1,455 @@
+"""Synchronize the weights of the policy ranks to the rollout engines.
+
+    connect            layouts and locations of both sides -> one plan, one link of all ranks
+    sync               pause -> transfer -> verify -> probe -> resume; no weights pass the driver
+    sync_new_engines   the same for single new engines over a temporary link, while the others
+                       keep serving; all of them share a link again from the next `sync` on
+
+An engine that has started an update serves again only after its digests match the trainer's and its
+log-probs of a fixed prompt agree with the policy's. After any failure the link is dropped and the
+engines refuse requests; the next `sync` builds a new link. If an engine is lost during a `sync`, it
+waits for the replacement and starts over.
+
+On GPUs shared by policy and engines, both sides hold weights from before the transfer until they
+are verified; then the policy is offloaded, the KV caches are allocated and the probe runs. A single
+engine cannot be synced alone there: all engines pause and receive the same weights again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.batch.weight_probe import probe_prompt
+from mega_agentrl.reshard.device_location import rank_locations
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.planner.traffic import count_traffic
+from mega_agentrl.reshard.session import TransferSession
+from mega_agentrl.reshard.verify.digest_verifier import (
+    DigestVerifier,
+    collect_regions,
+    regions_of_held_tensors,
+    regions_of_layout,
+)
+from mega_agentrl.runtime.remote_calls import (
+    PolicyRankDiedError,
+    RemoteCallError,
+    gather,
+    gather_with_causes,
+)
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.reshard.device_location import DeviceLocation
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.planner.traffic import TransferTraffic
+    from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
+    from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+    from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+    from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+    from mega_agentrl.types.protocols import Generator
+
+_ERROR_GRACE_S = 5.0
+"""Time in seconds that other processes get to report their errors after a transfer has failed."""
+PEER_WAITS_PER_CALL = 10
+"""Number of waits for a peer that fit into the timeout of one transfer call."""
+
+NUM_PROBE_TOKENS = 32
+"""Length of the prompt that policy and engines both score after every update."""
+
+_PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest accepted mean difference of the probe's log-probs, by dtype."""
+
+EngineWorkers = list[tuple["list[ShardLayout]", "DeviceLocation"]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SyncLink:
+    """An open link to some engines and what is verified over it."""
+
+    key: str
+    """Name under which the ranks know the link."""
+    engine_indices: tuple[int, ...]
+    """Engines that joined the link."""
+    verifier: DigestVerifier
+    """Computes the expected digests from those of the trainer ranks."""
+    regions_by_engine: dict[int, list[np.ndarray]]
+    """Indices of the digest regions by engine, one array per worker."""
+    traffic: TransferTraffic
+    """Bytes of the plan by rank and kind of connection."""
+
+
+class WeightSynchronizer:
+    """Synchronizes the weights of one policy to its engines."""
+
+    def __init__(
+        self,
+        policy: PolicyGroup,
+        engines: GeneratorGroup,
+        config: TrainConfig,
+        *,
+        dtype: str,
+        gpu_time_sharing: GpuTimeSharing | None = None,
+    ) -> None:
+        """Create a synchronizer without a link.
+
+        Args:
+            policy: source of the weights.
+            engines: destination of the weights.
+            config: configuration of the run.
+            dtype: dtype of the engines' weights, `bfloat16` or `float32`.
+            gpu_time_sharing: coordinates the GPUs that both sides share; None if each has its own.
+        """
+        self._gpu_time_sharing = gpu_time_sharing
+        self._policy = policy
+        self._engines = engines
+        self._config = config
+        self._dtype = dtype
+        self._model_shape = ModelShape.from_folder(config.model.path)
+        self._timeout_s = config.cluster.call_timeout_s
+        self._link_keys = (f"link-{number}" for number in itertools.count())
+        self._store_address: tuple[str, int] | None = None
+        self._workers_by_actor: dict[Any, EngineWorkers] = {}
+        self._engine_supervisor: EngineSupervisor | None = None
+        self._shared_link: _SyncLink | None = None
+        self._version = 0
+
+    def set_engine_supervisor(self, supervisor: EngineSupervisor) -> None:
+        """Set the supervisor, which replaces lost engines and knows the new ones."""
+        self._engine_supervisor = supervisor
+
+    def connect(self) -> TransferTraffic:
+        """Plan the transfer to all engines and open the link; return the plan's traffic.
+
+        `sync` calls this when there is no link.
+
+        Raises:
+            ValueError: the shard layouts of the two sides do not fit together.
+            RemoteCallError: a rank did not join; names the rank.
+        """
+        self._disconnect()
+        self._shared_link = self._open_link(self._target_engines())
+        return self._shared_link.traffic
+
+    def sync(self, generator: Generator, version: int) -> Mapping[str, float]:
+        """Send the policy's current weights to every engine and enable routing to them.
+
+        Returns:
+            `bytes_per_worker`: bytes received by the worker with the largest share; `total_s`:
+                seconds from pause to resume; `transfer_s`: seconds of the transfer; `verify_s`:
+                seconds of the comparison of digests; `probe_gap`: mean difference of the probe's
+                log-probs in nats.
+
+        Raises:
+            RemoteCallError: the transfer failed; names ranks, tensor and bucket. The engines then
+                refuse requests.
+            ValueError: the weights that arrived are wrong, or `generator` is not the attached one.
+        """
+        if generator is not self._engines:
+            raise ValueError("sync_weights: expected the generator that this policy is attached to")
+        with self._policy.lock:
+            if (
+                self._gpu_time_sharing is not None
+                and self._engine_supervisor is not None
+                and self._engine_supervisor.is_replacing
+            ):
+                # Engines can only be replaced while the policy is off the GPUs.
+                self._replace_lost_engines()
+            while True:
+                try:
+                    report = self._sync_all(version)
+                except PolicyRankDiedError:
+                    raise
+                except RemoteCallError:
+                    # Either an engine has been replaced, or the cause was not an engine's death.
+                    if not self._replace_lost_engines():
+                        raise
+                else:
+                    break
+            self._policy.has_unsynced_weights = False
+            self._version = version
+            self._engines.set_version(version)
+            for engine in self._shared_link.engine_indices if self._shared_link is not None else ():
+                self._engines.enable_routing(engine)
+        if self._engine_supervisor is not None:
+            self._engine_supervisor.notify_waiters()
+        return report
+
+    def resync(self) -> None:
+        """Send the weights of the served version to every engine again, after the engines slept."""
+        self.sync(self._engines, self._version)
+
+    def _replace_lost_engines(self) -> bool:
+        """Wait for the supervisor to replace lost engines; return whether one was replaced."""
+        if self._engine_supervisor is None:
+            return False
+        if self._gpu_time_sharing is not None:
+            self._gpu_time_sharing.offload_policy()
+            self._disconnect()  # the link would lack engines replaced meanwhile
+        return self._engine_supervisor.replace_lost_engines()
+
+    def _sync_all(self, version: int) -> dict[str, float]:
+        if not self._target_engines():
+            raise RemoteCallError("weight transfer: no engine is left to receive the weights")
+        try:
+            if self._gpu_time_sharing is not None:
+                self._gpu_time_sharing.acquire_for_transfer(self._target_engines())
+            if (
+                self._shared_link is None
+                or list(self._shared_link.engine_indices) != self._target_engines()
+            ):
+                self.connect()
+            assert self._shared_link is not None, "connect() has made it"
+            return self._sync_over_link(self._shared_link, version)
+        except (RemoteCallError, ValueError):
+            self._disconnect()
+            raise
+
+    def _target_engines(self) -> list[int]:
+        new_engines = (
+            set() if self._engine_supervisor is None else self._engine_supervisor.new_engines
+        )
+        return sorted(new_engines.union(self._engines.routable_engines))
+
+    def sync_new_engines(self, engines: Sequence[int]) -> bool:
+        """Send the current weights to new engines without interrupting the others.
+
+        Returns:
+            False if the engines have to wait for the next `sync`, because the policy is busy or its
+            weights are newer than the served version.
+        """
+        if not self._policy.lock.acquire(blocking=False):
+            return False  # its holder may be waiting for these engines
+        try:
+            if self._policy.has_unsynced_weights:
+                return False
+            if self._gpu_time_sharing is not None:
+                return self._resync_colocated(self._gpu_time_sharing)
+            link = self._open_link(engines)
+            try:
+                self._sync_over_link(link, self._version)
+            finally:
+                self._close_link(link)
+            self._disconnect()  # its plan is for other workers
+        finally:
+            self._policy.lock.release()
+        return True
+
+    def _resync_colocated(self, gpu_time_sharing: GpuTimeSharing) -> bool:
+        """Send the served weights to all engines again, unless the policy owns the GPUs.
+
+        Returns:
+            Whether the weights were sent.
+        """
+        if gpu_time_sharing.owner is not GpuOwner.engines:
+            return False
+        self._disconnect()  # its plan is for other workers
+        try:
+            self._sync_all(self._version)
+        except (RemoteCallError, ValueError):
+            gpu_time_sharing.offload_policy()  # so that a failed engine can be replaced
+            raise
+        for engine in self._target_engines():
+            self._engines.enable_routing(engine)
+        return True
+
+    def reset_policy_ranks(self) -> None:
+        """Forget the link and the store of the policy's previous ranks, after a restart."""
+        self._store_address = self._shared_link = None
+
+    def _open_link(self, engines: Sequence[int]) -> _SyncLink:
+        """Plan the transfer to some engines and let all ranks involved join."""
+        layouts = self._policy.call_all("layout")
+        workers = [self._engine_workers(engine) for engine in engines]
+        engine_layouts = [layout for group in workers for layout, _ in group]
+        rank_locations_by_name = self._gather(
+            "device location", self._policy.submit_to_ranks("device_location")
+        )
+        locations = rank_locations(
+            [
+                *rank_locations_by_name.values(),
+                *(location for group in workers for _, location in group),
+            ]
+        )
+        plan = plan_transfer(
+            layouts,
+            engine_layouts,
+            locations,
+            self._dtype,
+            names=list(hf_shapes(self._model_shape)),
+            bucket_bytes=self._config.weight_sync.bucket_mib * 2**20,
+        )
+        regions = collect_regions(engine_layouts)
+        verifier = DigestVerifier(layouts, regions)
+        if self._store_address is None:
+            self._store_address = self._policy.open_store(self._timeout_s)
+        host, port = self._store_address
+        session = TransferSession(
+            address=host,
+            port=port,
+            key=next(self._link_keys),
+            plan=plan,
+            timeout_s=self._timeout_s / PEER_WAITS_PER_CALL,
+            locations=tuple(locations),
+        )
+        # Each rank gets its own part of the plan and of the regions: as a whole they are large.
+        join_args = [
+            (
+                replace(session, plan=plan.restrict_to([rank], [layout])),
+                regions_of_held_tensors(layout, regions),
+            )
+            for rank, layout in enumerate(layouts)
+        ]
+        rank_offset, sessions = 0, {}
+        for engine, group in zip(engines, workers, strict=True):
+            ranks = range(
+                plan.num_trainer_ranks + rank_offset,
+                plan.num_trainer_ranks + rank_offset + len(group),
+            )
+            part = plan.restrict_to(ranks, [layout for layout, _ in group])
+            sessions[engine] = (replace(session, plan=part, rollout_rank_offset=rank_offset),)
+            rank_offset += len(group)
+        self._gather(
+            "joining the weight transfer",
+            self._policy.submit_each("join_transfer_group", join_args)
+            | self._engines.submit_each("join_weight_transfer", sessions),
+        )
+        regions_by_engine = {
+            engine: [verifier.region_indices(regions_of_layout(layout)) for layout, _ in group]
+            for engine, group in zip(engines, workers, strict=True)
+        }
+        return _SyncLink(
+            session.key, tuple(engines), verifier, regions_by_engine, count_traffic(plan, locations)
+        )
+
+    def _engine_workers(self, engine: int) -> EngineWorkers:
+        """Return the layouts of an engine's workers; queried once per engine process."""
+        actor = self._engines.actor(engine)
+        if actor not in self._workers_by_actor:
+            layouts = self._gather("layout", self._engines.submit("layout", only=[engine]))
+            (self._workers_by_actor[actor],) = layouts.values()
+        return self._workers_by_actor[actor]
+
+    def _sync_over_link(self, link: _SyncLink, version: int) -> dict[str, float]:
+        start_s = time.perf_counter()
+        try:
+            self._call_engines(link, "pause")
+            paused_s = time.perf_counter()
+            source_digests = self._transfer(link, version)
+            moved_s = time.perf_counter()
+            self._verify(link, version, source_digests)
+            proven_s = time.perf_counter()
+            gap = self._compare_probe_logprobs(link)
+            self._call_engines(link, "resume")
+        except (RemoteCallError, ValueError) as error:
+            self._block_engines(link, f"the update to version {version} failed: {error}")
+            raise
+        workers = link.traffic.num_trainer_ranks
+        received = [sum(ranks) for ranks in zip(*link.traffic.received_bytes.values(), strict=True)]
+        return {
+            "bytes_per_worker": float(max(received[workers:])),
+            "total_s": time.perf_counter() - start_s,
+            "transfer_s": moved_s - paused_s,
+            "verify_s": proven_s - moved_s,
+            "probe_gap": gap,
+        }
+
+    def _transfer(self, link: _SyncLink, version: int) -> list[np.ndarray]:
+        """Run the transfer and return the digests of every trainer rank."""
+        calls = self._policy.submit_to_ranks("send_weights", link.key, version)
+        receive_calls = self._engines.submit("receive_weights", version, only=link.engine_indices)
+        # Engines first: they know the cause when trainer ranks only see a lost connection.
+        operation = f"transfer of weight version {version}"
+        try:
+            results = gather_with_causes(
+                receive_calls | calls,
+                operation,
+                self._timeout_s,
+                _ERROR_GRACE_S,
+                self._policy.check_alive,
+            )
+        except RemoteCallError as error:
+            raise self._policy.diagnose(error) from error
+        return [results[name] for name in calls]
+
+    def _verify(self, link: _SyncLink, version: int, source_digests: list[np.ndarray]) -> None:
+        digests = link.verifier.expected_digests(source_digests)
+        expected = {
+            engine: (version, [digests[numbers] for numbers in workers])
+            for engine, workers in link.regions_by_engine.items()
+        }
+        calls = self._engines.submit_each("verify_weights", expected)
+        self._gather(f"verification of weight version {version}", calls)
+
+    def _compare_probe_logprobs(self, link: _SyncLink) -> float:
+        """Return the largest mean log-prob difference of any engine.
+
+        Raises:
+            ValueError: a difference is above the tolerance.
+        """
+        prompt = probe_prompt(self._model_shape.vocab_size, NUM_PROBE_TOKENS)
+        calls = self._policy.submit("compute_prompt_log_probs", prompt)
+        if self._gpu_time_sharing is not None:
+            self._gpu_time_sharing.release_to_engines(
+                link.engine_indices
+            )  # after the ranks' own answers
+        answers = self._gather(
+            "probe",
+            calls
+            | self._engines.submit("compute_prompt_log_probs", prompt, only=link.engine_indices),
+        )
+        policy_logprobs = next(answers[name] for name in calls if answers[name] is not None)
+        limit = _PROBE_TOLERANCE_NATS[self._dtype]
+        max_gap = 0.0
+        for name in answers.keys() - calls.keys():
+            gap = sum(
+                abs(a - b) for a, b in zip(policy_logprobs, answers[name], strict=True)
+            ) / len(policy_logprobs)
+            if not gap <= limit:
+                raise ValueError(
+                    f"probe: {name} and the policy disagree on the log-probs of a fixed prompt by "
+                    f"{gap:.3g} nats on average, expected at most {limit:g}; probable "
+                    "cause: the same bytes, but names or heads mapped differently on both sides"
+                )
+            max_gap = max(max_gap, gap)
+        return max_gap
+
+    def _block_engines(self, link: _SyncLink, reason: str) -> None:
+        """Make every engine that still answers refuse requests; the caller raises the error."""
+        for call in self._engines.submit(
+            "refuse_requests", reason, only=link.engine_indices
+        ).items():
+            try:
+                self._gather("refuse_requests", dict([call]))
+            except RemoteCallError as error:
+                print(f"weight update: {error}", file=sys.stderr)
+
+    def _call_engines(self, link: _SyncLink, method: str, *args: Any) -> None:
+        self._gather(method, self._engines.submit(method, *args, only=link.engine_indices))
+
+    def _disconnect(self) -> None:
+        if self._shared_link is not None:
+            self._close_link(self._shared_link)
+            self._shared_link = None
+
+    def _close_link(self, link: _SyncLink) -> None:
+        self._gather(
+            "leaving the weight transfer",
+            self._policy.submit_to_ranks("leave_transfer_group", link.key),
+        )
+
+    def _gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return gather(calls, operation, self._timeout_s, self._policy.check_alive)
+        except RemoteCallError as error:
+            raise self._policy.diagnose(error) from error

@@ -1,0 +1,365 @@
+"""The rollout engines as one object: a Ray actor per vLLM engine (`types.protocols.Generator`).
+
+Requests of a prompt stay on one engine, so that forks find their prefix in its KV cache; a new
+prompt goes to the engine with the fewest running requests.
+
+A new or replaced engine gets no requests until routing to it is enabled, after it has received the
+current weights (`WeightSynchronizer.sync_new_engines`); the others keep serving.
+
+With an `EngineSupervisor`, an engine that dies or hangs is replaced, and its requests are sent to
+the other engines or, if there are none, to the replacement. A request holds everything that it
+needs, including its seed, so the caller does not notice.
+
+On the policy's GPUs (`cluster.colocated`), `engine_placement` says where an engine starts, and it
+sleeps until the GPUs are handed to the engines (`gpu_time_sharing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from mega_agentrl.runtime.remote_calls import (
+    ProcessDiedError,
+    RemoteCallError,
+    gather,
+    redirect_output,
+)
+from mega_agentrl.types.errors import EngineLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mega_agentrl.config.schema import EngineConfig, TrainConfig
+    from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
+    from mega_agentrl.types.records import GenerateRequest, Generation
+
+
+_MAX_ENGINE_LOSSES_PER_REQUEST = 3
+"""Number of engine deaths during a request after which the request itself counts as the cause."""
+
+
+class EngineActor:
+    """Ray actor of one vLLM engine; forwards calls to `generator.engine.Engine`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_gpu: bool,
+        log_file: str,
+        deterministic: bool,
+        gpus: str | None = None,
+    ) -> None:
+        """Redirect the output; vLLM is imported by `start`.
+
+        Args:
+            config: settings of the engine.
+            on_gpu: whether the engine runs on GPUs.
+            log_file: file for the process's output.
+            deterministic: whether results must be reproducible bit by bit.
+            gpus: CUDA names of the GPUs shared with the policy, empty on CPUs; None if not shared.
+        """
+        redirect_output(Path(log_file))
+        self._config = config
+        self._on_gpu = on_gpu
+        self._deterministic = deterministic
+        self._gpus = gpus
+        self._engine: Any = None
+
+    async def start(self, model_path: str, seed: int, timeout_s: float) -> None:
+        """Start the engine with the weights of a model folder; on shared GPUs, put it to sleep.
+
+        Args:
+            model_path: Hugging Face model folder.
+            seed: seed of the engine.
+            timeout_s: timeout of one request.
+        """
+        from mega_agentrl.generator.environment import set_vllm_environment
+
+        deterministic = self._deterministic
+        set_vllm_environment(
+            self._config, on_gpu=self._on_gpu, deterministic=deterministic, gpus=self._gpus
+        )
+        from mega_agentrl.generator.engine import Engine
+
+        self._engine = Engine()
+        await self._engine.start(
+            self._config,
+            model_path,
+            seed=seed,
+            deadline_s=timeout_s,
+            deterministic=deterministic,
+            colocated=self._gpus is not None,
+        )
+        if self._gpus is not None:
+            await self._engine.sleep()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine."""
+        return await getattr(self._engine, method)(*args)
+
+
+class GeneratorGroup:
+    """All engines of a run."""
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        config: TrainConfig,
+        spawn_actor: Callable[[int], Any] | None = None,
+    ) -> None:
+        """Wrap the engine actors, all of which get requests at first.
+
+        Args:
+            actors: one actor per engine.
+            config: configuration of the run.
+            spawn_actor: creates the actor of an engine by index; None if engines cannot be
+                replaced.
+        """
+        self._actors = list(actors)
+        self._config = config
+        self._spawn_actor = spawn_actor
+        self._routable_engines = set(range(len(self._actors)))
+        self._version = 0
+        self._num_running: Counter[int] = Counter()
+        self._engine_of_prompt: dict[str, int] = {}
+        self._engine_of_request: dict[str, int] = {}
+        self._engine_supervisor: EngineSupervisor | None = None
+
+    def set_engine_supervisor(self, supervisor: EngineSupervisor) -> None:
+        """Set the supervisor, which replaces lost engines from now on."""
+        self._engine_supervisor = supervisor
+
+    def actor(self, index: int) -> Any:
+        """Return the actor of an engine."""
+        return self._actors[index]
+
+    @classmethod
+    def launch(
+        cls,
+        config: TrainConfig,
+        *,
+        on_gpu: bool,
+        log_folder: Path,
+        engine_placement: Callable[[int], tuple[Any, str]] | None = None,
+    ) -> GeneratorGroup:
+        """Create the actors; `submit_start` then starts vLLM in them.
+
+        Args:
+            config: configuration of the run.
+            on_gpu: whether the engines run on GPUs.
+            log_folder: folder for one log file per engine.
+            engine_placement: returns scheduling strategy and CUDA names of the GPUs by engine index
+                if engines share the policy's GPUs; None if they have their own.
+        """
+        engine = config.engine
+        num_gpus = engine.tensor_parallel_size if on_gpu and engine_placement is None else 0
+        actor_class = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=4096)(EngineActor)
+
+        def spawn_actor(index: int) -> Any:
+            log_file = str(log_folder / f"engine{index}.log")
+            args = (engine, on_gpu, log_file, config.deterministic)
+            if engine_placement is None:
+                return actor_class.remote(*args)
+            strategy, gpus = engine_placement(index)
+            return actor_class.options(scheduling_strategy=strategy).remote(*args, gpus)
+
+        actors = [spawn_actor(index) for index in range(config.cluster.num_engines)]
+        return cls(actors, config, spawn_actor)
+
+    def submit(self, method: str, *args: Any, only: Sequence[int]) -> dict[str, Any]:
+        """Start a method on the engines in `only`; return object refs by engine name."""
+        return {f"engine {index}": self._actors[index].call.remote(method, *args) for index in only}
+
+    def submit_each(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
+        """Start a method on some engines, each with its own arguments; return refs by name."""
+        return {
+            f"engine {index}": self._actors[index].call.remote(method, *args)
+            for index, args in calls.items()
+        }
+
+    def submit_start(self) -> dict[str, Any]:
+        """Start vLLM in all engines without waiting; return object refs by engine name."""
+        return dict(self._submit_engine_start(index) for index in range(len(self._actors)))
+
+    def wait_started(self, calls: dict[str, Any]) -> None:
+        """Wait for the starts that `submit_start` or `respawn_engine` returned."""
+        gather(calls, "start of the engines", self._config.cluster.call_timeout_s)
+
+    def sleep(self) -> None:
+        """Put all engines to sleep; report those that fail to the supervisor.
+
+        Raises:
+            RemoteCallError: an engine failed and there is no supervisor.
+        """
+        new_engines = (
+            set() if self._engine_supervisor is None else self._engine_supervisor.new_engines
+        )
+        actors = {
+            index: self._actors[index] for index in sorted(new_engines | self._routable_engines)
+        }
+        calls = self.submit("sleep", only=list(actors))
+        for (index, actor), (name, call) in zip(actors.items(), calls.items(), strict=True):
+            try:
+                gather({name: call}, "sleep", self._config.cluster.call_timeout_s)
+            except RemoteCallError as error:
+                if self._engine_supervisor is None:
+                    raise
+                self._engine_supervisor.report_lost(index, actor, str(error))
+
+    def wake_up(self, part: str, only: Sequence[int]) -> None:
+        """Allocate `weights` or `cache` in the engines in `only`.
+
+        Raises:
+            RemoteCallError: an engine failed.
+        """
+        calls = self.submit("wake_up", part, only=only)
+        gather(calls, f"wake-up of the {part}", self._config.cluster.call_timeout_s)
+
+    def respawn_engine(self, index: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Start a new process for an engine, dead or alive, or for one more engine.
+
+        The engine gets no requests until `enable_routing`.
+
+        Args:
+            index: engine to replace; None adds one.
+
+        Returns:
+            The index of the engine and the pending start for `wait_started`.
+        """
+        assert self._spawn_actor is not None, "a group that was not launched cannot grow"
+        if index is None:
+            index = len(self._actors)
+            self._actors.append(None)
+        else:
+            self.disable_routing(index)
+            ray.kill(self._actors[index], no_restart=True)
+        self._actors[index] = self._spawn_actor(index)
+        return index, dict([self._submit_engine_start(index)])
+
+    def enable_routing(self, index: int) -> None:
+        """Let an engine get requests."""
+        self._routable_engines.add(index)
+
+    @property
+    def routable_engines(self) -> list[int]:
+        """Indices of the engines that get requests."""
+        return sorted(self._routable_engines)
+
+    def disable_routing(self, index: int) -> None:
+        """Stop sending requests to an engine."""
+        self._routable_engines.discard(index)
+        engine_of_prompt = self._engine_of_prompt
+        self._engine_of_prompt = {
+            key: index_of_prompt
+            for key, index_of_prompt in engine_of_prompt.items()
+            if index_of_prompt != index
+        }
+
+    def _submit_engine_start(self, index: int) -> tuple[str, Any]:
+        path, seed = self._config.model.path, self._config.seed + index
+        timeout_s = self._config.cluster.call_timeout_s
+        return f"engine {index}", self._actors[index].start.remote(path, seed, timeout_s)
+
+    @property
+    def version(self) -> int:
+        """Weight version that all engines have confirmed."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Set the weight version that all engines have confirmed."""
+        self._version = version
+        self._engine_of_prompt.clear()  # their KV caches are gone
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether any engine gets requests."""
+        return bool(self._routable_engines)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Generate on the prompt's engine; retry on another engine if that one dies."""
+        num_lost = 0
+        while True:
+            if self._engine_supervisor is not None:
+                await self._engine_supervisor.wait_for_engine()
+            index = self._route(request.request_id)
+            actor = self._actors[index]
+            self._num_running[index] += 1
+            self._engine_of_request[request.request_id] = index
+            try:
+                result: Generation = await self._call_engine(index, "generate", request)
+            except ProcessDiedError as error:
+                num_lost += 1
+                if self._engine_supervisor is None:
+                    raise
+                self._engine_supervisor.report_lost(index, actor, str(error))
+                if num_lost == _MAX_ENGINE_LOSSES_PER_REQUEST:
+                    raise
+            else:
+                return result
+            finally:
+                self._num_running[index] -= 1
+                del self._engine_of_request[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a running request; does nothing if it has ended."""
+        if (index := self._engine_of_request.get(request_id)) is not None:
+            await self._call_engine(index, "abort", request_id)
+
+    async def entropies(self, request_id: str) -> tuple[float, ...]:
+        """Return the entropies so far of a running request, in nats per sampled token."""
+        index = self._engine_of_request.get(request_id)
+        if index is None:
+            raise ValueError(f"request_id={request_id}: expected a running request")
+        result: tuple[float, ...] = await self._call_engine(index, "entropies", request_id)
+        return result
+
+    async def pause(self) -> None:
+        """Pause all routable engines."""
+        await asyncio.gather(*(self._call_engine(i, "pause") for i in self.routable_engines))
+
+    async def resume(self) -> None:
+        """Resume all routable engines."""
+        await asyncio.gather(*(self._call_engine(i, "resume") for i in self.routable_engines))
+
+    def close(self) -> None:
+        """Kill every engine and its workers; safe to call twice."""
+        for actor in self._actors:
+            try:
+                ray.get(actor.call.remote("close"), timeout=5)
+            except (ray.exceptions.RayError, AttributeError):
+                pass  # it never started or is stuck; it is killed below
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+
+    def _route(self, request_id: str) -> int:
+        prompt_key = request_id.split("/", 1)[0]
+        # Other threads may remove entries (`set_version`, `disable_routing`).
+        index_of_prompt = self._engine_of_prompt.get(prompt_key)
+        if index_of_prompt is None:
+            index_of_prompt = min(
+                self.routable_engines, key=lambda index: (self._num_running[index], index)
+            )
+            self._engine_of_prompt[prompt_key] = index_of_prompt
+        return index_of_prompt
+
+    async def _call_engine(self, index: int, method: str, *args: Any) -> Any:
+        name = f"engine {index}"
+        timeout_s = self._config.cluster.call_timeout_s
+        try:
+            return await asyncio.wait_for(self._actors[index].call.remote(method, *args), timeout_s)
+        except TimeoutError as error:
+            raise RemoteCallError(
+                f"{method}: no answer within {timeout_s:g} s from {name}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EngineLostError):
+                raise ProcessDiedError(f"{method}: {name}: {error.cause}", name) from error
+            raise RemoteCallError(f"{method} failed on {name}: {error.cause!r}") from error
+        except ray.exceptions.RayActorError as error:
+            message = f"{method}: {name} died; see logs/engine{index}.log"
+            raise ProcessDiedError(message, name) from error

@@ -1,0 +1,347 @@
+"""The policy as a group of Ray actors, one per Megatron rank (`types.protocols.Policy`).
+
+Every rank receives the whole batch as one shared object and works on its part; only ranks that hold
+results return more than None. The ranks of a tensor-parallel group stay inside one node.
+
+A dead or hanging rank raises `RankLostError`, whatever errors the other ranks report. The group is
+unusable then; `restart` creates it again with the initial weights.
+
+`lock` serializes calls to the ranks from all threads. On GPUs shared with the engines
+(`set_gpu_time_sharing`), calls that need the model on the GPUs acquire them first, and calls
+between two weight syncs hand them back and resync the served weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from mega_agentrl.runtime.remote_calls import (
+    ModelRankDiedError,
+    PolicyRankDiedError,
+    RemoteCallError,
+)
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
+from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
+from mega_agentrl.types.activity import track_activity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.config.sections.algo import AlgoConfig
+    from mega_agentrl.reshard.device_location import DeviceLocation
+    from mega_agentrl.reshard.executor import TransferExecutor
+    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.session import TransferSession
+    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion, SourceDigests
+    from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
+    from mega_agentrl.runtime.weight_sync import WeightSynchronizer
+    from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.protocols import Generator
+
+
+_OPERATION_LABELS = {
+    "compute_log_probs": "log-prob pass",
+    "sft_step": "supervised step",
+    "load_hf": "load weights",
+}
+"""Labels of methods in activity reports, where the method name is not clear enough."""
+
+_WEIGHT_CHANGING_METHODS = frozenset({"update", "sft_step", "load_checkpoint"})
+"""Methods of the ranks after which the engines' weights are outdated."""
+
+_GPU_RESIDENT_METHODS = _WEIGHT_CHANGING_METHODS | {
+    "compute_log_probs",
+    "export_hf",
+    "load_hf",
+    "reset_optimizer",
+    "save_checkpoint",
+    "set_objective",
+}
+"""Methods of the ranks that need the model or its optimizer on the GPUs."""
+
+
+class PolicyActor(RankActor):
+    """Ray actor of one policy rank (`types.protocols.WeightSource`).
+
+    Forwards calls to `actor.policy.PolicyRank`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rank: int,
+        world_size: int,
+        log_file: str,
+        heartbeat: tuple[HeartbeatEndpoint, str] | None = None,
+    ) -> None:
+        super().__init__(config, rank, world_size, log_file, heartbeat)
+        self._policy: Any = None
+        self._tcp_store: Any = None
+        self._transfers_by_link: dict[str, tuple[TransferExecutor, SourceDigests]] = {}
+
+    def start(self, master_address: str, master_port: int) -> None:
+        """Join the process groups and build the model, without loading weights."""
+        from mega_agentrl.actor.policy import PolicyRank
+        from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
+
+        PROCESS_MEMORY.start()
+        with track_activity("start"):
+            self._policy = PolicyRank(self._config, self._rank_info(master_address, master_port))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the rank."""
+        with track_activity(_OPERATION_LABELS.get(method, method)):
+            return getattr(self._policy, method)(*args)
+
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the rendezvous store of the weight transfer; return its address and port."""
+        from mega_agentrl.reshard.session import open_store
+
+        address = ray.util.get_node_ip_address()
+        self._tcp_store = open_store(address, timeout_s)
+        return address, self._tcp_store.port
+
+    def layout(self) -> list[ShardLayout]:
+        """Return which rectangles of which Hugging Face tensors this rank holds."""
+        shards: list[ShardLayout] = self._policy.layout()
+        return shards
+
+    def device_location(self) -> DeviceLocation:
+        """Return the machine and device of this rank."""
+        from mega_agentrl.reshard.device_location import current_device_location
+
+        return current_device_location()
+
+    def join_transfer_group(
+        self, session: TransferSession, regions: Sequence[DigestRegion]
+    ) -> None:
+        """Join a transfer session; returns when all its ranks have joined.
+
+        Args:
+            session: address, plan and timeout of the session.
+            regions: regions whose digests this rank computes for every transfer.
+        """
+        from mega_agentrl.reshard.session import join_session
+        from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
+
+        layout = self.layout()
+        source_digests = SourceDigests(layout, regions, session.plan.dtype_of)
+        with track_activity("joining the weight transfer", "the ranks of the link"):
+            executor = join_session(session, self._rank, layout, store=self._tcp_store)
+        self._transfers_by_link[session.key] = (executor, source_digests)
+
+    def send_weights(self, key: str, version: int) -> np.ndarray:
+        """Send this rank's part of the weights; return the digests of its regions."""
+        executor, source_digests = self._transfers_by_link[key]
+        shards = {s.name: self._policy.parameter(s.name) for s in self.layout()}
+        with track_activity("weight transfer"):
+            executor.send(shards, version, source_digests.make_copy_fn())
+            return source_digests.compute(self._policy.parameter)
+
+    def leave_transfer_group(self, key: str) -> None:
+        """Leave a transfer session; does nothing if this rank is not in it."""
+        if key in self._transfers_by_link:
+            executor, _ = self._transfers_by_link.pop(key)
+            executor.close()
+
+
+class PolicyGroup(RankGroup):
+    """All policy ranks."""
+
+    model_name = "policy"
+    log_prefix = "policy"
+    actor_class = PolicyActor
+    hosts_engines = True
+
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        super().__init__(actors, config)
+        self._weight_sync: WeightSynchronizer | None = None
+        self._gpu_time_sharing: GpuTimeSharing | None = None
+        self._visible_gpus: list[str] = []
+        self.lock = threading.RLock()
+        self.has_unsynced_weights = False
+        """Whether the weights differ from those that the engines received last."""
+
+    def start(self) -> None:
+        """Start all ranks and load the initial weights."""
+        super().start()
+        self.call_all("load_hf", self._config.model.path)
+
+    def restart(self) -> None:
+        """Restart all ranks with the initial weights; the engines keep theirs."""
+        with self.lock:
+            if self._gpu_time_sharing is not None:
+                self._gpu_time_sharing.reclaim_for_policy_restart()
+            super().restart()
+            self.has_unsynced_weights = True
+            if self._weight_sync is not None:
+                self._weight_sync.reset_policy_ranks()
+
+    def diagnose(self, error: RemoteCallError) -> Exception:
+        """Return a `PolicyRankDiedError` if a rank is dead or silent, else the error."""
+        diagnosis = super().diagnose(error)
+        return (
+            PolicyRankDiedError(str(diagnosis))
+            if isinstance(diagnosis, ModelRankDiedError)
+            else diagnosis
+        )
+
+    def set_weight_sync(self, weight_sync: WeightSynchronizer) -> None:
+        """Set the synchronizer that `sync_weights` uses."""
+        self._weight_sync = weight_sync
+
+    def set_gpu_time_sharing(self, gpu_time_sharing: GpuTimeSharing) -> None:
+        """Share the GPUs with the engines from now on."""
+        self._gpu_time_sharing = gpu_time_sharing
+
+    def placement_for_engine(self, engine: int) -> tuple[Any, str]:
+        """Return scheduling strategy and CUDA GPU names of an engine on this group's GPUs."""
+        assert self._placement is not None, "launch() reserves the placement"
+        if not self._visible_gpus:
+            self._visible_gpus = list(
+                self.gather("GPUs of the policy", self.submit_to_ranks("visible_gpus")).values()
+            )
+        size = self._config.engine.tensor_parallel_size
+        gpus = self._visible_gpus[engine * size : (engine + 1) * size]
+        return self._placement.for_engine(engine), ",".join(filter(None, gpus))
+
+    def set_gpu_resident(self, parts: frozenset[str]) -> None:
+        """Keep these of weights, gradients and optimizer on the GPUs, the others off them."""
+        self.call_all("set_gpu_resident", parts)
+
+    @contextmanager
+    def _resync_engines_after(self) -> Iterator[None]:
+        """Resync engines that served before; they lose their weights when they sleep."""
+        with self.lock:
+            were_serving = (
+                self._gpu_time_sharing is not None
+                and self._gpu_time_sharing.owner is GpuOwner.engines
+            )
+            yield
+            if were_serving and self._weight_sync is not None:
+                self._weight_sync.resync()
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all ranks and wait; return the results in rank order."""
+        with self.lock:
+            if self._gpu_time_sharing is not None and method in _GPU_RESIDENT_METHODS:
+                self._gpu_time_sharing.acquire_for_policy()
+            self.has_unsynced_weights = (
+                self.has_unsynced_weights or method in _WEIGHT_CHANGING_METHODS
+            )
+            return list(self.gather(f"policy {method}", self.submit(method, *args)).values())
+
+    def _call_rank0(self, method: str, *args: Any) -> Any:
+        """Call a method of rank 0 alone and wait."""
+        name = self.rank_name(0)
+        call = self._actors[0].call.remote(method, *args)
+        return self.gather(f"policy {method}", {name: call})[name]
+
+    def submit(self, method: str, *args: Any) -> dict[str, Any]:
+        """Start a method of all ranks; return object refs by rank name."""
+        return self.submit_to_ranks("call", method, *args)
+
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the rendezvous store of the weight transfer on rank 0; return host and port."""
+        name = self.rank_name(0)
+        calls = {name: self._actors[0].open_store.remote(timeout_s)}
+        address: tuple[str, int] = self.gather("store of the weight transfer", calls)[name]
+        return address
+
+    def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with log-probs and entropies, each [B, T] float32.
+
+        Reference log-probs are only computed if the objective needs them.
+        """
+        shared = ray.put(batch)
+        logp_BT, entropy_BT = self._gather_log_probs(batch, shared, reference=False)
+        batch = batch.with_fields(old_logp_BT=logp_BT, entropy_BT=entropy_BT)
+        if self._config.algo.needs_reference:
+            ref_logp_BT, _ = self._gather_log_probs(batch, shared, reference=True)
+            batch = batch.with_fields(ref_logp_BT=ref_logp_BT)
+        return batch
+
+    def _gather_log_probs(
+        self, batch: TrainBatch, shared: Any, *, reference: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logp_BT = torch.zeros(batch.response_BT.shape, dtype=torch.float32)
+        entropy_BT = torch.zeros_like(logp_BT)
+        answers = self.call_all("compute_log_probs", shared, reference)
+        for rows, part_logp_BT, part_entropy_BT in iter_rank_rows(answers, batch.num_rows):
+            logp_BT[rows] = part_logp_BT
+            entropy_BT[rows] = part_entropy_BT
+        return logp_BT, entropy_BT
+
+    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+        """Train on the batch and return the stats of rank 0.
+
+        Args:
+            batch: the batch with advantages.
+            kl_weight_BT: [B, T] weight of each token's KL term; None for the configured
+                coefficient.
+        """
+        weight_ref = None if kl_weight_BT is None else ray.put(kl_weight_BT)
+        stats: UpdateStats = self.call_all("update", ray.put(batch), weight_ref)[0]
+        return stats
+
+    def sft_step(self, batch: TrainBatch) -> UpdateStats:
+        """Train on a batch of demonstrations and return the stats of rank 0."""
+        stats: UpdateStats = self.call_all("sft_step", ray.put(batch))[0]
+        return stats
+
+    def reset_optimizer(self) -> None:
+        """Reset the optimizer's state on all ranks."""
+        with self._resync_engines_after():
+            self.call_all("reset_optimizer")
+
+    def sync_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
+        """Send the current weights to the engines as this version and return timing metrics."""
+        assert self._weight_sync is not None, "set_weight_sync() must come before the first sync"
+        return self._weight_sync.sync(generator, version)
+
+    def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
+        """Set loss settings and sampling temperature on all ranks."""
+        rollout = replace(self._config.rollout, temperature=temperature)
+        self._config = replace(self._config, algo=algo, rollout=rollout)
+        with self._resync_engines_after():
+            self.call_all("set_objective", algo, temperature)
+
+    def save_checkpoint(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Save all ranks' state to a checkpoint folder."""
+        with self._resync_engines_after():
+            self.call_all("save_checkpoint", str(folder.resolve()), dict(extra or {}), keep)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint and return the extra values saved with it."""
+        extra: dict[str, Any] = self.call_all("load_checkpoint", str(folder.resolve()))[0]
+        return extra
+
+    def start_profile(self) -> None:
+        """Start a profiler trace on rank 0."""
+        self._call_rank0("start_profile")
+
+    def stop_profile(self, file: Path) -> None:
+        """Stop the trace on rank 0 and write it to a file."""
+        self._call_rank0("stop_profile", str(file.resolve()))
+
+    def gpu_name(self) -> str:
+        """Return the CUDA name of the policy's GPUs; empty on CPUs."""
+        return str(self._call_rank0("gpu_name"))
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        self.call_all("export_hf", str(folder))

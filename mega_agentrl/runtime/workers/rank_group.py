@@ -1,0 +1,261 @@
+"""Megatron ranks of any model as Ray actors: start, named calls, liveness, end.
+
+`RankActor` is the process of one rank, `RankGroup` the driver's handle on all of them. Subclasses
+define what a rank can do. The ranks of a tensor-parallel group stay inside one node.
+
+Every rank sends heartbeats (`heartbeat`), and every wait for ranks checks them: a stopped or
+blocked rank raises an error that names it long before the call's timeout.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+
+from mega_agentrl.runtime.heartbeat import HeartbeatMonitor, HeartbeatSender
+from mega_agentrl.runtime.remote_calls import (
+    ModelRankDiedError,
+    ProcessDiedError,
+    RemoteCallError,
+    free_port,
+    gather,
+    redirect_output,
+)
+from mega_agentrl.runtime.workers.placement import RankPlacement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Self
+
+    from mega_agentrl.actor.megatron_model import RankInfo
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
+
+
+_DEAD_RANK_WAIT_S = 5.0
+"""Time in seconds to find dead ranks after one of them has failed."""
+
+
+class RankActor:
+    """Process of one rank."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rank: int,
+        world_size: int,
+        log_file: str,
+        heartbeat: tuple[HeartbeatEndpoint, str] | None = None,
+    ) -> None:
+        """Set up the process before torch is imported.
+
+        Args:
+            config: configuration of the run.
+            rank: index of the rank.
+            world_size: number of ranks.
+            log_file: file for the process's output.
+            heartbeat: endpoint of the heartbeats and the rank's name in them; None for no
+                heartbeats.
+        """
+        redirect_output(Path(log_file))
+        # These must be set before this process imports torch.
+        self._num_threads = num_threads_per_rank(config)
+        os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
+        if config.deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        if heartbeat is not None:
+            self._heartbeat_sender = HeartbeatSender(*heartbeat)
+
+    def find_free_address(self) -> tuple[str, int]:
+        """Return this node's IP address and a free port."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def visible_gpus(self) -> str:
+        """Return the CUDA names of the GPUs that this process may use; empty if it has none."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def _rank_info(self, master_address: str, master_port: int) -> RankInfo:
+        """Return this rank's index and settings for joining the process groups."""
+        from mega_agentrl.actor.megatron_model import RankInfo
+
+        return RankInfo(
+            rank=self._rank,
+            world_size=self._world_size,
+            master_address=master_address,
+            master_port=master_port,
+            timeout_s=self._config.cluster.call_timeout_s,
+            num_threads=self._num_threads,
+        )
+
+
+def num_threads_per_rank(config: TrainConfig) -> int:
+    """Return the CPU threads per rank: all ranks share half of the cores, engines the rest."""
+    if config.deterministic:
+        return 1
+    num_cores = len(os.sched_getaffinity(0))
+    return max(1, num_cores // (2 * config.parallel.world_size))
+
+
+class RankGroup:
+    """All ranks of one model.
+
+    Waits for its ranks at most `cluster.call_timeout_s`; then raises a `RemoteCallError` that names
+    the operation and the rank that failed or is silent.
+    """
+
+    model_name: ClassVar[str]
+    """Name of the model in errors."""
+    log_prefix: ClassVar[str]
+    """Prefix of the ranks' log files."""
+    actor_class: ClassVar[type[RankActor]]
+    """Actor class of a rank."""
+    hosts_engines: ClassVar[bool] = False
+    """Whether engines share this model's GPUs with `cluster.colocated`."""
+
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        self._actors = list(actors)
+        self._config = config
+        self._placement: RankPlacement | None = None
+        self._heartbeat_monitor: HeartbeatMonitor | None = None
+        self._relaunch: Callable[[], None] | None = None
+
+    @classmethod
+    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> Self:
+        """Create the actors; `start` then builds the model in them."""
+        group = cls([], config)
+        group._relaunch = partial(group._start_processes, config, on_gpu, log_folder)
+        group._relaunch()
+        return group
+
+    def restart(self) -> None:
+        """Kill the remaining ranks and start all of them again from the initial state."""
+        assert self._relaunch is not None, "a group that was not launched cannot be restarted"
+        self._kill_ranks()
+        if not self._shares_gpus:
+            # Removing a shared placement would kill the engines in it.
+            self._release_placement()
+        self._relaunch()
+        self.start()
+
+    def _start_processes(self, config: TrainConfig, on_gpu: bool, log_folder: Path) -> None:
+        layout = config.parallel
+        self._config = config
+        if self._placement is None:
+            self._placement = RankPlacement(config, on_gpu=on_gpu, shared=self._shares_gpus)
+        placement = self._placement
+        self._heartbeat_monitor = HeartbeatMonitor(ray.util.get_node_ip_address())
+        remote_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(self.actor_class)
+        self._actors = [
+            remote_class.options(scheduling_strategy=placement.for_rank(rank)).remote(
+                config,
+                rank,
+                layout.world_size,
+                str(log_folder / f"{self.log_prefix}-rank{rank}.log"),
+                (self._heartbeat_monitor.endpoint, self.rank_name(rank)),
+            )
+            for rank in range(layout.world_size)
+        ]
+
+    def start(self) -> None:
+        """Let all ranks join the process groups and build the model."""
+        name = self.rank_name(0)
+        address = {name: self._actors[0].find_free_address.remote()}
+        host, port = self.gather(f"address of the {self.model_name}", address)[name]
+        self.gather(f"start of the {self.model_name}", self.submit_to_ranks("start", host, port))
+
+    def submit_to_ranks(self, method: str, *args: Any) -> dict[str, Any]:
+        """Start a method of every rank's actor; return object refs by rank name."""
+        return self.submit_each(method, [args] * len(self._actors))
+
+    def submit_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+        """Start a method of every rank, each with its own arguments; return refs by name."""
+        return {
+            self.rank_name(rank): getattr(actor, method).remote(*args)
+            for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
+        }
+
+    def gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for the calls within the timeout; return results by rank name."""
+        try:
+            return gather(calls, operation, self._config.cluster.call_timeout_s, self.check_alive)
+        except RemoteCallError as error:
+            raise self.diagnose(error) from error
+
+    def check_alive(self) -> None:
+        """Raise `ProcessDiedError` if a rank sends no more heartbeats."""
+        if self._heartbeat_monitor is not None:
+            self._heartbeat_monitor.check(
+                [self.rank_name(rank) for rank in range(len(self._actors))]
+            )
+
+    def diagnose(self, error: RemoteCallError) -> Exception:
+        """Return a `ModelRankDiedError` if a rank is dead or silent, else the error."""
+        if isinstance(error, ProcessDiedError) and error.process_name.startswith(self.model_name):
+            return ModelRankDiedError(str(error), error.process_name)
+        if dead := self._find_dead_ranks():
+            return ModelRankDiedError(f"{', '.join(dead)} died; {error}", dead[0])
+        if self._heartbeat_monitor is None or isinstance(error, ProcessDiedError):
+            return error
+        return RemoteCallError(
+            f"{error}\nLast activities of the ranks: {self._heartbeat_monitor.describe()}"
+        )
+
+    def _find_dead_ranks(self) -> list[str]:
+        calls = {
+            actor.find_free_address.remote(): self.rank_name(k)
+            for k, actor in enumerate(self._actors)
+        }
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_DEAD_RANK_WAIT_S)
+        dead = []
+        for call in ready:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayActorError:
+                dead.append(calls[call])
+        return sorted(dead)
+
+    def rank_name(self, rank: int) -> str:
+        """Return the name of a rank in errors."""
+        return f"{self.model_name} rank {rank}"
+
+    def close(self) -> None:
+        """Kill every rank; safe to call twice."""
+        self._kill_ranks()
+        self._release_placement()
+
+    @property
+    def _shares_gpus(self) -> bool:
+        return self.hosts_engines and self._config.cluster.colocated
+
+    def _kill_ranks(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+        if self._heartbeat_monitor is not None:
+            self._heartbeat_monitor.close()
+            self._heartbeat_monitor = None
+
+    def _release_placement(self) -> None:
+        if self._placement is not None:
+            self._placement.release()
+            self._placement = None
+
+
+def iter_rank_rows(
+    answers: Sequence[tuple[list[int], *tuple[Any, ...]] | None], num_rows: int
+) -> Iterator[tuple[list[int], *tuple[Any, ...]]]:
+    """Iterate over row numbers and values of the ranks that hold results.
+
+    Every row must be present exactly once; answers that are None are skipped.
+    """
+    parts = [part for part in answers if part is not None]
+    seen = sorted(row for rows, *_ in parts for row in rows)
+    assert seen == list(range(num_rows)), "ranks must answer for each row once"
+    yield from parts

@@ -1,0 +1,353 @@
+"""The host side of one sandbox and its sessions.
+
+It starts the guest program and speaks its protocol, which `guest.supervisor` describes. All calls
+block, and each object is used by one thread at a time, except for `Sandbox.kill` and
+`CancelToken.cancel`: any thread may call these, and a call that waits then ends at once, with
+`SandboxLostError` or as cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.sandbox.cgroup import create_cgroup
+from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.isolation import isolated_command, pre_exec_command, unisolated_command
+from mega_agentrl.sandbox.process import kill_child, start_child
+from mega_agentrl.sandbox.uid_lease import lease_uid
+from mega_agentrl.types.records import ToolStatus
+
+if TYPE_CHECKING:
+    from mega_agentrl.sandbox.cgroup import Cgroup
+    from mega_agentrl.sandbox.guest.settings import GuestSettings
+
+_REPLY_GRACE_S = 5.0
+"""Time on top of a call's own timeout, for forking, killing and the reply."""
+
+_FORK_TIMEOUT_S = 20.0
+_NUM_GUEST_PROCESSES = 32
+_CONNECTION_ERRORS = (OSError, EOFError, ValueError)
+
+
+class SandboxLostError(RuntimeError):
+    """The sandbox died, broke the protocol or missed a deadline; it must be replaced.
+
+    Attributes:
+        may_have_run: whether the code may have run, so that the call must not be repeated.
+    """
+
+    def __init__(self, message: str, *, may_have_run: bool) -> None:
+        super().__init__(message)
+        self.may_have_run = may_have_run
+
+
+class OrderRefusedError(RuntimeError):
+    """The sandbox works but refused the order; no code ran."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SandboxResult:
+    """The outcome of one call."""
+
+    status: ToolStatus
+    """How the call ended."""
+    output: str
+    """Standard output if the code succeeded, else its error text."""
+    latency_s: float
+    """Time from sending the code to the reply; waiting for a free sandbox is not included."""
+    state_lost: bool = False
+    """Whether the state of a session's earlier calls was already gone when this call began."""
+
+
+class CancelToken:
+    """Lets any thread cancel one call before, while or after it runs."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._lock = threading.Lock()
+        self._connection: GuestConnection | None = None
+        self._call_id = 0
+
+    def cancel(self) -> None:
+        """End the call at once; a call that has not begun never does."""
+        with self._lock:
+            self.cancelled = True
+            if self._connection is not None:
+                self._connection.send_cancel(self._call_id)
+
+    def bind(self, connection: GuestConnection, call_id: int) -> bool:
+        """Attach the token to a call about to be sent; return False if it is already cancelled."""
+        with self._lock:
+            self._connection, self._call_id = connection, call_id
+            return not self.cancelled
+
+
+class GuestConnection:
+    """One channel to the guest, which runs one call at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._send_lock = threading.Lock()
+        self._call_lock = threading.Lock()  # a cancelled call's thread may still wait for its end
+        self._call_id = 0
+
+    def call(self, code: str, timeout_s: float, cancel_token: CancelToken) -> SandboxResult:
+        """Run `code`.
+
+        Raises:
+            OrderRefusedError: the code did not run.
+            SandboxLostError: the sandbox is lost.
+        """
+        with self._call_lock:
+            return self._call_locked(code, timeout_s, cancel_token)
+
+    def fork(self) -> GuestConnection:
+        """Fork the session and return the connection to the fork.
+
+        Raises:
+            OrderRefusedError: the session cannot be forked and goes on.
+            SandboxLostError: the sandbox is lost.
+        """
+        host_end, guest_end = socket.socketpair()
+        try:
+            with guest_end, self._call_lock:
+                self.send({"order": "fork"}, (guest_end.fileno(),))
+                self.receive(_FORK_TIMEOUT_S, expected="forked", may_have_run=True)
+        except (OrderRefusedError, SandboxLostError):
+            host_end.close()
+            raise
+        return GuestConnection(Channel(host_end))
+
+    def _call_locked(self, code: str, timeout_s: float, cancel_token: CancelToken) -> SandboxResult:
+        start_time = time.monotonic()
+        self._call_id += 1
+        if not cancel_token.bind(self, self._call_id):
+            raise OrderRefusedError("the call was cancelled")
+        self.send({"order": "run", "id": self._call_id, "code": code, "timeout_s": timeout_s})
+        if cancel_token.cancelled:  # perhaps before the order was sent
+            self.send_cancel(self._call_id)
+        self.receive(_REPLY_GRACE_S, expected="started", may_have_run=False)
+        reply = self.receive(timeout_s + _REPLY_GRACE_S, expected="done", may_have_run=True)
+        status, output = _parse_done_event(reply, timeout_s)
+        latency_s = time.monotonic() - start_time
+        return SandboxResult(
+            status=status, output=output, latency_s=latency_s, state_lost=reply["state_lost"]
+        )
+
+    def send_cancel(self, call_id: int) -> None:
+        """Ask the guest to end the call `call_id` if it is running."""
+        with contextlib.suppress(OSError), self._send_lock:
+            self._channel.send({"order": "cancel", "id": call_id}, timeout_s=1.0)
+
+    def send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send an order; raises `SandboxLostError`."""
+        try:
+            with self._send_lock:
+                self._channel.send(order, fds, timeout_s=_REPLY_GRACE_S)
+        except OSError as error:
+            raise SandboxLostError(f"cannot send an order: {error}", may_have_run=False) from error
+
+    def receive(self, timeout_s: float, *, expected: str, may_have_run: bool) -> dict[str, Any]:
+        """Wait for the next event and return it.
+
+        Args:
+            timeout_s: how long to wait.
+            expected: name of the event that must come.
+            may_have_run: value for the error's attribute of that name.
+
+        Raises:
+            OrderRefusedError: the guest answered `failed`.
+            SandboxLostError: the channel broke, timed out or sent another event.
+        """
+        try:
+            message = self._channel.receive(timeout_s=timeout_s)
+        except TimeoutError as error:
+            text = f"no answer within {timeout_s:g} s"
+            raise SandboxLostError(text, may_have_run=may_have_run) from error
+        except _CONNECTION_ERRORS as error:
+            raise SandboxLostError(str(error), may_have_run=may_have_run) from error
+        if message.get("event") == "failed":
+            raise OrderRefusedError(str(message["error"]))
+        if message.get("event") != expected:
+            text = f"got {message.get('event')}, expected {expected}"
+            raise SandboxLostError(text, may_have_run=may_have_run)
+        return message
+
+    def take_fd(self) -> int:
+        """Return the descriptor that came with the last event; raises `SandboxLostError`."""
+        try:
+            return self._channel.take_fds(1)[0]
+        except ValueError as error:
+            raise SandboxLostError(str(error), may_have_run=False) from error
+
+    def shutdown(self) -> None:
+        """Unblock whoever waits at either end of the channel."""
+        with contextlib.suppress(OSError):  # the peer or an earlier call has closed it
+            self._channel.shutdown()
+
+    def close(self) -> None:
+        """Close the channel; only while no thread waits on it."""
+        self._channel.close()
+
+
+class Sandbox:
+    """An isolated guest program with a warm interpreter.
+
+    The constructor starts it and returns once it is warm.
+
+    Args:
+        settings: limits and mode of the guest.
+        total_memory_mib: memory limit of the cgroup.
+        start_timeout_s: limit for the start.
+
+    Raises:
+        SandboxLostError: the guest did not come up.
+        ValueError: no user id is free for it.
+    """
+
+    def __init__(
+        self,
+        settings: GuestSettings,
+        *,
+        total_memory_mib: int = 2048,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        self._settings = settings
+        self._total_memory_mib = total_memory_mib
+        self.num_sessions = 0
+        self._uid_lease = lease_uid() if settings.isolated else None
+        self._cgroup = self._create_cgroup() if not settings.stateful else None
+        self._log = tempfile.TemporaryFile()
+        host_end, guest_end = socket.socketpair()
+        self.connection = GuestConnection(Channel(host_end))
+        try:
+            with guest_end:
+                self._child = start_child(
+                    self._command(), stdin=guest_end.fileno(), stderr=self._log
+                )
+        except OSError as error:
+            self._release_resources()
+            raise SandboxLostError(f"sandbox did not start: {error}", may_have_run=False) from error
+        try:
+            self.connection.receive(start_timeout_s, expected="up", may_have_run=False)
+        except SandboxLostError as error:
+            raise self.close_as_lost(error) from error
+
+    @property
+    def pid(self) -> int:
+        """Host process id of the sandbox's outermost process."""
+        return self._child.pid
+
+    def call(
+        self, code: str, timeout_s: float, cancel_token: CancelToken | None = None
+    ) -> SandboxResult:
+        """Run `code` in a fresh interpreter; `SandboxLostError` means that the sandbox is dead."""
+        try:
+            return self.connection.call(code, timeout_s, cancel_token or CancelToken())
+        except OrderRefusedError as error:
+            if cancel_token is not None and cancel_token.cancelled:
+                raise
+            raise self.close_as_lost(SandboxLostError(str(error), may_have_run=False)) from error
+        except SandboxLostError as error:
+            raise self.close_as_lost(error) from error
+
+    def open(self) -> tuple[GuestConnection, Cgroup]:
+        """Open a session; return its connection and its cgroup.
+
+        Raises:
+            SandboxLostError: the sandbox is dead.
+        """
+        host_end, guest_end = socket.socketpair()
+        try:
+            with guest_end:
+                self.connection.send({"order": "open"}, (guest_end.fileno(),))
+                self.connection.receive(_FORK_TIMEOUT_S, expected="opened", may_have_run=False)
+                pidfd = self.connection.take_fd()
+        except (OrderRefusedError, SandboxLostError) as error:
+            host_end.close()
+            may_have_run = isinstance(error, SandboxLostError) and error.may_have_run
+            raise self.close_as_lost(
+                SandboxLostError(str(error), may_have_run=may_have_run)
+            ) from error
+        cgroup = self._create_cgroup()
+        try:
+            cgroup.add(_pid_from_pidfd(pidfd))
+        except OSError:
+            pass  # it has ended or cannot be moved; the per-process limits still apply
+        finally:
+            os.close(pidfd)
+        return GuestConnection(Channel(host_end)), cgroup
+
+    def kill(self) -> None:
+        """Kill the sandbox and everything in it. Safe to call twice and from any thread."""
+        kill_child(self._child)
+        self.connection.shutdown()
+
+    def close(self) -> None:
+        """Kill the sandbox and release its resources; only while no thread is in a call."""
+        self.kill()
+        self._release_resources()
+
+    def close_as_lost(self, error: SandboxLostError) -> SandboxLostError:
+        """Close the sandbox; return `error` with the end of the sandbox's log appended."""
+        self.kill()
+        log_tail = ""
+        if not self._log.closed:
+            self._log.seek(0)
+            log_tail = self._log.read()[-2000:].decode("utf-8", "replace").strip()
+        self.close()
+        text = f"sandbox lost: {error}" + (f"; it wrote: {log_tail}" if log_tail else "")
+        return SandboxLostError(text, may_have_run=error.may_have_run)
+
+    def _command(self) -> list[str]:
+        text = self._settings.to_json()
+        command = isolated_command(text) if self._settings.isolated else unisolated_command(text)
+        procs_files = self._cgroup.procs_files if self._cgroup else []
+        return pre_exec_command(
+            command, user=self._uid_lease.uid if self._uid_lease else None, cgroups=procs_files
+        )
+
+    def _create_cgroup(self) -> Cgroup:
+        num_processes = self._settings.num_processes + _NUM_GUEST_PROCESSES
+        return create_cgroup(memory_mib=self._total_memory_mib, num_processes=num_processes)
+
+    def _release_resources(self) -> None:
+        self.connection.close()
+        self._log.close()
+        if self._cgroup is not None:
+            self._cgroup.close()
+        if self._uid_lease is not None:
+            self._uid_lease.close()
+
+
+def _pid_from_pidfd(pidfd: int) -> int:
+    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
+    return int(text.partition("\nPid:")[2].split()[0])
+
+
+def _parse_done_event(reply: dict[str, Any], timeout_s: float) -> tuple[ToolStatus, str]:
+    if reply["end"] == "timeout":
+        return ToolStatus.timeout, f"Timed out after {timeout_s:g} s."
+    if reply["end"] == "cpu":
+        return ToolStatus.timeout, "Timed out: the limit of CPU time was reached."
+    if reply["end"] == "cancelled":
+        return ToolStatus.infra_error, "The call was cancelled."
+    code = int(reply["code"])
+    stdout, stderr = str(reply["stdout"]).strip(), str(reply["stderr"]).strip()
+    if code == 0:
+        note = (
+            f"\n[{reply['num_dropped_bytes']} more bytes cut]" if reply["num_dropped_bytes"] else ""
+        )
+        return ToolStatus.ok, stdout + note
+    if code < 0 and not stderr:
+        stderr = f"Killed by signal {-code} ({signal.strsignal(-code) or 'unknown'})."
+    return ToolStatus.user_error, stderr

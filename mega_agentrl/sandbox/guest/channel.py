@@ -1,0 +1,179 @@
+"""Messages between host, supervisor and interpreters: JSON frames over a stream socket.
+
+A frame is a 4-byte big-endian length and that many bytes of JSON. File descriptors may travel with
+a frame. Where `SO_PASSCRED` is set, the kernel adds the sender's process id, which the sender
+cannot forge. The peer may be hostile: a frame longer than the reader's limit, one that is not a
+JSON object, or more descriptors than anybody waits for raise `ValueError`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+_LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("3i")
+_MAX_FDS = 8
+_READ_CHUNK_BYTES = 1 << 16
+
+
+class Channel:
+    """One end of a channel, used by one thread at a time in each direction.
+
+    Args:
+        stream_socket: the connected socket.
+        max_bytes: limit of a received frame.
+        credentials: whether to fill `peer_pid`.
+    """
+
+    def __init__(
+        self, stream_socket: socket.socket, *, max_bytes: int = 1 << 26, credentials: bool = False
+    ) -> None:
+        stream_socket.setblocking(False)
+        if credentials:
+            stream_socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket = stream_socket
+        self._max_bytes = max_bytes
+        self._read_buffer = bytearray()
+        self._write_buffer = bytearray()
+        self._fds: list[int] = []
+        self.peer_pid = 0
+
+    def fileno(self) -> int:
+        """Return the socket's file descriptor."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close the socket and all descriptors that were not taken. Safe to call twice."""
+        self._socket.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def shutdown(self) -> None:
+        """Unblock whoever waits at either end; raises `OSError` if it is already closed."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def take_fds(self, count: int) -> list[int]:
+        """Return the first `count` received descriptors; raises `ValueError` if there are fewer."""
+        if len(self._fds) < count:
+            raise ValueError(f"{len(self._fds)} descriptors were received, expected {count}")
+        fds, self._fds = self._fds[:count], self._fds[count:]
+        return fds
+
+    def send(
+        self, message: dict[str, Any], fds: tuple[int, ...] = (), *, timeout_s: float | None = None
+    ) -> None:
+        """Write one frame.
+
+        Raises:
+            OSError: the channel is broken; `TimeoutError` after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        frame = memoryview(_encode_frame(message))
+        while frame:
+            try:
+                sent = socket.send_fds(self._socket, [frame], list(fds))
+            except BlockingIOError:
+                self._wait_ready(select.POLLOUT, deadline)
+                continue
+            frame, fds = frame[sent:], ()
+
+    def receive(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for one frame and return it.
+
+        Raises:
+            EOFError: the peer closed the channel.
+            OSError: the channel is broken; `TimeoutError` after `timeout_s`.
+            ValueError: the frame is invalid.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            message = self._pop_message()
+            if message is not None:
+                return message
+            if not self._read_available():
+                self._wait_ready(select.POLLIN, deadline)
+
+    def receive_available(self) -> list[dict[str, Any]]:
+        """Return the frames that have arrived, without waiting; raises like `receive`."""
+        messages = []
+        more = True
+        while more:
+            more = self._read_available()
+            message = self._pop_message()
+            while message is not None:
+                messages.append(message)
+                message = self._pop_message()
+        return messages
+
+    def send_nowait(self, message: dict[str, Any]) -> None:
+        """Queue one frame and write what the socket accepts; raises `OSError`."""
+        self._write_buffer += _encode_frame(message)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what the socket accepts; return True if nothing is left. Raises `OSError`."""
+        while self._write_buffer:
+            try:
+                del self._write_buffer[: self._socket.send(self._write_buffer)]
+            except BlockingIOError:
+                return False
+        return True
+
+    def _pop_message(self) -> dict[str, Any] | None:
+        if len(self._read_buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._read_buffer)
+        if length > self._max_bytes:
+            raise ValueError(f"frame of {length} bytes, expected at most {self._max_bytes}")
+        frame_end = _LENGTH.size + length
+        if len(self._read_buffer) < frame_end:
+            return None
+        try:
+            message = json.loads(self._read_buffer[_LENGTH.size : frame_end])
+        except RecursionError as error:
+            raise ValueError("frame is nested too deeply") from error
+        del self._read_buffer[:frame_end]
+        if not isinstance(message, dict):
+            raise ValueError(f"frame of {type(message).__name__}, expected an object")  # noqa: TRY004
+        return message
+
+    def _read_available(self) -> bool:
+        space = socket.CMSG_SPACE(_MAX_FDS * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
+        try:
+            data, extra, _, _ = self._socket.recvmsg(
+                _READ_CHUNK_BYTES, space, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        for level, kind, content in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) // 4 * 4
+                self._fds += [fd for (fd,) in struct.iter_unpack("i", content[:whole])]
+            elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                self.peer_pid = _CREDENTIALS.unpack(content)[0]
+        if not data:
+            raise EOFError("the peer closed the channel")
+        if len(self._fds) > _MAX_FDS:
+            while self._fds:
+                os.close(self._fds.pop())
+            raise ValueError(f"unexpected descriptors, expected at most {_MAX_FDS}")
+        self._read_buffer += data
+        return True
+
+    def _wait_ready(self, event: int, deadline: float | None) -> None:
+        poller = select.poll()
+        poller.register(self._socket, event)
+        timeout_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        if not poller.poll(timeout_ms):
+            raise TimeoutError("the peer did not answer in time")
+
+
+def _encode_frame(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode()
+    return _LENGTH.pack(len(body)) + body

@@ -1,0 +1,285 @@
+"""The interpreter process, which runs the policy's code: its set-up and its main loop.
+
+An interpreter is a clone of the warm supervisor and process 1 of its own PID namespace (where the
+kernel ignores signals that it sends to itself and has no handler for). It mounts its own `/tmp`,
+`/dev/shm` and `/proc`, applies its limits, drops all capabilities and installs the seccomp filter,
+all before it reads the first order. From then on the policy's code controls it, so its messages are
+trusted only in what concerns itself.
+
+Orders, on its control channel::
+
+    -> {"order": "run", "code": str}            <- {"event": "done", "code": int}
+    -> {"order": "fork"} + stdout, stderr and control descriptors of the fork
+
+To fork, the interpreter clones itself into namespaces nested in its own and is never run again (see
+`interpreter_manager`). The clone reports on its own channel::
+
+    <- {"event": "hello"}       -> {"order": "go"}       <- {"event": "ready"}
+
+Between hello and go the supervisor has its folders set up. Variables and random generators are as
+they were; only the main thread continues, as with any fork.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.sandbox.guest import syscalls
+from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.execute import flush_output, new_main_module, run_code, run_to_exit
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+
+    from mega_agentrl.sandbox.guest.settings import GuestSettings
+
+WRITABLE_FOLDERS = ("/tmp", "/dev/shm")
+"""The folders an interpreter may write to; each is its own tmpfs."""
+
+_MIB = 1 << 20
+_MAX_ORDER_BYTES = 1 << 26
+_MAX_FD = 1 << 30
+_NUM_RESERVED_FDS = 32
+
+
+def run_interpreter(
+    control: socket.socket, outputs: tuple[int, int], settings: GuestSettings, folder: str
+) -> None:
+    """Set up and run a new interpreter process; never returns.
+
+    Args:
+        control: channel to the supervisor.
+        outputs: write ends of the pipes for stdout and stderr.
+        settings: limits.
+        folder: working folder; /tmp if isolated.
+    """
+    try:
+        os.dup2(outputs[0], 1)
+        os.dup2(outputs[1], 2)
+        os.setsid()
+        syscalls.die_with_parent()
+        control_fd = fcntl.fcntl(control.detach(), fcntl.F_DUPFD_CLOEXEC, _min_control_fd(settings))
+        # The supervisor's descriptors, such as other interpreters' channels.
+        os.closerange(3, control_fd)
+        os.closerange(control_fd + 1, _MAX_FD)
+        channel = _open_channel(control_fd)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if settings.isolated:
+            enter_namespaces(settings)
+        os.chdir(folder)
+        _apply_limits(settings)
+        _reseed_numpy()
+        fds: tuple[int, ...] = ()
+        if settings.isolated:
+            syscalls.drop_capabilities()
+            program = base64.b64decode(settings.seccomp_filter)
+            listener = syscalls.install_seccomp_filter(program, listener=settings.stateful)
+            fds = (listener,) if settings.stateful else ()
+        channel.send({"event": "ready"}, fds)
+        for fd in fds:
+            os.close(fd)
+        if settings.stateful:
+            _serve_orders(channel, settings)
+        else:
+            _serve_one_call(channel)
+    except EOFError:  # the supervisor is gone
+        pass
+    except BaseException:  # noqa: BLE001  the edge of the process
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def enter_namespaces(settings: GuestSettings) -> None:
+    """Set up new namespaces, with all capabilities: ids, loopback, tmpfs folders and /proc."""
+    syscalls.map_own_ids()
+    if settings.stateful:
+        syscalls.bring_up_loopback()
+    mount_writable_folders(settings)
+
+
+def mount_writable_folders(settings: GuestSettings) -> None:
+    """Mount a tmpfs on each writable folder, and a /proc that shows only our own processes."""
+    options = f"size={settings.tmpfs_mib}m,nr_inodes={settings.num_inodes},mode=0700"
+    for folder in WRITABLE_FOLDERS:
+        syscalls.mount("tmpfs", folder, syscalls.MS_NOSUID_NODEV, options)
+    syscalls.mount("proc", "/proc", syscalls.MS_NOSUID_NODEV | syscalls.MS_NOEXEC)
+
+
+def _open_channel(fd: int) -> Channel:
+    return Channel(socket.socket(fileno=fd), max_bytes=_MAX_ORDER_BYTES)
+
+
+def _apply_limits(settings: GuestSettings) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        warm_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    _set_hard_limit(resource.RLIMIT_AS, warm_bytes + settings.memory_mib * _MIB)
+    _set_hard_limit(resource.RLIMIT_FSIZE, settings.max_file_mib * _MIB)
+    _set_hard_limit(resource.RLIMIT_NOFILE, settings.num_open_files + _NUM_RESERVED_FDS)
+    _set_open_file_limit(settings.num_open_files)
+    _set_hard_limit(resource.RLIMIT_CORE, 0)
+    cpu_s = (
+        math.ceil(settings.cpu_limit_s) + 1
+    )  # one second more than the supervisor's own, exact limit
+    if settings.stateful:  # the hard limit would end the session
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
+    else:
+        _set_hard_limit(resource.RLIMIT_CPU, cpu_s)
+    if settings.isolated:  # without namespaces all processes of the user would count
+        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        number = settings.num_processes
+        soft = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+    with contextlib.suppress(OSError):  # the OOM killer should choose us first
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("900")
+
+
+def _min_control_fd(settings: GuestSettings) -> int:
+    """Return the lowest descriptor for the channel, beyond those that the code may use."""
+    return settings.num_open_files + _NUM_RESERVED_FDS // 2
+
+
+def _set_open_file_limit(number: int) -> int:
+    """Set the soft limit of open files, at most to the hard one; return the old soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
+    return soft
+
+
+def _set_hard_limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _reseed_numpy() -> None:
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()  # the standard library reseeds itself after a fork, numpy does not
+
+
+def _serve_one_call(channel: Channel) -> None:
+    module, main_pid = new_main_module(), os.getpid()
+    code = run_to_exit(module, channel.receive()["code"])
+    if os.getpid() != main_pid:  # a child that the code forked returned here
+        os._exit(code)
+    channel.send({"event": "done", "code": code})
+    os._exit(code)
+
+
+def _serve_orders(channel: Channel, settings: GuestSettings) -> None:
+    module = new_main_module()
+    while True:
+        try:
+            # Make room for the descriptors that come with an order, however many are open.
+            max_open_files = _set_open_file_limit(_MAX_FD)
+            order = channel.receive()
+            if order["order"] == "run":
+                _set_open_file_limit(max_open_files)
+                _reap_children()
+                main_pid = os.getpid()
+                code = _run_and_flush(module, order["code"])
+                if os.getpid() != main_pid:  # a child that the code forked returned here
+                    os._exit(code)
+                channel.send({"event": "done", "code": code})
+            else:
+                channel = _serve_fork(channel, settings)
+                _set_open_file_limit(max_open_files)
+        except (EOFError, OSError):
+            return
+        except BaseException:  # noqa: BLE001  such as an error of the policy's signal handler
+            traceback.print_exc()
+
+
+def _run_and_flush(module: types.ModuleType, code: str) -> int:
+    status = run_code(module, code)
+    return flush_output() or status
+
+
+def _reap_children() -> None:
+    """Collect the children that the supervisor has killed since the last call."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _serve_fork(channel: Channel, settings: GuestSettings) -> Channel:
+    """Clone this process; return the fork's own channel in the fork, else the given one."""
+    fds = channel.take_fds(3)
+    flush_output()
+    folder = _working_folder()
+    restore = _capture_random_state()
+    try:
+        pid = _fork_process(settings)
+    except OSError as error:
+        channel.send({"event": "refused", "errno": error.errno})
+        pid = -1
+    if pid == 0:
+        try:
+            channel.close()
+            channel = _enter_fork(fds, settings, folder)
+            restore()
+            channel.send({"event": "ready"})
+        except BaseException:  # noqa: BLE001  an incomplete fork must not go on
+            os._exit(1)
+        return channel
+    for fd in fds:
+        os.close(fd)
+    return channel
+
+
+def _fork_process(settings: GuestSettings) -> int:
+    if settings.isolated:
+        return syscalls.clone(syscalls.INTERPRETER_NAMESPACES | syscalls.CLONE_NEWNET)
+    return os.fork()
+
+
+def _enter_fork(fds: list[int], settings: GuestSettings, folder: str) -> Channel:
+    if settings.isolated:
+        syscalls.drop_capabilities()
+    else:  # without a namespace only this ends it together with its parent
+        syscalls.die_with_parent()
+    os.setsid()  # a signal to its process group must not reach other interpreters
+    out, err, control = fds
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    control_fd = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, _min_control_fd(settings))
+    for fd in fds:
+        os.close(fd)
+    channel = _open_channel(control_fd)
+    channel.send({"event": "hello"})
+    folder = channel.receive().get("folder", folder)
+    try:
+        os.chdir(folder)
+    except OSError:  # the folder does not exist here
+        os.chdir(WRITABLE_FOLDERS[0])
+    return channel
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # the policy's code removed it
+        return WRITABLE_FOLDERS[0]
+
+
+def _capture_random_state() -> Callable[[], Any]:
+    """Return a function that restores `random`'s state: Python reseeds it in a forked child."""
+    module: Any = sys.modules.get("random")
+    if module is None:
+        return lambda: None
+    state = module.getstate()
+    return lambda: module.setstate(state)

@@ -1,0 +1,357 @@
+"""Creates, forks, stops and ends interpreters, on the supervisor's side.
+
+**Forking.** A fork and its parent must not see or signal each other, so they must be in sibling PID
+namespaces. But a process can only create children below itself. Therefore an interpreter that is
+forked is *retired*: it never runs the policy's code again, stays stopped as process 1 of the
+namespace in which its forks are nested, and ends once its last fork and the last session that could
+still fork it are gone. Every user of its state, the session that held it included, continues in a
+fork of its own. PID and user namespaces nest 32 deep.
+
+**Permission.** An interpreter is filtered and cannot create a namespace by itself. The filter
+refers every clone with namespace flags to the supervisor, which allows exactly the one that it has
+ordered (the retired interpreter's main thread, those flags, once). It decides by the value of a
+register, which nobody can change meanwhile. At most, a thread that the policy left running could
+make the main thread misuse that permission: it would gain a nested user namespace, in which mount,
+setns, unshare and the like are still filtered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from typing import TYPE_CHECKING
+
+from mega_agentrl.sandbox.guest import processes, syscalls
+from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.interpreter import WRITABLE_FOLDERS, run_interpreter
+from mega_agentrl.sandbox.guest.privileged_helper import copy_tree
+
+if TYPE_CHECKING:
+    from mega_agentrl.sandbox.guest.privileged_helper import PrivilegedHelper
+    from mega_agentrl.sandbox.guest.settings import GuestSettings
+
+_SETUP_TIMEOUT_S = 5.0
+_MAX_EVENT_BYTES = 4096
+_CONNECTION_ERRORS = (EOFError, OSError, ValueError)
+
+
+class InterpreterProcess:
+    """One interpreter process.
+
+    Attributes:
+        ref_count: number of sessions that hold it and of forks made from it.
+    """
+
+    def __init__(self, pid: int, control: Channel, outputs: tuple[int, int], folder: str) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.control = control
+        self.output_fds = outputs
+        self.folder = folder
+        self.ref_count = 1
+        self.retired = False
+        self.parent: InterpreterProcess | None = None
+        self.fork_pids: set[int] = set()
+        self.listener: SeccompListener | None = None
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def has_exited(self) -> bool:
+        """Return whether the process has ended."""
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+
+class SeccompListener:
+    """Answers the filter's notifications for one interpreter and all its forks."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.ref_count = 0
+        self._allowed_pid: int | None = None
+
+    def allow_fork(self, pid: int | None) -> None:
+        """Allow this process one fork; None withdraws the permission."""
+        self._allowed_pid = pid
+
+    def respond(self) -> None:
+        """Answer one notification, if there is one and its caller still exists."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        if not any(event & select.POLLIN for _, event in poller.poll(0)):
+            return
+        buffer = bytearray(syscalls.NOTIFICATION_BYTES)
+        try:
+            fcntl.ioctl(self.fd, syscalls.SECCOMP_NOTIF_RECV, buffer)
+            cookie, pid, number, is_first = syscalls.unpack_notification(buffer)
+            flags = syscalls.clone_flags_register(
+                syscalls.INTERPRETER_NAMESPACES | syscalls.CLONE_NEWNET
+            )
+            allowed = (
+                number == syscalls.CLONE_NUMBER and is_first == flags and pid == self._allowed_pid
+            )
+            if allowed:
+                self._allowed_pid = None
+            error = 0 if allowed else errno.EPERM
+            fcntl.ioctl(
+                self.fd, syscalls.SECCOMP_NOTIF_SEND, syscalls.pack_response(cookie, error=error)
+            )
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EINTR):
+                raise
+
+
+class InterpreterManager:
+    """Creates and ends the interpreters of one sandbox."""
+
+    def __init__(self, settings: GuestSettings, helper: PrivilegedHelper | None) -> None:
+        self._settings = settings
+        self._helper = helper
+
+    def spawn(self) -> InterpreterProcess:
+        """Return a fresh interpreter that waits for orders.
+
+        Raises:
+            OSError, EOFError, ValueError: its set-up failed; the error's note is what it printed.
+        """
+        folder = (
+            WRITABLE_FOLDERS[0] if self._settings.isolated else tempfile.mkdtemp(prefix="call-")
+        )
+        with _InterpreterPipes() as pipes:
+            pid = self._clone_process()
+            if pid == 0:
+                run_interpreter(
+                    pipes.peer_socket,
+                    (pipes.stdout_pipe[1], pipes.stderr_pipe[1]),
+                    self._settings,
+                    folder,
+                )
+            interpreter = InterpreterProcess(pid, *pipes.detach(), folder)
+        try:
+            interpreter.control.receive(timeout_s=_SETUP_TIMEOUT_S)
+            if self._settings.stateful and self._settings.isolated:
+                interpreter.listener = SeccompListener(interpreter.control.take_fds(1)[0])
+                interpreter.listener.ref_count = 1
+        except _CONNECTION_ERRORS as error:
+            os.set_blocking(interpreter.output_fds[1], False)
+            with contextlib.suppress(BlockingIOError):
+                message = (
+                    os.read(interpreter.output_fds[1], 2000).decode("utf-8", "replace").strip()
+                )
+                error.add_note(message)
+            self.release(interpreter)
+            raise
+        return interpreter
+
+    def fork(self, parent: InterpreterProcess) -> InterpreterProcess:
+        """Return an interpreter that continues from the parent's state; the parent is retired.
+
+        Raises:
+            OSError, EOFError, ValueError: the fork failed; the parent is stopped and unchanged.
+        """
+        with _InterpreterPipes() as pipes:
+            pid = self._request_fork(parent, pipes)
+            interpreter = InterpreterProcess(pid, *pipes.detach(), "")
+        interpreter.parent, interpreter.listener = parent, parent.listener
+        parent.ref_count += 1
+        parent.fork_pids.add(pid)
+        if interpreter.listener is not None:
+            interpreter.listener.ref_count += 1
+        try:
+            self._set_up_fork(interpreter, parent)
+        except _CONNECTION_ERRORS:
+            self.release(interpreter)
+            raise
+        parent.retired = True
+        return interpreter
+
+    def release(self, interpreter: InterpreterProcess) -> None:
+        """Drop one reference; the last one ends the process and releases its parent.
+
+        The recursion over retired parents is at most 32 deep.
+        """
+        interpreter.ref_count -= 1
+        if interpreter.ref_count > 0:
+            return
+        if not self._settings.isolated:  # no namespace ends the processes it started
+            with contextlib.suppress(TimeoutError):
+                self.pause(interpreter)
+            shutil.rmtree(interpreter.folder, ignore_errors=True)
+        interpreter.send_signal(signal.SIGKILL)
+        if interpreter.parent is None:
+            os.waitpid(interpreter.pid, 0)
+        os.close(interpreter.pidfd)
+        for fd in interpreter.output_fds:
+            os.close(fd)
+        interpreter.control.close()
+        if interpreter.listener is not None:
+            interpreter.listener.ref_count -= 1
+            if interpreter.listener.ref_count == 0:
+                os.close(interpreter.listener.fd)
+        if interpreter.parent is not None:
+            interpreter.parent.fork_pids.discard(interpreter.pid)
+            self.release(interpreter.parent)
+
+    def pause(self, interpreter: InterpreterProcess) -> None:
+        """Stop the interpreter and kill the processes it left running.
+
+        Raises:
+            OSError: that failed; `TimeoutError` if they do not stop in time.
+        """
+        interpreter.send_signal(signal.SIGSTOP)
+        processes.wait_until_stopped(interpreter.pid)
+        leftovers = [
+            pid
+            for pid in processes.child_pids(interpreter.pid)
+            if processes.process_state(pid) not in "ZX"
+        ]
+        if leftovers and self._helper is not None and not interpreter.fork_pids:
+            self._helper.kill_namespace(interpreter.pid)
+            processes.wait_until_no_descendants(interpreter.pid)
+        elif leftovers:
+            processes.kill_descendants(interpreter.pid, spare=interpreter.fork_pids)
+
+    def resume(self, interpreter: InterpreterProcess) -> None:
+        """Let a stopped interpreter continue."""
+        interpreter.send_signal(signal.SIGCONT)
+
+    def _clone_process(self) -> int:
+        return (
+            syscalls.clone(syscalls.INTERPRETER_NAMESPACES | self._network_flag())
+            if self._settings.isolated
+            else os.fork()
+        )
+
+    def _network_flag(self) -> int:
+        return syscalls.CLONE_NEWNET if self._settings.stateful else 0
+
+    def _request_fork(self, parent: InterpreterProcess, pipes: _InterpreterPipes) -> int:
+        """Have the parent clone itself and stop it; return the fork's process id."""
+        listener = parent.listener
+        if listener is not None:
+            # A new namespace's process limit is taken from the parent's limit at the clone.
+            _set_process_limit(parent.pid, None)
+            listener.allow_fork(parent.pid)
+        try:
+            fds = (pipes.stdout_pipe[1], pipes.stderr_pipe[1], pipes.peer_socket.fileno())
+            parent.control.send({"order": "fork"}, fds, timeout_s=_SETUP_TIMEOUT_S)
+            self.resume(parent)
+            _wait_for_fork(pipes.control, listener, parent)
+            pipes.control.receive(timeout_s=_SETUP_TIMEOUT_S)
+            return pipes.control.peer_pid
+        finally:
+            if listener is not None:
+                listener.allow_fork(None)
+                if not parent.fork_pids and not parent.has_exited():
+                    _set_process_limit(parent.pid, self._settings.num_processes)
+            parent.send_signal(signal.SIGSTOP)
+            with contextlib.suppress(TimeoutError):
+                processes.wait_until_stopped(parent.pid)
+
+    def _set_up_fork(self, interpreter: InterpreterProcess, parent: InterpreterProcess) -> None:
+        order = {"order": "go"}
+        # Processes that a thread started meanwhile must not write to files that are being copied.
+        processes.kill_descendants(parent.pid, spare=parent.fork_pids)
+        if self._helper is not None:
+            _verify_fork(interpreter, parent)
+            _set_process_limit(interpreter.pid, self._settings.num_processes)
+            self._helper.set_up_fork(interpreter.pid, parent.pid)
+        else:
+            interpreter.folder = tempfile.mkdtemp(prefix="call-")
+            folders = [os.open(path, os.O_RDONLY) for path in (parent.folder, interpreter.folder)]
+            try:
+                copy_tree(*folders)
+            finally:
+                for fd in folders:
+                    os.close(fd)
+            order["folder"] = interpreter.folder
+        interpreter.control.send(order, timeout_s=_SETUP_TIMEOUT_S)
+        interpreter.control.receive(timeout_s=_SETUP_TIMEOUT_S)
+        self.pause(interpreter)
+
+
+class _InterpreterPipes:
+    """The pipes and the channel of a new interpreter, closed on exit unless they were detached."""
+
+    def __enter__(self) -> _InterpreterPipes:
+        host_end, self.peer_socket = socket.socketpair()
+        self.control = Channel(host_end, max_bytes=_MAX_EVENT_BYTES, credentials=True)
+        self.stdout_pipe = os.pipe()
+        self.stderr_pipe = os.pipe()
+        self._detached = False
+        return self
+
+    def detach(self) -> tuple[Channel, tuple[int, int]]:
+        """Return our ends: the channel, and the read ends of stdout and stderr."""
+        self._detached = True
+        return self.control, (self.stdout_pipe[0], self.stderr_pipe[0])
+
+    def __exit__(self, *exception: object) -> None:
+        self.peer_socket.close()
+        os.close(self.stdout_pipe[1])
+        os.close(self.stderr_pipe[1])
+        if exception[0] is not None or not self._detached:
+            self.control.close()
+            os.close(self.stdout_pipe[0])
+            os.close(self.stderr_pipe[0])
+
+
+def _set_process_limit(pid: int, number: int | None) -> None:
+    """Set a process's limit of processes; None raises it to the hard limit."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
+    unlimited = hard == resource.RLIM_INFINITY
+    soft = hard if number is None else number if unlimited else min(number, hard)
+    resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
+
+
+def _wait_for_fork(
+    control: Channel, listener: SeccompListener | None, parent: InterpreterProcess
+) -> None:
+    """Answer the filter's notifications until the fork sends its hello; raises `OSError`."""
+    deadline = time.monotonic() + _SETUP_TIMEOUT_S
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(parent.control, select.POLLIN)
+    poller.register(parent.pidfd, select.POLLIN)
+    if listener is not None:
+        poller.register(listener.fd, select.POLLIN)
+    while True:
+        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        fds = [fd for fd, _ in ready]
+        if not fds:
+            raise TimeoutError(f"the fork did not start within {_SETUP_TIMEOUT_S:g} s")
+        if control.fileno() in fds:
+            return
+        if parent.pidfd in fds:
+            raise ProcessLookupError("the interpreter ended while it was being forked")
+        if parent.control.fileno() in fds:
+            number = int(parent.control.receive(timeout_s=_SETUP_TIMEOUT_S).get("errno", 0))
+            raise OSError(number, f"clone: {os.strerror(number)}")
+        if listener is not None:
+            listener.respond()
+
+
+def _verify_fork(interpreter: InterpreterProcess, parent: InterpreterProcess) -> None:
+    """Raise `ValueError` unless the fork is powerless and leads its namespace and session."""
+    with open(f"/proc/{interpreter.pid}/status", encoding="ascii", errors="replace") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    capabilities = [int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapBnd")]
+    namespaces = [os.readlink(f"/proc/{one.pid}/ns/pid") for one in (interpreter, parent)]
+    is_first = fields["NSpid"].split()[-1] == "1" and os.getsid(interpreter.pid) == interpreter.pid
+    if any(capabilities) or not is_first or namespaces[0] == namespaces[1]:
+        raise ValueError(
+            "the fork is not the process that was ordered; the policy's code interfered"
+        )

@@ -1,0 +1,112 @@
+"""Inspects processes through /proc and ends what an interpreter left running. Linux only.
+
+A process that vanishes during the inspection counts as gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+_PROCESS_GONE_ERRORS = (FileNotFoundError, ProcessLookupError)
+_STOP_TIMEOUT_S = 2.0
+_STOPPED_STATES = "TtZX"  # states in which a process cannot fork
+
+
+def child_pids(pid: int) -> list[int]:
+    """Return the process ids of a process's children, zombies included."""
+    found: list[int] = []
+    with contextlib.suppress(*_PROCESS_GONE_ERRORS):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            text = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii")
+            found += [int(word) for word in text.split()]
+    return found
+
+
+def process_state(pid: int, thread: int | None = None) -> str:
+    """Return the state letter of a process (or one of its threads), "X" if it is gone."""
+    try:
+        path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+        return Path(path).read_text(encoding="ascii", errors="replace").rpartition(") ")[2][0]
+    except _PROCESS_GONE_ERRORS:
+        return "X"
+
+
+def cpu_time_s(pid: int) -> float:
+    """Return the CPU time of a process's threads so far, 0 if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except _PROCESS_GONE_ERRORS:
+        return 0.0
+    fields = text.rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until every thread of a process that got SIGSTOP is stopped; raises `TimeoutError`."""
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while not _is_stopped(pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} did not stop")
+        time.sleep(0.0002)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except _PROCESS_GONE_ERRORS:
+        return True
+    return all(process_state(pid, int(thread)) in _STOPPED_STATES for thread in threads)
+
+
+def wait_until_no_descendants(pid: int) -> None:
+    """Wait until all descendants of a process have ended; raises `TimeoutError`."""
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while any(process_state(one) not in "ZX" for one in _descendants(pid, set())):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes left by {pid} did not end")
+        time.sleep(0.0005)
+
+
+def kill_descendants(pid: int, *, spare: set[int]) -> None:
+    """Kill every descendant of a stopped process, except those in `spare` and their descendants.
+
+    All are stopped before the first is killed: at their limit of processes, none of them can use
+    the place that another leaves.
+
+    Raises:
+        TimeoutError: they do not stop or end in time.
+    """
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    stopped: set[int] = set()
+    last_alive: set[int] | None = None
+    while True:
+        alive = {one for one in _descendants(pid, spare) if process_state(one) not in "ZX"}
+        # A process may fork just before it stops and after it was listed. A list is complete only
+        # if it equals the one before and all processes in that one had already stopped.
+        if alive == last_alive:
+            break
+        last_alive = alive if all(one in stopped and _is_stopped(one) for one in alive) else None
+        for one in alive - stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGSTOP)
+        stopped |= alive
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes left by {pid} did not stop")
+    for one in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+    while any(process_state(one) not in "ZX" for one in alive):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes left by {pid} did not end")
+        time.sleep(0.0002)
+
+
+def _descendants(pid: int, spare: set[int]) -> list[int]:
+    found = [child for child in child_pids(pid) if child not in spare]
+    for child in tuple(found):
+        found += _descendants(child, spare)
+    return found

@@ -1,0 +1,208 @@
+"""System calls that Python has no function for. Each raises an `OSError` that names the call.
+
+`clone` creates a child in new namespaces from any state of the process, even with threads (for
+which `unshare` refuses a user namespace). It does what glibc's `fork` does, except for handlers
+registered with `pthread_atfork`: the C library's record of the child's thread id is set, and
+Python's own fork handlers run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+import socket
+import struct
+from itertools import starmap
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_NOSUID_NODEV = 0x2 | 0x4
+MS_NOEXEC = 0x8
+
+INTERPRETER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+"""Namespaces that every interpreter has."""
+
+_CLONE_CHILD_CLEARTID = 0x00200000
+_CLONE_CHILD_SETTID = 0x01000000
+_IFF_UP = 1
+_HUGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+_SIOCSIFFLAGS = 0x8914
+_PR_SET_PDEATHSIG = 1
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_GET_TID_ADDRESS = 40
+_CAPABILITY_VERSION = 0x20080522
+_SECCOMP_SET_MODE_FILTER = 1
+_SECCOMP_FILTER_FLAG_NEW_LISTENER = 1 << 3
+_INSTRUCTION_BYTES = 8
+
+# Numbers of clone and seccomp; clone's last two arguments swap places on 64-bit ARM.
+_SYSCALL_NUMBERS = {"x86_64": (56, 317), "aarch64": (220, 277)}
+CLONE_NUMBER, _SECCOMP_NUMBER = _SYSCALL_NUMBERS.get(platform.machine(), (-1, -1))
+
+libc = ctypes.CDLL(None, use_errno=True)
+_libpython = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL during calls
+
+
+class _SockFprog(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def check_status(status: int, what: str) -> int:
+    """Return `status`; raises `OSError` if it is negative."""
+    if status < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return status
+
+
+def clone_flags_register(flags: int) -> int:
+    """Return the value that `clone(flags)` passes in its first register."""
+    return flags | signal.SIGCHLD | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces; return 0 in the child, else its process id."""
+    address = ctypes.c_void_p()
+    check_status(
+        libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0), "thread id address"
+    )
+    child_tid, tls = ctypes.c_void_p(address.value), ctypes.c_void_p(0)
+    last = (tls, child_tid) if platform.machine() == "aarch64" else (child_tid, tls)
+    register = ctypes.c_ulong(clone_flags_register(flags))
+    null = ctypes.c_void_p(0)
+    call = _libpython.syscall
+    call.restype = ctypes.c_long
+    number = ctypes.c_long(CLONE_NUMBER)
+    forks = starmap(call, [(number, register, null, null, *last)])
+    becomes_child = starmap(_libpython.PyOS_AfterFork_Child, [()])
+    _libpython.PyOS_BeforeFork()
+    # Unpacked, not called: after a call Python hands the GIL to threads that wait for it and
+    # would wait forever in the child, which has none of them.
+    (pid,) = forks
+    if pid == 0:
+        (_,) = becomes_child
+        return 0
+    _libpython.PyOS_AfterFork_Parent()
+    return check_status(pid, "clone into new namespaces")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Enter the namespace that `fd` refers to."""
+    check_status(libc.setns(fd, flags), "setns")
+
+
+def mount(kind: str, folder: str, flags: int, options: str = "") -> None:
+    """Mount a file system of type `kind` on `folder`."""
+    text = options.encode() if options else None
+    name = kind.encode()
+    status = libc.mount(name, folder.encode(), name, ctypes.c_ulong(flags), text)
+    check_status(status, f"mount {kind} on {folder}")
+
+
+def map_own_ids(pid: str = "self") -> None:
+    """Map our user and group id to themselves in a new user namespace.
+
+    Args:
+        pid: a process in that namespace.
+    """
+    lines = (("setgroups", "deny"), ("uid_map", _identity_map_line(HOST_IDS[0])))
+    for name, text in (*lines, ("gid_map", _identity_map_line(HOST_IDS[1]))):
+        with open(f"/proc/{pid}/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+HOST_IDS = (os.getuid(), os.getgid())
+"""User and group id as the supervisor sees them; every nested namespace keeps the numbers."""
+
+
+def _identity_map_line(number: int) -> str:
+    return f"{number} {number} 1"
+
+
+def bring_up_loopback() -> None:
+    """Bring up the loopback interface of a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+
+
+def collapse_to_huge_pages() -> int:
+    """Move this process's private anonymous memory to huge pages; return how many MiB were moved.
+
+    Nothing changes where the kernel cannot do it (before 6.1, or switched off).
+    """
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
+        lines = file.read().splitlines()
+    num_bytes = 0
+    for line in lines:
+        ends, rights, _, _, inode, *name = line.split()
+        if inode != "0" or rights != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        low, high = (int(end, 16) for end in ends.split("-"))
+        first, last = -(-low // _HUGE_BYTES) * _HUGE_BYTES, high // _HUGE_BYTES * _HUGE_BYTES
+        if first < last:
+            size = last - first
+            status = libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_COLLAPSE)
+            num_bytes += 0 if status else size
+    return num_bytes >> 20
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the thread that forked it ends."""
+    check_status(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability for good."""
+    number = 0
+    while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
+        number += 1
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    check_status(libc.capset(header, (ctypes.c_uint32 * 6)()), "drop capabilities")
+
+
+def install_seccomp_filter(program: bytes, *, listener: bool) -> int:
+    """Filter this process's system calls from now on.
+
+    Args:
+        program: the filter as BPF, 8 bytes per instruction.
+        listener: whether to create a listener for notifications.
+
+    Returns:
+        The listener's descriptor, or 0.
+    """
+    check_status(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    buffer = ctypes.create_string_buffer(program, len(program))
+    filled = _SockFprog(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(buffer))
+    flags = _SECCOMP_FILTER_FLAG_NEW_LISTENER if listener else 0
+    status: int = libc.syscall(
+        _SECCOMP_NUMBER, _SECCOMP_SET_MODE_FILTER, ctypes.c_ulong(flags), ctypes.byref(filled)
+    )
+    return check_status(status, "install the system call filter")
+
+
+_NOTIFICATION = struct.Struct("QIIiIQ6Q")
+_RESPONSE = struct.Struct("QqiI")
+NOTIFICATION_BYTES = _NOTIFICATION.size
+SECCOMP_NOTIF_RECV = 0xC0000000 | (_NOTIFICATION.size << 16) | (ord("!") << 8)
+SECCOMP_NOTIF_SEND = 0xC0000000 | (_RESPONSE.size << 16) | (ord("!") << 8) | 1
+
+
+def unpack_notification(buffer: bytes | bytearray) -> tuple[int, int, int, int]:
+    """Return cookie, process id, system call number and first argument of a notification."""
+    cookie, pid, _, number, _, _, first, *_ = _NOTIFICATION.unpack(buffer)
+    return cookie, pid, number, first
+
+
+def pack_response(cookie: int, *, error: int) -> bytearray:
+    """Return the response to a notification: `error`, or 0 to let the call continue."""
+    return bytearray(_RESPONSE.pack(cookie, 0, -error, 0 if error else 1))

@@ -1,1 +1,0 @@
-"""The program inside the wall. Standard library only: nothing else of ours is visible there."""

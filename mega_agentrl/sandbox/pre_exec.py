@@ -1,0 +1,102 @@
+"""A program that runs between the launcher and bubblewrap, as the launcher's user.
+
+It joins the sandbox's cgroups, makes the interpreter's folders reachable, switches to the sandbox's
+own user and executes the command. Usage: `python -I -S pre_exec.py REQUEST`, where REQUEST is a
+JSON object with these keys:
+
+* `cgroups`: files to write our process id to.
+* `user`: user and group id to switch to, or null.
+* `folders`: folders to bind where that user can reach them, since a parent may be closed to it, as
+  /root is.
+* `command`: the command; `{0}` stands for the place of the first folder.
+
+It exits with `EXIT_SETUP_FAILED` and a message if the user cannot read what it needs. It isolates
+nothing by itself; the binds are made in a mount namespace of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+EXIT_SETUP_FAILED = 97
+
+_CLONE_NEWNS = 0x00020000
+_MS_BIND_REC = 0x1000 | 0x4000
+_MS_PRIVATE_REC = (1 << 18) | 0x4000
+_BIND_PARENTS = ("/mnt", "/media", "/srv")
+
+
+def main(request: dict[str, Any]) -> None:
+    """Set the process up as requested and execute the command; never returns."""
+    for path in request["cgroups"]:
+        Path(path).write_text(str(os.getpid()), encoding="ascii")
+    folders = list(request["folders"])
+    if request["user"] is not None:
+        folders = _bind_folders(folders)
+        _switch_user(request["user"])
+        _check_readable(folders, request["folders"])
+    command = [_substitute_folder(word, folders) for word in request["command"]]
+    os.execv(command[0], command)
+
+
+def _switch_user(uid: int) -> None:
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError as error:
+        print(
+            f"root cannot switch to user {uid} ({error}); expected the capabilities CAP_SETUID and "
+            "CAP_SETGID. Probable cause: a container without them; start it with them, or run as "
+            "a user other than root",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_SETUP_FAILED)
+
+
+def _substitute_folder(word: str, folders: list[str]) -> str:
+    if word.startswith("{") and word.endswith("}") and word[1:-1].isdigit():
+        return folders[int(word[1:-1])]
+    return word
+
+
+def _bind_folders(folders: list[str]) -> list[str]:
+    """Bind the folders where any user can reach them and return their new paths.
+
+    Returns the old paths if this root user may not mount.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(None, b"/", None, _MS_PRIVATE_REC, None):
+        return folders
+    sources = [os.open(folder, os.O_PATH) for folder in folders]
+    bind_folder = next((path for path in _BIND_PARENTS if Path(path).is_dir()), "/tmp")
+    if libc.mount(b"tmpfs", bind_folder.encode(), b"tmpfs", 0, b"size=1m,mode=0755"):
+        return folders
+    bind_folders = []
+    for number, source in enumerate(sources):
+        target = f"{bind_folder}/{number}"
+        Path(target).mkdir()
+        if libc.mount(f"/proc/self/fd/{source}".encode(), target.encode(), None, _MS_BIND_REC, 0):
+            return folders
+        bind_folders.append(target)
+    return bind_folders
+
+
+def _check_readable(bind_folders: list[str], folders: list[str]) -> None:
+    for bind_folder, folder in zip(bind_folders, folders, strict=True):
+        if not os.access(bind_folder, os.R_OK | os.X_OK):
+            print(
+                f"{folder} cannot be read by the sandbox's user {os.getuid()}; expected a folder "
+                "that others may read and enter (chmod -R o+rX)",
+                file=sys.stderr,
+            )
+            sys.exit(EXIT_SETUP_FAILED)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,378 @@
+"""A pool of child processes for our own and the user's functions, with hard deadlines.
+
+`WorkerPool.submit` takes a function's name and keyword arguments and returns a `Future`; it does
+not wait and works from any thread. Each of `num_workers` threads has one worker (`worker_main`) and
+serves one call at a time, which ends with the result, the deadline, the worker's death or `close`.
+A worker that misses its deadline or dies is ended with every process it started and is replaced at
+once; its call fails, the others go on.
+
+No call runs twice: a call whose worker died is repeated, once, only if the worker had not yet
+reported that the function runs.
+
+A child inherits from its owner `sys.path` and the working folder, as they are when the worker
+starts, and the variables named in `environment`; the only other variables limit the numeric
+libraries to one thread. The variables are set after the interpreter's start, too late for those
+that the loader or the interpreter itself reads (LD_LIBRARY_PATH, PYTHONHASHSEED). Arguments and
+results travel as JSON: tuples arrive as lists, keys as text. What a function prints is dropped,
+except that the error of a call that died or timed out shows the end of it.
+
+The pool isolates nothing: code written by the policy belongs in a `SandboxPool`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.process import kill_child, start_child
+from mega_agentrl.sandbox.worker_main import MAX_JSON_BYTES, to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from mega_agentrl.sandbox.worker_main import main; main(int(sys.argv[2]))"
+)
+_EXIT_WAIT_S = 5.0
+_LOG_TAIL_BYTES = 2000
+_MAX_ATTEMPTS = 2
+_logger = logging.getLogger(__name__)
+
+
+class WorkerCallError(RuntimeError):
+    """A call has no result; the message names the function and the reason."""
+
+
+class FunctionFailedError(WorkerCallError):
+    """The function could not be imported, raised, or returned a value without a JSON form.
+
+    Attributes:
+        traceback: the worker's traceback as text.
+    """
+
+    def __init__(self, message: str, traceback: str) -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+class WorkerTimeoutError(WorkerCallError):
+    """The function ran past its deadline; its worker was killed."""
+
+
+class WorkerLostError(WorkerCallError):
+    """The worker died.
+
+    Attributes:
+        may_have_run: whether the function may have run.
+    """
+
+    def __init__(self, message: str, *, may_have_run: bool) -> None:
+        super().__init__(message)
+        self.may_have_run = may_have_run
+
+
+class PoolClosedError(WorkerCallError):
+    """The pool was closed before the call was done."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class WorkerCall:
+    """A function and its arguments, ready to be sent."""
+
+    function: str
+    """"module:name"."""
+    arguments: str
+    """Keyword arguments as JSON text."""
+    future: Future[Any] = field(default_factory=Future)
+    """Receives the result."""
+
+
+def make_worker_call(function: str, arguments: Mapping[str, object]) -> WorkerCall:
+    """Return the call; raises `ValueError` for arguments without a JSON form or too long."""
+    try:
+        return WorkerCall(function=function, arguments=to_json(dict(arguments)))
+    except ValueError as error:
+        raise ValueError(f"arguments of {function}: {error}") from error
+
+
+class WorkerPool:
+    """A pool of worker processes; call `start` before the first `submit` and `close` at the end.
+
+    Args:
+        num_workers: number of processes.
+        timeout_s: limit of one call, from when its function runs.
+        warm_up: calls that each worker makes as it starts, to import slow modules and check early.
+        environment: environment variables of the workers.
+        start_timeout_s: limit for a worker's start, and for each warm-up call and each import.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        timeout_s: float,
+        *,
+        warm_up: Sequence[WorkerCall] = (),
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        if num_workers < 1 or timeout_s <= 0:
+            raise ValueError(
+                f"num_workers={num_workers}, timeout_s={timeout_s:g}: expected at least 1 and "
+                "above 0"
+            )
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._warm_up_calls = tuple(warm_up)
+        self._environment = dict(environment or {})
+        self._calls: queue.SimpleQueue[WorkerCall | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._workers: set[_WorkerProcess] = set()
+        self._closed = False
+        self._num_replaced = 0
+
+    @property
+    def num_replaced(self) -> int:
+        """Number of workers lost so far."""
+        return self._num_replaced
+
+    def start(self) -> None:
+        """Start and warm every worker; raises `ValueError` if one does not come up."""
+        with self._lock:
+            if self._threads or self._closed:
+                raise RuntimeError("start of a worker pool: expected once, before close")
+            ready_futures: list[Future[None]] = [Future() for _ in range(self._num_workers)]
+            self._threads = [
+                threading.Thread(
+                    target=self._serve_calls, args=(ready,), name="workers", daemon=True
+                )
+                for ready in ready_futures
+            ]
+            for thread in self._threads:
+                thread.start()
+        try:
+            for ready in ready_futures:
+                ready.result()
+        except WorkerCallError as error:
+            self.close()
+            raise ValueError(f"worker pool: a worker did not come up: {error}") from error
+
+    def submit(self, function: str, arguments: Mapping[str, object]) -> Future[Any]:
+        """Call `function` ("module:name") with keyword `arguments` in some worker.
+
+        Returns:
+            A future of the result, read back from JSON, or of a `WorkerCallError`. It can be
+                cancelled until the call begins.
+
+        Raises:
+            ValueError: the arguments have no JSON form.
+            PoolClosedError: the pool is closed.
+            RuntimeError: the pool is not started.
+        """
+        call = make_worker_call(function, arguments)
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError(f"{function}: the worker pool is closed")
+            if not self._threads:
+                raise RuntimeError(f"{function}: the worker pool is not started; call start()")
+            self._calls.put(call)
+        return call.future
+
+    def close(self) -> None:
+        """End every worker and what it started; calls without a result fail. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.shutdown()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve_calls(self, ready: Future[None]) -> None:
+        """Run one thread of the pool: start its worker, serve calls, replace lost workers."""
+        worker: _WorkerProcess | None = None
+        try:
+            worker = self._start_worker()
+        except WorkerCallError as error:
+            ready.set_exception(error)
+        else:
+            ready.set_result(None)
+        while (call := self._calls.get()) is not None:
+            if call.future.set_running_or_notify_cancel():
+                worker = self._run_call(call, worker)
+            if worker is None and not self._closed:
+                worker = self._try_replace_worker()
+        if worker is not None:
+            self._close_worker(worker)
+
+    def _run_call(self, call: WorkerCall, worker: _WorkerProcess | None) -> _WorkerProcess | None:
+        """Settle the call's future; return the worker, or None if it was lost."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            try:
+                worker = worker or self._start_worker()
+                value = worker.run(call, self._start_timeout_s, self._timeout_s)
+            except FunctionFailedError as error:
+                call.future.set_exception(error)
+                return worker
+            except WorkerCallError as error:
+                if worker is not None:
+                    self._close_worker(worker)
+                    with self._lock:
+                        self._num_replaced += 1
+                worker = None
+                if self._closed:
+                    message = f"{call.function}: the worker pool was closed"
+                    call.future.set_exception(PoolClosedError(message))
+                    return None
+                lost = isinstance(error, WorkerLostError) and not error.may_have_run
+                if not lost or attempt == _MAX_ATTEMPTS:
+                    call.future.set_exception(error)
+                    return None
+            else:
+                call.future.set_result(value)
+                return worker
+        raise AssertionError("every attempt settles the call or is followed by another")
+
+    def _try_replace_worker(self) -> _WorkerProcess | None:
+        try:
+            return self._start_worker()
+        except WorkerCallError as error:
+            if not self._closed:
+                _logger.warning("worker pool: %s; tried again at the next call", error)
+            return None
+
+    def _start_worker(self) -> _WorkerProcess:
+        """Return a warm worker; raises `WorkerCallError`."""
+        worker = _WorkerProcess()
+        with self._lock:
+            self._workers.add(worker)
+            if self._closed:
+                worker.shutdown()
+        try:
+            worker.wait_until_ready(self._environment, self._start_timeout_s)
+            for call in self._warm_up_calls:
+                worker.run(call, self._start_timeout_s, self._start_timeout_s)
+        except WorkerCallError:
+            self._close_worker(worker)
+            raise
+        return worker
+
+    def _close_worker(self, worker: _WorkerProcess) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.close()
+
+
+class _WorkerProcess:
+    """One child process and its channel, used by one thread, except for `shutdown`.
+
+    The constructor starts it and raises `WorkerLostError` if that fails.
+    """
+
+    def __init__(self) -> None:
+        self._path = [os.path.abspath(str(entry)) for entry in sys.path]
+        command = [sys.executable, "-I", "-X", "utf8", "-c", _BOOTSTRAP]
+        self._log = tempfile.TemporaryFile()
+        fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it
+        pool_end, worker_end = socket.socketpair()
+        try:
+            with worker_end:
+                self._child = start_child(
+                    [*command, json.dumps(self._path), str(os.getpid())],
+                    stdin=worker_end.fileno(),
+                    stderr=self._log,
+                )
+        except (OSError, RuntimeError) as error:  # RuntimeError: our interpreter is shutting down
+            pool_end.close()
+            self._log.close()
+            raise WorkerLostError(f"worker did not start: {error}", may_have_run=False) from error
+        self._channel = Channel(pool_end, max_bytes=4 * MAX_JSON_BYTES)
+
+    def wait_until_ready(self, environment: Mapping[str, str], timeout_s: float) -> None:
+        """Send path, folder and environment; raises `WorkerCallError` if it does not come up."""
+        settings = {"path": self._path, "folder": os.getcwd(), "environment": dict(environment)}
+        self._send(settings, "worker start", timeout_s)
+        self._receive("worker start", timeout_s, may_have_run=False)
+
+    def run(self, call: WorkerCall, start_timeout_s: float, timeout_s: float) -> Any:
+        """Return the function's result; only `FunctionFailedError` leaves the worker usable."""
+        order = {"function": call.function, "arguments": call.arguments}
+        self._send(order, call.function, start_timeout_s)
+        answer = self._receive(call.function, start_timeout_s, may_have_run=False)
+        if answer["event"] == "started":
+            answer = self._receive(call.function, timeout_s, may_have_run=True)
+        if answer["event"] == "failed":
+            raise FunctionFailedError(f"{call.function}: {answer['error']}", answer["traceback"])
+        return json.loads(answer["value"])
+
+    def shutdown(self) -> None:
+        """Unblock whoever waits and let the guard end the worker. Any thread may call it."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown()
+
+    def close(self) -> None:
+        """End the worker and all it started. Safe to call twice."""
+        self.shutdown()
+        self._wait_for_exit()
+        kill_child(self._child)
+        self._channel.close()
+        self._log.close()
+
+    def _send(self, message: dict[str, Any], what: str, timeout_s: float) -> None:
+        try:
+            self._channel.send(message, timeout_s=timeout_s)
+        except OSError as error:
+            raise self._lost_error(what, may_have_run=False) from error
+
+    def _receive(self, what: str, timeout_s: float, *, may_have_run: bool) -> dict[str, Any]:
+        try:
+            return self._channel.receive(timeout_s=timeout_s)
+        except TimeoutError as error:
+            doing = "did not return" if may_have_run else "was not imported"
+            message = f"{what}: {doing} within {timeout_s:g} s; its worker is killed"
+            raise WorkerTimeoutError(message + self._log_tail()) from error
+        except (EOFError, OSError, ValueError) as error:
+            raise self._lost_error(what, may_have_run=may_have_run) from error
+
+    def _lost_error(self, what: str, *, may_have_run: bool) -> WorkerLostError:
+        """Return the error, with the worker's exit status and the end of its output."""
+        self.shutdown()
+        self._wait_for_exit()
+        text = f"{what}: the worker died ({_describe_exit(self._child.poll())})"
+        return WorkerLostError(text + self._log_tail(), may_have_run=may_have_run)
+
+    def _log_tail(self) -> str:
+        """Return the end of the call's output as part of a message."""
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - _LOG_TAIL_BYTES))
+        log_tail = self._log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
+        return f"; it wrote: {log_tail}" if log_tail else ""
+
+    def _wait_for_exit(self) -> None:
+        """Give the guard time to end the worker."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_EXIT_WAIT_S)
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "it does not end"
+    if code == 128 + 9:
+        return "killed by signal 9; probable cause: out of memory"
+    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -1,0 +1,1 @@
+"""The browse tool: URL rules, page fetching and text extraction."""

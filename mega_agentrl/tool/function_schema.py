@@ -1,0 +1,141 @@
+"""A tool's OpenAI-style function schema, and the validation of calls against it.
+
+The schema has the form::
+
+    {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
+
+`parameters` is a JSON schema (draft 2020-12) of an object. Nothing is fetched: references to other
+documents do not resolve. Errors of the schema are its author's (`ValueError` at construction);
+errors of arguments are the policy's (`ValueError` with a text for it).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+from referencing import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ALL_ARGUMENTS_AS_JSON = "*"
+"""Name of the argument whose text is a JSON object of all arguments."""
+
+MAX_MESSAGE_CHARS = 300
+
+_FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
+
+
+class FunctionSchema:
+    """A validated function schema.
+
+    Args:
+        schema: the schema.
+        where: names its origin in errors, such as a file and an entry.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], where: str) -> None:
+        self.function = _validate_function(schema, where)
+        self.name: str = self.function["name"]
+        self.parameters: Mapping[str, Any] = self.function["parameters"]
+        self._validator = _make_validator(self.parameters)
+        self._parameter_validators = {
+            name: _make_validator(part)
+            for name, part in self.parameters.get("properties", {}).items()
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the schema in the form that chat templates take."""
+        return {"type": "function", "function": self.function}
+
+    def has_parameter(self, argument: str) -> bool:
+        """Return whether `argument` is one of the parameters."""
+        return argument in self._parameter_validators
+
+    def validate_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with the types that the schema asks for.
+
+        A text is parsed as JSON where the parameter does not take a text, since a tag can hold
+        nothing else.
+
+        Raises:
+            ValueError: the arguments do not fit; the message is for the policy.
+        """
+        given = dict(arguments)
+        if ALL_ARGUMENTS_AS_JSON in given:
+            given = self._parse_json_object(str(given[ALL_ARGUMENTS_AS_JSON]))
+        given = {name: self._coerce_argument(name, value) for name, value in given.items()}
+        error = best_match(self._validator.iter_errors(given))
+        if error is not None:
+            place = ".".join(map(str, error.absolute_path))
+            message = f"{place}: {error.message}" if place else error.message
+            raise ValueError(f"Tool({self.name}) got wrong arguments: {_truncate(message)}")
+        return given
+
+    def _coerce_argument(self, name: str, value: Any) -> Any:
+        validator = self._parameter_validators.get(name)
+        if not isinstance(value, str) or validator is None or validator.is_valid(value):
+            return value
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return parsed if validator.is_valid(parsed) else value
+
+    def _parse_json_object(self, text: str) -> dict[str, Any]:
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            got = f"{error}"
+        else:
+            if isinstance(given, dict):
+                return given
+            got = f"got {type(given).__name__}"
+        names = ", ".join(self._parameter_validators)
+        raise ValueError(
+            f"Tool({self.name}) takes a JSON object with some of the keys {names}; {_truncate(got)}"
+        )
+
+
+def _validate_function(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(function, dict) or schema.get("type") != "function":
+        raise ValueError(
+            f"{where}: got {_truncate(repr(schema))}, expected {{type: function, function: {{name, "
+            "description, parameters}}}; probable cause: the outer or inner level is missing"
+        )
+    if unknown := sorted(set(function) - _FUNCTION_KEYS):
+        raise ValueError(
+            f"{where}: function has {unknown}, expected some of {sorted(_FUNCTION_KEYS)}"
+        )
+    name, parameters = function.get("name"), function.get("parameters", {})
+    if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+        raise ValueError(
+            f"{where}: function.name={name!r}, expected 1 to 64 letters, digits, _ and -"
+        )
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ValueError(
+            f"{where}: function.parameters of {name} is not a JSON schema: "
+            f"{_truncate(error.message)}"
+        ) from error
+    if parameters.get("type", "object") != "object":
+        raise ValueError(
+            f"{where}: function.parameters.type of {name} is {parameters['type']!r}, "
+            "expected object; a call has named arguments"
+        )
+    description = str(function.get("description", ""))
+    return {"name": name, "description": description, "parameters": dict(parameters)}
+
+
+def _make_validator(schema: Any) -> Draft202012Validator:
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def _truncate(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."

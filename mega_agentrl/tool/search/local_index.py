@@ -1,0 +1,181 @@
+"""A full-text index over a JSONL corpus, ranked by BM25.
+
+Each line has `id`, `title` and `text`. Title and text are searched together; a word of the title
+counts twice. A query is a bag of words: no query syntax is interpreted, so no query is an error.
+Equal scores keep the order of the corpus. The documents are stored in the index; an index in a
+folder is memory-mapped, and processes share its pages. `index_store` manages that folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tantivy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+_WORD = re.compile(r"[^\W_]+")  # like tantivy's default tokenizer
+_MAX_QUERY_WORDS = 64
+_MAX_WORD_BYTES = 40  # longer words are not indexed
+_TITLE_WEIGHT = 2.0
+_WRITER_HEAP_BYTES = 64 << 20
+_NUM_EXTRA_HITS = 64
+_MAX_HITS = 8192
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Document:
+    """A search result."""
+
+    doc_id: str
+    """Identifier of the document."""
+    title: str
+    """Its title."""
+    text: str
+    """Its text, or an excerpt."""
+    url: str = ""
+    """Its address, empty if it has none."""
+
+
+class SearchIndex:
+    """An immutable index; any thread may call `search`.
+
+    Args:
+        documents: documents, indexed in order.
+        folder: an empty folder for the index; None keeps it in memory.
+    """
+
+    def __init__(self, documents: Iterable[Document], folder: Path | None = None) -> None:
+        schema = _index_schema()
+        index_args = {} if folder is None else {"path": str(folder), "reuse": False}
+        index = tantivy.Index(schema, **index_args)
+        # One writer thread, so that rows keep their order and ties do not depend on timing.
+        writer = index.writer(heap_size=_WRITER_HEAP_BYTES, num_threads=1)
+        try:
+            _add_documents(writer, documents)
+        except BaseException:
+            # Otherwise its threads would keep writing to a folder that the caller removes.
+            writer.rollback()
+            writer.wait_merging_threads()
+            raise
+        writer.commit()
+        writer.wait_merging_threads()
+        index.reload()
+        self._open_searcher(index)
+
+    @classmethod
+    def open(cls, folder: Path) -> SearchIndex:
+        """Open the index in a folder that a `SearchIndex` was built in; raises `OSError`."""
+        self = cls.__new__(cls)
+        try:
+            self._open_searcher(tantivy.Index.open(str(folder)))
+        except ValueError as error:
+            raise OSError(
+                f"{folder}: not a readable index ({error}), expected one built by this program; "
+                "probable cause: a damaged disk or copy; remove the folder to rebuild it"
+            ) from error
+        return self
+
+    def _open_searcher(self, index: Any) -> None:
+        self._schema = index.schema
+        self._searcher = index.searcher()
+
+    def __len__(self) -> int:
+        return int(self._searcher.num_docs)
+
+    def search(self, query: str, top_k: int) -> list[Document]:
+        """Return the best documents, best first; none if no word of the query occurs."""
+        words = dict.fromkeys(word.lower() for word in _WORD.findall(query))
+        parts: list[tuple[Any, Any]] = []
+        for word in list(words)[:_MAX_QUERY_WORDS]:
+            if len(word.encode("utf-8", "ignore")) > _MAX_WORD_BYTES:
+                continue
+            title = tantivy.Query.term_query(self._schema, "title", word)
+            text = tantivy.Query.term_query(self._schema, "text", word)
+            parts.append((tantivy.Occur.Should, tantivy.Query.boost_query(title, _TITLE_WEIGHT)))
+            parts.append((tantivy.Occur.Should, text))
+        if not parts:
+            return []
+        return [
+            _to_document(entry)
+            for entry in self._top_entries(tantivy.Query.boolean_query(parts), top_k)
+        ]
+
+    def _top_entries(self, query: Any, top_k: int) -> list[dict[str, list[Any]]]:
+        """Return entries by descending score, equal ones by row.
+
+        tantivy breaks ties by address, which equals the row only in an index of one segment. Of
+        more than `_MAX_HITS` ties, tantivy chooses which ones are returned.
+        """
+        searcher = self._searcher
+        if searcher.num_segments <= 1:
+            hits = searcher.search(query, top_k, count=False).hits
+            return [searcher.doc(address).to_dict() for _, address in hits]
+        limit = top_k + _NUM_EXTRA_HITS
+        hits = searcher.search(query, limit, count=False).hits
+        while len(hits) == limit < _MAX_HITS and hits[-1][0] == hits[top_k - 1][0]:
+            limit *= 2
+            hits = searcher.search(query, limit, count=False).hits
+        scored = [(score, searcher.doc(address).to_dict()) for score, address in hits]
+        scored.sort(key=lambda pair: (-pair[0], pair[1]["row"][0]))
+        return [entry for _, entry in scored[:top_k]]
+
+
+def read_corpus(path: Path) -> list[Document]:
+    """Return all documents of a JSONL file; raises `ValueError` naming the file and the line."""
+    return list(iter_corpus(path))
+
+
+def iter_corpus(path: Path) -> Iterator[Document]:
+    """Yield the documents of a JSONL file; raises `ValueError` naming the file and the line."""
+    if not path.is_file():
+        raise ValueError(
+            f"tool.search.source={path}: no such file, expected JSONL with id, title and text; "
+            "probable cause: it was not created or copied yet, or the run started elsewhere"
+        )
+    found = False
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                found = True
+                yield _parse_corpus_line(line, f"tool.search.source={path}, line {number}")
+    if not found:
+        raise ValueError(f"tool.search.source={path}: no documents, expected at least one line")
+
+
+def _index_schema() -> Any:
+    builder = tantivy.SchemaBuilder()
+    builder.add_text_field("id", stored=True, tokenizer_name="raw")
+    builder.add_text_field("title", stored=True)
+    builder.add_text_field("text", stored=True)
+    builder.add_unsigned_field("row", stored=True)
+    return builder.build()
+
+
+def _add_documents(writer: Any, documents: Iterable[Document]) -> None:
+    for row, document in enumerate(documents):
+        entry = tantivy.Document(id=document.doc_id, title=document.title, text=document.text)
+        entry.add_unsigned("row", row)
+        writer.add_document(entry)
+
+
+def _to_document(entry: dict[str, list[Any]]) -> Document:
+    return Document(doc_id=entry["id"][0], title=entry["title"][0], text=entry["text"][0])
+
+
+def _parse_corpus_line(line: str, where: str) -> Document:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error}), expected one object per line") from error
+    missing = {"id", "title", "text"} - set(row if isinstance(row, dict) else ())
+    if missing:
+        raise ValueError(
+            f"{where}: missing {sorted(missing)}, expected an object with id, title and text"
+        )
+    return Document(doc_id=str(row["id"]), title=str(row["title"]), text=str(row["text"]))

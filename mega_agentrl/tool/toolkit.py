@@ -1,0 +1,246 @@
+"""The tools of a run and the protocol of their calls: implements `types.protocols.ToolProvider`.
+
+Call `start` before the first session and `close` at the end. A tool's limit on concurrent calls
+holds over all sessions of a toolkit. User tools come from a file (`user_tools`) or are passed to
+`ToolKit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
+
+from mega_agentrl.config.enums import CallProtocol
+from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
+from mega_agentrl.tool.call_protocol.tags import TagProtocol
+from mega_agentrl.tool.concurrency_limiter import ConcurrencyLimiter
+from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
+from mega_agentrl.tool.python import PythonTool
+from mega_agentrl.tool.search.search_tool import SearchTool
+from mega_agentrl.tool.session import (
+    RegisteredTool,
+    SessionLimits,
+    TrajectoryToolSession,
+    check_tools_kwargs,
+)
+from mega_agentrl.tool.user_tools import load_user_tools
+from mega_agentrl.tool.web.disk_cache import CACHE_TTL_S, MAX_CACHE_BYTES, DiskCache
+from mega_agentrl.types.records import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from mega_agentrl.config.sections.tools import ToolConfig
+    from mega_agentrl.tool.base import Tool
+    from mega_agentrl.tool.python import SandboxProvider
+    from mega_agentrl.types.protocols import TextCodec
+    from mega_agentrl.types.records import InvalidToolCall, Prompt, ToolOutcome
+
+_log = logging.getLogger(__name__)
+
+
+class ToolKit:
+    """The given tools and the protocol by which they are called.
+
+    Args:
+        tools: the tools, with unique names.
+        limits: time limits of sessions.
+        control_tokens: special tokens of the model's tokenizer, which are escaped in tool output.
+        protocol: how calls are written.
+        escapes: False, for the tag protocol only, passes tool output on without escaping.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        limits: SessionLimits | None = None,
+        control_tokens: Iterable[str] = (),
+        protocol: CallProtocol = CallProtocol.tags,
+        escapes: bool = True,
+    ) -> None:
+        names = [tool.name for tool in tools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tools: names {names}, expected each name once")
+        self._tools = {tool.name: _register_tool(tool) for tool in tools}
+        self._limits = limits or SessionLimits()
+        self._call_protocol = _make_call_protocol(protocol, tools, control_tokens, escapes=escapes)
+        if not escapes:
+            _log.warning(
+                "tool output reaches the policy unescaped, as in ARPO's published code: what a "
+                "tool returns can close tags, fake calls and earn rewards"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tools."""
+        return tuple(self._tools)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Closing tags at which the engine must stop."""
+        return self._call_protocol.stop_strings
+
+    @property
+    def uses_tool_messages(self) -> bool:
+        """Whether responses are chat messages instead of text within the assistant's turn."""
+        return self._call_protocol.answers_in_chat
+
+    @property
+    def call_markers(self) -> tuple[str, ...]:
+        """Texts that mark a call in the policy's output."""
+        return self._call_protocol.call_markers
+
+    def schemas(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Return OpenAI-style function schemas by name, of all tools if `names` is None."""
+        chosen = self._tools if names is None else list(names)
+        return {name: self._tools[name].schema.as_dict() for name in chosen}
+
+    def check_prompt_kwargs(self, prompts: Iterable[Prompt]) -> None:
+        """Raise `ValueError` naming the first prompt whose `tools_kwargs` cannot work."""
+        for prompt in prompts:
+            try:
+                check_tools_kwargs(prompt.tools_kwargs, self._tools)
+                # As in a session: a prompt that names no tool gets all of them.
+                given = {
+                    n: kwargs for n, kwargs in prompt.tools_kwargs.items() if kwargs is not None
+                }
+                for name in given or self._tools:
+                    self._tools[name].tool.check_kwargs(given.get(name, {}))
+            except ValueError as error:
+                raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+
+    async def start(self) -> None:
+        """Start every tool.
+
+        Raises:
+            ValueError: a tool cannot start; all tools are closed again.
+        """
+        started = await asyncio.gather(
+            *(registered.tool.start() for registered in self._tools.values()),
+            return_exceptions=True,
+        )
+        failures = [result for result in started if isinstance(result, BaseException)]
+        if failures:
+            await self.close()
+            raise failures[0]
+
+    async def close(self) -> None:
+        """Close every tool. Safe to call twice."""
+        await asyncio.gather(*(registered.tool.close() for registered in self._tools.values()))
+
+    def close_now(self) -> None:
+        """Close without an event loop."""
+        for registered in self._tools.values():
+            registered.tool.close_now()
+
+    def open_session(self) -> TrajectoryToolSession:
+        """Return a new session, whose `create` is still to be called."""
+        return TrajectoryToolSession(self._tools, self._limits, self._call_protocol.escape)
+
+    def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
+        """Return the calls of an assistant turn in order, including invalid ones."""
+        return self._call_protocol.read(turn_text)
+
+    def parse_final_call(self, turn_text: str) -> ToolCall | None:
+        """Return the call at the end of an assistant turn, None if there is none or it is empty."""
+        calls = self.parse_calls(turn_text)
+        return calls[-1] if calls and isinstance(calls[-1], ToolCall) else None
+
+    def render_outcome(self, outcome: ToolOutcome) -> str:
+        """Return an outcome as text of the turn or content of a message, escaped."""
+        return self._call_protocol.render(outcome.answer)
+
+
+def build_toolkit(
+    config: ToolConfig,
+    codec: TextCodec,
+    *,
+    control_tokens: Iterable[str] = (),
+    api_key: str = "",
+    sandboxes: SandboxProvider | None = None,
+    protocol: CallProtocol = CallProtocol.tags,
+    escapes: bool = True,
+) -> ToolKit:
+    """Return the configured tools: Python, then search and browse if enabled, then user tools.
+
+    Nothing is started.
+
+    Args:
+        config: section `tool`.
+        codec: counts the tokens of search and browse responses.
+        control_tokens: see `ToolKit`.
+        api_key: the value of the environment variable `config.search.api_key_env`.
+        sandboxes: where Python code runs; None for a pool in this process.
+        protocol: how calls are written.
+        escapes: see `ToolKit`.
+
+    Raises:
+        ValueError: user tools cannot be loaded.
+    """
+    cache = None
+    fallback_dir = None
+    if config.cache.path:
+        path = Path(config.cache.path)
+        cache = DiskCache(path, ttl_s=CACHE_TTL_S, max_bytes=MAX_CACHE_BYTES)
+        fallback_dir = path.parent
+    tools: list[Tool] = [PythonTool(config.python, sandboxes)]
+    if config.search.is_enabled:
+        tools.append(
+            SearchTool(
+                config.search,
+                config.web,
+                codec,
+                max_response_tokens=config.max_response_tokens,
+                cache=cache,
+                fallback_dir=fallback_dir,
+                api_key=api_key,
+            )
+        )
+    if config.browse.is_enabled:
+        from mega_agentrl.tool.browse.browse_tool import BrowseTool
+
+        tools.append(
+            BrowseTool(
+                config.browse,
+                config.web,
+                codec,
+                max_response_tokens=config.max_response_tokens,
+                cache=cache,
+            )
+        )
+    if config.user_tools_file:
+        tools += load_user_tools(config.user_tools_file)
+    return ToolKit(tools, control_tokens=control_tokens, protocol=protocol, escapes=escapes)
+
+
+def _make_call_protocol(
+    protocol: CallProtocol,
+    tools: Sequence[Tool],
+    control_tokens: Iterable[str],
+    *,
+    escapes: bool,
+) -> TagProtocol | HermesProtocol:
+    match protocol:
+        case CallProtocol.tags:
+            arguments = {tool.name: tool.text_argument for tool in tools}
+            return TagProtocol(arguments, control_tokens, escapes=escapes)
+        case CallProtocol.hermes:
+            return HermesProtocol((tool.name for tool in tools), control_tokens)
+        case _:
+            assert_never(protocol)
+
+
+def _register_tool(tool: Tool) -> RegisteredTool:
+    where = f"tool {tool.name}"
+    schema = FunctionSchema(tool.schema(), where)
+    if schema.name != tool.name:
+        raise ValueError(f"{where}: its schema is named {schema.name!r}, expected the same name")
+    if tool.text_argument != ALL_ARGUMENTS_AS_JSON and not schema.has_parameter(tool.text_argument):
+        raise ValueError(
+            f"{where}: its text_argument={tool.text_argument!r} is not "
+            f"among the schema's properties {sorted(schema.parameters.get('properties', {}))}"
+        )
+    return RegisteredTool(tool=tool, schema=schema, limiter=ConcurrencyLimiter(tool.max_concurrent))

@@ -1,0 +1,1 @@
+"""HTTP requests to public servers: rate limit, retries, deadline and the shared disk cache."""

@@ -1,0 +1,162 @@
+"""Sends a read-only HTTP request with a rate limit, retries and a total deadline.
+
+A call waits for its start in the `RateLimiter`, at most the timeout, and then for the server, at
+most the timeout again. Transient failures are retried with growing, jittered pauses: refused or
+broken connections, a busy resolver, status 429 and the 5xx of an overloaded or restarting server. A
+server's Retry-After delays every call of the process. Any other error is final. Use it only for
+calls that may be repeated: GET, or a POST that only reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from tenacity.wait import wait_random_exponential
+
+from mega_agentrl.tool.web.rate_limiter import RateLimiter
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+RETRYABLE_STATUSES = frozenset({429, 500, 502, 503, 504})
+
+NUM_RETRIES = 2
+"""Retries after a transient failure: a restarting server needs one, a rate limit another; what
+still fails then will not recover within a call.
+"""
+
+_MIN_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 10.0
+_BACKOFF = wait_random_exponential(multiplier=_MIN_BACKOFF_S, max=_MAX_BACKOFF_S)
+
+
+class HttpStatusError(RuntimeError):
+    """The server answered with an error.
+
+    Attributes:
+        status: HTTP status.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class TransientError(RuntimeError):
+    """A failure that a retry may resolve.
+
+    Attributes:
+        retry_after_s: the wait that the server asked for, or None.
+        status: HTTP status, None if there was no response.
+    """
+
+    def __init__(
+        self, text: str, *, retry_after_s: float | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+        self.status = status
+
+
+class RequestRetrier:
+    """Sends calls of one kind.
+
+    Args:
+        timeout_s: limit of one call and its retries, from its start.
+        calls_per_second: limit over the process, 0 for none.
+    """
+
+    def __init__(self, *, timeout_s: float, calls_per_second: float) -> None:
+        self._timeout_s = timeout_s
+        self._rate_limiter = RateLimiter(calls_per_second)
+
+    async def run(self, send: Callable[[], Awaitable[str]]) -> str:
+        """Call `send` until it succeeds and return its result.
+
+        Raises:
+            TimeoutError: the timeout has passed.
+            RateLimitError: the call could not start within the timeout.
+            TransientError: the last retry failed. Any other error of `send` is raised at once.
+        """
+        await self._rate_limiter.acquire(self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(TransientError),
+            stop=stop_after_attempt(NUM_RETRIES + 1),
+            wait=_retry_wait_s,
+            before_sleep=lambda state: self._apply_retry_after(state, deadline),
+            reraise=True,
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for attempt in attempts:
+                    with attempt:
+                        if attempt.retry_state.attempt_number > 1:
+                            await self._rate_limiter.acquire(self._timeout_s)
+                        return await _send_translated(send)
+        except TimeoutError as error:
+            raise TimeoutError(f"Timed out after {self._timeout_s:g} s.") from error
+        raise AssertionError("tenacity ends in a result or an error")
+
+    def _apply_retry_after(self, state: RetryCallState, deadline: float) -> None:
+        """Delay all calls as the server asked; give up at once if that exceeds the deadline."""
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, TransientError) and error.retry_after_s is not None:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            self._rate_limiter.pause(min(error.retry_after_s, self._timeout_s))
+            if error.retry_after_s > remaining_s:
+                raise error
+
+
+def raise_for_status(response: httpx.Response, who: str) -> None:
+    """Raise `TransientError` or `HttpStatusError` unless the status is 200 to 299."""
+    status = response.status_code
+    if 200 <= status < 300:
+        return
+    text = f"{who} answered HTTP {status}"
+    if status in RETRYABLE_STATUSES:
+        retry_after_s = _retry_after_s(response.headers.get("retry-after", ""))
+        raise TransientError(text, retry_after_s=retry_after_s, status=status)
+    raise HttpStatusError(status, text)
+
+
+async def read_body(response: httpx.Response, max_bytes: int) -> bytes:
+    """Read the body without decompression, up to one chunk more than `max_bytes`."""
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > max_bytes:
+            break
+    return bytes(body)
+
+
+async def _send_translated(send: Callable[[], Awaitable[str]]) -> str:
+    try:
+        return await send()
+    except httpx.TimeoutException as error:
+        raise TimeoutError(str(error)) from error
+    except (httpx.TransportError, socket.gaierror) as error:
+        raise TransientError(f"{type(error).__name__}: {error}") from error
+
+
+def _retry_wait_s(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    retry_after_s = error.retry_after_s if isinstance(error, TransientError) else None
+    return max(float(_BACKOFF(state)), retry_after_s or 0.0)
+
+
+def _retry_after_s(value: str) -> float | None:
+    """Parse a Retry-After header, a number or a date; return seconds, None if it is neither."""
+    value = value.strip()
+    if value.isascii() and value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return None

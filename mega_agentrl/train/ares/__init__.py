@@ -1,0 +1,1 @@
+"""ARES in training: entropy statistics, reward shaping and the bootstrap pass."""

@@ -1,0 +1,170 @@
+"""ARES's bootstrap: one pass of rollouts over the training data before the first step.
+
+Each prompt gets `rollout.group_size` trajectories, sampled as in training, with random streams of
+their own (stream `bootstrap`). The weights do not change, so the whole pass is one batch: the
+threshold is the median over the pass, windows are counted by it, and difficulties and targets come
+from a single `ares.update`. The order of the prompts, the size of the chunks and interruptions make
+no difference. Alphas keep their initial values (under the released rules, up to rounding), because
+they move by the distance from a target that existed before. The visit counts for mastery.
+
+Each chunk of `data.prompts_per_step` prompts is written to `bootstrap.jsonl` in the run folder when
+it ends (`entropy_stats_file`); a killed pass continues after the last complete one. The pass waits
+for the engine, the tools and the rewards, which have deadlines of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mega_agentrl.algo import ares, mastery
+from mega_agentrl.algo.mastery import MasteryState
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
+from mega_agentrl.train.ares.entropy_stats_file import EntropyStatsFile
+from mega_agentrl.train.ares.shaping import build_rules, to_ares_stats
+from mega_agentrl.train.rewards import add_reward_model_scores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mega_agentrl.algo.ares import AresHyperparams
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.train.controllers import Controllers
+    from mega_agentrl.types.components import Components
+    from mega_agentrl.types.records import Prompt, RolloutTree
+
+BOOTSTRAP_FILE = "bootstrap.jsonl"
+BOOTSTRAP_STREAM = "bootstrap"
+
+
+def run_bootstrap(
+    components: Components,
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    controllers: Controllers,
+    progress: Callable[[int, int], None] | None = None,
+) -> Controllers:
+    """Return the controllers with difficulties, targets and the threshold of all prompts.
+
+    Args:
+        components: The parts of the run.
+        config: Settings of the run.
+        prompts: The training data, in order.
+        controllers: State before the pass.
+        progress: Called with the number of finished chunks and of all chunks.
+
+    Raises:
+        ValueError: The run folder contains a pass with other settings.
+    """
+    size = config.data.prompts_per_step
+    chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    file = EntropyStatsFile(
+        components.run_dir / BOOTSTRAP_FILE,
+        _settings_fingerprint(components, config, prompts),
+        len(chunks),
+    )
+    if file.result is None:
+        for chunk in chunks[file.num_chunks_done :]:
+            trees = _collect_chunk(components, config, chunk)
+            file.append(collect_entropy_stats(trees, components.trigger_ids))
+            if progress is not None:
+                progress(file.num_chunks_done, len(chunks))
+        rules = build_rules(config.algo, controllers.kl_coef(config.algo))
+        file.finish(compute_bootstrap_state(file, rules))
+    assert file.result is not None
+    return replace(
+        controllers,
+        ares=ares.AresState.from_dict(file.result["ares"]),
+        mastery=MasteryState.from_dict(file.result["mastery"]),
+    )
+
+
+def compute_bootstrap_state(file: EntropyStatsFile, rules: AresHyperparams) -> dict[str, Any]:
+    """Return the states of ARES and mastery after all chunks, as plain values."""
+    p95_B = torch.cat(
+        [torch.zeros(0), *(chunk_stats.entropy_p95_B for chunk_stats in file.read_chunks())]
+    )
+    state = ares.update_threshold(ares.AresState(), p95_B, decay=rules.threshold_decay)
+    mastery_state, stats = MasteryState(), []
+    for chunk_stats in file.read_chunks():
+        mastery_state = mastery.update(
+            mastery_state,
+            chunk_stats.prompt_ids,
+            chunk_stats.is_correct_B,
+            chunk_stats.mean_entropy_B,
+        )
+        stats.append(to_ares_stats(chunk_stats, state.threshold))
+    if p95_B.numel():
+        all_stats = ares.AresStats(
+            prompt_ids=tuple(name for one in stats for name in one.prompt_ids),
+            correct_B=torch.cat([one.correct_B for one in stats]),
+            hwe_B=torch.cat([one.hwe_B for one in stats]),
+            p95_B=p95_B,
+        )
+        # No KL was measured, so its weights stay those of the configuration.
+        state = replace(ares.update(state, all_stats, rules), betas=None)
+    return {"ares": state.to_dict(), "mastery": mastery_state.to_dict()}
+
+
+def format_bootstrap_summary(controllers: Controllers) -> str:
+    """Return one line with the number of prompts and the target of each difficulty."""
+    state = controllers.ares
+    number = Counter(state.difficulty_by_prompt.values())
+    buckets = [
+        f"{number[code]} {name}" + ("" if target is None else f" (target {target:.1f} windows)")
+        for code, (name, target) in enumerate(
+            zip(ares.DIFFICULTY_NAMES, state.targets, strict=True)
+        )
+    ]
+    threshold = "none" if state.threshold is None else f"{state.threshold:.3f} nats"
+    return f"bootstrap: {', '.join(buckets)}; threshold {threshold}"
+
+
+def _collect_chunk(
+    components: Components, config: TrainConfig, prompts: Sequence[Prompt]
+) -> list[RolloutTree]:
+    trees = components.run_coroutine(
+        collect_rollouts(
+            prompts,
+            generator=components.generator,
+            tools=components.tools,
+            codec=components.codec,
+            interactions=components.interactions,
+            rubric=components.rubric,
+            config=config.rollout,
+            max_model_len=config.engine.max_model_len,
+            seed=config.seed,
+            step=BOOTSTRAP_STREAM,
+            spans=components.monitors.rollout_spans,
+        )
+    )
+    add_reward_model_scores(components, trees)
+    return trees
+
+
+def _settings_fingerprint(
+    components: Components, config: TrainConfig, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Return the settings that determine the trajectories and their statistics, by name."""
+    words = None if components.trigger_ids is None else _digest(sorted(components.trigger_ids))
+    return {
+        "seed": config.seed,
+        "model.path": config.model.path,
+        "engine.max_model_len": config.engine.max_model_len,
+        "data.prompts_per_step": config.data.prompts_per_step,
+        "data.train": _digest([prompt.prompt_id for prompt in prompts]),
+        "algo.ares.mode": str(config.algo.ares.mode),
+        "algo.ares.trigger_words_file": words,
+        **{f"rollout.{name}": value for name, value in asdict(config.rollout).items()},
+        **{f"reward.{name}": value for name, value in asdict(config.reward).items()},
+    }
+
+
+def _digest(values: Sequence[str] | Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()[:16]

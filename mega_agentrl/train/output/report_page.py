@@ -1,0 +1,222 @@
+"""Build the report page of a run from the files in its folder.
+
+Reads `metrics.jsonl`, `config.yaml` and the trees under `rollouts/`; writes `report.html` beside
+them. It also works on a run that is still going on or was killed: missing parts are left out, and
+the page lists them. Trees are taken up to a number of bytes (`select_trees`); of a file that is too
+large to read, only the first part is used. Token texts are shown if there is a `tokenizer.json` in
+the folder's `model/` or in `model.path`.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from mega_agentrl.report.config_diff import diff_configs, read_config, schema_defaults
+from mega_agentrl.report.metrics_file import read_metrics
+from mega_agentrl.report.page.render import ReportPage, render_page
+from mega_agentrl.report.tree_viewer.embedded_trees import (
+    EmbeddedTree,
+    TreeFileView,
+    embed_tree,
+    max_colour_entropy,
+)
+from mega_agentrl.report.tree_viewer.token_texts import TokenTexts
+from mega_agentrl.report.tree_viewer.tree_json import sampled_entropies, tree_to_json
+from mega_agentrl.report.tree_viewer.tree_selection import TreeFileSize, select_trees
+from mega_agentrl.rollout.io.nodes import to_rollout_tree
+from mega_agentrl.rollout.io.tree_file import read_trees
+from mega_agentrl.train.output.advantage_file import read_advantages
+from mega_agentrl.train.output.rollout_files import ROLLOUT_DIR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+REPORT_FILE = "report.html"
+MAX_PAGE_TREE_BYTES = 20_000_000
+MAX_TREE_BYTES_READ = 200_000_000
+"""Upper limit on the bytes of tree files that are read."""
+
+
+def write_report(
+    run_dir: Path, out: Path | None = None, *, budget_bytes: int = MAX_PAGE_TREE_BYTES
+) -> Path:
+    """Write the page and return its path.
+
+    Args:
+        run_dir: Folder of the run.
+        out: The page; by default `report.html` in the run folder.
+        budget_bytes: Upper limit on the size of all trees on the page.
+
+    Raises:
+        ValueError: The folder has neither metrics nor trees.
+    """
+    path = out or run_dir / REPORT_FILE
+    text = render_page(_load_page(run_dir, budget_bytes))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def _load_page(run_dir: Path, budget_bytes: int) -> ReportPage:
+    log = read_metrics(run_dir / "metrics.jsonl")
+    tree_files = sorted((run_dir / ROLLOUT_DIR).glob("*.jsonl"), key=_file_order)
+    if not log.lines and not tree_files:
+        raise ValueError(
+            f"{run_dir}: no metrics.jsonl with a whole line and no {ROLLOUT_DIR}/*.jsonl there, "
+            "expected the folder of a run; has the run written its first step?"
+        )
+    config = read_config(run_dir / "config.yaml")
+    loader = _TreeLoader(_load_token_splitter(run_dir, config), budget_bytes)
+    notes = loader.load_files(tree_files)
+    if log.num_unreadable_lines:
+        notes.append(f"Lines of metrics.jsonl that cannot be read: {log.num_unreadable_lines}.")
+    defaults = schema_defaults()
+    differences = diff_configs(
+        {key: value for key, value in config.items() if key != "run_dir"}, defaults
+    )
+    return ReportPage(
+        title=run_dir.resolve().name,
+        subtitle=_run_subtitle(config),
+        log=log,
+        config_differences=differences,
+        tree_files=loader.tree_files,
+        max_colour_entropy=max_colour_entropy(loader.entropies),
+        notes=notes,
+    )
+
+
+class _TreeLoader:
+    """Loads trees under a budget of bytes."""
+
+    def __init__(
+        self, split_tokens: Callable[[Sequence[int]], list[str]] | None, budget_bytes: int
+    ) -> None:
+        self.tree_files: list[TreeFileView] = []
+        self.entropies: list[float] = []
+        self._split_tokens = split_tokens
+        self._bytes_left = budget_bytes
+        self._budget_bytes = budget_bytes
+
+    def load_files(self, paths: Sequence[Path]) -> list[str]:
+        """Load the selected trees of each file; return notes about the others."""
+        notes: list[str] = []
+        if self._split_tokens is None and paths:
+            notes.append("No tokenizer.json was found: tokens are shown without their texts.")
+        sizes = [self._page_size(path, MAX_TREE_BYTES_READ // len(paths)) for path in paths]
+        for path, selected in zip(paths, select_trees(sizes, self._budget_bytes), strict=True):
+            if selected:
+                notes += self._load_file(path, selected)
+        total = sum(_num_trees(path) for path in paths)
+        num_shown = sum(len(view.trees) for view in self.tree_files)
+        if num_shown < total:
+            notes.append(
+                f"{num_shown:,} of {total:,} rollout trees are on this page, chosen evenly; the "
+                f"others are in {ROLLOUT_DIR}/ of the run."
+            )
+        return notes
+
+    def _load_file(self, path: Path, selected: Sequence[int]) -> list[str]:
+        """Load these trees of a file; of a damaged file those before the damage."""
+        blocks: list[EmbeddedTree] = []
+        label, notes = path.stem, []
+        try:
+            advantages = read_advantages(path)
+            for index, stored in enumerate(islice(read_trees(path), selected[-1] + 1)):
+                label = _tree_file_label(stored.stage, stored.step)
+                if index in selected:
+                    tree = to_rollout_tree(stored.tree)
+                    block = embed_tree(index, tree_to_json(tree, self._split_tokens, advantages))
+                    if block.num_bytes > self._bytes_left:
+                        break
+                    self._bytes_left -= block.num_bytes
+                    self.entropies += sampled_entropies(tree)
+                    blocks.append(block)
+        except ValueError as error:
+            notes.append(f"Trees that cannot be read: {error}")
+        view = TreeFileView(key=path.stem, label=label, num_trees=_num_trees(path), trees=blocks)
+        self.tree_files.append(view)
+        return notes
+
+    def _page_size(self, path: Path, read_bytes: int) -> TreeFileSize:
+        """Return the bytes on the page and the trees of the part that is read.
+
+        The size of a tree on the page is estimated from the first one.
+        """
+        num_bytes, num_trees = path.stat().st_size, max(1, _num_trees(path))
+        if num_bytes > read_bytes:
+            part = max(1, num_trees * read_bytes // num_bytes)
+            num_bytes, num_trees = num_bytes * part // num_trees, part
+        return TreeFileSize(
+            num_bytes=round(num_bytes * self._page_bytes_per_file_byte(path)), num_trees=num_trees
+        )
+
+    def _page_bytes_per_file_byte(self, path: Path) -> float:
+        """Return bytes on the page per byte in the file; 1 if the first tree is unreadable."""
+        with path.open("rb") as file:
+            in_file = len(file.readline())
+        try:
+            stored = next(read_trees(path))
+        except ValueError:
+            return 1.0
+        return (
+            embed_tree(0, tree_to_json(to_rollout_tree(stored.tree), self._split_tokens)).num_bytes
+            / in_file
+        )
+
+
+def _file_order(path: Path) -> tuple[int, str]:
+    """Sort key: validation before training, the steps, validation after it."""
+    name = path.stem.removeprefix("held_out_")
+    return (0 if "before" in name else 1 if name.startswith("step_") else 2, name)
+
+
+def _tree_file_label(stage: str, step: int) -> str:
+    if stage == "rl":
+        return f"RL step {step}"
+    return f"{stage.replace('_', ' ')} (after step {step})"
+
+
+def _num_trees(path: Path) -> int:
+    """Return the number in the file's first line; 0 without one."""
+    with path.open("rb") as file:
+        try:
+            number = json.loads(file.readline())["num_trees"]
+        except (ValueError, KeyError, TypeError):
+            return 0
+    return number if isinstance(number, int) else 0
+
+
+def _load_token_splitter(
+    run_dir: Path, config: Mapping[str, Any]
+) -> Callable[[Sequence[int]], list[str]] | None:
+    """Return a function from token ids to their texts, or None without a tokenizer."""
+    # The import of transformers would take longer than everything else here.
+    for folder in (run_dir / "model", Path(str(config.get("model.path") or run_dir / "model"))):
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return TokenTexts(partial(tokenizer.decode, skip_special_tokens=False)).split
+    return None
+
+
+def _run_subtitle(config: Mapping[str, Any]) -> str:
+    """Describe the run in one line."""
+    if not config:
+        return "The run folder has no config.yaml."
+    prompts = config.get("data.prompts_per_step")
+    parts = [
+        str(config.get("model.path", "")),
+        str(config.get("algo.advantage", "")),
+        f"branching {config.get('rollout.branching')}",
+        f"{prompts} prompts x {config.get('rollout.group_size')} trajectories a step",
+        f"learning rate {config.get('optim.lr')}",
+        f"seed {config.get('seed')}",
+    ]
+    return " · ".join(part for part in parts if part)

@@ -1,0 +1,136 @@
+"""Prepare the run folder: empty for a new run, unchanged for one that continues.
+
+    run/config.yaml                 the settings, written before anything starts
+    run/metrics.jsonl               exists once the run has started
+    run/checkpoints/, run/start/    checkpoints (`run_state`)
+    run/critic/                     the critic's part of the checkpoints, if there is one
+    run/kept_rollouts.bin           trees that no checkpoint includes yet (`rollout.io.tree_store`)
+    run/summary.json                exists once the run is finished
+
+An unfinished run continues if its settings are the same, except for those that only decide how and
+how long it computes (`MUTABLE_KEYS`). Any other run in the folder is renamed and kept beside it. An
+unfinished run with a checkpoint and other settings is an error instead, because a run of weeks
+should not be moved out of the way by a typing mistake.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.yaml", "metrics.jsonl", "summary.json"
+CHECKPOINTS_DIR, WARM_START_DIR, CRITIC_DIR = "checkpoints", "start", "critic"
+TREE_STORE_FILE = "kept_rollouts.bin"
+
+MUTABLE_KEYS = (
+    "run_dir",
+    "total_steps",
+    "total_epochs",
+    "save_every_steps",
+    "resume",
+    "cluster.",
+    "engine.",
+    "evaluate.every_steps",
+    "optim.micro_batch_tokens",
+    "parallel.",
+    "report.",
+    "tool.cache.",
+    "tool.python.num_hosts",
+    "tool.python.num_workers",
+    "weight_sync.",
+)
+"""Settings that may change when a run continues: keys, and sections with a dot at the end."""
+
+
+def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[bool, Path | None]:
+    """Prepare `run_dir`.
+
+    Args:
+        run_dir: The folder. Without the metrics of a run it stays as it is.
+        config_yaml: Settings of the run that starts, as they are stored in `config.yaml`.
+        resume: Whether an unfinished run may continue.
+
+    Returns:
+        Whether a run continues in the folder, and where another run was moved: the first free one
+        of `<name>.1`, `<name>.2`, ...
+
+    Raises:
+        ValueError: The folder contains checkpoints of a run with other settings.
+    """
+    is_resumed, moved_to = False, None
+    if (run_dir / METRICS_FILE).exists():
+        is_resumed = resume and _is_resumable(run_dir, config_yaml)
+        moved_to = None if is_resumed else _move_aside(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / CONFIG_FILE, config_yaml)
+    return is_resumed, moved_to
+
+
+def changed_keys(earlier: str, now: str) -> list[str]:
+    """Return dotted keys whose values differ between two `config.yaml` texts.
+
+    Those of `MUTABLE_KEYS` are left out.
+    """
+    old_settings, new_settings = (
+        dict(_flatten(yaml.safe_load(earlier))),
+        dict(_flatten(yaml.safe_load(now))),
+    )
+    return [
+        key
+        for key in sorted({*old_settings, *new_settings})
+        if old_settings.get(key, MUTABLE_KEYS) != new_settings.get(key, MUTABLE_KEYS)
+        and not any(
+            key == mutable or (mutable[-1] == "." and key.startswith(mutable))
+            for mutable in MUTABLE_KEYS
+        )
+    ]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file so that readers see either the old or the new content."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
+    if (run_dir / SUMMARY_FILE).exists() or not (run_dir / CONFIG_FILE).is_file():
+        return False
+    keys = changed_keys((run_dir / CONFIG_FILE).read_text(encoding="utf-8"), config_yaml)
+    if not keys:
+        return True
+    if not any(
+        any((run_dir / name).glob(f"*/{MANIFEST_FILE}"))
+        for name in (CHECKPOINTS_DIR, WARM_START_DIR)
+    ):
+        return False
+    raise ValueError(
+        f"run_dir={run_dir}: got other values of {', '.join(keys)} than the unfinished run in "
+        f"it, expected the same ({CONFIG_FILE} there has them); probable cause: a setting was "
+        "changed between two starts. Choose another run_dir, or resume=false, which moves that run "
+        "aside"
+    )
+
+
+def _move_aside(run_dir: Path) -> Path:
+    numbered = (run_dir.with_name(f"{run_dir.name}.{k}") for k in itertools.count(1))
+    moved_to = next(path for path in numbered if not path.exists())
+    run_dir.rename(moved_to)
+    return moved_to
+
+
+def _flatten(tree: Mapping[str, Any] | None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in (tree or {}).items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

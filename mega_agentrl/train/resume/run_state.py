@@ -1,0 +1,336 @@
+"""Checkpoints of a run: the policy's, with the state of everything else inside it.
+
+    run/checkpoints/step-000020/                 model, optimizer, random state of every rank
+    run/checkpoints/step-000020/manifest.json    written last; its `extra` is the `RunState`
+    run/checkpoints/warm-000100/                 of an interrupted warm start
+    run/start/step-000000/                       right after the warm start; is never removed
+    run/critic/step-000020/                      the critic's part, written before the policy's
+
+Policy and run state share one folder, so that they are of the same step whenever a run is killed. A
+checkpoint is valid once it has a manifest (`actor.checkpoint.checkpoint_dir`), and the newest
+`keep` are kept. With a critic, its part must be valid, too, except before the first RL step.
+
+The state is that of the boundary between two steps. It does not include the weights in the engine
+(they are synced again), the reference (the weights in `start/`, or those of `model.path`), or
+groups carried over to the next step, whose prompts the restored sampler returns again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
+from mega_agentrl.report.compare.algorithms import EvalCostPoint
+from mega_agentrl.train.resume.run_dir import (
+    CHECKPOINTS_DIR,
+    CRITIC_DIR,
+    METRICS_FILE,
+    WARM_START_DIR,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mega_agentrl.types.protocols import Critic, Policy
+    from mega_agentrl.types.records import RolloutTree
+
+DEFAULT_CHECKPOINT_DIR = CHECKPOINTS_DIR
+MAX_CHECKPOINTS = 2
+_WARM_START_PREFIX = "warm-"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCost:
+    """Cost of training rollouts.
+
+    A prefix that several trajectories share counts once; invalid calls do not count.
+    """
+
+    num_tokens: int = 0
+    """Tokens that the policy sampled."""
+    num_tool_calls: int = 0
+    """Tool calls that were executed."""
+
+    @classmethod
+    def of_trees(cls, trees: Iterable[RolloutTree]) -> RolloutCost:
+        """Return the cost of finished trees, with failed trajectories and greedy answers."""
+        num_tokens = num_calls = 0
+        for tree in trees:
+            for one in tree.all_trajectories:
+                num_tokens += sum(one.loss_mask[one.fork_len :])
+                num_calls += sum(
+                    turn.outcome is not None
+                    and not turn.outcome.is_invalid_call
+                    and turn.start >= one.fork_len
+                    for turn in one.turns
+                )
+        return cls(num_tokens=num_tokens, num_tool_calls=num_calls)
+
+    def __add__(self, other: RolloutCost) -> RolloutCost:
+        return RolloutCost(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_tool_calls=self.num_tool_calls + other.num_tool_calls,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """State of a run between two steps, besides its policy."""
+
+    step: int
+    """Finished RL steps."""
+    controller_state: Mapping[str, Any]
+    """`Controllers.to_dict()`; empty before the first RL step."""
+    sampler_state: Mapping[str, Any]
+    """State of the prompt sampler."""
+    rollout_cost: RolloutCost = field(default_factory=RolloutCost)
+    """Cost so far, in a comparison of algorithms."""
+    eval_points: tuple[EvalCostPoint, ...] = ()
+    """Evaluations so far, in a comparison of algorithms."""
+    weight_version: int = 0
+    """Version of the weights that the engines serve."""
+    logger_state: Mapping[str, Any] = field(default_factory=dict)
+    """`RunLogger.state_dict()`."""
+    validation_before: Mapping[str, Any] | None = None
+    """Validation before RL; None if it has not been made yet."""
+    warm_start_progress: Mapping[str, Any] | None = None
+    """`WarmStartProgress` of a run that is still in its warm start, else None."""
+    last_validated_step: int = 0
+    """Last RL step that was followed by a validation within RL; 0 for none."""
+
+    @property
+    def checkpoint_name(self) -> str:
+        """Name of the checkpoint's folder."""
+        if self.warm_start_progress is not None:
+            return f"{_WARM_START_PREFIX}{self.warm_start_progress['step']:06d}"
+        return f"step-{self.step:06d}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers, strings, lists and maps, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunState:
+        """Read what `to_dict` returned; raise `ValueError` for anything else."""
+        expected = {spec.name for spec in fields(cls)}
+        if set(values) != expected:
+            raise ValueError(
+                f"run state: got keys {sorted(values)}, expected {sorted(expected)}; probable "
+                "cause: a checkpoint without a run's state, or of another version"
+            )
+        try:
+            eval_points = tuple(EvalCostPoint(**mark) for mark in values["eval_points"])
+            rollout_cost = RolloutCost(**values["rollout_cost"])
+        except TypeError as error:
+            raise ValueError(
+                f"run state: eval_points or rollout_cost cannot be read ({error}); probable "
+                "cause: a checkpoint of another version"
+            ) from error
+        return cls(
+            step=int(values["step"]),
+            controller_state=dict(values["controller_state"]),
+            sampler_state=dict(values["sampler_state"]),
+            rollout_cost=rollout_cost,
+            eval_points=eval_points,
+            weight_version=int(values["weight_version"]),
+            logger_state=dict(values["logger_state"]),
+            validation_before=None
+            if values["validation_before"] is None
+            else dict(values["validation_before"]),
+            warm_start_progress=None
+            if values["warm_start_progress"] is None
+            else dict(values["warm_start_progress"]),
+            last_validated_step=int(values["last_validated_step"]),
+        )
+
+
+def save_checkpoint(
+    policy: Policy,
+    run_dir: Path,
+    state: RunState,
+    *,
+    keep: int = MAX_CHECKPOINTS,
+    name: str = DEFAULT_CHECKPOINT_DIR,
+    same_policy: bool = False,
+    critic: Critic | None = None,
+) -> Path:
+    """Write a checkpoint of the run, wait for it, and remove older ones than the newest `keep`.
+
+    A damaged checkpoint of the same step is replaced. If saving fails, older checkpoints are
+    unchanged.
+
+    Args:
+        policy: Saves its own state and `state`.
+        run_dir: Folder of the run.
+        state: The rest of the run.
+        keep: Number of checkpoints to keep.
+        name: Folder of the checkpoints; `WARM_START_DIR` for the one that is never removed.
+        same_policy: An existing checkpoint of this step holds the current policy; only `state` is
+            written again.
+        critic: Its part is saved, too.
+    """
+    folder = run_dir / name / state.checkpoint_name
+    valid = {path for path, _ in checkpoint_folder.list_checkpoints(folder.parent)}
+    if same_policy and folder in valid:
+        manifest = checkpoint_folder.CheckpointManifest.read(folder)
+        extra = checkpoint_folder.to_json_dict(state.to_dict(), "extra")
+        replace(manifest, extra=extra).write(folder)
+        return folder
+    if folder not in valid:
+        (folder / checkpoint_folder.MANIFEST_FILE).unlink(missing_ok=True)
+    if critic is not None and state.step:
+        critic_folder = _critic_checkpoint_dir(folder)
+        # The manifest may be left from a save that was interrupted between the two parts.
+        (critic_folder / checkpoint_folder.MANIFEST_FILE).unlink(missing_ok=True)
+        # One more than the policy, whose newest checkpoint is written after this one.
+        critic.save_checkpoint(critic_folder, {}, keep + 1)
+    policy.save_checkpoint(folder, state.to_dict(), keep)
+    return folder
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the newest valid checkpoint of a run; None without one."""
+    return checkpoint_folder.latest_checkpoint(run_dir / DEFAULT_CHECKPOINT_DIR)
+
+
+def valid_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints to continue from, the most advanced first; warn of damaged ones.
+
+    A finished warm start comes before an interrupted one.
+    """
+    checkpoints: list[Path] = []
+    for name in (DEFAULT_CHECKPOINT_DIR, WARM_START_DIR):
+        valid = [path for path, _ in checkpoint_folder.list_checkpoints(run_dir / name)]
+        checkpoints += reversed(valid)
+        for manifest in sorted((run_dir / name).glob(f"*-*/{checkpoint_folder.MANIFEST_FILE}")):
+            path = manifest.parent
+            if path not in valid and ".partial-" not in path.name:
+                _logger.warning("checkpoint %s is damaged and skipped", path)
+    return sorted(checkpoints, key=is_mid_warm_start)
+
+
+def is_mid_warm_start(folder: Path) -> bool:
+    """Return whether a checkpoint is of an interrupted warm start."""
+    return folder.name.startswith(_WARM_START_PREFIX)
+
+
+def load_newest_checkpoint(
+    policy: Policy, folders: Iterable[Path], critic: Critic | None = None
+) -> tuple[Path, RunState] | None:
+    """Load the first checkpoint whose contents are undamaged; None if there is none.
+
+    Damaged checkpoints are invalidated, with a warning. Errors for any other reason are raised.
+    """
+    for folder in folders:
+        try:
+            return folder, load_checkpoint(policy, folder, critic)
+        except (RuntimeError, ValueError) as error:
+            damage = _find_damage(folder)
+            if damage is None and critic is not None and _checkpoint_step(folder):
+                damage = _find_damage(_critic_checkpoint_dir(folder))
+            if damage is None:
+                raise
+            _logger.warning("checkpoint %s is skipped: %s (%s)", folder, damage, error)
+            path = folder / checkpoint_folder.MANIFEST_FILE
+            path.rename(path.with_suffix(".damaged"))
+    return None
+
+
+def load_checkpoint(policy: Policy, folder: Path, critic: Critic | None = None) -> RunState:
+    """Load policy and critic from a checkpoint, and return the rest.
+
+    Raises:
+        ValueError: The checkpoint contains no state of a run.
+    """
+    state = RunState.from_dict(checkpoint_folder.CheckpointManifest.read(folder).extra)
+    if critic is not None and state.step:
+        critic.load_checkpoint(_critic_checkpoint_dir(folder))
+    policy.load_checkpoint(folder)
+    return state
+
+
+def _critic_checkpoint_dir(folder: Path) -> Path:
+    return folder.parent.parent / CRITIC_DIR / folder.name
+
+
+def _checkpoint_step(folder: Path) -> int:
+    return RunState.from_dict(checkpoint_folder.CheckpointManifest.read(folder).extra).step
+
+
+def _find_damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint's contents; None if nothing is."""
+    try:
+        manifest = checkpoint_folder.CheckpointManifest.read(folder)
+    except ValueError as error:
+        return str(error)
+    return checkpoint_folder.find_damage(folder, manifest, manifest.files, contents=True)
+
+
+def truncate_metrics(
+    run_dir: Path,
+    step: int,
+    *,
+    has_validation_before: bool = True,
+    last_validated_step: int = 0,
+    sft_steps: float = inf,
+) -> int:
+    """Remove the lines from `metrics.jsonl` that the continued run will write again.
+
+    An incomplete last line is removed, too.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Later RL steps are removed, and the validation after RL.
+        has_validation_before: Whether the validation before RL is kept.
+        last_validated_step: Later validations within RL are removed.
+        sft_steps: Later supervised steps are removed.
+
+    Returns:
+        The number of removed lines.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    remaining = [
+        line
+        for line in lines
+        if line.endswith("\n")
+        and not _is_line_after(
+            json.loads(line), step, has_validation_before, last_validated_step, sft_steps
+        )
+    ]
+    if len(remaining) < len(lines):
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(remaining), encoding="utf-8")
+        os.replace(temporary, path)
+    return len(lines) - len(remaining)
+
+
+def _is_line_after(
+    record: Mapping[str, Any],
+    step: int,
+    has_validation_before: bool,
+    last_validated_step: int,
+    sft_steps: float,
+) -> bool:
+    match record["stage"]:
+        case "rl":
+            return bool(record["step"] > step)
+        case "sft":
+            return bool(record["step"] > sft_steps)
+        case "held_out_during":
+            return bool(record["step"] > last_validated_step)
+        case "held_out_before":
+            return not has_validation_before
+        case stage:
+            return bool(stage == "held_out_after")

@@ -1,0 +1,338 @@
+"""Output of a run: metrics, progress lines, tables, the reward curve and the summary.
+
+`RunLogger` receives records from the loop and passes them on to `report` and `output`; the loop
+does not depend on anything it computes. Files in the run folder: `metrics.jsonl`, `summary.json`,
+`reward.png`, `rollouts.txt`, `rollouts/` and `report.html` (for an interrupted run, see
+`output.interrupted_report`). The trackers are owned and closed by the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mega_agentrl.batch.micro_batching import token_imbalance
+from mega_agentrl.batch.minibatches import minibatch_row_lengths
+from mega_agentrl.report.progress import StageProgress, StepSummary, format_duration
+from mega_agentrl.report.reward_curve import EvalPoint, StepPoint, write_reward_curve
+from mega_agentrl.report.validation_console import (
+    EvalSummary,
+    print_eval_comparison,
+    print_evaluation,
+)
+from mega_agentrl.rollout.io.render import render_trajectory
+from mega_agentrl.rollout.metrics.entropy import EntropyCurves, collect_entropy_curves
+from mega_agentrl.rollout.metrics.rollout import rollout_metrics
+from mega_agentrl.train.advantages import mismatch_metrics
+from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer
+from mega_agentrl.train.output.report_page import write_report
+from mega_agentrl.train.output.rollout_files import RolloutWriter
+from mega_agentrl.train.output.throughput import ThroughputMeter
+from mega_agentrl.train.resume.run_dir import SUMMARY_FILE, write_atomic
+from mega_agentrl.types.monitoring import Monitors
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
+    from mega_agentrl.train.evaluate import ValidationResult
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.records import RolloutTree
+
+
+NUM_PRINTED_ROLLOUTS = 3
+"""Number of rollouts printed at the end."""
+
+TRAINING_STAGES = ("warm start", "RL")
+"""Stages whose seconds add up to `train_seconds` of the summary."""
+
+
+class RunLogger:
+    """Logger of one run; a context manager."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: TrainConfig,
+        console: Console | None = None,
+        monitors: Monitors | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self.phase_timer = PhaseTimer()
+        self._config = config
+        self._console = console or Console()
+        self._monitors = monitors or Monitors()
+        self._writer = MetricWriter(run_dir, self._monitors.trackers)
+        self._throughput = ThroughputMeter(config, self._monitors.gpu_name)
+        self._progress: StageProgress | None = None
+        self._step_points: list[StepPoint] = []
+        self._eval_points: list[EvalPoint] = []
+        self._logprob_mismatches: list[float] = []
+        self._rollout_writer = RolloutWriter(run_dir, config)
+        self._entropy_curve = EntropyCurves()
+        self._last_trees: Sequence[RolloutTree] = ()
+        self._stage_s: dict[str, float] = {}
+        self._running_stage: tuple[str, float] | None = None
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the final summary needs of the steps so far, as plain values."""
+        stage_s = dict(self._stage_s)
+        if self._running_stage is not None:
+            title, start_s = self._running_stage
+            stage_s[title] = stage_s.get(title, 0.0) + time.perf_counter() - start_s
+        return {
+            "curve": [asdict(point) for point in self._step_points],
+            "held_out": [asdict(point) for point in self._eval_points],
+            "mismatch": list(self._logprob_mismatches),
+            "entropy": self._entropy_curve.to_plain(),
+            "stage_seconds": stage_s,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned; raise `ValueError` for anything else."""
+        try:
+            self._step_points = [StepPoint(**point) for point in state["curve"]]
+            self._eval_points = [EvalPoint(**point) for point in state["held_out"]]
+            self._logprob_mismatches = [float(value) for value in state["mismatch"]]
+            self._entropy_curve = EntropyCurves.from_plain(state["entropy"])
+            self._stage_s = dict(state["stage_seconds"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"logger state: cannot be read ({error!r}); probable cause: a checkpoint of "
+                "another version"
+            ) from error
+
+    def log_startup(self, seconds: float) -> None:
+        """Record how long the start took."""
+        self._stage_s["start"] = self._stage_s.get("start", 0.0) + seconds
+        self.print_line(f"start of policy, engines and tools took {format_duration(seconds)}")
+
+    @contextmanager
+    def stage(self, title: str, num_steps: int, *, num_done: int = 0) -> Iterator[None]:
+        """Show and time a stage of the run; `num_done` steps were made before this start."""
+        start_s = time.perf_counter()
+        self._running_stage = (title, start_s)
+        progress = StageProgress(title, num_steps, console=self._console, num_done=num_done)
+        try:
+            with progress as self._progress:
+                yield
+        finally:
+            self._running_stage = None
+            before_s = self._stage_s.get(title, 0.0)
+            self._stage_s[title] = before_s + time.perf_counter() - start_s
+        self.phase_timer.pop_seconds()
+
+    def print_line(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, highlight=False)
+
+    def log_bootstrap_progress(self, num_done: int, num_chunks: int) -> None:
+        """Show the progress of the bootstrap pass, inside its stage."""
+        self._show_progress(
+            num_done, {"done": num_done / num_chunks}, self.phase_timer.pop_seconds(), 0
+        )
+
+    def log_sft_step(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+        """Write and show one supervised step."""
+        phase_s = self.phase_timer.pop_seconds()
+        self._write_metrics("sft", step, metrics, phase_s)
+        displayed = {name: metrics[name] for name in ("loss", "dev/success") if name in metrics}
+        self._show_progress(step, displayed, phase_s, num_tokens)
+
+    def log_step(
+        self,
+        step: int,
+        rollout_batch: RolloutBatch,
+        batch: TrainBatch,
+        stats: UpdateStats,
+        extra_metrics: Mapping[str, float],
+        sync_metrics: Mapping[str, float],
+    ) -> None:
+        """Write and show one RL step.
+
+        Reward and success are shown before any filter of groups. `extra_metrics` are those of
+        advantages and controllers, by their full names.
+        """
+        trees = rollout_batch.trees
+        if self._rollout_writer.should_save(step):
+            with self.phase_timer.phase("save_rollouts"):
+                self._rollout_writer.save_step(step, trees, batch)
+        phase_s = self.phase_timer.pop_seconds()
+        group_metrics = rollout_batch.metrics()
+        mismatch = mismatch_metrics(batch)
+        metrics: dict[str, float | str] = {
+            **rollout_metrics(trees),
+            **group_metrics,
+            **mismatch,
+            **extra_metrics,
+            "actor/loss": stats.loss,
+            "actor/grad_norm": stats.grad_norm,
+            "actor/lr": stats.learning_rate,
+            "actor/num_tokens": stats.num_tokens,
+            "actor/num_skipped_steps": stats.num_skipped_steps,
+            "batch/token_imbalance": token_imbalance(
+                minibatch_row_lengths(batch, self._config.optim.num_minibatches),
+                self._config.parallel.data,
+            ),
+            **{f"actor/{name}": value for name, value in stats.metrics.items()},
+            **{f"weight_sync/{name}": value for name, value in sync_metrics.items()},
+        }
+        num_tokens = int(batch.length_B.sum())
+        metrics |= self._throughput.step_metrics(batch, phase_s)
+        if self._monitors.gpu is not None:
+            metrics |= self._monitors.gpu.collect()
+        if self._monitors.memory is not None:
+            metrics |= self._monitors.memory.collect()
+        self._write_metrics("rl", step, metrics, phase_s)
+        reward, success = (
+            group_metrics["rollout/reward_unfiltered"],
+            group_metrics["rollout/success_unfiltered"],
+        )
+        self._step_points.append(StepPoint(step=step, reward=reward, success=success))
+        self._logprob_mismatches.append(mismatch["mismatch/logp_mean_abs"])
+        self._entropy_curve += collect_entropy_curves(
+            [one for tree in trees for one in tree.trajectories]
+        )
+        self._last_trees = trees
+        displayed = {"reward": reward, "success": success}
+        if self._eval_points:
+            displayed["held out"] = self._eval_points[-1].reward
+        self._show_progress(step, displayed, phase_s, num_tokens)
+
+    def save_validation_rollouts(
+        self, when: str, suffix: str, trees: Sequence[RolloutTree]
+    ) -> None:
+        """Save the trees of a validation; `suffix` is the end of its pass's name."""
+        self._rollout_writer.save_validation(when, suffix, len(self._step_points), trees)
+
+    def log_validation(self, when: str, result: ValidationResult) -> ValidationResult:
+        """Write and print a validation before, during or after RL, and return it."""
+        step = len(self._step_points)
+        self._write_metrics(
+            f"held_out_{when}", step, result.to_metrics(), self.phase_timer.pop_seconds()
+        )
+        if when == "during":
+            self._eval_points.append(_eval_point(step, result))
+            when = f"at step {step} of"
+        self._console.print(
+            f"held-out reward {when} RL: {result.sampled.reward:.3f} "
+            f"(success {result.sampled.success:.3f}, "
+            f"{result.sampled.num_questions} questions x {result.sampled.num_samples} samples)",
+            highlight=False,
+        )
+        return result
+
+    def finish(self, before: ValidationResult, after: ValidationResult) -> None:
+        """Print the final table and rollouts, and write the summary, the curve and the report.
+
+        `after` is `before` itself if there was no RL in between.
+        """
+        last = len(self._step_points)
+        self._print_rollouts()
+        if after is before:
+            print_evaluation(_eval_view(before), self._console)
+        else:
+            print_eval_comparison(_eval_view(before), _eval_view(after), self._console)
+        points = [_eval_point(0, before), *self._eval_points]
+        if last:
+            points.append(_eval_point(last, after))
+        write_reward_curve(self.run_dir / "reward.png", self._step_points, points)
+        summary = {
+            "reward_before": before.sampled.reward,
+            "reward_after": after.sampled.reward,
+            "success_before": before.sampled.success,
+            "success_after": after.sampled.success,
+            "num_steps": last,
+            "train_seconds": sum(self._stage_s.get(name, 0.0) for name in TRAINING_STAGES),
+            "seed": self._config.seed,
+            "mismatch_mean_abs": sum(self._logprob_mismatches) / last if last else 0.0,
+            "stage_seconds": self._stage_s,
+            "entropy_by_offset": self._entropy_curve.to_summary(),
+            "held_out": [asdict(point) for point in points],
+            "before": before.to_metrics(),
+            "after": after.to_metrics(),
+        }
+        write_atomic(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        times = ", ".join(
+            f"{name} {format_duration(value)}" for name, value in self._stage_s.items()
+        )
+        self._console.print(f"time: {times}", highlight=False)
+        self._console.print(f"run folder: {self.run_dir}", highlight=False, soft_wrap=True)
+        page = write_report(self.run_dir)
+        self._console.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+    def _print_rollouts(self) -> None:
+        trajectories = [t for tree in self._last_trees for t in tree.trajectories]
+        texts = [render_trajectory(t) for t in trajectories]
+        if texts:
+            (self.run_dir / "rollouts.txt").write_text("\n\n".join(texts) + "\n")
+        # Spread over the batch, so that they show different questions.
+        stride = max(1, len(texts) // max(1, NUM_PRINTED_ROLLOUTS))
+        for text in texts[::stride][:NUM_PRINTED_ROLLOUTS]:
+            self._console.print(text, markup=False, highlight=False)
+
+    def _write_metrics(
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, float | str],
+        phase_s: Mapping[str, float],
+    ) -> None:
+        times = {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
+        self._writer.write(stage, step, {**metrics, **times})
+
+    def _show_progress(
+        self, step: int, values: Mapping[str, float], phase_s: Mapping[str, float], num_tokens: int
+    ) -> None:
+        assert self._progress is not None, "steps are reported inside a stage"
+        self._progress.update(
+            StepSummary(
+                step=step,
+                metrics=values,
+                phase_s=phase_s,
+                tokens_per_s=num_tokens / max(1e-9, sum(phase_s.values())),
+            )
+        )
+
+
+def _eval_point(step: int, result: ValidationResult) -> EvalPoint:
+    return EvalPoint(step=step, reward=result.sampled.reward, success=result.sampled.success)
+
+
+def _eval_view(result: ValidationResult) -> EvalSummary:
+    sampled, metrics = result.sampled, result.sampled.metrics
+    prefix = "rollout/calls/"
+    return EvalSummary(
+        reward=sampled.reward,
+        reward_se=sampled.reward_se,
+        success=sampled.success,
+        success_by_source=sampled.success_by_source,
+        greedy_success=result.greedy.success if result.greedy else None,
+        tool_use_fraction=metrics["rollout/tool_use_fraction"],
+        calls_by_tool={
+            name.removeprefix(prefix): value
+            for name, value in metrics.items()
+            if name.startswith(prefix)
+        },
+        response_tokens_mean=metrics["rollout/response_tokens_mean"],
+        num_questions=sampled.num_questions,
+        num_answers=sampled.num_questions * sampled.num_samples,
+    )

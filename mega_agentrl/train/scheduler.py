@@ -1,0 +1,249 @@
+"""Schedule rollouts relative to training: synchronous, one step off, or further ahead.
+
+With k = `rollout.max_staleness`, the collection for step t may start once t - 1 - k updates have
+been synced to the engines. Step t trains after t - 1 updates, so no token is more than k versions
+old, however slow any part is: rollouts that would become older are not started, and nothing is
+dropped. Up to k steps are collected at once, in order.
+
+    k = 0   collect t | train t | sync | collect t + 1 | ...
+    k = 1   train t while t + 1 is collected; the sync waits for the collection, so that every
+            step is sampled with one version (one-step-off)
+    k > 1   collections go on during a sync: running requests are interrupted and continued
+            after the tokens they have, which keep their version
+            (`rollout.generation.interruptible`)
+
+`collect` waits for a collection; it is unblocked by its end, by its failure, which it raises, and
+by cancellation. `wait_before_weight_sync` waits for engines, tools and rewards. It is unblocked by
+them, by a signal, which ends the collections, and if no engine can serve, because a restarted
+engine gets its weights with the next sync. `close` cancels what is running and waits until its
+tools are released.
+
+All methods are called from the main thread and run on the event loop, which for k > 0 has a thread
+of its own (`Components.run_coroutine`). The prompts of a step are acknowledged when the step is
+collected; until then a checkpoint returns them to the sampler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
+from mega_agentrl.rollout.groups.scoring import cancel_scores
+from mega_agentrl.train.rollout_collection import (
+    collect_rollouts,
+    open_rollout_collector,
+    rollout_stream_name,
+)
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.groups.collector import RolloutCollector
+    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
+    from mega_agentrl.train.checkpoints import CheckpointManager
+    from mega_agentrl.train.signals import SignalHandler
+    from mega_agentrl.types.components import Components
+
+INTERRUPT_TIMEOUT_S = 2.0
+"""Seconds for running requests to stop before a weight sync; the engine waits for the others."""
+
+POLL_INTERVAL_S = 0.05
+
+
+class RolloutScheduler(Protocol):
+    """Provides the rollouts of each step."""
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Return the groups of a step. Call it once per step, in order, when the step begins."""
+
+    def wait_before_weight_sync(self) -> None:
+        """Return when the updated weights may be sent to the engines."""
+
+    def on_weights_synced(self, step: int) -> None:
+        """Note that the engines serve the weights that this step's update produced."""
+
+
+class SyncRolloutScheduler:
+    """Collects rollouts on demand, with the weights that the step updates."""
+
+    def __init__(self, components: Components, collector: RolloutCollector) -> None:
+        self._components = components
+        self._collector = collector
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Collect the groups of the step now."""
+        return collect_rollouts(self._components, self._collector, step)
+
+    def wait_before_weight_sync(self) -> None:
+        """Return at once: nothing is being collected."""
+        pass
+
+    def on_weights_synced(self, step: int) -> None:
+        """Do nothing: the next collection starts when it is asked for."""
+        pass
+
+
+@contextmanager
+def open_rollout_scheduler(
+    components: Components,
+    config: TrainConfig,
+    checkpoints: CheckpointManager,
+    signal_handler: SignalHandler,
+) -> Iterator[RolloutScheduler]:
+    """Yield the scheduler of all remaining steps; cancel unused rollouts on exit."""
+    staleness = config.rollout.max_staleness
+    interruptible_generator = (
+        InterruptibleGenerator(components.generator, components.codec) if staleness > 1 else None
+    )
+    with open_rollout_collector(
+        components, config, checkpoints.tree_store, interruptible_generator
+    ) as collector:
+        if not staleness:
+            yield SyncRolloutScheduler(components, collector)
+            return
+        scheduler = AsyncRolloutScheduler(
+            components,
+            collector,
+            signal_handler,
+            staleness=staleness,
+            num_done=checkpoints.step,
+            num_steps=config.total_steps,
+            interruptible_generator=interruptible_generator,
+        )
+        try:
+            yield scheduler
+        finally:
+            scheduler.close()
+
+
+class AsyncRolloutScheduler:
+    """Collects rollouts up to `staleness` updates ahead of training."""
+
+    def __init__(
+        self,
+        components: Components,
+        collector: RolloutCollector,
+        signal_handler: SignalHandler,
+        *,
+        staleness: int,
+        num_done: int,
+        num_steps: int,
+        interruptible_generator: InterruptibleGenerator | None,
+    ) -> None:
+        """Schedule the steps after `num_done`, the number of finished RL steps, up to `num_steps`.
+
+        `interruptible_generator` is the generator of `collector` if `staleness` is above 1.
+        """
+        self._components = components
+        self._collector = collector
+        self._signal_handler = signal_handler
+        self._max_staleness = staleness
+        self._num_synced_steps = num_done
+        self._next_step = num_done + 1
+        self._num_steps = num_steps
+        self._interruptible_generator = interruptible_generator
+        self._tasks: dict[int, asyncio.Task[RolloutBatch]] = {}
+        self._is_stopped = False
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Return the groups of the step when their collection has finished."""
+        return self._components.run_coroutine(self._collect(step))
+
+    def wait_before_weight_sync(self) -> None:
+        """Wait for the running collections, or interrupt their requests."""
+        self._components.run_coroutine(
+            self._wait_for_collections()
+            if self._interruptible_generator is None
+            else self._interrupt_requests(self._interruptible_generator)
+        )
+
+    def on_weights_synced(self, step: int) -> None:
+        """Continue interrupted requests and start further collections."""
+        self._components.run_coroutine(self._resume_after_sync(step))
+
+    def close(self) -> None:
+        """Cancel all collections; may be called twice."""
+        self._components.run_coroutine(self._cancel_collections())
+
+    async def _collect(self, step: int) -> RolloutBatch:
+        self._start_collections()
+        task = self._tasks[step]
+        await asyncio.wait({task})
+        del self._tasks[step]
+        rollout_batch = task.result()
+        self._collector.ack(rollout_batch)
+        # The age of its tokens counts from now, when the step begins.
+        return replace(rollout_batch, version=self._components.generator.version)
+
+    def _start_collections(self, ended: asyncio.Task[RolloutBatch] | None = None) -> None:
+        """Start the collections that may start now; `ended` is the one whose end triggers it."""
+        if ended is not None and (ended.cancelled() or ended.exception() is not None):
+            self._is_stopped = True
+        last = min(self._num_steps, self._num_synced_steps + 1 + self._max_staleness)
+        while (
+            not self._is_stopped
+            and self._next_step <= last
+            and self._num_running() < self._max_staleness
+        ):
+            num_behind = self._next_step - 1 - self._num_synced_steps
+            collecting = self._collector.collect_unacked(
+                rollout_stream_name(self._next_step),
+                max_version_lag=self._max_staleness - num_behind,
+            )
+            task = asyncio.create_task(collecting, name=f"step {self._next_step}")
+            self._tasks[self._next_step] = task
+            self._next_step += 1
+            task.add_done_callback(self._start_collections)
+
+    def _num_running(self) -> int:
+        return sum(not task.done() for task in self._tasks.values())
+
+    async def _wait_for_collections(self) -> None:
+        """Wait for the running collections; cancel them if the run has received a signal."""
+        while (
+            self._num_running()
+            and self._signal_handler.received_signal is None
+            and self._any_engine_serving()
+        ):
+            open_tasks = [task for task in self._tasks.values() if not task.done()]
+            await asyncio.wait(open_tasks, timeout=POLL_INTERVAL_S)
+        if self._signal_handler.received_signal is not None:
+            # There is little time to save, and engines end requests before they take weights.
+            await self._cancel_collections()
+
+    def _any_engine_serving(self) -> bool:
+        return self._components.generator.can_serve
+
+    async def _interrupt_requests(self, interruptible_generator: InterruptibleGenerator) -> None:
+        """Interrupt running requests until none is left.
+
+        Once is not enough: requests may be on their way to the engine.
+        """
+        try:
+            async with asyncio.timeout(INTERRUPT_TIMEOUT_S):
+                await interruptible_generator.interrupt_requests()
+                while interruptible_generator.has_running_requests:
+                    await asyncio.sleep(POLL_INTERVAL_S)
+                    await interruptible_generator.interrupt_requests()
+        except TimeoutError:
+            pass
+
+    async def _resume_after_sync(self, step: int) -> None:
+        self._num_synced_steps = step
+        if self._interruptible_generator is not None:
+            self._interruptible_generator.continue_requests()
+        if self._signal_handler.received_signal is None:
+            self._start_collections()
+
+    async def _cancel_collections(self) -> None:
+        self._is_stopped = True
+        tasks = list(self._tasks.values())
+        self._tasks = {}
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(result, BaseException):
+                cancel_scores(result.pending_scores)

@@ -1,0 +1,175 @@
+"""Signals that end a run, delivered at points where nothing is lost.
+
+    USR1          save and exit with code 75: the queue starts the same command again
+    INT, TERM     save and exit with 130 or 143; a second one exits at once
+
+A signal raises `RunInterrupted` in the main thread; the coroutine that the run waits for is
+cancelled first, so that engines and tools are left in order. Within `defer_signals` it waits for
+the end of the body, in which the state is neither that of the step before nor of the one after.
+Between `enable_save_timeout` and `disable_save_timeout` the run saves at a signal, for which it has
+`SAVE_TIMEOUTS_S`; after that it exits as at a second signal.
+
+This module imports nothing heavy, because `python -m mega_agentrl` installs the handlers before
+anything else. `checkpoints` decides what is saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+ResultT = TypeVar("ResultT")
+
+EXIT_CODES: dict[int, int] = {signal.SIGUSR1: 75, signal.SIGINT: 130, signal.SIGTERM: 143}
+"""Exit codes by signal; `slurm/train.sh` puts a run with code 75 back into the queue."""
+
+SAVE_TIMEOUTS_S: dict[int, float] = {
+    signal.SIGUSR1: 100.0,
+    signal.SIGINT: 25.0,
+    signal.SIGTERM: 25.0,
+}
+"""Seconds for a save, by signal.
+
+Slurm sends USR1 120 s before the time limit (`slurm/train.sh`); after TERM mostly KILL follows 30 s
+later.
+"""
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """A signal asked the run to end.
+
+    A `KeyboardInterrupt`, because event loops and Ray pass on nothing else.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+
+
+class SignalHandler:
+    """Handles the signals that ask a process to end.
+
+    Everything runs in the main thread, except for the timer of a save and for coroutines whose
+    event loop has a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self.received_signal: int | None = None
+        """The first signal received."""
+        self._num_deferrals = 0
+        self._has_save_timeout = False
+        self._is_handled = False
+        self._task: asyncio.Task[Any] | None = None
+        self._save_timer: threading.Timer | None = None
+
+    def install(self) -> None:
+        """Install the handlers; may be called again. Does nothing outside the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in EXIT_CODES:
+                signal.signal(number, self.on_signal)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a process that was asked to end; 130 without a signal."""
+        return EXIT_CODES[signal.SIGINT if self.received_signal is None else self.received_signal]
+
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal.
+
+        Raises:
+            RunInterrupted: It is the first signal, no deferral is active and no coroutine is
+            running.
+            KeyboardInterrupt: It is the second INT or TERM.
+        """
+        del frame
+        if self.received_signal is not None:
+            # A queue may repeat USR1 while the save is under way.
+            if number != signal.SIGUSR1:
+                raise KeyboardInterrupt
+            return
+        self.received_signal = number
+        if self._has_save_timeout:
+            self._start_save_timer()
+        if self._num_deferrals:
+            return
+        if (task := self._task) is not None:
+            # The loop may run in another thread, or be waiting for input.
+            task.get_loop().call_soon_threadsafe(task.cancel)
+            return
+        raise RunInterrupted(number)
+
+    def raise_if_signalled(self) -> None:
+        """Raise `RunInterrupted` if a signal is pending."""
+        if self.received_signal is not None and not self._num_deferrals and not self._is_handled:
+            raise RunInterrupted(self.received_signal)
+
+    @contextmanager
+    def defer_signals(self) -> Iterator[None]:
+        """Defer signals to the end of the body, which then raises `RunInterrupted`."""
+        self._num_deferrals += 1
+        try:
+            yield
+        finally:
+            self._num_deferrals -= 1
+        self.raise_if_signalled()
+
+    def make_cancellable(
+        self, wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]
+    ) -> Callable[[Coroutine[Any, Any, ResultT]], ResultT]:
+        """Wrap a function that runs a coroutine, so that a signal cancels the coroutine."""
+
+        async def noted(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+            self._task = asyncio.current_task()
+            try:
+                return await coroutine
+            finally:
+                self._task = None
+
+        def wait_or_stop(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+            try:
+                result = wait(noted(coroutine))
+            except asyncio.CancelledError:
+                self.raise_if_signalled()
+                raise
+            self.raise_if_signalled()
+            return result
+
+        return wait_or_stop
+
+    def enable_save_timeout(self) -> None:
+        """From here on the run saves at a signal, within a time limit."""
+        self._has_save_timeout = True
+        if self.received_signal is not None:
+            self._start_save_timer()
+
+    def mark_handled(self) -> None:
+        """Note that `RunInterrupted` was caught and the run is saving; it is not raised again."""
+        self._is_handled = True
+
+    def disable_save_timeout(self) -> None:
+        """End the time limit: the save is over, or there is none."""
+        self._has_save_timeout = False
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+            self._save_timer = None
+
+    def _start_save_timer(self) -> None:
+        assert self.received_signal is not None
+        main = threading.main_thread().ident
+        assert main is not None
+        # A real signal also interrupts a system call in which the run hangs.
+        self._save_timer = threading.Timer(
+            SAVE_TIMEOUTS_S[self.received_signal], signal.pthread_kill, (main, signal.SIGTERM)
+        )
+        self._save_timer.daemon = True
+        self._save_timer.start()
+
+
+PROCESS_SIGNAL_HANDLER = SignalHandler()
+"""The handler of `python -m mega_agentrl`; signal handlers belong to the process, not a run."""

@@ -1,0 +1,417 @@
+"""Protocols between the layers.
+
+`rollout/` uses engines and tools through `Generator` and `ToolSession`. `train/` uses the trained
+models through `Policy`, `Critic` and `RewardModel`. Weights move from a `WeightSource` to a
+`WeightSink` along a plan that both sides know. State that a checkpoint must hold is `Stateful`.
+The classes that implement them live in `generator/`, `tool/`, `actor/` and `runtime/`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.records import (
+        GenerateRequest,
+        Generation,
+        InvalidToolCall,
+        Message,
+        Prompt,
+        Score,
+        ToolCall,
+        ToolOutcome,
+        Trajectory,
+    )
+
+LayoutT_co = TypeVar("LayoutT_co", covariant=True)
+TransferGroupT_contra = TypeVar("TransferGroupT_contra", contravariant=True)
+DigestsT_co = TypeVar("DigestsT_co", covariant=True)
+DigestsT_contra = TypeVar("DigestsT_contra", contravariant=True)
+
+
+class Generator(Protocol):
+    """Samples from the current policy with one or more engines."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that is being served."""
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether any engine accepts requests; otherwise they wait for the next weights."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Run a request to completion.
+
+        Waits for the engine; unblocked by completion, `abort` or the engine's death.
+
+        Raises:
+            RuntimeError: the engine, which the message names, is dead or timed out.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its `generate` returns the partial result as `aborted`."""
+
+    async def entropies(self, request_id: str) -> tuple[float, ...]:
+        """Return exact entropies in nats of the tokens sampled so far by a running request."""
+
+    async def pause(self) -> None:
+        """Finish or freeze running requests, admit no new ones and drop the prefix cache."""
+
+    async def resume(self) -> None:
+        """Serve requests again after `pause`."""
+
+
+class ToolSession(Protocol):
+    """All tools of one trajectory, with the same lifetime.
+
+    Call `create` once, `execute` per call, then `calc_reward` and `release` once at the end.
+    """
+
+    async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Create the state of the tools.
+
+        Raises:
+            ValueError: a tool is not registered.
+            ToolSessionError: a tool failed; also raised by `fork` and `calc_reward`.
+        """
+
+    async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
+        """Run a call and return its typed outcome; never raises for what the policy wrote."""
+
+    async def fork(self) -> ToolSession:
+        """Return a session with a copy of the state."""
+
+    async def calc_reward(self) -> dict[str, float]:
+        """Return the final reward by tool name; empty if no tool gives one."""
+
+    async def release(self) -> None:
+        """Free all resources; safe to call twice."""
+
+
+class ToolProvider(Protocol):
+    """Opens tool sessions and implements the call protocol of the policy."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Closing tags after which the engine must stop generating."""
+
+    @property
+    def uses_tool_messages(self) -> bool:
+        """Whether answers are chat messages with the role `tool` after the assistant's turn.
+
+        Otherwise they are text within the assistant's turn.
+        """
+
+    def open_session(self) -> ToolSession:
+        """Return a new session, on which `create` has not been called."""
+
+    def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
+        """Return the calls of an assistant turn in order, including invalid ones."""
+
+    def parse_final_call(self, turn_text: str) -> ToolCall | None:
+        """Return the call at the end of an assistant turn; None if there is none or it is empty."""
+
+    def render_outcome(self, outcome: ToolOutcome) -> str:
+        """Return an outcome as text for the policy, control tags escaped."""
+
+
+class TextCodec(Protocol):
+    """Converts text to token ids and back; text never becomes special tokens."""
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the token that ends an assistant turn."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, including added tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of exactly this text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the ids without special tokens."""
+
+
+class UserSimulatorSession(Protocol):
+    """The simulated user or environment of one trajectory.
+
+    Every step raises `ToolSessionError` if it fails or times out.
+    """
+
+    @property
+    def can_respond(self) -> bool:
+        """Whether the user has messages left."""
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the session can be forked, so that the trajectory may branch."""
+
+    async def create(self) -> None:
+        """Create the session's state."""
+
+    async def respond(self, messages: Sequence[Message]) -> tuple[ToolOutcome, bool]:
+        """Return the answer to the assistant's last message, and whether the conversation ends."""
+
+    def record_response(self) -> None:
+        """Count an answer that was passed on to the policy."""
+
+    async def fork(self) -> UserSimulatorSession:
+        """Return a session with a copy of the state."""
+
+    async def calc_reward(self) -> dict[str, float]:
+        """Return the final reward by name; empty if there is none."""
+
+    async def release(self) -> None:
+        """Free all resources; safe to call twice."""
+
+
+class InteractionProvider(Protocol):
+    """Opens sessions of simulated users."""
+
+    def open_session(self, prompt: Prompt) -> UserSimulatorSession | None:
+        """Return a session, on which `create` has not been called, or None without a user."""
+
+
+@runtime_checkable
+class ChatCodec(TextCodec, Protocol):
+    """A text codec with a chat template; message texts never become special tokens."""
+
+    @property
+    def turn_end_text(self) -> str:
+        """Text that the template renders after the last assistant turn."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the ids of a conversation.
+
+        Args:
+            messages: the conversation.
+            tools: schemas of the tools that the template renders.
+            add_generation_prompt: whether to append the generation prompt.
+        """
+
+    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between an assistant turn's end and the next assistant turn."""
+
+    def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the ids, including special tokens."""
+
+
+class Rubric(Protocol):
+    """Computes the reward of finished trajectories."""
+
+    def score(self, trajectory: Trajectory) -> Score | Future[Score]:
+        """Return the reward, or its future if another process computes it; never blocks.
+
+        Never raises for what the policy wrote. The future raises `RewardError` if the reward cannot
+        be computed. It needs no event loop and may be cancelled.
+        """
+
+    def needs_reward_model(self, prompt: Prompt) -> bool:
+        """Return whether the prompt's trajectories also need the score of a `RewardModel`."""
+
+    def add_model_score(self, trajectory: Trajectory, value: float) -> Score:
+        """Return the trajectory's score with the reward model's value added."""
+
+
+class Policy(Protocol):
+    """The trained model, over any number of ranks. Calls are synchronous."""
+
+    def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
+        """Fill `old_logp_BT`, `entropy_BT` and, with a reference, `ref_logp_BT`."""
+
+    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+        """Run one policy-gradient update; needs `advantage_BT` and `old_logp_BT`."""
+
+    def sft_step(self, batch: TrainBatch) -> UpdateStats:
+        """Run one maximum-likelihood step on the masked tokens."""
+
+    def reset_optimizer(self) -> None:
+        """Reset the optimizer's moments before the next stage of training."""
+
+    def sync_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
+        """Send the current weights to every engine; returns metrics such as bytes and seconds."""
+
+    def set_objective(self, algo: Any, temperature: float) -> None:
+        """Switch to another training objective.
+
+        If the new objective needs a reference policy, the current weights become the reference.
+
+        Args:
+            algo: an `AlgoConfig`.
+            temperature: sampling temperature of the rollouts.
+        """
+
+    def save_checkpoint(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint, without the reference policy; returns once it is complete.
+
+        Args:
+            folder: folder of the checkpoint.
+            extra: plain values that `load_checkpoint` returns.
+            keep: number of checkpoints to keep, including this one; None keeps all.
+
+        Raises:
+            RuntimeError: a rank, which the message names, failed or timed out. Earlier checkpoints
+                are unchanged.
+        """
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint of any parallel layout and return its `extra` values.
+
+        Raises:
+            RuntimeError: the checkpoint is incomplete, damaged or of another model. Nothing has
+                changed then.
+        """
+
+    def start_profile(self) -> None:
+        """Start a profiler trace of rank 0; discards one that was never stopped."""
+
+    def stop_profile(self, file: Path) -> None:
+        """Stop the profiler and write a Chrome trace."""
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint folder that transformers and vLLM load."""
+
+    def restart(self) -> None:
+        """Recreate all ranks with the initial weights, after a `RankLostError`.
+
+        Any call may raise that error when a rank dies or hangs; afterwards only `restart` and
+        `close` may be called.
+        """
+
+    def close(self) -> None:
+        """Stop every rank; safe to call twice."""
+
+
+class Critic(Protocol):
+    """Estimates the remaining return at each token. Calls are synchronous."""
+
+    def compute_values(self, batch: TrainBatch) -> TrainBatch:
+        """Fill `value_BT` with the value before each response token."""
+
+    def update(self, batch: TrainBatch) -> UpdateStats:
+        """Run one update towards `return_BT`; needs `value_BT` of before the update."""
+
+    def save_checkpoint(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint; see `Policy.save_checkpoint`."""
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint; see `Policy.load_checkpoint`."""
+
+    def reset(self) -> None:
+        """Restore the initial weights and optimizer; does nothing if they are unchanged."""
+
+    def close(self) -> None:
+        """Stop every rank; safe to call twice."""
+
+
+class RewardModel(Protocol):
+    """A learned model that scores whole trajectories. Calls are synchronous."""
+
+    def compute_scores(self, batch: TrainBatch) -> Any:
+        """Return [B] float32 scores; `reward_B` does not change."""
+
+    def close(self) -> None:
+        """Stop every rank; safe to call twice."""
+
+
+class WeightSource(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_co]):
+    """A rank that holds a shard of the trained weights."""
+
+    def layout(self) -> LayoutT_co:
+        """Return the rectangles of Hugging Face tensors that this rank holds."""
+
+    def join_transfer_group(self, session: TransferGroupT_contra, regions: Any) -> None:
+        """Join the other ranks of a transfer session.
+
+        Args:
+            session: the session to join.
+            regions: the regions to compute digests of.
+        """
+
+    def send_weights(self, key: str, version: int) -> DigestsT_co:
+        """Send this rank's part in the session with that key; returns digests of its regions."""
+
+
+class WeightSink(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_contra]):
+    """An engine whose workers receive weights while it is paused."""
+
+    async def layout(self) -> LayoutT_co:
+        """Return the rectangles of Hugging Face tensors that each worker needs."""
+
+    async def join_weight_transfer(self, session: TransferGroupT_contra) -> None:
+        """Make every worker join the other ranks of a transfer session."""
+
+    async def receive_weights(self, version: int) -> None:
+        """Receive all parts; raises `RuntimeError` naming tensor, ranks and bucket."""
+
+    async def verify_weights(self, version: int, expected: Sequence[DigestsT_contra]) -> None:
+        """Compare each worker's digests with the trainer's; only then can the engine serve."""
+
+    async def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return log-probs of a prompt, to compare with the trainer's."""
+
+    async def refuse_requests(self, reason: str) -> None:
+        """Fail all requests with the given reason until an update has succeeded."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state exactly; raises `ValueError` naming a missing or unknown key."""
+
+
+class PromptSource(Stateful, Protocol):
+    """A resumable stream of training prompts.
+
+    A prompt that `next_prompts` returned is outstanding until `ack` or `nack`. A restored source
+    returns the outstanding prompts again, so that no prompt is lost or used twice.
+    """
+
+    def next_prompts(self, num_prompts: int) -> Sequence[Prompt]:
+        """Return the next prompts of the endless stream, returned (`nack`) prompts first."""
+
+    def record_accuracies(self, accuracies: Mapping[str, float]) -> None:
+        """Record the fraction of correct trajectories, in [0, 1], by prompt id."""
+
+    def ack(self, prompts: Sequence[Prompt]) -> None:
+        """Acknowledge prompts that were trained on or dropped for good."""
+
+    def nack(self, prompts: Sequence[Prompt]) -> None:
+        """Return prompts that were not used; `next_prompts` gives them first, in this order."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """All prompts in the order of the dataset."""
+
+    @property
+    def num_excluded(self) -> int:
+        """Number of times that a prompt was skipped so far."""
+
+    def exclude(self, rule: Callable[[int], Collection[str]] | None) -> None:
+        """Skip prompts from now on.
+
+        Args:
+            rule: given the epoch, returns the ids of the prompts to skip; None skips none.
+        """

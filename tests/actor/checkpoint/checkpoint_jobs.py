@@ -1,0 +1,130 @@
+"""Jobs of the checkpoint tests, run on each rank: a policy trains, saves and resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mega_agentrl.actor.checkpoint import save_load
+from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
+from mega_agentrl.actor.checkpoint.save_load import AsyncCheckpointSaver
+from mega_agentrl.actor.megatron_model import RankInfo
+from mega_agentrl.actor.policy import PolicyRank
+
+
+def load(policy, folder):
+    policy.load_hf(str(folder))
+
+
+def steps(policy, batch, count, lr=1e-2):
+    """Take policy-gradient steps and return their losses."""
+    return [policy.update(batch, None, lr).loss for _ in range(count)]
+
+
+def save(policy, folder, extra=None):
+    return policy.save_checkpoint(str(folder), extra)
+
+
+def resume(policy, folder):
+    """Load a checkpoint; return its extra values and both step counts."""
+    extra = policy.load_checkpoint(str(folder))
+    return extra, policy.megatron_model.num_steps, policy.megatron_model.optimizer.num_steps
+
+
+def random(policy):
+    return torch.rand(3)
+
+
+def scale(policy, factor):
+    """Scale all weights, as if training had gone on."""
+    with torch.no_grad():
+        for parameter in policy.megatron_model.parameters.values():
+            parameter.mul_(factor)
+
+
+def values(policy):
+    """Return the training state as (kind, Hugging Face name, rectangle, value)."""
+    from mega_agentrl.actor.checkpoint.flat_shards import iter_hf_views
+    from mega_agentrl.actor.checkpoint.sharded_state import _iter_flat_ranges
+
+    return [
+        (kind, name, rect, view.clone())
+        for kind, _, shard, first, run in _iter_flat_ranges(policy.megatron_model)
+        for name, rect, view in iter_hf_views(shard, run, first)
+    ]
+
+
+def logprobs(policy, batch):
+    return policy.compute_log_probs(batch)
+
+
+def export(policy, folder):
+    policy.export_hf(str(folder))
+
+
+def save_beside_training(policy, folder, batch):
+    """Take steps during a save on a slow disk; return their losses and what poll and wait gave."""
+    slow_disk(policy, 0.2)
+    saving = AsyncCheckpointSaver(policy.megatron_model)
+    saving.start(folder)
+    over = saving.poll()
+    losses = steps(policy, batch, 3)
+    return over, losses, saving.wait(60.0), saving.poll()
+
+
+def slow_disk(policy, seconds):
+    """Make every fsync slower."""
+    flush = os.fsync
+
+    def slow(handle):
+        time.sleep(seconds)
+        flush(handle)
+
+    os.fsync = slow
+
+
+def die_in_save(policy, folder, dead_rank, token):
+    """Kill one rank while it writes; the others write the error they get to the file `token`."""
+    saving = AsyncCheckpointSaver(policy.megatron_model)
+    death = Path(f"{token}.death")
+    save_load.SaveBarrier = partial(
+        SaveBarrier, clock=lambda: time.monotonic() + (1000.0 if death.exists() else 0.0)
+    )
+    if torch.distributed.get_rank() == dead_rank:
+
+        def die(handle):
+            death.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = die
+    saving.start(folder, copy=False)
+    try:
+        saving.wait(60.0)
+    except RuntimeError as error:
+        Path(token).write_text(str(error))
+    else:
+        raise AssertionError(f"the save succeeded without rank {dead_rank}")
+
+
+def refused(policy, function, *arguments):
+    """Return the message of the ValueError or RuntimeError of a job."""
+    try:
+        globals()[function](policy, *arguments)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def call_all(rank_info, config, calls):
+    """Return the results of calls (name of a function of this module, *arguments)."""
+    torch.manual_seed(rank_info["rank"])
+    policy = PolicyRank(config, RankInfo(**rank_info))
+    try:
+        return [globals()[name](policy, *arguments) for name, *arguments in calls]
+    finally:
+        policy.close()

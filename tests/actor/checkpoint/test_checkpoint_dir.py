@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mega_agentrl.actor.checkpoint import checkpoint_dir
+from mega_agentrl.actor.checkpoint.checkpoint_dir import (
+    CheckpointManifest,
+    FileRecord,
+    commit_folder,
+    create_partial_folder,
+    find_damage,
+    latest_checkpoint,
+    prune_checkpoints,
+    to_json_dict,
+)
+
+
+def manifest_of(folder, number=1, **extra):
+    files = {path.name: FileRecord.from_file(path) for path in folder.iterdir()}
+    return CheckpointManifest(
+        number=number,
+        num_steps=7,
+        num_adam_steps=5,
+        num_ranks=2,
+        layout={"tensor": 2},
+        dtype="bfloat16",
+        shape={"hidden": 32},
+        files=files,
+        extra=extra,
+    )
+
+
+def write(folder, number=1, **extra):
+    """Write a small checkpoint with the same steps as a real one."""
+    partial = create_partial_folder(folder, f"token{number}")
+    (partial / "metadata.json").write_text("{}")
+    (partial / "data").write_bytes(bytes(100) + bytes([number]))
+    commit_folder(partial, folder, manifest_of(partial, number, **extra))
+    return folder
+
+
+def test_a_manifest_reads_back_as_it_was_written(tmp_path):
+    folder = write(tmp_path / "a", seed=3, ids=["x"])
+    manifest = CheckpointManifest.read(folder)
+    assert manifest.extra == {"seed": 3, "ids": ["x"]}
+    assert (manifest.num_steps, manifest.num_adam_steps, manifest.dtype) == (7, 5, "bfloat16")
+    assert manifest.files["data"].num_bytes == 101
+    assert find_damage(folder, manifest, manifest.files, contents=True) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_newest_whole_checkpoint_is_the_latest(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    write(tmp_path / "b", 1)
+    write(tmp_path / "a", 2)
+    assert latest_checkpoint(tmp_path) == tmp_path / "a"
+    with (tmp_path / "a/data").open("r+b") as file:
+        file.truncate(50)
+    assert latest_checkpoint(tmp_path) == tmp_path / "b"
+    (tmp_path / "b/manifest.json").write_text('{"format"')
+    assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("moment", ["begin", "write", "rename", "manifest"])
+def test_whatever_moment_it_ends_the_previous_checkpoint_stays(tmp_path, moment, monkeypatch):
+    first = write(tmp_path / "first", 1)
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    if moment == "begin":
+        create_partial_folder(tmp_path / "second", "x")
+    else:
+        broken = {"write": (os, "fsync"), "rename": (type(tmp_path), "rename")}
+        target = broken.get(moment, (CheckpointManifest, "write"))
+        monkeypatch.setattr(*target, stop)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "second", 2)
+        monkeypatch.undo()
+    assert latest_checkpoint(tmp_path) == first
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+    # The same name can be used again, whatever is left of it.
+    assert latest_checkpoint(tmp_path) == first
+    second = write(tmp_path / "second", 2)
+    assert latest_checkpoint(tmp_path) == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_contents_are_compared_when_asked(tmp_path):
+    folder = write(tmp_path / "a")
+    manifest = CheckpointManifest.read(folder)
+    (folder / "data").write_bytes(bytes(99) + b"zz")
+    assert find_damage(folder, manifest, ["data"], contents=False) is None
+    assert "other contents" in find_damage(folder, manifest, ["data"], contents=True)
+    (folder / "data").unlink()
+    assert "missing" in find_damage(folder, manifest, ["data"], contents=False)
+
+
+def test_a_file_that_lost_bytes_before_the_rename_stops_the_save(tmp_path):
+    partial = create_partial_folder(tmp_path / "a", "x")
+    (partial / "data").write_bytes(bytes(100))
+    manifest = manifest_of(partial)
+    (partial / "data").write_bytes(bytes(60))
+    with pytest.raises(ValueError, match="60 bytes, expected 100"):
+        commit_folder(partial, tmp_path / "a", manifest)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_there_is_not_replaced(tmp_path):
+    write(tmp_path / "a")
+    with pytest.raises(ValueError, match="there is a finished checkpoint"):
+        create_partial_folder(tmp_path / "a", "x")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/thesis.txt").write_text("dear")
+    with pytest.raises(ValueError, match="got something else"):
+        create_partial_folder(tmp_path / "b", "x")
+    with pytest.raises(ValueError, match="found none"):
+        CheckpointManifest.read(tmp_path / "b")
+
+
+def test_another_format_is_refused(tmp_path):
+    folder = write(tmp_path / "a")
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace(checkpoint_dir.MANIFEST_FORMAT, "other 2"))
+    with pytest.raises(ValueError, match="got format 'other 2'"):
+        CheckpointManifest.read(folder)
+
+
+def test_pruning_keeps_the_newest_and_removes_leftovers(tmp_path):
+    for number, name in enumerate(("c", "a", "b", "d"), start=1):
+        write(tmp_path / name, number)
+    create_partial_folder(tmp_path / "e", "x")
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ValueError, match="keep=0"):
+        prune_checkpoints(tmp_path, 0)
+    prune_checkpoints(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "d", "notes"]
+    assert checkpoint_dir.next_checkpoint_number(tmp_path) == 5
+    prune_checkpoints(tmp_path, 5)
+    assert latest_checkpoint(tmp_path) == tmp_path / "d"
+
+
+def test_extra_values_must_be_plain():
+    assert to_json_dict({"a": (1, 2)}, "extra") == {"a": [1, 2]}
+    with pytest.raises(ValueError, match="extra: expected plain numbers"):
+        to_json_dict({"a": {1}}, "extra")

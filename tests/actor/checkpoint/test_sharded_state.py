@@ -1,0 +1,152 @@
+"""Which rank writes what, for every rank of a layout, without starting the ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mega_agentrl.actor.checkpoint import sharded_state
+from mega_agentrl.actor.checkpoint.flat_shards import iter_hf_views
+from mega_agentrl.actor.checkpoint.sharded_state import (
+    MOMENTS,
+    WEIGHT,
+    has_master_weights,
+    state_key,
+)
+from mega_agentrl.actor.parallel.process_groups import RankCoordinates, partition_ranks
+from mega_agentrl.config.schema import ParallelConfig
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, is_expert_param, megatron_layout
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from tests.tiny_models import make_tiny_model
+
+LAYOUTS = {
+    "one": {},
+    "TP2-PP2": {"tensor": 2, "pipeline": 2},
+    "PP2-virtual-DP2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
+    "TP2-DP2-CP2": {"tensor": 2, "data": 2, "context": 2},
+    "EP2-TP2-DP2": {"tensor": 2, "data": 2, "expert": 2},
+    "EP4": {"data": 4, "expert": 4},
+}
+
+
+class Group(SimpleNamespace):
+    """A stand-in for a process group."""
+
+    def size(self):
+        return len(self.ranks)
+
+    def rank(self):
+        return self.ranks.index(self.mine)
+
+
+def group(layout, mine, key):
+    (ranks,) = [ranks for ranks in partition_ranks(layout, key) if mine in ranks]
+    return Group(ranks=ranks, mine=mine)
+
+
+def fake_model(shape, layout, rank):
+    """The attributes of `MegatronModel` that decide what a rank writes; all values are 1."""
+    mp_rank = RankCoordinates.from_rank(rank, layout).model_parallel_rank
+    shards = megatron_layout(shape, mp_rank)
+    parameters = {shard.name: torch.nn.Parameter(torch.ones(shard.shape)) for shard in shards}
+    dense = group(
+        layout,
+        rank,
+        lambda at: (at.model_parallel_rank.tensor_rank, at.model_parallel_rank.pipeline_rank),
+    )
+    expert = group(
+        layout,
+        rank,
+        lambda at: (
+            at.model_parallel_rank.expert_tensor_rank,
+            at.model_parallel_rank.expert_rank,
+            at.model_parallel_rank.pipeline_rank,
+        ),
+    )
+    tensor = group(
+        layout,
+        rank,
+        lambda at: (at.context_rank, at.data_rank, at.model_parallel_rank.pipeline_rank),
+    )
+
+    def state_shards():
+        for name, parameter in parameters.items():
+            replicas = expert if is_expert_param(name) else dense
+            index, size = replicas.rank(), replicas.size()
+            if not layout.distributed_optimizer:
+                index, size = 0, 1
+            edges = [parameter.numel() * part // size for part in range(size + 1)]
+            run = torch.ones(edges[index + 1] - edges[index])
+            yield parameter, edges[index], dict.fromkeys(("param", *MOMENTS), run)
+
+    return SimpleNamespace(
+        shape=shape,
+        shard_layouts=shards,
+        parameters=parameters,
+        dtype=torch.float32,
+        is_trainable=True,
+        optimizer=SimpleNamespace(state_shards=state_shards),
+        config=SimpleNamespace(parallel=layout),
+        groups=SimpleNamespace(
+            pg_collection=SimpleNamespace(tp=tensor, dp_cp=dense, expt_dp=expert)
+        ),
+    )
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "tied"])
+def shape(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    name = "qwen3" if request.param == "tied" else request.param
+    return ModelShape.from_folder(make_tiny_model(name, folder, tied=request.param == "tied"))
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_ranks_together_write_every_element_once(name, distributed, shape):
+    if "EP" in name and shape.moe is None:
+        pytest.skip("no experts to cut")
+    layout = ParallelConfig(**LAYOUTS[name], distributed_optimizer=distributed)
+    written = {
+        state_key(kind, hf): torch.zeros(full, dtype=torch.int64)
+        for kind in (WEIGHT, *MOMENTS)
+        for hf, full in hf_shapes(shape).items()
+    }
+    elements = []
+    for rank in range(layout.world_size):
+        one = fake_model(shape, layout, rank)
+        elements.append(0)
+        for kind, number, shard, first, run in sharded_state._iter_flat_ranges(one):
+            is_sharded = kind != WEIGHT and distributed
+            if not sharded_state._is_writing_replica(one, number, shard, is_sharded=is_sharded):
+                continue
+            for hf, rect, view in iter_hf_views(shard, run, first):
+                written[state_key(kind, hf)][rect.slices] += 1
+                elements[-1] += view.numel()
+    assert written.keys() == sharded_state.stored_shapes(one).keys()
+    for stored, counts in written.items():
+        assert (counts == 1).all(), stored
+    # Replicas share the work.
+    assert max(elements) < 0.7 * sum(elements) or layout.world_size == 1
+
+
+def test_masters_are_kept_for_everything_but_float32():
+    assert has_master_weights(torch.bfloat16)
+    assert not has_master_weights(torch.float32)
+
+
+def test_padding_becomes_zero_and_the_source_of_float32_is_the_masters(shape, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    one = fake_model(shape, ParallelConfig(tensor=2, sequence_parallel=True), 1)
+    state = sharded_state.sharded_state_to_load(one, masters=True, num_ranks=2)
+    embedding = one.parameters["embedding.word_embeddings.weight"]
+    # Its rows 29..31 are padding, so it is emptied; what is read whole is left to the reading.
+    assert (embedding == 0).all()
+    assert (one.parameters["decoder.final_layernorm.weight"] == 1).all()
+    random = state.pop("rng")
+    assert (random.global_shape, random.global_offset) == ((2,), (1,))
+    assert {entry.key.split(".")[0] for entry in state.values()} == {"master", *MOMENTS}
+    plain = sharded_state.sharded_state_to_load(one, masters=False, num_ranks=2)
+    plain.pop("rng")
+    assert {entry.key.split(".")[0] for entry in plain.values()} == {WEIGHT, *MOMENTS}

@@ -1,0 +1,132 @@
+"""Both plans against the definition: query q sees key k of its row exactly if k <= q."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.actor.model.attention_plan import (
+    AttentionSegment,
+    group_by_size,
+    make_padded_plan,
+    make_varlen_plan,
+    split_into_segments,
+)
+from mega_agentrl.actor.parallel.context_parallel import (
+    gathered_token_indices,
+    rank_token_indices,
+    row_length_multiple,
+)
+
+CPU = torch.device("cpu")
+
+
+def starts(lengths, size=1):
+    start_R = [0]
+    for length in lengths:
+        start_R.append(start_R[-1] + length * row_length_multiple(size))
+    return tuple(start_R)
+
+
+def square(length):
+    return AttentionSegment(query_start=0, num_queries=length, key_start=0, num_keys=length)
+
+
+def test_segments_of_two_ranks_by_hand():
+    # A row of 4 and one of 8 tokens; rank 0 has quarters 0 and 3.
+    described = [
+        (part.query_start, part.num_queries, part.key_start, part.num_keys)
+        for part in split_into_segments((0, 4, 12), 0, 2)
+    ]
+    assert described == [(0, 1, 0, 1), (1, 1, 0, 4), (2, 2, 4, 2), (4, 2, 4, 8)]
+
+
+def test_varlen_plan_by_hand():
+    plan = make_varlen_plan((0, 4, 12), 1, 2, CPU)
+    # Quarters 1 and 2 of the rows see the first 2, 3, 4 and 6 tokens of theirs.
+    assert plan.cu_seqlens_q.tolist() == [0, 1, 2, 4, 6]
+    assert plan.cu_seqlens_k.tolist() == [0, 2, 5, 9, 15]
+    assert (plan.max_seqlen_q, plan.max_seqlen_k) == (2, 6)
+    assert plan.cu_seqlens_q.dtype == torch.int32
+    order = gathered_token_indices((0, 4, 12), 2)
+    tokens = [0, 1, 0, 1, 2, 4, 5, 6, 7, 4, 5, 6, 7, 8, 9]
+    assert plan.key_index_K.tolist() == order[tokens].tolist()
+
+
+def test_a_long_row_does_not_pad_the_short_ones():
+    # 2000 alone: with one row of 1000 beside it 1/3 of the scores would be padding's, with two
+    # of them half of the work. Rows of less than 64 cost less than a kernel's start.
+    groups = group_by_size([square(length) for length in (10, 2000, 1000, 40, 900, 1)])
+    assert [[part.num_keys for part in group] for group in groups] == [
+        [2000],
+        [1000, 900],
+        [40, 10, 1],
+    ]
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_padding_costs_at_most_half_of_the_work(lengths):
+    groups = group_by_size([square(length) for length in lengths])
+    assert sorted(part.num_keys for group in groups for part in group) == sorted(lengths)
+    for group in groups:
+        work = sum(part.num_keys**2 for part in group)
+        area = len(group) * max(part.num_keys for part in group) ** 2
+        assert area <= max(1.5 * work, work + 4096)
+    # A group's longest row is more than sqrt(1.5) times the next one's: 19 groups down to 64.
+    assert len(groups) <= 25
+
+
+def seen_in_blocks(plan, size):
+    """Return {(query, gathered key)} over the real query slots."""
+    pairs, query_at, key_at = set(), 0, 0
+    real = set(plan.slot_index_S.tolist())
+    for block in plan.blocks:
+        shape = (block.num_queries, block.num_keys)
+        for index in range(block.num_segments):
+            mask = torch.ones(shape).tril() if block.mask is None else block.mask[index, 0]
+            for query, key in torch.nonzero(mask).tolist():
+                if query_at + query in real:
+                    token, place = (
+                        plan.query_index_P[query_at + query],
+                        plan.key_index_K[key_at + key],
+                    )
+                    pairs.add((int(token), int(place)))
+            query_at, key_at = query_at + shape[0], key_at + shape[1]
+    assert (query_at, key_at) == (len(plan.query_index_P), len(plan.key_index_K))
+    return pairs
+
+
+def seen_in_runs(plan):
+    pairs = set()
+    for number in range(len(plan.cu_seqlens_q) - 1):
+        first, last = plan.cu_seqlens_q[number : number + 2].tolist()
+        start, stop = plan.cu_seqlens_k[number : number + 2].tolist()
+        for query in range(first, last):
+            for key in range(start, stop - (last - 1 - query)):
+                pairs.add((query, key if plan.key_index_K is None else int(plan.key_index_K[key])))
+    return pairs
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    size=st.integers(1, 3),
+    data=st.data(),
+)
+def test_both_plans_show_each_query_its_row_up_to_itself(lengths, size, data):
+    rank = data.draw(st.integers(0, size - 1))
+    start_R = starts(lengths, size)
+    place_W = gathered_token_indices(start_R, size)
+    row_W = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(start_R).diff())
+    expected = {
+        (local, int(place_W[key]))
+        for local, token in enumerate(rank_token_indices(start_R, rank, size).tolist())
+        for key in range(token + 1)
+        if row_W[key] == row_W[token]
+    }
+    padded = make_padded_plan(start_R, rank, size, CPU)
+    assert padded.query_index_P[padded.slot_index_S].tolist() == list(range(start_R[-1] // size))
+    assert seen_in_blocks(padded, size) == expected
+    assert seen_in_runs(make_varlen_plan(start_R, rank, size, CPU)) == expected

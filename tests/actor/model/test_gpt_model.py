@@ -1,0 +1,245 @@
+"""Models of every family against transformers: hidden states, gradients, norm counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.model.gpt_model import (
+    build_model_chunks,
+    build_transformer_config,
+    check_parameter_shapes,
+    make_vocab_shard,
+    wrap_with_ddp,
+)
+from mega_agentrl.actor.training.packing import pack_rows
+from mega_agentrl.config.schema import ParallelConfig
+from mega_agentrl.reshard.hf_checkpoint import read_shards
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
+from tests.actor.model.model_jobs import differentiate
+from tests.parallel.reference import checkpoint_tensors
+from tests.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+
+MODELS = {
+    "llama": ("llama", {}),
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, mlp biases": ("llama", {"mlp_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tied": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+    "qwen3, one key head": ("qwen3", {"num_key_value_heads": 1}),
+    "moe": ("qwen3_moe", {}),
+    "moe, weights not rescaled": ("qwen3_moe", {"norm_topk_prob": False}),
+    "moe, dense layer": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "reward": ("qwen3_reward", {}),
+}
+TWO = {
+    "qwen3": {"tensor": 2, "sequence_parallel": True},
+    "qwen3, one key head": {"tensor": 2, "sequence_parallel": True},
+    "qwen3, biases": {"context": 2},
+    "llama, all biases": {"tensor": 2, "sequence_parallel": True},
+    "llama": {"tensor": 2},
+    "qwen2, tied": {"pipeline": 2, "virtual_pipeline": 2},
+    "moe": {"tensor": 2, "sequence_parallel": True, "expert": 2},
+    "moe, weights not rescaled": {"data": 2, "expert": 2},
+    "moe, dense layer": {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
+    "reward": {"tensor": 2, "sequence_parallel": True},
+}
+FOUR = {
+    "qwen2, tied": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+    "moe": {"tensor": 2, "data": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 2},
+    "moe, dense layer": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert_tensor": 2},
+    "reward": {"tensor": 2, "data": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            architecture, changes = MODELS[name]
+            folder = tmp_path_factory.mktemp("model")
+            made[name] = make_tiny_model(architecture, folder, **changes)
+        return made[name]
+
+    return get
+
+
+def reference(folder):
+    shape = ModelShape.from_folder(folder)
+    kind = "AutoModelForCausalLM"
+    if shape.head is HeadKind.scalar:
+        kind = "AutoModelForSequenceClassification"
+    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
+
+
+def outputs(network, token_L):
+    """Return `[L, V]` logits, or `[L, 1]` scores of every position."""
+    if hasattr(network, "score"):
+        return network.score(network.model(token_L[None]).last_hidden_state)[0]
+    return network(token_L[None]).logits[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_give_the_outputs_of_transformers(name, folders, one_rank, batch):
+    folder = folders(name)
+    shape = ModelShape.from_folder(folder)
+    (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
+    layout = megatron_layout(shape, one_rank.coordinates.model_parallel_rank)
+    check_parameter_shapes([model], layout)
+    read_shards(folder, layout, hf_shapes(shape), dict(model.named_parameters()))
+    micro = pack_rows(batch, [0, 2, 5], batch.mask_BT, CPU)
+    rows = 1 if shape.head is HeadKind.scalar else shape.vocab_size
+    got = model.forward_packed(micro).squeeze(1) @ model.output_weight()[:rows].t()
+    network = reference(folder)
+    for start, stop in pairwise(micro.start_R):
+        expected = outputs(network, micro.token_S[start:stop])
+        torch.testing.assert_close(got[start:stop], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_runs_on_a_cpu_too(folders, one_rank, batch):
+    shape = ModelShape.from_folder(folders("moe"))
+    hidden = []
+    for dtype in (torch.float32, torch.bfloat16):
+        chunks = build_model_chunks(shape, one_rank, ParallelConfig(), dtype)
+        layout = megatron_layout(shape, one_rank.coordinates.model_parallel_rank)
+        parameters = dict(chunks[0].named_parameters())
+        assert {parameter.dtype for parameter in parameters.values()} == {dtype}
+        read_shards(folders("moe"), layout, hf_shapes(shape), parameters)
+        (wrapped,) = wrap_with_ddp(chunks, one_rank, ParallelConfig())
+        hidden.append(chunks[0].forward_packed(pack_rows(batch, [0, 1], batch.mask_BT, CPU)))
+        hidden[-1].float().square().mean().backward()
+        gradient = wrapped.module.decoder.final_layernorm.weight.main_grad
+        assert gradient.dtype == torch.float32
+        assert gradient.abs().sum() > 0
+    assert hidden[1].dtype == torch.bfloat16
+    # Another rounding may send a token to another expert: most tokens agree, not all.
+    close_S = (hidden[0] - hidden[1].float()).abs().amax(dim=(1, 2)) < 0.3
+    assert close_S.float().mean() > 0.7
+
+
+def test_a_value_head_stands_on_the_body_of_a_language_model(folders, one_rank):
+    shape = ModelShape.from_folder(folders("qwen2, tied"))
+    shape = dataclasses.replace(shape, head=HeadKind.scalar)
+    (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
+    check_parameter_shapes(
+        [model], megatron_layout(shape, one_rank.coordinates.model_parallel_rank)
+    )
+    assert model.output_weight().shape == (1, shape.hidden_size)
+    assert not model.output_weight().tensor_model_parallel
+
+
+def test_a_mapping_with_another_parameter_is_noticed(folders, one_rank):
+    shape = ModelShape.from_folder(folders("qwen3"))
+    chunks = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
+    layout = megatron_layout(shape, one_rank.coordinates.model_parallel_rank)
+    with pytest.raises(AssertionError, match="final_layernorm"):
+        check_parameter_shapes(
+            chunks, [s for s in layout if s.name != "decoder.final_layernorm.weight"]
+        )
+
+
+def test_one_rescaled_expert_per_token_is_refused(folders, one_rank):
+    shape = ModelShape.from_folder(folders("moe"))
+    shape = dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, top_k=1))
+    with pytest.raises(ValueError, match="num_experts_per_tok=1"):
+        build_transformer_config(shape, one_rank, ParallelConfig(), torch.float32)
+
+
+def test_the_last_rows_of_a_shard_are_padding(folders, one_rank):
+    shape = ModelShape.from_folder(folders("qwen3"))
+    shard = make_vocab_shard(shape, one_rank)
+    assert (shard.first_token_id, shard.num_valid_rows, shard.group) == (0, shape.vocab_size, None)
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pool, folders, batch):
+    """Return `ranks(number, name)`: the results of `differentiate` by rank."""
+    done = {}
+
+    def get(number, name):
+        if (number, name) not in done:
+            layout = {2: TWO, 4: FOUR}[number][name]
+            layout = ParallelConfig(**layout, distributed_optimizer=False)
+            arguments = str(folders(name)), layout, batch
+            done[number, name] = rank_pool.run(differentiate, number, *arguments)
+        return done[number, name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def expected(folders, batch):
+    """Return `expected(name)`: `[B, T]` outputs and the gradients of their weighted sum."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            network = reference(folders(name))
+            width, rows = batch.response_BT.size(1), []
+            for row, prompt in enumerate(batch.prompt_ids):
+                length = int(batch.length_B[row])
+                response_L = batch.response_BT[row, :length]
+                token_L = torch.cat([torch.tensor(prompt), response_L])[:-1]
+                out = outputs(network, token_L)[len(prompt) - 1 :]
+                if out.size(1) > 1:
+                    out = out.log_softmax(1).gather(1, response_L[:, None])
+                rows.append(torch.nn.functional.pad(out[:, 0], (0, width - length)))
+            value_BT = torch.stack(rows)
+            (value_BT * batch.advantage_BT * batch.mask_BT).sum().backward()
+            gradients = checkpoint_tensors(network, gradients=True)
+            done[name] = value_BT.detach() * batch.mask_BT, gradients
+        return done[name]
+
+    return get
+
+
+CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+
+
+@pytest.mark.parametrize(("number", "name"), CASES)
+def test_values_and_gradients_are_those_of_one_process(number, name, ranks, expected):
+    value_BT, gradients = expected(name)
+    found_BT, seen = torch.zeros_like(value_BT), set()
+    for result in ranks(number, name):
+        for rows, value_RT in result.values:
+            for row, value_T in zip(rows, value_RT, strict=True):
+                # Context ranks give a part of the tokens each, tensor ranks all of them.
+                found_BT[row] = torch.where(value_T != 0, value_T, found_BT[row])
+        for hf_name, rect, gradient in result.gradients:
+            whole = gradients[hf_name]
+            error = (gradient - whole[rect.slices]).norm() / whole.norm()
+            assert error < 1e-4, f"{hf_name} {rect}: relative error {error}"
+            seen.add(hf_name)
+    torch.testing.assert_close(found_BT, value_BT, rtol=1e-4, atol=1e-4)
+    assert seen == set(gradients)
+
+
+@pytest.mark.parametrize(("number", "name"), CASES)
+def test_a_norm_over_the_ranks_counts_every_element_once(number, name, ranks, folders):
+    shape = ModelShape.from_folder(folders(name))
+    whole = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
+    # 61 rows of the vocabulary are 64 in all layouts: one shard of 64, two of 32.
+    padding = (
+        3
+        * shape.hidden_size
+        * (1 if shape.tie_word_embeddings or shape.head is HeadKind.scalar else 2)
+    )
+    assert sum(result.counted for result in ranks(number, name)) == whole + padding
+
+
+def test_the_device_chosen_is_that_of_the_parameters(folders, one_rank):
+    shape = ModelShape.from_folder(folders("qwen3"))
+    (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
+    assert {parameter.device for parameter in model.parameters()} == {device.current_device()}

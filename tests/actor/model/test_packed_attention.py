@@ -1,0 +1,179 @@
+"""Packed attention against single rows: both kernels, one and two context ranks, gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from mega_agentrl.actor.model import packed_attention as attention
+from mega_agentrl.actor.model.packed_attention import PackedRowParams, packed_attention
+from mega_agentrl.actor.parallel.context_parallel import rank_token_indices
+from tests.actor.gloo_ranks import run_ranks
+
+# Of very different length, so that there are several blocks; multiples of 4 for two ranks.
+STARTS = (0, 8, 12, 212, 220, 340, 344)
+
+
+def inputs(starts=STARTS, heads=4, kv_heads=2, width=8):
+    """Return query, key, value and a gradient of the output, the same on every call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads, width), (kv_heads, width), (kv_heads, width)]
+    parts = [torch.randn(starts[-1], 1, *shape, generator=generator) for shape in shapes]
+    return parts, torch.randn(starts[-1], 1, heads * width, generator=generator)
+
+
+def positions(starts):
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
+
+
+def one_by_one(query, key, value, starts, scale):
+    """Compute plain attention row by row."""
+    outs = []
+    for start, stop in pairwise(starts):
+        q, k, v = (part[start:stop, 0].transpose(0, 1) for part in (query, key, value))
+        k, v = (part.repeat_interleave(q.size(0) // k.size(0), dim=0) for part in (k, v))
+        causal = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        weights = (q @ k.transpose(1, 2) * scale).masked_fill(~causal, -torch.inf).softmax(-1)
+        outs.append((weights @ v).transpose(0, 1).reshape(stop - start, 1, -1))
+    return torch.cat(outs)
+
+
+def run(compute, parts, grad):
+    """Return the output and the gradients of the inputs."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    out = compute(*leaves)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def expected(scale=8**-0.5):
+    parts, grad = inputs()
+    return run(lambda q, k, v: one_by_one(q, k, v, STARTS, scale), parts, grad)
+
+
+def varlen_by_rows(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """Compute what torch's GPU kernel does: per segment, with a bottom-right causal mask."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.size(1) != key.size(1))
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    outs = []
+    for n in range(len(cu_q) - 1):
+        q = query[cu_q[n] : cu_q[n + 1]].transpose(0, 1)
+        k, v = (part[cu_k[n] : cu_k[n + 1]].transpose(0, 1) for part in (key, value))
+        ahead = k.size(1) - q.size(1)
+        mask = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(diagonal=ahead)
+        outs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            ).transpose(0, 1)
+        )
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_packed_rows_attend_like_each_row_alone(scale):
+    parts, grad = inputs()
+    rows = PackedRowParams.from_row_starts(STARTS, positions(STARTS))
+    assert len(rows.padded_plan.blocks) > 1
+    got = run(lambda q, k, v: packed_attention(q, k, v, rows, scale), parts, grad)
+    torch.testing.assert_close(got, expected(scale or 8**-0.5))
+
+
+def test_rows_by_boundaries_give_the_same(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", varlen_by_rows)
+    monkeypatch.setattr(attention, "_supports_varlen_attn", lambda query: True)
+    parts, grad = inputs()
+    rows = PackedRowParams.from_row_starts(STARTS, positions(STARTS))
+    got = run(lambda q, k, v: packed_attention(q, k, v, rows), parts, grad)
+    torch.testing.assert_close(got, expected())
+
+
+def test_no_row_looks_into_another():
+    parts, _ = inputs()
+    query, key, value = (part.requires_grad_() for part in parts)
+    packed_attention(query, key, value, PackedRowParams.from_row_starts(STARTS, positions(STARTS)))[
+        12:212
+    ].sum().backward()
+    for leaf in (query, key, value):
+        others = torch.cat([leaf.grad[:12], leaf.grad[212:]])
+        assert others.abs().max() == 0
+        assert leaf.grad[12:212].abs().max() > 0
+
+
+def test_gradients_in_float64():
+    starts = (0, 3, 4, 9)
+    parts, _ = inputs(starts, heads=2, kv_heads=1, width=4)
+    leaves = [part.double().requires_grad_() for part in parts]
+    rows = PackedRowParams.from_row_starts(starts, positions(starts))
+    assert torch.autograd.gradcheck(lambda q, k, v: packed_attention(q, k, v, rows), leaves)
+
+
+def share_of_context(rank, group):
+    """Return output and gradients of this context rank's tokens, from both plans."""
+    size = group.size()
+    held = rank_token_indices(STARTS, rank, size)
+    parts, grad = inputs()
+    rows = PackedRowParams.from_row_starts(
+        STARTS, positions(STARTS)[held], context_rank=rank, context_size=size
+    )
+
+    def compute(q, k, v):
+        return packed_attention(q, k, v, rows, context_group=group)
+
+    blocks = run(compute, [part[held] for part in parts], grad[held])
+    with patch.multiple(
+        attention, varlen_attn=varlen_by_rows, _supports_varlen_attn=lambda query: True
+    ):
+        return blocks, run(compute, [part[held] for part in parts], grad[held])
+
+
+def test_two_context_ranks_give_what_one_gives(rank_pool):
+    held = torch.cat([rank_token_indices(STARTS, rank, 2) for rank in range(2)])
+    for kernel in zip(*run_ranks(rank_pool, share_of_context, 2), strict=True):
+        for whole, *parts in zip(expected(), *kernel, strict=True):
+            torch.testing.assert_close(torch.cat(parts), whole[held])
+
+
+def test_transformer_engine_gets_whole_rows_without_gaps():
+    # Rows of 4 and 8 on rank 1 of 2, which holds 6 of the 12 tokens.
+    rows = PackedRowParams.from_row_starts(
+        (0, 4, 12), torch.tensor([1, 2, 2, 3, 4, 5]), context_rank=1, context_size=2
+    )
+    # Megatron's layers see one sequence; only the engine's own attention sees rows.
+    assert rows.qkv_format == "sbhd"
+    assert rows.cu_seqlens_q.tolist() == [0, 4, 12]
+    assert rows.cu_seqlens_q.dtype == torch.int32
+    for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(rows, name) is rows.cu_seqlens_q
+    assert rows.max_seqlen_q == rows.max_seqlen_kv == 8
+    # Set, they would make Megatron choose another context group on every call.
+    assert rows.cp_group is None
+    assert rows.local_cp_size is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_gpu_kernel_and_the_blocks_agree(rank):
+    # The plans of one of two context ranks: segments with more keys than queries.
+    held = rank_token_indices(STARTS, rank, 2)
+    (query, key, value), grad = inputs(width=64)
+    order = torch.cat([rank_token_indices(STARTS, other, 2) for other in range(2)])
+    parts = [query[held, 0], key[order, 0], value[order, 0]]
+    rows = PackedRowParams.from_row_starts(
+        STARTS, positions(STARTS)[held].cuda(), context_rank=rank, context_size=2
+    )
+    results = []
+    for compute, dtype in (
+        (attention._varlen_attention, torch.bfloat16),
+        (attention._padded_attention, torch.float32),
+    ):
+        leaves = [part.to("cuda", dtype).requires_grad_() for part in parts]
+        out = compute(*leaves, rows, None)
+        out.backward(grad[held].to("cuda", dtype).view_as(out))
+        results.append([out.float(), *(leaf.grad.float() for leaf in leaves)])
+    assert attention._supports_varlen_attn(leaves[0].bfloat16()[:, None])
+    torch.testing.assert_close(*results, rtol=3e-2, atol=3e-2)

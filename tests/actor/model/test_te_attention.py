@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None,
+        reason="needs a GPU and Transformer Engine",
+    ),
+]
+
+
+def test_packed_rows_attend_as_with_torchs_kernels(one_rank):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from mega_agentrl.actor import device
+    from mega_agentrl.actor.model.gpt_model import build_transformer_config
+    from mega_agentrl.actor.model.packed_attention import PackedRowParams, packed_attention
+    from mega_agentrl.actor.model.te_attention import PackedTEAttention
+    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+    from mega_agentrl.reshard.mapping.rope_config import RopeConfig
+
+    shape = ModelShape(
+        architecture="Qwen3ForCausalLM",
+        num_layers=1,
+        hidden_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        ffn_hidden_size=64,
+        vocab_size=8,
+        norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        rope=RopeConfig(theta=10000.0),
+    )
+    config = build_transformer_config(shape, one_rank, ParallelConfig(), torch.bfloat16)
+    attention = PackedTEAttention(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        pg_collection=one_rank.pg_collection,
+    )
+    lengths = (5, 1, 26)
+    position_S = torch.cat([torch.arange(length) for length in lengths]).to(device.current_device())
+    rows = PackedRowParams.from_row_starts((0, 5, 6, 32), position_S)
+    query, key, value = (
+        torch.randn(32, 1, heads, 64, device=device.current_device(), dtype=torch.bfloat16)
+        for heads in (4, 2, 2)
+    )
+    got = attention(query, key, value, None, AttnMaskType.causal, packed_seq_params=rows)
+    expected = packed_attention(query, key, value, rows)
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from mega_agentrl.actor.parallel.process_groups import (
+    RankCoordinates,
+    destroy_process_groups,
+    format_ranks,
+    init_process_groups,
+    partition_ranks,
+)
+from mega_agentrl.config.schema import ParallelConfig
+
+
+def test_tensor_runs_fastest_then_context_then_data_then_pipeline():
+    layout = ParallelConfig(tensor=2, context=2, data=3, pipeline=2)
+    # 19 = 1 + 2 * (1 + 2 * (1 + 3 * 1))
+    coordinates = RankCoordinates.from_rank(19, layout)
+    mp_rank = coordinates.model_parallel_rank
+    assert (mp_rank.tensor_rank, coordinates.context_rank) == (1, 1)
+    assert (coordinates.data_rank, mp_rank.pipeline_rank) == (1, 1)
+    assert coordinates.is_last_stage
+    assert not coordinates.is_first_replica
+    everyone = {RankCoordinates.from_rank(rank, layout) for rank in range(layout.world_size)}
+    assert len(everyone) == layout.world_size == 24
+
+
+def test_experts_cut_the_ranks_of_a_stage_another_way():
+    layout = ParallelConfig(tensor=2, data=4, pipeline=2, expert=2, expert_tensor=2)
+    # Inside a stage: expert tensor fastest, then expert, then expert data.
+    places = [RankCoordinates.from_rank(rank, layout) for rank in range(8)]
+    assert [at.model_parallel_rank.expert_tensor_rank for at in places] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [at.model_parallel_rank.expert_rank for at in places] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [at.expert_data_rank for at in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_groups_are_rows_of_the_grid():
+    layout = ParallelConfig(tensor=2, data=2, pipeline=2)
+    data = partition_ranks(
+        layout,
+        lambda at: (at.model_parallel_rank.tensor_rank, at.model_parallel_rank.pipeline_rank),
+    )
+    assert data == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    model = partition_ranks(layout, lambda at: (at.data_rank,))
+    assert model == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_of_many_ranks_the_first_and_the_last_are_named():
+    assert format_ranks(range(0, 64, 8)) == "ranks 0, 8, 16, 24, 32, 40, 48, 56"
+    assert format_ranks(range(0, 72, 8)) == "ranks 0, 8, ... 64 (9 in all)"
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "data": 4, "expert": 4}, {"context": 4}])
+def test_a_partition_holds_each_rank_once(layout):
+    layout = ParallelConfig(pipeline=2, **layout)
+    parts = partition_ranks(
+        layout,
+        lambda at: (at.model_parallel_rank.expert_rank, at.model_parallel_rank.pipeline_rank),
+    )
+    assert sorted(rank for part in parts for rank in part) == list(range(layout.world_size))
+
+
+def test_a_rank_outside_the_layout_is_an_error():
+    with pytest.raises(ValueError, match=r"rank=4: expected 0\.\.3 from parallel.tensor=2"):
+        RankCoordinates.from_rank(4, ParallelConfig(tensor=2, data=2))
+
+
+def test_experts_that_do_not_divide_the_stage_are_an_error():
+    layout = ParallelConfig(tensor=2, pipeline=2, expert=4)
+    with pytest.raises(ValueError, match=r"parallel.expert=4.*expected a divisor of 2"):
+        RankCoordinates.from_rank(0, layout)
+
+
+def test_a_world_of_another_size_is_an_error_before_anyone_waits():
+    with pytest.raises(ValueError, match="world_size=2: expected 1"):
+        init_process_groups(
+            ParallelConfig(),
+            rank=0,
+            world_size=2,
+            master_address="127.0.0.1",
+            master_port=1,
+            timeout_s=1.0,
+        )
+
+
+def test_one_rank_has_every_group_and_can_leave_twice(one_rank):
+    collection = one_rank.pg_collection
+    for name in ("tp", "pp", "dp", "cp", "mp", "embd", "dp_cp", "ep", "expt_tp", "tp_ep_pp"):
+        assert getattr(collection, name).size() == 1
+    assert one_rank.last_stage_rank == 0
+    assert one_rank.describe_peers("tensor", "data", "all") == ""
+    destroy_process_groups()
+    destroy_process_groups()
+    assert not dist.is_initialized()

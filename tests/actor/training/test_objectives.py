@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mega_agentrl.actor.training.objectives import POLICY_METRICS, PolicyObjective, SftObjective
+from mega_agentrl.actor.training.packing import pack_rows
+from mega_agentrl.config.enums import KlPlacement, LossAggregation, PolicyLoss
+from mega_agentrl.config.schema import AlgoConfig
+from tests.actor.training.objective_jobs import gradients
+from tests.actor.training.whole_objective import loss_in_one_piece, objective, with_corrections
+from tests.parallel.merge import assemble, relative_errors
+from tests.parallel.reference import checkpoint_tensors, load_model, score
+
+CPU = torch.device("cpu")
+
+
+def value_of(piece, batch, cut):
+    """Return loss, gradient and metric sums for a split of the rows into micro-batches."""
+    logp_BT = batch.old_logp_BT.clone().mul_(1.05).requires_grad_()
+    entropy_BT = (0.5 * batch.old_logp_BT.abs()).requires_grad_()
+    total, sums = 0.0, dict.fromkeys(("loss", "num_tokens"), 0.0)
+    for rows in cut:
+        micro = pack_rows(batch, rows, batch.mask_BT, CPU)
+        loss, share = piece(micro, logp_BT[rows], entropy_BT[rows])
+        total = total + loss
+        for name, value in share.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    total.backward()
+    assert sums["loss"] == pytest.approx(total.item(), abs=1e-6)
+    return total.item(), logp_BT.grad, sums
+
+
+@pytest.mark.parametrize("loss", PolicyLoss)
+@pytest.mark.parametrize("aggregation", LossAggregation)
+def test_the_cut_into_micro_batches_changes_nothing(aggregation, loss, batch):
+    algo = AlgoConfig(loss_aggregation=aggregation, loss=loss, kl_coef=0.1, entropy_coef=0.01)
+    piece = PolicyObjective(algo, batch, batch.mask_BT)
+    whole = value_of(piece, batch, [[0, 1, 2, 3, 4, 5]])
+    cut = value_of(piece, batch, [[4], [], [5, 0], [1, 2, 3]])
+    assert cut[0] == pytest.approx(whole[0], abs=1e-6)
+    torch.testing.assert_close(cut[1], whole[1])
+    assert cut[2] == pytest.approx(whole[2], abs=1e-4)
+    assert set(POLICY_METRICS) <= set(whole[2])
+
+
+@pytest.mark.parametrize("aggregation", LossAggregation)
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_ranks_add_up_to_the_whole(aggregation, size, batch):
+    algo = AlgoConfig(loss_aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
+    rows = [0, 1, 2, 3, 4, 5]
+    logp_BT = 1.05 * batch.old_logp_BT
+    for piece in (
+        PolicyObjective(algo, batch, batch.mask_BT),
+        SftObjective(batch.mask_BT),
+    ):
+        _, whole = piece(pack_rows(batch, rows, batch.mask_BT, CPU), logp_BT, -logp_BT)
+        parts = []
+        for rank in range(size):
+            micro = pack_rows(batch, rows, batch.mask_BT, CPU, context_rank=rank, context_size=size)
+            # A head leaves 0 where another rank predicts.
+            here_BT = micro.predicted_mask(logp_BT.size(1))
+            _, share = piece(micro, logp_BT * here_BT, -logp_BT * here_BT)
+            parts.append(share)
+        for name, value in whole.items():
+            total = sum(float(share[name]) for share in parts)
+            assert total == pytest.approx(float(value), abs=1e-4), name
+        assert min(float(share["num_tokens"]) for share in parts) > 0
+
+
+def test_masked_tokens_pull_on_nothing(batch):
+    piece = PolicyObjective(AlgoConfig(kl_coef=0.1), batch, batch.mask_BT)
+    _, gradient_BT, sums = value_of(piece, batch, [[0, 1, 2, 3, 4, 5]])
+    assert gradient_BT[~batch.mask_BT].abs().max() == 0
+    assert sums["num_tokens"] == batch.mask_BT.sum()
+
+
+def test_sft_loss_is_the_mean_negative_log_prob(batch):
+    loss, gradient_BT, _ = value_of(SftObjective(batch.mask_BT), batch, [[0, 1, 2], [3, 4, 5]])
+    expected = -1.05 * batch.old_logp_BT[batch.mask_BT].mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient_BT, -batch.mask_BT.float() / batch.mask_BT.sum())
+
+
+def test_a_batch_without_what_it_needs_is_named(batch):
+    bare = dataclasses.replace(batch, old_logp_BT=None, ref_logp_BT=None)
+    with pytest.raises(ValueError, match="no old_logp_BT;"):
+        PolicyObjective(AlgoConfig(), bare, batch.mask_BT)
+    with pytest.raises(ValueError, match="no old_logp_BT, ref_logp_BT;"):
+        PolicyObjective(AlgoConfig(), bare, batch.mask_BT, torch.ones_like(batch.mask_BT).float())
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("loss", PolicyLoss)
+def test_cuts_pull_like_the_objective_in_one_piece(loss, corrected, batch):
+    """Gradients of log-probs and entropies, over micro-batches and context ranks."""
+    if corrected:
+        batch = with_corrections(batch)
+    algo = objective(loss)
+    logp_BT = (batch.old_logp_BT + 0.2 * batch.advantage_BT).requires_grad_()
+    entropy_BT = (0.5 * logp_BT.detach().abs()).requires_grad_()
+    expected = torch.autograd.grad(
+        loss_in_one_piece(algo, batch, logp_BT, entropy_BT), (logp_BT, entropy_BT)
+    )
+    assert expected[0][batch.mask_BT].abs().sum() > 0.1
+    piece = PolicyObjective(algo, batch, batch.mask_BT)
+    for num_context in (1, 2) if loss is not PolicyLoss.gspo else (1,):
+        total = 0.0
+        for rank in range(num_context):
+            for rows in ([4], [], [5, 0], [1, 2, 3]):
+                cut = {"context_rank": rank, "context_size": num_context}
+                micro = pack_rows(batch, rows, batch.mask_BT, CPU, **cut)
+                here_RT = micro.predicted_mask(logp_BT.size(1))
+                part, _ = piece(micro, logp_BT[rows] * here_RT, entropy_BT[rows] * here_RT)
+                total = total + part
+        got = torch.autograd.grad(total, (logp_BT, entropy_BT))
+        torch.testing.assert_close(got, expected)
+
+
+def test_gspo_over_a_cut_row_is_a_bug(batch):
+    piece = PolicyObjective(objective(PolicyLoss.gspo), batch, batch.mask_BT)
+    micro = pack_rows(batch, [0], batch.mask_BT, CPU, context_rank=0, context_size=2)
+    with pytest.raises(AssertionError, match="check_algo"):
+        piece(micro, batch.old_logp_BT[:1], batch.old_logp_BT[:1])
+
+
+def test_a_kl_in_the_reward_is_reported_and_pulls_on_nothing(batch):
+    rows = [0, 1, 2, 3, 4, 5]
+    in_loss, in_reward = (
+        value_of(PolicyObjective(algo, batch, batch.mask_BT), batch, [rows])
+        for algo in (
+            AlgoConfig(kl_coef=0.5),
+            AlgoConfig(kl_coef=0.5, kl_placement=KlPlacement.reward),
+        )
+    )
+    without = value_of(PolicyObjective(AlgoConfig(), batch, batch.mask_BT), batch, [rows])
+    assert in_reward[2]["ref_kl"] == in_loss[2]["ref_kl"] > 0
+    assert torch.equal(in_reward[1], without[1]) and not torch.equal(in_loss[1], without[1])
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}])
+def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
+    layout, batch, rank_pool, train_config, checkpoints
+):
+    """Gradients of the weights for each loss with importance weights, against transformers."""
+    losses = [one for one in PolicyLoss if one is not PolicyLoss.gspo or "context" not in layout]
+    algos = [objective(loss) for loss in losses]
+    config = train_config(checkpoints[True], **layout)
+    model = load_model(checkpoints[True])
+    logp_BT, entropy_BT = score(model, batch, config.rollout.temperature)
+    # Whole rows are off, too: else no ratio of a row leaves the range.
+    noise_BT = batch.old_logp_BT + 4.0 + torch.linspace(-0.4, 0.4, batch.num_rows)[:, None]
+    near = with_corrections(batch).with_fields(
+        old_logp_BT=logp_BT.detach() + noise_BT, ref_logp_BT=logp_BT.detach() - noise_BT
+    )
+    ranks = rank_pool.run(gradients, config.parallel.world_size, config, near, algos)
+    for number, algo in enumerate(algos):
+        model.zero_grad()
+        loss = loss_in_one_piece(algo, near, logp_BT, entropy_BT)
+        loss.backward(retain_graph=True)
+        expected = checkpoint_tensors(model, gradients=True)
+        shapes = {name: value.shape for name, value in expected.items()}
+        got = assemble([rank[number][1] for rank in ranks], shapes, atol=1e-5)
+        errors = relative_errors(got, expected)
+        assert max(errors.values()) < 1e-4, (algo.loss, errors)
+        for rank in ranks:
+            stats = rank[number][0]
+            assert stats.loss == pytest.approx(loss.item(), abs=1e-5)
+            assert tuple(stats.metrics) == POLICY_METRICS
+            assert 0.05 < stats.metrics["clipfrac"] < 0.95

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.actor.training.offload import ALL_STATE, HostBuffer, Offloader
+from mega_agentrl.actor.training.optimizer import AdamOptimizer
+from tests.actor.training.small_model import SETTINGS, alone, fill, wrap
+
+KINDS = [(d, o) for d in (torch.float32, torch.bfloat16) for o in (False, True)]
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def trained(request):
+    """Return the results of `build`, and a function that builds the same again."""
+    with alone() as groups:
+        yield *build(groups, *request.param), lambda: build(groups, *request.param)
+
+
+def build(groups, dtype, distributed):
+    """Return (offloader, optimizer, chunk, step function) after one step."""
+    chunk = wrap(groups, dtype, distributed=distributed, experts=True)
+    optimizer = AdamOptimizer([chunk], groups, SETTINGS, dtype, distributed=distributed)
+
+    def step(number):
+        optimizer.zero_grad()
+        fill(chunk, groups, number)
+        optimizer.step(0.05)
+
+    step(0)
+    return Offloader([chunk], optimizer), optimizer, chunk, step
+
+
+def storages(optimizer, chunk):
+    """Return the storage sizes of each part; masters that are weights count as weights."""
+    weights = [p.untyped_storage() for p in chunk.module.parameters()]
+    buffers = chunk.buffers + chunk.expert_parallel_buffers
+    known = {storage._cdata for storage in weights}
+    state = [t.untyped_storage() for t in optimizer.state_tensors()]
+    return {
+        "weights": {s.nbytes() for s in weights},
+        "gradients": {b.grad_data.untyped_storage().nbytes() for b in buffers},
+        "optimizer": {s.nbytes() for s in state if s._cdata not in known},
+    }
+
+
+def values(chunk):
+    return {name: p.detach().clone() for name, p in chunk.module.named_parameters()}
+
+
+def test_memory_is_given_back_and_the_next_steps_are_those_without_offload(trained):
+    offload, optimizer, chunk, step, build_twin = trained
+    before = values(chunk)
+    state = [tensor.detach().clone() for tensor in optimizer.state_tensors()]
+    offload.to_host()
+    assert offload.on_host == ALL_STATE
+    assert storages(optimizer, chunk) == {name: {0} for name in ALL_STATE}
+    offload.to_device()
+    assert not offload.on_host
+    assert all(torch.equal(value, before[name]) for name, value in values(chunk).items())
+    pairs = zip(optimizer.state_tensors(), state, strict=True)
+    assert all(torch.equal(now, then) for now, then in pairs)
+    *_, twin, step_twin = build_twin()
+    for number in (1, 2):
+        step(number)
+        step_twin(number)
+    after = values(chunk)
+    assert all(torch.equal(value, after[name]) for name, value in values(twin).items())
+
+
+def test_views_into_the_buffers_stay_views(trained):
+    offload, _, chunk, *_ = trained
+    offload.to_host()
+    offload.to_device()
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        assert not buffer.grad_data.any()
+        buffer.grad_data.fill_(3.0)
+        if buffer.param_data is not None:
+            buffer.param_data.fill_(2.0)
+    for parameter in chunk.module.parameters():
+        assert (parameter.main_grad == 3.0).all()
+        if chunk.ddp_config.use_distributed_optimizer:
+            assert (parameter == 2.0).all()
+
+
+@pytest.mark.parametrize("part", sorted(ALL_STATE))
+def test_one_part_leaves_the_others_where_they_are(trained, part):
+    offload, optimizer, chunk, step, _ = trained
+    before, here = values(chunk), storages(optimizer, chunk)
+    offload.to_host(**{name: name == part for name in ALL_STATE})
+    assert offload.on_host == {part}
+    assert storages(optimizer, chunk) == {**here, part: {0}}
+    with pytest.raises(ValueError, match=f"step: got {part} in host memory"):
+        optimizer.step(0.05)
+    # The rest follows and comes back alone.
+    offload.to_host()
+    offload.to_device(**{name: name != part for name in ALL_STATE})
+    assert offload.on_host == {part}
+    offload.to_device()
+    assert storages(optimizer, chunk) == here
+    assert all(torch.equal(value, before[name]) for name, value in values(chunk).items())
+    step(1)
+
+
+def test_what_needs_an_absent_part_is_refused(trained):
+    offload, optimizer, chunk, *_ = trained
+    offload.to_host(weights=False)
+    with torch.no_grad():
+        assert chunk.module().item() > 0
+    with pytest.raises(ValueError, match="forward pass: got gradients in host memory"):
+        chunk.module()
+    offload.to_host()
+    with torch.no_grad(), pytest.raises(ValueError, match="forward pass: got weights"):
+        chunk.module()
+    for call in (optimizer.zero_grad, optimizer.reset, optimizer.reload_master_weights):
+        with pytest.raises(ValueError, match="in host memory; expected"):
+            call()
+    with pytest.raises(ValueError, match="state_shards: got optimizer, weights in host memory"):
+        list(optimizer.state_shards())
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=6),
+    block_bytes=st.sampled_from([1, 8, 64, 1 << 20]),
+)
+def test_every_byte_comes_back_whatever_the_blocks(sizes, block_bytes):
+    tensors = [torch.arange(size, dtype=torch.int16) + 7 * i for i, size in enumerate(sizes)]
+    expected = [tensor.clone() for tensor in tensors]
+    halves = [tensor[tensor.numel() // 2 :] for tensor in tensors]
+    store = HostBuffer(block_bytes)
+    for _ in range(2):
+        store.offload([*tensors, *halves])
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        store.restore()
+        assert all(torch.equal(t, e) for t, e in zip(tensors, expected, strict=True))
+        assert all(
+            torch.equal(h, e[e.numel() // 2 :]) for h, e in zip(halves, expected, strict=True)
+        )
+
+
+def test_frozen_weights_have_no_optimizer():
+    with alone() as groups:
+        chunk = wrap(groups, distributed=True, frozen=True)
+        offload, before = Offloader([chunk], None), values(chunk)
+        offload.to_host()
+        assert {p.untyped_storage().nbytes() for p in chunk.module.parameters()} == {0}
+        with torch.no_grad(), pytest.raises(ValueError, match="forward pass: got weights"):
+            chunk.module()
+        offload.to_device()
+        assert all(torch.equal(value, before[name]) for name, value in values(chunk).items())

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mega_agentrl.actor.training.optimizer import AdamOptimizer
+from tests.actor.training.optimizer_jobs import CASES, step_cases
+from tests.actor.training.small_model import SETTINGS, SHAPES, Reference, alone, fill, whole, wrap
+from tests.parallel.pool import free_port
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def two_ranks(rank_pool):
+    """Return, per rank and case, (norm, applied) of each step, parameters and step count."""
+    return rank_pool.run(step_cases, 2, [free_port() for _ in CASES])
+
+
+@pytest.fixture(
+    params=[
+        (torch.float32, False, False),
+        (torch.float32, True, True),
+        (BF16, False, False),
+        (BF16, True, True),
+    ],
+    ids=["float32", "float32, distributed", "bf16", "bf16, distributed"],
+)
+def stepper(request):
+    """Return (optimizer, chunk, step, dtype) on one rank; `step(number)` takes a step."""
+    dtype, distributed, experts = request.param
+    with alone() as groups:
+        chunk = wrap(groups, dtype, distributed=distributed, experts=experts)
+        optimizer = AdamOptimizer([chunk], groups, SETTINGS, dtype, distributed=distributed)
+
+        def step(number, lr=0.05):
+            optimizer.zero_grad()
+            fill(chunk, groups, number)
+            return optimizer.step(lr)
+
+        yield optimizer, chunk, step, dtype
+
+
+def values(chunk):
+    return {name: p.detach().float().clone() for name, p in chunk.module.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_step_like_one_and_skip_together(two_ranks, case):
+    held = {name for rank in two_ranks for name in rank[case][1]}
+    assert held == set(SHAPES) - ({"expert"} if "expert" not in case else set())
+    dtype = BF16 if "bf16" in case else torch.float32
+    reference = Reference([name for name in SHAPES if name in held], dtype)
+    norms = [reference.step(number, 0.05 * (number + 1)) for number in range(3)]
+    for results, parameters, num_steps in (rank[case] for rank in two_ranks):
+        assert [taken for _, taken in results] == [True, False, True, True]
+        assert num_steps == 3
+        assert not math.isfinite(results[1][0])
+        assert [results[i][0] for i in (0, 2, 3)] == pytest.approx(norms, rel=1e-6)
+        for name, (start, value) in parameters.items():
+            expected = reference.masters[name][start : start + len(value)].to(dtype).float()
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+    first, second = (rank[case][0] for rank in two_ranks)
+    assert [norm for norm, taken in first if taken] == [norm for norm, taken in second if taken]
+
+
+def test_masters_follow_a_float32_reference(stepper):
+    optimizer, chunk, step, dtype = stepper
+    reference = Reference(list(values(chunk)), dtype)
+    # Steps too small for bf16 to show each of them.
+    for number in range(3):
+        expected = reference.step(number, 1e-3)
+        assert step(number, 1e-3) == (pytest.approx(expected, rel=1e-6), True)
+    for name, value in values(chunk).items():
+        torch.testing.assert_close(value, reference.masters[name].to(dtype).float())
+    masters = [t.flatten() for t in optimizer.state_tensors() if t.dtype == torch.float32]
+    for value in reference.masters.values():
+        same_size = [master for master in masters if master.numel() == value.numel()]
+        assert any(torch.allclose(master, value.flatten(), atol=1e-6) for master in same_size)
+
+
+def test_decay_spares_vectors_and_nothing_else(stepper):
+    _, chunk, step, dtype = stepper
+    before = values(chunk)
+    step(0)
+    for name, value in values(chunk).items():
+        # Adam's first step has the size of the learning rate, whatever the gradient's scale.
+        decay = 1 - 0.05 * 0.5 if value.ndim > 1 else 1.0
+        expected = before[name] * decay - 0.05 * whole(name, 0).sign()
+        tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(stepper):
+    optimizer, chunk, step, _ = stepper
+    step(0)
+    before = [tensor.detach().clone() for tensor in optimizer.state_tensors()]
+    weights = values(chunk)
+    optimizer.zero_grad()
+    chunk.module.tied.main_grad[0, 0] = math.nan
+    norm, taken = optimizer.step(0.05)
+    assert (math.isnan(norm), taken, optimizer.num_steps) == (True, False, 1)
+    after = list(optimizer.state_tensors())
+    assert len(before) == len(after) > 0
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert all(torch.equal(value, weights[name]) for name, value in values(chunk).items())
+    assert step(1)[1]
+
+
+def test_a_reset_forgets_moments_and_steps(stepper):
+    optimizer, chunk, step, dtype = stepper
+    for number in range(3):
+        step(number)
+    optimizer.reset()
+    assert optimizer.num_steps == 0
+    before = values(chunk)["vector"]
+    step(0, 0.25)
+    moved = values(chunk)["vector"] - before
+    # As in a first step; with old moments or a later step's correction it would be smaller.
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        moved, -0.25 * whole("vector", 0).sign(), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_masters_are_taken_from_loaded_parameters(stepper):
+    optimizer, chunk, step, _ = stepper
+    step(0)
+    with torch.no_grad():
+        for parameter in chunk.module.parameters():
+            parameter.fill_(0.5)
+    optimizer.reload_master_weights()
+    optimizer.reset()
+    step(0, 0.0)
+    assert all((value == 0.5).all() for value in values(chunk).values())
+
+
+def test_chunks_wrapped_otherwise_are_refused():
+    with alone() as groups:
+        chunk = wrap(groups, distributed=False)
+        with pytest.raises(ValueError, match="distributed=True: expected False"):
+            AdamOptimizer([chunk], groups, SETTINGS, torch.float32, distributed=True)

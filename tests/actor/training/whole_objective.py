@@ -1,0 +1,62 @@
+"""Reference of the RL objective, row by row and without the formulas of the package.
+
+Every split into micro-batches, data ranks or context ranks must add up to it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.config.enums import PolicyLoss
+from mega_agentrl.config.sections.algo import AlgoConfig
+
+SETTINGS = {"clip_low": 0.1, "clip_high": 0.15, "clip_dual": 1.1, "entropy_coef": 0.05}
+
+
+def objective(loss, **changes):
+    """Return settings under which every term of the objective has a gradient."""
+    return AlgoConfig(loss=loss, **(SETTINGS | {"kl_coef": 0.1} | changes))
+
+
+def with_corrections(batch, seed=7):
+    """Add importance weights between 0 and 2, some of them 0, and NaN where masked."""
+    generator = torch.Generator().manual_seed(seed)
+    weight_BT = 2 * torch.rand(batch.mask_BT.shape, generator=generator)
+    weight_BT[weight_BT < 0.4] = 0
+    return batch.with_fields(importance_weight_BT=weight_BT.masked_fill(~batch.mask_BT, torch.nan))
+
+
+def loss_in_one_piece(algo, batch, logp_BT, entropy_BT):
+    """Return the 0-d mean over the trained tokens, with the k3 estimator of the KL."""
+    rows = [
+        _row(algo, batch, row, logp_BT[row], entropy_BT[row]).sum() for row in range(batch.num_rows)
+    ]
+    return torch.stack(rows).sum() / batch.mask_BT.sum()
+
+
+def _row(algo, batch, row, logp_T, entropy_T):
+    on_T = batch.mask_BT[row]
+    logp_N, old_N = logp_T[on_T], batch.old_logp_BT[row][on_T]
+    advantage_N = batch.advantage_BT[row][on_T]
+    loss_N = _policy(algo, logp_N, old_N, advantage_N)
+    if batch.importance_weight_BT is not None:
+        loss_N = batch.importance_weight_BT[row][on_T] * loss_N
+    gap_N = batch.ref_logp_BT[row][on_T] - logp_N
+    return loss_N + algo.kl_coef * (gap_N.exp() - 1 - gap_N) - algo.entropy_coef * entropy_T[on_T]
+
+
+def _policy(algo, logp_N, old_N, advantage_N):
+    low, high = 1 - algo.clip_low, 1 + algo.clip_high
+    ratio_N = (logp_N - old_N).exp()
+    if algo.loss is PolicyLoss.cispo:
+        return -ratio_N.clamp(low, high).detach() * advantage_N * logp_N
+    if algo.loss is PolicyLoss.gspo and len(logp_N):
+        ratio_N = (logp_N - old_N).mean().exp().expand_as(logp_N)
+    bound_N = ratio_N.clamp(low, high)
+    if algo.loss is PolicyLoss.balanced:
+        bound_N = torch.where(ratio_N > high, high * ratio_N / ratio_N.detach(), bound_N)
+    loss_N = torch.maximum(-advantage_N * ratio_N, -advantage_N * bound_N)
+    if algo.loss is PolicyLoss.gspo:
+        return loss_N
+    capped_N = torch.minimum(loss_N, -advantage_N * algo.clip_dual)
+    return torch.where(advantage_N < 0, capped_N, loss_N)

@@ -1,0 +1,101 @@
+"""The kernels under Triton's CPU interpreter, and compiled (not run) for a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "tests" / "actor" / "vocab" / "vocab_rank.py"
+
+
+@pytest.mark.slow  # two tensor ranks do all of it too, in `test_vocab_parallel.py`
+def test_parity_under_the_interpreter():
+    # The interpreter is chosen when the kernels' module is imported: a process of its own.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), "triton", "0", "1", "0"],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(" passed\n") == 6
+
+
+@pytest.mark.parametrize("num_bytes", [1, 10_000, 512 << 20])
+@pytest.mark.parametrize("num_rows", [0, 61, 151_936])
+def test_a_chunk_fits_the_scratch(num_rows, num_bytes):
+    from mega_agentrl.actor.vocab.triton_kernel import (
+        MAX_CHUNK_TOKENS,
+        MIN_BLOCK_ROWS,
+        chunk_tokens,
+    )
+
+    tokens = chunk_tokens(torch.empty(0, 8, dtype=torch.bfloat16), num_rows, num_bytes)
+    width = max(1, min(num_rows, MIN_BLOCK_ROWS))
+    assert 1 <= tokens <= MAX_CHUNK_TOKENS
+    assert tokens == 1 or tokens * width * 2 <= num_bytes
+    assert tokens == MAX_CHUNK_TOKENS or (tokens + 1) * width * 2 > num_bytes
+
+
+def compiled(kernel, **own):
+    """Compile a kernel for compute capability 9.0 with realistic sizes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mega_agentrl.actor.vocab import triton_kernel
+
+    tile = triton_kernel.HOPPER_TILE
+    constants = {
+        **{
+            "HIDDEN": 4096,
+            "TOKENS": tile.block_tokens,
+            "ROWS": tile.block_rows,
+            "STEP": tile.block_hidden,
+        },
+        **{"EVEN": True, "WIDEN": False, "GROUP": triton_kernel.L2_GROUP_TOKEN_BLOCKS},
+        **own,
+    }
+    types = {"hidden_ptr": "*bf16", "weight_ptr": "*bf16", "column_ptr": "*i32"}
+    types |= {"grad_ptr": "*bf16", "num_tokens": "i32", "num_rows": "i32"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*fp32")
+        for name in kernel.arg_names
+    }
+    signature["inverse_temperature"] = "fp32"
+    even = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if signature[name] not in ("constexpr", "fp32")
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=even)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def test_the_kernels_compile_to_hoppers_matrix_instructions(monkeypatch, tmp_path):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter compiles nothing")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mega_agentrl.actor.vocab import triton_kernel
+
+    for kernel, own in (
+        (triton_kernel._stats_kernel, {"RUN": triton_kernel.HOPPER_TILE.blocks_per_run}),
+        (triton_kernel._gradient_kernel, {"WITH_ENTROPY": True}),
+        (triton_kernel._gradient_kernel, {"WITH_ENTROPY": False}),
+    ):
+        result = compiled(kernel, **own)
+        assembly = result.asm["ptx"]
+        assert "wgmma.mma_async" in assembly
+        # 16-byte copies straight to shared memory, within what a Hopper block may have
+        assert "cp.async.cg.shared.global" in assembly
+        assert result.metadata.shared <= 227 << 10

@@ -1,0 +1,205 @@
+"""`batch.packing`: trees by hand, and properties of collected ones."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.batch.packing import PAD_NODE_ID, fill_rewards, pack_trees
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.types.records import ContextReset, RolloutTree, Score, StopReason, Trajectory
+from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+
+PROMPT = make_prompt()
+
+
+def _row(name, token_ids, mask, reward=0.0, *, parent=None, fork_len=0, **changes):
+    size = len(token_ids)
+    values = {
+        "trajectory_id": name,
+        "prompt": PROMPT,
+        "path": (0,),
+        "token_ids": token_ids,
+        "loss_mask": mask,
+        "logps": [-0.5] * size,
+        "entropies": [0.25] * size,
+        "versions": [4] * size,
+        "turn_ids": [0] * size,
+        "turns": [],
+        "stop_reason": StopReason.eos,
+        "parent_id": parent,
+        "fork_len": fork_len,
+        "score": Score(value=reward, correct=False, f1=0.0, answer="", reason=""),
+    }
+    return Trajectory(**(values | changes))
+
+
+def _tree(*rows):
+    return RolloutTree(prompt=PROMPT, trajectories=list(rows))
+
+
+def test_by_hand():
+    first = _tree(
+        _row("a", [1, 2, 3, 4], [1, 0, 1, 1], 1.0),
+        _row("b", [1, 2, 9], [1, 0, 1], 0.5, parent="a", fork_len=2),
+        _row("c", [1, 2, 9, 7, 7], [1, 0, 1, 1, 1], parent="b", fork_len=3),
+    )
+    lost = _row("e", [5], [1], score=None, stop_reason=StopReason.aborted)
+    batch = pack_trees([first, _tree(_row("d", [1, 2], [1, 1], -1.0), lost)])
+    assert batch.response_BT.tolist() == [
+        [1, 2, 3, 4, 0],
+        [1, 2, 9, 0, 0],
+        [1, 2, 9, 7, 7],
+        [1, 2, 0, 0, 0],
+        [5, 0, 0, 0, 0],
+    ]
+    assert batch.node_BT.tolist() == [
+        [0, 1, 2, 3, -1],
+        [0, 1, 4, -1, -1],
+        [0, 1, 4, 5, 6],
+        [7, 8, -1, -1, -1],
+        [9, -1, -1, -1, -1],
+    ]
+    assert batch.mask_BT.int().tolist() == [
+        [1, 0, 1, 1, 0],
+        [1, 0, 1, 0, 0],
+        [1, 0, 1, 1, 1],
+        [1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert batch.length_B.tolist() == [4, 3, 5, 2, 1]
+    assert batch.group_B.tolist() == [0, 0, 0, 1, 2], "the failed row is in no prompt's group"
+    assert batch.reward_B.tolist() == [1.0, 0.5, 0.0, -1.0, 0.0]
+    assert batch.rollout_logp_BT[0].tolist() == [-0.5] * 4 + [0.0]
+    assert batch.version_BT[4].tolist() == [4, 0, 0, 0, 0]
+    assert batch.prompt_ids == (PROMPT.token_ids,) * 5
+    assert batch.mask_BT.dtype == torch.bool and batch.reward_B.dtype == torch.float32
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 6))
+def test_equal_nodes_are_exactly_the_shared_prefixes(seed, num_trajectories):
+    config = RolloutConfig(group_size=num_trajectories, max_response_tokens=100)
+    trees = asyncio.run(
+        collect_rollouts(
+            [make_prompt("p0"), make_prompt("p1")],
+            generator=FakeGenerator(),
+            tools=FakeTools(),
+            codec=CharCodec(),
+            rubric=FakeRubric(),
+            config=config,
+            max_model_len=500,
+            seed=seed,
+            step=0,
+        )
+    )
+    rows = [row for tree in trees for row in tree.trajectories]
+    batch = pack_trees(trees)
+    real = batch.node_BT != PAD_NODE_ID
+    assert real.sum(1).tolist() == batch.length_B.tolist()
+    assert batch.mask_BT.sum().item() == sum(sum(row.loss_mask) for row in rows)
+    own = sum(len(row.token_ids) - row.fork_len for row in rows)
+    assert batch.node_BT[real].unique().numel() == own
+    for node in batch.node_BT[real].unique():
+        holders, position = (batch.node_BT == node).nonzero(as_tuple=True)
+        assert position.unique().numel() == 1
+        until = int(position[0]) + 1
+        assert batch.response_BT[holders, :until].unique(dim=0).shape[0] == 1
+        assert batch.group_B[holders].unique().numel() == 1
+
+
+def test_parts_behind_a_context_of_their_own_are_rows():
+    resets = (ContextReset(start=3, token_ids=(40, 41)), ContextReset(start=5, token_ids=(42,)))
+    turned = _row("a", [1, 2, 3, 4, 5], [1, 1, 0, 1, 1], 1.0, context_resets=resets)
+    fork = _row(
+        "b", [1, 2, 3, 9], [1, 1, 0, 1], 0.5, parent="a", fork_len=3, context_resets=resets[:1]
+    )
+    batch = pack_trees([_tree(turned, fork), _tree(_row("d", [1], [1], -1.0))])
+    prompt = PROMPT.token_ids
+    assert batch.prompt_ids == (prompt, (40, 41), prompt, (40, 41), prompt)
+    assert batch.trajectory_B.tolist() == [0, 0, 1, 1, 2]
+    assert batch.response_BT.tolist() == [[1, 2, 3], [4, 5, 0], [1, 2, 3], [9, 0, 0], [1, 0, 0]]
+    assert batch.mask_BT.int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]]
+    assert batch.node_BT.tolist() == [
+        [0, 1, 2],
+        [3, 4, -1],
+        [0, 1, 2],
+        [5, -1, -1],
+        [6, -1, -1],
+    ]
+    assert batch.length_B.tolist() == [3, 2, 3, 1, 1]
+    assert batch.reward_B.tolist() == [1, 1, 0.5, 0.5, -1]
+    assert batch.group_B.tolist() == [0, 0, 0, 0, 1]
+    assert pack_trees([_tree(_row("d", [1], [1], -1.0))]).trajectory_B is None
+    assert batch.select_rows([1, 3]).trajectory_B.tolist() == [0, 1]
+
+
+def test_nothing_to_train_on_says_how_they_ended():
+    lost = _row("a", [1], [1], score=None, stop_reason=StopReason.aborted)
+    with pytest.raises(ValueError, match=r"no token to train on.*'aborted': 1"):
+        pack_trees([_tree(lost)])
+    with pytest.raises(ValueError, match="got 0 with 0 trajectories"):
+        pack_trees([])
+
+
+def test_bad_trees():
+    with pytest.raises(ValueError, match="expected one that comes earlier"):
+        pack_trees([_tree(_row("b", [1], [1], parent="a"))])
+    with pytest.raises(ValueError, match="first 2 tokens differ"):
+        pack_trees(
+            [_tree(_row("a", [1, 2], [1, 1]), _row("b", [1, 3], [1, 1], parent="a", fork_len=2))]
+        )
+    unscored = [_tree(_row("a", [1], [1], score=None))]
+    with pytest.raises(ValueError, match="trajectory a: got no score"):
+        fill_rewards(pack_trees(unscored), unscored)
+
+
+def test_rewards_that_come_later_are_those_of_a_batch_packed_later():
+    # "c" is two rows; "b" turns out to have no reward.
+    resets = (ContextReset(start=2, token_ids=(9,)),)
+    rows = [
+        _row("a", [1, 2], [1, 1], 1.0),
+        _row("b", [3], [1], 0.5),
+        _row("c", [1, 2, 3], [1, 0, 1], 0.25, context_resets=resets),
+    ]
+    trees = [_tree(*rows)]
+    scores = [row.score for row in rows]
+    for row in rows:
+        row.score = None
+    early = pack_trees(trees)
+    assert early.reward_B.isnan().all() and early.mask_BT[1].any()
+    rows[0].score, rows[1].reward_error, rows[2].score = scores[0], "it hung", scores[2]
+    late, whole = fill_rewards(early, trees), pack_trees(trees)
+    assert late.reward_B.tolist() == [1.0, 0.0, 0.25, 0.25]
+    assert late.group_B.tolist() == [0, 1, 0, 0] and not late.mask_BT[1].any()
+    for name in ("reward_B", "group_B", "mask_BT", "trajectory_B", "response_BT"):
+        assert torch.equal(getattr(late, name), getattr(whole, name)), name
+    for row in rows:
+        row.score, row.reward_error = None, "judge down"
+    with pytest.raises(ValueError, match=r"no token to train on.*'judge down': 3"):
+        fill_rewards(early, trees)
+
+
+def test_baselines_are_the_rewards_of_greedy_answers():
+    reset = ContextReset(start=2, token_ids=(8, 9))
+    parts = _row("a", [1, 2, 3], [1, 1, 1], 1.0, context_resets=(reset,))
+    trees = [
+        _tree(parts, _row("b", [4], [1])),
+        _tree(_row("c", [5], [1])),
+        _tree(_row("d", [6], [1])),
+    ]
+    batch = pack_trees(trees)
+    assert fill_rewards(batch, trees).baseline_B is None
+    trees[0].greedy_trajectory = _row("g", [7], [1], 0.25)
+    trees[1].greedy_trajectory = _row(
+        "h", [7], [1], 0.5, score=None, stop_reason=StopReason.aborted
+    )
+    found = fill_rewards(batch, trees).baseline_B.tolist()
+    assert found[:3] == [0.25] * 3
+    assert all(math.isnan(value) for value in found[3:])

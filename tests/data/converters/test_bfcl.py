@@ -1,0 +1,155 @@
+"""BFCL: files joined by id, one turn and several apart, functions from their files."""
+
+import json
+
+import pytest
+
+from mega_agentrl.data.converters.bfcl import NEW_FUNCTIONS_MESSAGE, convert_bfcl
+from mega_agentrl.data.converters.source_row import SourceRow
+from mega_agentrl.reward.function_call import score
+
+AREA = {
+    "name": "calculate_triangle_area",
+    "description": "Calculate the area of a triangle.",
+    "parameters": {
+        "type": "dict",
+        "properties": {"base": {"type": "integer"}, "unit": {"type": "string"}},
+        "required": ["base"],
+    },
+}
+SIMPLE = {
+    "id": "simple_0",
+    "question": [[{"role": "user", "content": "Area of a triangle with base 10?"}]],
+    "function": [AREA],
+}
+SIMPLE_ANSWER = {
+    "id": "simple_0",
+    "ground_truth": [{"calculate_triangle_area": {"base": [10], "unit": ["units", ""]}}],
+}
+MULTI = {
+    "id": "multi_turn_base_3",
+    "question": [
+        [{"role": "user", "content": "Go to document."}],
+        [{"role": "user", "content": "Make temp there."}],
+    ],
+    "initial_config": {"GorillaFileSystem": {}},
+    "path": ["GorillaFileSystem.cd"],
+    "involved_classes": ["GorillaFileSystem"],
+}
+MULTI_ANSWER = {
+    "id": "multi_turn_base_3",
+    "ground_truth": [["cd('document')"], ["mkdir(name='t')"]],
+}
+DOCUMENTS = [
+    {"name": "cd", "parameters": {"properties": {"folder": {}}}, "response": {}},
+    {"name": "mkdir", "parameters": {"properties": {"name": {}}}, "response": {}},
+]
+
+
+def rows(*values, file="q.json"):
+    return [SourceRow(file, number, value) for number, value in enumerate(values)]
+
+
+def documents():
+    return rows(*DOCUMENTS, file="docs/gorilla_file_system.json")
+
+
+def test_one_turn_takes_every_possible_answer():
+    (row,) = convert_bfcl(rows(SIMPLE) + rows(SIMPLE_ANSWER, file="a.json"), "bfcl").rows
+    assert row["data_source"] == "bfcl"
+    assert row["extra_info"] == {
+        "index": "simple_0",
+        "category": "simple",
+        "turns": "single_turn",
+        "turn": 0,
+    }
+    assert json.dumps(AREA) in row["prompt"][0]["content"]
+    truth = row["reward_model"]["ground_truth"]
+    for right in ("base=10", "base=10, unit='units'"):
+        assert score(f"</think>[calculate_triangle_area({right})]", truth).value == 1.0
+    for wrong in ("base=11", "base=10, unit='cm'", ""):
+        assert score(f"</think>[calculate_triangle_area({wrong})]", truth).value == 0.0
+
+
+def test_several_turns_become_a_row_each_with_the_calls_before():
+    source = rows(MULTI) + rows(MULTI_ANSWER, file="a.json") + documents()
+    first, second = convert_bfcl(source, "bfcl").rows
+    assert [row["extra_info"]["turns"] for row in (first, second)] == ["multi_turn"] * 2
+    assert [row["extra_info"]["index"] for row in (first, second)] == [
+        "multi_turn_base_3/0",
+        "multi_turn_base_3/1",
+    ]
+    assert "response" not in first["prompt"][0]["content"]
+    assert first["prompt"][1:] == MULTI["question"][0]
+    assert second["prompt"][1:] == [
+        MULTI["question"][0][0],
+        {"role": "assistant", "content": '[{"name": "cd", "arguments": {"folder": "document"}}]'},
+        MULTI["question"][1][0],
+    ]
+    truth = second["reward_model"]["ground_truth"]
+    assert score("</think>[mkdir(name='t')]", truth).value == 1.0
+    assert score("</think>[cd(folder='document')]", truth).value == 0.0
+
+
+def test_a_function_held_back_appears_in_the_turn_that_hands_it_out():
+    question = {
+        **MULTI,
+        "question": [MULTI["question"][0], []],
+        "missed_function": {"1": ["mkdir"]},
+    }
+    answer = {**MULTI_ANSWER, "ground_truth": [[], ["mkdir(name='t')"]]}
+    first, second = convert_bfcl(rows(question) + rows(answer) + documents(), "bfcl").rows
+    assert '"mkdir"' not in first["prompt"][0]["content"]
+    assert first["reward_model"]["ground_truth"] == ["[]"]
+    assert '"mkdir"' in second["prompt"][0]["content"]
+    assert second["prompt"][-1] == NEW_FUNCTIONS_MESSAGE
+
+
+def test_an_excluded_function_is_never_offered():
+    question = {**MULTI, "excluded_function": ["mkdir"]}
+    for row in convert_bfcl(rows(question) + rows(MULTI_ANSWER) + documents(), "bfcl").rows:
+        assert '"mkdir"' not in row["prompt"][0]["content"]
+
+
+def test_irrelevance_wants_no_call_and_relevance_cannot_be_checked():
+    questions = [{**SIMPLE, "id": f"live_{kind}_0-0-0"} for kind in ("irrelevance", "relevance")]
+    converted = convert_bfcl(rows(*questions), "bfcl")
+    (row,) = converted.rows
+    assert row["extra_info"]["category"] == "live_irrelevance"
+    assert row["reward_model"]["ground_truth"] == ["[]"]
+    assert sum(converted.notes.values()) == 1
+
+
+def test_rows_as_json_text_in_one_file_and_a_plain_question():
+    row = {key: json.dumps(value) for key, value in {**SIMPLE, **SIMPLE_ANSWER}.items()}
+    row["id"] = "simple_0"
+    plain = {"question": "Area?", "function": AREA, "ground_truth": ["calculate_triangle_area(10)"]}
+    first, second = convert_bfcl(rows(row, plain), "bfcl").rows
+    assert len(first["reward_model"]["ground_truth"]) == 2
+    assert second["prompt"][1] == {"role": "user", "content": "Area?"}
+    assert json.loads(second["reward_model"]["ground_truth"][0])[0]["arguments"] == {"base": 10}
+
+
+def test_too_many_possible_answers_are_left_out_and_counted():
+    wide = {"f": {f"a{i}": [1, 2] for i in range(20)}}
+    converted = convert_bfcl(rows({**SIMPLE, "ground_truth": [wide]}), "bfcl")
+    assert converted.rows == []
+    assert sum(converted.notes.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([SIMPLE], "field ground_truth: .*possible_answer file was not given"),
+        ([SIMPLE_ANSWER], "field id: .*question file was not given"),
+        ([SIMPLE, SIMPLE], "row 1, field id: .*given twice"),
+        ([MULTI, MULTI_ANSWER], "field involved_classes: .*gorilla_file_system"),
+        ([{**SIMPLE, **SIMPLE_ANSWER, "question": [["hi"]]}], "field question"),
+        ([{**SIMPLE, **SIMPLE_ANSWER, "question": []}], "field question"),
+        ([{**SIMPLE, **SIMPLE_ANSWER, "function": ["f"]}], "field function"),
+        ([{**MULTI, "function": [], "ground_truth": [["cd()"]]}], "expected 2 lists of calls"),
+    ],
+)
+def test_what_does_not_fit_is_named(values, said):
+    with pytest.raises(ValueError, match=rf"q\.json.* row \d.*{said}|{said}"):
+        convert_bfcl(rows(*values), "bfcl")

@@ -1,0 +1,91 @@
+"""Files in, one parquet out, whole or not at all."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mega_agentrl.data.converters.file_io import read_source_rows, write_rl_parquet
+
+ROWS = [{"a": 1, "b": "x\u2028y"}, {"a": 2, "b": "z"}]
+
+
+def written(path):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif path.stem == "list":
+        path.write_text(json.dumps(ROWS, indent=1))
+    else:
+        path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json", "list.json"])
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    path = written(tmp_path / name)
+    read = read_source_rows([path])
+    assert [row.values for row in read] == ROWS
+    assert [(row.file, row.row_index) for row in read] == [(str(path), 0), (str(path), 1)]
+
+
+def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps(ROWS[1], indent=1))
+    read = read_source_rows([written(tmp_path / "a.jsonl"), one])
+    assert [row.values["a"] for row in read] == [1, 2, 2]
+    assert read[2].row_index == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", b"a,b", "expected a file that ends in"),
+        ("a.jsonl", b"", "empty"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ', r"row 1: got .* expected JSON"),
+        ("a.json", b"[1]", "row 0: got 1, expected an object"),
+        ("a.json", b"\xff\xfe", "expected UTF-8"),
+        ("a.parquet", b"PAR", "not a readable parquet file"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_source_rows([path])
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "gone.parquet"])
+def test_a_missing_file_is_named(tmp_path, name):
+    with pytest.raises(ValueError, match="gone"):
+        read_source_rows([tmp_path / name])
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        write_rl_parquet(ROWS, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert pq.read_table(tmp_path / "a").to_pylist() == ROWS
+
+
+def test_what_is_there_stays_without_force(tmp_path):
+    path = tmp_path / "out.parquet"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="--force"):
+        write_rl_parquet(ROWS, path)
+    assert path.read_text() == "mine"
+    write_rl_parquet(ROWS, path, force=True)
+    assert pq.read_table(path).num_rows == 2
+
+
+@pytest.mark.parametrize("rows", [[{"a": 1}, {"a": "x"}], [{"a": {}}], []])
+def test_rows_that_do_not_fit_leave_nothing_behind(tmp_path, rows):
+    with pytest.raises(ValueError, match=r"out\.parquet: "):
+        write_rl_parquet(rows, tmp_path / "out.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="a folder that exists"):
+        write_rl_parquet(ROWS, tmp_path / "no" / "out.parquet")

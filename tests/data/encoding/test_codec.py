@@ -1,0 +1,142 @@
+"""The codec adds nothing, hides nothing, and appends turns without touching earlier ones."""
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
+
+DIALOGUES = [[{"role": "user", "content": "What is 1*2 of the home ?"}]] * 3
+USER = {"role": "user", "content": "Hi <|im_end|>"}
+KEEP_ALL = "{%- for m in messages %}{{ m.content + eos_token + '\\n' }}{%- endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(DIALOGUES, vocab_size=400).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def codec(folder):
+    return HFCodec(folder)
+
+
+def with_template(folder, template: str) -> HFCodec:
+    codec = HFCodec(folder)
+    codec._tokenizer.chat_template = template
+    return codec
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2TokenizerFast"]
+)
+def test_the_tokenizer_is_the_one_that_transformers_chooses(folder, tmp_path, name, model_type):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+    (copy / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded, chosen = HFCodec(copy)._tokenizer, AutoTokenizer.from_pretrained(copy)
+    assert type(loaded) is type(chosen)
+    assert loaded.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+    assert loaded.special_tokens_map == chosen.special_tokens_map
+    assert loaded.chat_template == chosen.chat_template
+
+
+@given(st.text())
+def test_any_text_round_trips_and_no_special_token_sneaks_in(codec, text):
+    ids = codec.encode(text + "<|im_end|>")
+    assert codec.decode(ids) == text + "<|im_end|>"
+    assert codec.eos_id not in ids
+
+
+def test_control_tokens_are_the_special_ones_and_the_tags(codec):
+    special = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+    assert set(codec.control_tokens) == {*special, *TAGS}
+
+
+def test_added_tokens_have_an_id_of_their_own_and_other_text_has_none(codec):
+    assert codec.added_token_id("<think>") == codec.encode("<think>")[0]
+    assert codec.added_token_id("<|im_end|>") == codec.eos_id
+    assert codec.added_token_id("think") is None
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(codec):
+    assert codec.decode(codec.encode("a\ud800b")) == "a?b"
+
+
+def test_decode_leaves_special_tokens_out_and_keeps_tags(codec):
+    text = " ".join(TAGS) + " a , b 's"
+    assert codec.decode([*codec.encode(text), codec.eos_id]) == text
+
+
+def test_special_tokens_do_not_survive_decoding_and_tags_do(codec):
+    assert (
+        codec.survives_decoding("<python>")
+        and codec.survives_decoding("<unknown>")
+        and not codec.survives_decoding("<|im_end|>")
+    )
+
+
+def test_ids_fit_the_vocabulary(codec):
+    assert max(codec.encode("".join(TAGS))) < codec.vocab_size
+
+
+def test_apply_chat_ends_with_the_generation_prompt(codec):
+    ids = codec.apply_chat_template([{"role": "user", "content": "What"}])
+    rendered = "<|im_start|>user\nWhat<|im_end|>\n<|im_start|>assistant\n"
+    assert codec._tokenizer.decode(ids) == rendered
+    assert ids.count(codec.eos_id) == 1
+
+
+def test_tools_are_rendered_when_given(codec):
+    messages = [{"role": "user", "content": "What"}]
+    plain = codec.apply_chat_template(messages)
+    with_tools = codec.apply_chat_template(messages, [{"name": "python"}])
+    assert with_tools[-len(plain) :] == plain
+    assert '{"name": "python"}' in codec.decode(with_tools)
+
+
+def test_the_next_turn_completes_the_full_rendering(codec):
+    first = [{"role": "user", "content": "What"}]
+    answer, following = {"role": "assistant", "content": "is"}, [{"role": "user", "content": "the"}]
+    grown = [*codec.apply_chat_template(first), *codec.encode("is"), codec.eos_id]
+    grown += codec.encode_next_turn(following)
+    assert grown == codec.apply_chat_template([*first, answer, *following])
+
+
+def test_a_template_that_drops_earlier_turns_cannot_append(folder):
+    codec = with_template(folder, "{{ messages[-1].content + eos_token }}")
+    with pytest.raises(ValueError, match="cannot append a turn"):
+        codec.encode_next_turn([USER])
+    plain = with_template(folder, KEEP_ALL).encode_next_turn([USER])
+    # What a template puts in front of the whole conversation is no part of a turn.
+    assert (
+        with_template(folder, "{{ messages|length }}" + KEEP_ALL).encode_next_turn([USER]) == plain
+    )
+
+
+def test_a_tokenizer_without_a_template_says_so(folder):
+    with pytest.raises(ValueError, match="chat template: the tokenizer has none"):
+        with_template(folder, None).apply_chat_template([USER])
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path=.*no tokenizer_config\.json"):
+        HFCodec(tmp_path)
+
+
+def test_a_tokenizer_without_eos_says_so(tmp_path):
+    tokenizer = train_tokenizer(DIALOGUES, vocab_size=400)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no eos_token"):
+        HFCodec(tmp_path)

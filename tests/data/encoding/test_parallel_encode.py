@@ -1,0 +1,75 @@
+"""Token ids from several processes are those of one, in order."""
+
+import pytest
+
+from mega_agentrl.data.encoding import parallel_encode as module
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.data.encoding.parallel_encode import encode_conversations
+from tests.chat_models import save_tokenizer
+
+SCHEMAS = {
+    name: {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("python", "search")
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer's; that of a model of a known type is loaded without torch."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return save_tokenizer("qwen25", tmp_path)
+
+
+def asked(number):
+    """Conversations that differ, with no tool, one or both."""
+    return [
+        (
+            ({"role": "user", "content": f"Is {index} a prime? <|im_end|> é"},),
+            tuple(SCHEMAS)[: index % 3],
+        )
+        for index in range(number)
+    ]
+
+
+def test_processes_give_what_one_gives(folder, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 5)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
+    codec = HFCodec(folder)
+    expected = encode_conversations(codec, asked(23), SCHEMAS, key="data.train")
+    assert len({tuple(ids) for ids in expected}) == 23
+    assert len(expected[1]) > len(expected[0])
+    found = encode_conversations(codec, asked(23), SCHEMAS, key="data.train", min_rows=23)
+    assert found == expected
+
+
+def test_a_process_that_fails_is_an_error_of_the_data(folder, monkeypatch):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
+    codec = HFCodec(folder)
+    codec.folder = str(folder / "nowhere")
+    with pytest.raises(ValueError, match=r"data\.train: a process that tokenizes .*nowhere"):
+        encode_conversations(codec, asked(2), SCHEMAS, key="data.train", min_rows=2)
+
+
+@pytest.mark.parametrize(("cpus", "min_rows", "folder"), [(1, 1, "x"), (2, 3, "x"), (2, 1, None)])
+def test_few_rows_one_core_or_a_codec_without_files_start_nothing(
+    monkeypatch, cpus, min_rows, folder
+):
+    class Codec:
+        def apply_chat_template(self, messages, tools=None, *, add_generation_prompt=True):
+            return [len(messages[0]["content"]), len(tools or [])]
+
+    monkeypatch.setattr(module, "WorkerPool", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cpus)))
+    codec = Codec()
+    codec.folder = folder
+    found = encode_conversations(codec, asked(2), SCHEMAS, key="k", min_rows=min_rows)
+    assert found == [[26, 0], [26, 1]]
+
+
+def test_chunks_have_limits_and_lose_nothing(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 3)
+    monkeypatch.setattr(module, "_CHUNK_CHARS", 10)
+    given = [(({"role": "user", "content": "x" * size},), ()) for size in (4, 4, 4, 30, 1, 1, 1, 1)]
+    chunks = [[len(one[0][0]["content"]) for one in chunk] for chunk in module._iter_chunks(given)]
+    assert chunks == [[4, 4], [4], [30], [1, 1, 1], [1]]
+    assert list(module._iter_chunks([])) == []

@@ -1,0 +1,44 @@
+"""Tokens that a list of words names, whatever mark of a space they carry."""
+
+import pytest
+
+from mega_agentrl.data.encoding.trigger_words import load_trigger_words, trigger_token_ids
+
+PIECES = ["", "wait", "\u0120Wait", "\u2581but", " But ", "waiting", "\u0120", "x", "buts"]
+
+
+class PieceCodec:
+    """One token per piece; decodes as a byte-level tokenizer without its detokenizer would."""
+
+    eos_id = 0
+    vocab_size = len(PIECES)
+
+    def encode(self, text):
+        return [PIECES.index(text)]
+
+    def decode(self, token_ids):
+        return "".join(PIECES[token] for token in token_ids)
+
+
+def words_file(tmp_path, text):
+    path = tmp_path / "words.txt"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_words_are_read_one_a_line_and_normalised_as_tokens_are(tmp_path):
+    path = words_file(tmp_path, "Wait\n\n  but \n\u0120however\nwait\n")
+    assert load_trigger_words(path) == {"wait", "but", "however"}
+
+
+def test_whole_tokens_are_found_with_any_mark_of_a_space():
+    assert trigger_token_ids(PieceCodec(), {"wait", "but", "however"}, key="words") == {1, 2, 3, 4}
+
+
+def test_lists_that_trigger_nothing_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="got 0 words"):
+        load_trigger_words(words_file(tmp_path, "\n \n"))
+    with pytest.raises(ValueError, match="mistyped path"):
+        load_trigger_words(str(tmp_path / "none.txt"))
+    with pytest.raises(ValueError, match="none of its 1 words is a token"):
+        trigger_token_ids(PieceCodec(), {"wait a minute"}, key="words")

@@ -1,0 +1,111 @@
+"""Remote files: fetched once for each version, whole for every process that asks at once."""
+
+import http.server
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from mega_agentrl.data import remote_files as module
+from mega_agentrl.data.remote_files import fetch_to_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def memory():
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.rm("/remote", recursive=True)
+
+
+def test_a_version_is_fetched_once_and_a_new_one_again(memory, tmp_path, monkeypatch):
+    fetched = []
+    fetch = module._download
+    monkeypatch.setattr(module, "_download", lambda *given: (fetched.append(given), fetch(*given)))
+    url, folder = "memory://remote/a.jsonl.gz", tmp_path / "cache"
+    memory.pipe("/remote/a.jsonl.gz", b"one")
+    first = fetch_to_cache(url, folder, key="k")
+    assert first.read_bytes() == b"one" and first.name.endswith("-a.jsonl.gz")
+    assert fetch_to_cache(url, folder, key="k") == first and len(fetched) == 1
+    memory.pipe("/remote/a.jsonl.gz", b"two more")
+    second = fetch_to_cache(url, folder, key="k")
+    assert (first.read_bytes(), second.read_bytes(), len(fetched)) == (b"one", b"two more", 2)
+    memory.pipe("/remote/b.jsonl.gz", b"one")
+    assert fetch_to_cache("memory://remote/b.jsonl.gz", folder, key="k") not in (first, second)
+
+
+def test_a_file_of_a_slow_disk_is_staged_by_its_url(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"one")
+    staged = fetch_to_cache(f"file://{tmp_path}/a.jsonl", tmp_path / "shared", key="k")
+    (tmp_path / "a.jsonl").unlink()
+    assert staged.parent == tmp_path / "shared" and staged.read_bytes() == b"one"
+
+
+def test_a_fetch_that_fails_leaves_nothing(memory, tmp_path, monkeypatch):
+    memory.pipe("/remote/a.parquet", b"x")
+
+    def breaks(*_, **__):
+        raise ConnectionResetError("reset")
+
+    monkeypatch.setattr(type(memory), "get_file", breaks)
+    with pytest.raises(ValueError, match=r"k=memory://remote/a\.parquet: .*ConnectionResetError"):
+        fetch_to_cache("memory://remote/a.parquet", tmp_path, key="k")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_read(tmp_path, memory):
+    memory.pipe("/remote/a", b"")
+    with pytest.raises(ValueError, match=r"data\.train=memory://remote/b: it cannot be read"):
+        fetch_to_cache("memory://remote/b", tmp_path, key="data.train")
+    with pytest.raises(ValueError, match=r"nosuch://x/b: it cannot be read: ValueError: Protocol"):
+        fetch_to_cache("nosuch://x/b", tmp_path, key="data.train")
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A folder, and where it can be had over HTTP."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *given):
+            super().__init__(*given, directory=str(folder))
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_over_http(served, tmp_path):
+    folder, url = served
+    (folder / "a.jsonl").write_text("{}")
+    kept = fetch_to_cache(f"{url}/a.jsonl", tmp_path / "cache", key="k")
+    assert kept.read_text() == "{}"
+    assert fetch_to_cache(f"{url}/a.jsonl", tmp_path / "cache", key="k") == kept
+    with pytest.raises(ValueError, match="it cannot be read: FileNotFoundError"):
+        fetch_to_cache(f"{url}/b.jsonl", tmp_path / "cache", key="k")
+
+
+def test_many_at_once_read_it_whole(served, tmp_path):
+    folder, url = served
+    content = bytes(range(256)) * 20_000
+    (folder / "a.parquet").write_bytes(content)
+    command = (
+        "import sys; from pathlib import Path; from mega_agentrl.data.remote_files import "
+        "fetch_to_cache;"
+        "copy = fetch_to_cache(sys.argv[1], Path(sys.argv[2]), key='k');"
+        "sys.stdout.buffer.write(copy.read_bytes())"
+    )
+    given = [sys.executable, "-c", command, f"{url}/a.parquet", str(tmp_path / "cache")]
+    children = [subprocess.Popen(given, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
+    assert all(child.communicate(timeout=60)[0] == content for child in children)
+    assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -1,0 +1,285 @@
+"""Rows become prompts; a bad row is an error that names setting, file, row and column."""
+
+import json
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mega_agentrl.config.enums import Truncation
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.data_files import DataFile
+from mega_agentrl.data.rl_dataset import load_prompts, validate_messages
+
+
+class WordCodec:
+    """One id per word; rendered tools cost 100 each; generation prompts, where wanted, two."""
+
+    generation_prompt_ids = ()
+
+    def apply_chat_template(self, messages, tools=None, *, add_generation_prompt=True):
+        words = " ".join(message["content"] for message in messages).split()
+        ids = [len(word) for word in words] + [100] * len(tools or [])
+        return ids + list(self.generation_prompt_ids) * add_generation_prompt
+
+
+def row(text="one two", **changes):
+    base = {
+        "prompt": [{"role": "user", "content": text}],
+        "data_source": "s",
+        "reward_model": {"ground_truth": "1"},
+        "extra_info": {"index": 5, "tools_kwargs": {"python": {"create_kwargs": {"k": 1}}}},
+    }
+    return {**base, **changes}
+
+
+def load(tmp_path, rows, **options):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return load_files([DataFile(str(path))], **options)
+
+
+def load_files(files, schemas=None, codec=None, **options):
+    config = DataConfig(**({"max_prompt_tokens": 3} | options))
+    return load_prompts(files, codec or WordCodec(), config, key="data.train", tool_schemas=schemas)
+
+
+def test_a_row_becomes_a_prompt(tmp_path):
+    (prompt,) = load(tmp_path, [row()]).prompts
+    assert prompt.prompt_id == "s/5"
+    assert prompt.data_source == "s"
+    assert prompt.messages == ({"role": "user", "content": "one two"},)
+    assert prompt.ground_truth == "1"
+    assert prompt.token_ids == (3, 3)
+    assert prompt.tools_kwargs == {"python": {"create_kwargs": {"k": 1}}}
+    assert prompt.extra_info == {"index": 5}
+
+
+def test_rows_keep_their_own_tools_although_parquet_merges_the_structs(tmp_path):
+    other = {"index": 6, "tools_kwargs": {"search": {"create_kwargs": {"j": 2}}}}
+    first, second = load(tmp_path, [row(), row(extra_info=other)]).prompts
+    assert set(first.tools_kwargs) == {"python"}
+    assert second.tools_kwargs == {"search": {"create_kwargs": {"j": 2}}}
+
+
+def test_without_extra_info_the_row_number_is_the_index(tmp_path):
+    rows = [row(), row(), row()]
+    for plain in rows:
+        del plain["extra_info"]
+    found = load(tmp_path, rows).prompts
+    assert [prompt.prompt_id for prompt in found] == ["s/0", "s/1", "s/2"]
+    assert found[0].tools_kwargs == {}
+
+
+def test_ground_truth_may_be_a_list(tmp_path):
+    truths = {"ground_truth": ["a", "b"]}
+    assert load(tmp_path, [row(reward_model=truths)]).prompts[0].ground_truth == ("a", "b")
+
+
+def test_schemas_of_the_prompts_tools_reach_the_template(tmp_path):
+    schemas = {"python": {"name": "python"}, "search": {"name": "search"}}
+    (prompt,) = load(tmp_path, [row()], schemas=schemas).prompts
+    assert prompt.token_ids == (3, 3, 100)
+
+
+def test_without_a_choice_the_template_gets_all_schemas(tmp_path):
+    schemas = {"python": {"name": "python"}, "search": {"name": "search"}}
+    everything, one = numbered("a", "b")
+    one["extra_info"]["tools_kwargs"] = {"search": {"create_kwargs": {"k": 1}}}
+    first, second = load(tmp_path, [everything, one], schemas=schemas).prompts
+    assert first.token_ids == (1, 100, 100) and len(first.tool_schemas) == 2
+    assert second.token_ids == (1, 100) and second.tool_schemas == ({"name": "search"},)
+    assert load(tmp_path, [row()]).prompts[0].tool_schemas == ()
+
+
+def test_missing_tools_kwargs_are_named_where_they_are_needed(tmp_path, caplog):
+    rows = numbered("a", "b", "c", "d")
+    for each, need in zip(rows, (None, False, True, True), strict=True):
+        each["extra_info"]["need_tools_kwargs"] = need
+    rows[3]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
+    load(tmp_path, rows)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"data.train={tmp_path}/train.parquet row 2: no tools_kwargs, expected some; index 2, "
+        "data source s"
+    ]
+
+
+def numbered(*texts):
+    return [row(text, extra_info={"index": index}) for index, text in enumerate(texts)]
+
+
+def test_overlong_prompts_are_an_error_that_counts_them(tmp_path):
+    rows = numbered("a b c", "a b c d", "a b c d e")
+    with pytest.raises(ValueError, match=r"2 of 3 prompts are longer .*=3 \(the longest has 5"):
+        load(tmp_path, rows)
+
+
+def test_overlong_prompts_can_be_dropped_and_are_counted(tmp_path):
+    found = load(tmp_path, numbered("a b c", "a b c d"), truncation=Truncation.drop)
+    assert found.num_dropped == 1
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0"]
+    with pytest.raises(ValueError, match="1 of 1 prompts are longer"):
+        load(tmp_path, numbered("a b c d"), truncation=Truncation.drop)
+
+
+def test_two_rows_with_one_id(tmp_path):
+    with pytest.raises(ValueError, match=r"row 1: id s/5 occurs twice, first in .*parquet row 0;"):
+        load(tmp_path, [row(), row()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_model": {"style": "rule"}}, "row 0, column reward_model"),
+        ({"reward_model": {"ground_truth": 4}}, "row 0, column reward_model"),
+        ({"prompt": ""}, "row 0, column prompt: got ''"),
+        ({"prompt": 3}, "row 0, column prompt: got 3"),
+        ({"prompt": [{"role": "user"}]}, "row 0, column prompt: got message"),
+        ({"data_source": 3}, "row 0, column data_source"),
+    ],
+)
+def test_a_malformed_row(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, [row(**changes)])
+
+
+def test_a_missing_column(tmp_path):
+    bad = row()
+    del bad["reward_model"]
+    with pytest.raises(ValueError, match=r"data\.train=.*missing column reward_model"):
+        load(tmp_path, [bad])
+
+
+def test_messages_lose_members_of_other_rows():
+    value = [{"role": "user", "content": "x", "name": None}]
+    assert validate_messages(value, "here") == ({"role": "user", "content": "x"},)
+
+
+@pytest.mark.parametrize("message", ["hello", None, 3, ["user", "x"], {"role": "user"}])
+def test_a_message_that_is_none_is_named(message):
+    with pytest.raises(ValueError, match=r"row 4: got message .*expected string members role"):
+        validate_messages([message], "train.parquet row 4")
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def plain(text, **changes):
+    made = row(text, **changes)
+    del made["extra_info"]
+    return made
+
+
+def test_several_files_are_one_dataset_with_the_weights_of_the_files(tmp_path):
+    pq.write_table(pa.Table.from_pylist([plain("a"), plain("b")]), tmp_path / "a.parquet")
+    write_lines(tmp_path / "b.jsonl", [plain("c d")])
+    found = load_files(
+        [DataFile(str(tmp_path / "a.parquet")), DataFile(str(tmp_path / "b.jsonl"), 0.5)]
+    )
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1", "s/2"]
+    assert found.prompts[2].token_ids == (1, 1)
+    assert found.weights == (1.0, 1.0, 0.5)
+
+
+def test_one_id_in_two_files_names_both(tmp_path):
+    files = [write_lines(tmp_path / name, [row()]) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(ValueError, match=r"b\.jsonl row 0: id s/5 .*first in .*a\.jsonl row 0;"):
+        load_files([DataFile(str(file)) for file in files])
+
+
+def test_weights_follow_their_prompts_when_some_are_dropped(tmp_path):
+    long, short = plain("a b c d"), plain("a")
+    files = [
+        write_lines(tmp_path / "a.jsonl", [long, short]),
+        write_lines(tmp_path / "b.jsonl", [short]),
+    ]
+    found = load_files(
+        [DataFile(str(files[0])), DataFile(str(files[1]), 2.0)], truncation=Truncation.drop
+    )
+    assert ([one.prompt_id for one in found.prompts], found.weights) == (["s/1", "s/2"], (1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [
+        (Truncation.left, (4, 5, 9, 9)),
+        (Truncation.right, (1, 2, 9, 9)),
+        (Truncation.middle, (1, 5, 9, 9)),
+    ],
+)
+def test_a_cut_prompt_keeps_its_generation_prompt(tmp_path, truncation, expected):
+    codec = WordCodec()
+    codec.generation_prompt_ids = (9, 9)
+    file = write_lines(tmp_path / "a.jsonl", [plain("1 22 333 4444 55555"), plain("1")])
+    found = load_files(
+        [DataFile(str(file))], codec=codec, max_prompt_tokens=4, truncation=truncation
+    )
+    assert [prompt.token_ids for prompt in found.prompts] == [expected, (1, 9, 9)]
+    assert (found.num_truncated, found.num_dropped) == (1, 0)
+    assert found.prompts[0].messages[0]["content"] == "1 22 333 4444 55555"
+
+
+def test_columns_by_other_names_and_a_prompt_that_is_a_text(tmp_path):
+    rows = [{"question": "a b", "domain": "d", "reward_model": {"ground_truth": "1"}}]
+    files = [DataFile(str(write_lines(tmp_path / "a.jsonl", rows)))]
+    (prompt,) = load_files(files, prompt_key="question", reward_fn_key="domain").prompts
+    assert (prompt.prompt_id, prompt.data_source) == ("d/0", "d")
+    assert prompt.messages == ({"role": "user", "content": "a b"},)
+    with pytest.raises(ValueError, match=r"row 0: missing column prompt; got \['domain'"):
+        load_files(files, reward_fn_key="domain")
+
+
+def test_the_template_is_put_around_every_prompt(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ content }} {{ row.extra_info.index }}")
+    (prompt,) = load(tmp_path, [row("one two")], prompt_template=str(path)).prompts
+    assert prompt.messages[0]["content"] == "one two 5"
+    assert prompt.token_ids == (3, 3, 1)
+
+
+class Rows:
+    """A user dataset over files of words."""
+
+    def __init__(self, paths, key):
+        self.words = [(path, word) for path in paths for word in open(path).read().split()]
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, index):
+        return plain(self.words[index][1])
+
+
+def test_a_class_of_ones_own_gives_the_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("mega_agentrl.data.rl_dataset.load_dataset_class", lambda name: Rows)
+    (tmp_path / "words").write_text("aa bbb")
+    found = load_files([DataFile(str(tmp_path / "words"))], dataset_class="my:Rows")
+    assert [prompt.token_ids for prompt in found.prompts] == [(2,), (3,)]
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1"]
+
+
+def test_remote_files_are_fetched_where_there_is_a_place_for_them(tmp_path):
+    text = json.dumps(row("far away"))
+    fsspec.filesystem("memory").pipe("/dataset/far.jsonl", text.encode())
+    files = [DataFile("memory://dataset/far.jsonl")]
+    with pytest.raises(ValueError, match=r"far\.jsonl: expected a path without a scheme"):
+        load_files(files)
+    found = load_prompts(
+        files, WordCodec(), DataConfig(), key="data.train", cache_folder=tmp_path / "c"
+    )
+    assert found.prompts[0].token_ids == (3, 4)
+
+
+def test_a_file_of_a_slow_disk_is_read_from_a_copy(tmp_path):
+    (tmp_path / "near.jsonl").write_text(json.dumps(row("near by")))
+    files = [DataFile(f"file://{tmp_path}/near.jsonl")]
+    with pytest.raises(ValueError, match=r"near\.jsonl: expected a path without a scheme"):
+        load_files(files)
+    cache = tmp_path / "c"
+    found = load_prompts(files, WordCodec(), DataConfig(), key="data.train", cache_folder=cache)
+    assert found.prompts[0].token_ids == (4, 2)
+    (copy,) = cache.iterdir()
+    assert copy.name.endswith("-near.jsonl") and "near by" in copy.read_text()

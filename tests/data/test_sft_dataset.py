@@ -1,0 +1,103 @@
+"""Demonstrations are the spans a rollout would build; only the assistant's are trained on."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from mega_agentrl.data.sft_dataset import (
+    Demonstration,
+    DemonstrationSampler,
+    collate_demonstrations,
+    encode_demonstration,
+    load_demonstrations,
+)
+
+
+class LetterCodec:
+    """One id per letter, eos 0; the template writes 900 + letters + 901, a next turn 902."""
+
+    eos_id = 0
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(self, messages, tools=None):
+        return [900, *self.encode("".join(m["content"] for m in messages)), 901]
+
+    def encode_next_turn(self, messages):
+        return [902, *self.encode("".join(m["content"] for m in messages))]
+
+
+def chat(*turns):
+    roles = {"u": "user", "a": "assistant", "t": "tool", "s": "system"}
+    return [{"role": roles[turn[0]], "content": turn[1:]} for turn in turns]
+
+
+def test_tool_answers_are_masked_and_eos_comes_only_at_the_end():
+    item = encode_demonstration(chat("uQ", "aAB", "tT", "aC"), LetterCodec(), "here")
+    assert item.prompt_ids == (900, ord("Q"), 901)
+    assert item.response_ids == (*map(ord, "ABTC"), 0)
+    assert item.loss_mask == (1, 1, 0, 1, 1)
+
+
+def test_a_later_user_turn_ends_the_assistants_and_is_masked():
+    item = encode_demonstration(chat("sS", "uQ", "aA", "uR", "aB"), LetterCodec(), "here")
+    assert item.prompt_ids == (900, ord("S"), ord("Q"), 901)
+    assert item.response_ids == (ord("A"), 0, 902, ord("R"), ord("B"), 0)
+    assert item.loss_mask == (1, 1, 0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("turns", [("uQ",), ("aA",), ("uQ", "aA", "tT"), ("uQ", "aA", "uR")])
+def test_a_conversation_must_start_with_a_question_and_end_with_an_answer(turns):
+    with pytest.raises(ValueError, match="here: got roles"):
+        encode_demonstration(chat(*turns), LetterCodec(), "here")
+
+
+def write(tmp_path, *conversations):
+    path = tmp_path / "demonstrations.parquet"
+    rows = [{"messages": messages} for messages in conversations]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_load_reads_every_row_and_checks_the_length(tmp_path):
+    path = write(tmp_path, chat("uQ", "aA"), chat("uQ", "aABC"))
+    found = load_demonstrations(path, LetterCodec(), max_tokens=7)
+    assert [len(item.response_ids) for item in found] == [2, 4]
+    with pytest.raises(
+        ValueError, match=r"sft\.train_data=.* row 1: the conversation has 7 tokens"
+    ):
+        load_demonstrations(path, LetterCodec(), max_tokens=6)
+
+
+def test_a_file_without_the_column_names_it(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    with pytest.raises(ValueError, match=r"sft\.train_data=.*missing column messages"):
+        load_demonstrations(path, LetterCodec())
+
+
+SHORT = Demonstration((1, 2), (5, 6, 0), (1, 0, 1))
+LONG = Demonstration((1,), (7, 8, 9, 9, 0), (1, 1, 0, 0, 1))
+
+
+def test_a_batch_is_padded_and_its_mask_is_the_assistants_tokens():
+    batch = collate_demonstrations([SHORT, LONG])
+    assert batch.prompt_ids == ((1, 2), (1,))
+    assert batch.response_BT.tolist() == [[5, 6, 0, 0, 0], [7, 8, 9, 9, 0]]
+    assert batch.length_B.tolist() == [3, 5]
+    assert batch.mask_BT.int().tolist() == [[1, 0, 1, 0, 0], [1, 1, 0, 0, 1]]
+    assert batch.advantage_BT is None
+    assert batch.old_logp_BT is None
+    assert torch.unique(batch.node_BT).numel() == batch.node_BT.numel()
+
+
+def test_batches_are_seeded_and_resumable():
+    items = [Demonstration((index,), (index, 0), (1, 1)) for index in range(7)]
+    sampler = DemonstrationSampler(items, seed=1)
+    firsts = [row for _ in range(7) for (row,) in sampler.next_batch(2).prompt_ids]
+    assert sorted(firsts[:7]) == sorted(firsts[7:]) == list(range(7))
+    resumed = DemonstrationSampler(items, seed=1)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.next_batch(5).prompt_ids == sampler.next_batch(5).prompt_ids

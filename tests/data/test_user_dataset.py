@@ -1,0 +1,91 @@
+"""User datasets: which classes are accepted, and the errors for all others."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from mega_agentrl.data.user_dataset import DatasetTypeError, iter_user_rows, load_dataset_class
+
+
+class Torch(Dataset):
+    def __init__(self, paths, key):
+        self.rows = [{"path": path, "key": key} for path in paths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Sequence:
+    def __init__(self, paths, key):
+        self.trajectories = paths
+
+    def __len__(self):
+        return len(self.trajectories)
+
+    def __getitem__(self, index):
+        return self.trajectories[index]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield {}
+
+
+class NoLength(Dataset):
+    def __getitem__(self, index):
+        return {}
+
+
+class NoItems(Dataset):
+    def __len__(self):
+        return 1
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    made = ModuleType("my_rows")
+    for kind in (Torch, Sequence, Endless, NoLength, NoItems):
+        setattr(made, kind.__name__, kind)
+    made.function = lambda paths, key: []
+    monkeypatch.setitem(sys.modules, "my_rows", made)
+
+
+def test_datasets_of_torch_and_what_looks_like_one():
+    assert load_dataset_class("my_rows:Torch") is Torch
+    assert load_dataset_class("my_rows:Sequence") is Sequence
+    rows = list(iter_user_rows(Torch, ["a", "b"], key="data.train"))
+    assert rows == [{"path": "a", "key": "data.train"}, {"path": "b", "key": "data.train"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("function", "got a function, expected a class of torch.utils.data.Dataset"),
+        ("Endless", "got an IterableDataset, whose rows have no index; expected a class"),
+        ("NoLength", r"got a class \(NoLength -> Dataset.*\) without __len__, expected"),
+        ("NoItems", r"got a class \(NoItems -> Dataset.*\) without __getitem__, expected"),
+    ],
+)
+def test_anything_else_is_a_type_error_that_says_what_it_is(name, got):
+    with pytest.raises(TypeError, match=rf"data\.dataset_class=my_rows:{name}: {got}"):
+        load_dataset_class(f"my_rows:{name}")
+    assert issubclass(DatasetTypeError, ValueError)  # one screen and exit code 2
+
+
+def test_a_class_that_is_not_there():
+    with pytest.raises(ValueError, match=r"the module has no Rows; its classes are \['Endless'"):
+        load_dataset_class("my_rows:Rows")
+    with pytest.raises(ValueError, match=r"No module named 'no_such_rows'; expected a module"):
+        load_dataset_class("no_such_rows:Rows")
+
+
+def test_rows_are_mappings_and_there_is_one():
+    with pytest.raises(TypeError, match=r"data\.dev, .*:Sequence row 0: got a str, expected a map"):
+        list(iter_user_rows(Sequence, ["a"], key="data.dev"))
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        list(iter_user_rows(Sequence, [], key="data.dev"))

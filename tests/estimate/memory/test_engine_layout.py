@@ -1,0 +1,54 @@
+"""The layout against the one that is tested to be what vLLM's loader does."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
+from tests.estimate.shapes import released
+from tests.reshard.rollout_cuts import rollout_layout
+from tests.tiny_models import make_tiny_model
+
+MODELS = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2, tied": ("qwen2", {"tied": True}),
+    "qwen3": ("qwen3", {}),
+    "moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "reward": ("qwen3_reward", {}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def shape(request, tmp_path_factory):
+    name, changes = MODELS[request.param]
+    return ModelShape.from_folder(make_tiny_model(name, tmp_path_factory.mktemp("m"), **changes))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_holds_what_vllm_puts_there(shape, size):
+    ours = [engine_shard_layouts(shape, rank, size) for rank in range(size)]
+    theirs = [rollout_layout(shape, rank, size) for rank in range(size)]
+    assert list(map(num_elements, ours)) == list(map(num_elements, theirs)), "padding included"
+    assert cells(ours) == cells(theirs)
+    assert {shard.name for shard in ours[0]} == set(hf_shapes(shape))
+
+
+def cells(layouts):
+    """(tensor, row or element, columns) with its ranks: however the rectangles are cut."""
+    return {
+        (name, row, rect.start[1:], rect.stop[1:]): ranks
+        for name, rects in rect_owners(layouts, RankSetCache()).items()
+        for rect, ranks in rects.items()
+        for row in range(rect.start[0], rect.stop[0])
+    }
+
+
+def test_more_ranks_than_key_heads_share_one():
+    shape = released("qwen3-235b-a22b", num_hidden_layers=1)
+    third, fourth = (engine_shard_layouts(shape, rank, 8) for rank in (2, 3))
+    (one,) = [shard for shard in third if shard.name.endswith("k_proj.weight")]
+    assert one in fourth
+    assert one.shape == (128, 4096)

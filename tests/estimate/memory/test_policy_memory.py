@@ -1,0 +1,130 @@
+"""The parts of a policy rank put together."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.estimate.device import GIB, DeviceSpec
+from mega_agentrl.estimate.memory.engine import estimate_engine_memory
+from mega_agentrl.estimate.memory.policy import (
+    estimate_policy_memory,
+    max_micro_batches,
+    max_row_tokens,
+)
+from tests.estimate.configs import configured
+from tests.estimate.shapes import released
+
+
+def test_the_peak_is_what_is_always_there_and_the_largest_of_the_rest():
+    config = configured(tensor=4, sequence_parallel=True)
+    (memory,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
+    fixed = memory.weights + memory.gradients + memory.optimizer + 3 * GIB
+    assert memory.peak == fixed + memory.activations + max(
+        memory.head_workspace, memory.layer_workspace
+    )
+    config.weight_sync.bucket_mib = 50 * 1024
+    (large,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
+    assert large.peak == fixed + 100 * GIB
+
+
+def test_the_last_stage_alone_has_a_head_and_the_first_most_micro_batches():
+    config = configured(tensor=8, pipeline=4, sequence_parallel=True)
+    stages = estimate_policy_memory(config, released("qwen2.5-72b"), DeviceSpec())
+    assert [memory.stage for memory in stages] == [0, 1, 2, 3]
+    assert [bool(memory.head_workspace) for memory in stages] == [False, False, False, True]
+    kept = [memory.activations for memory in stages]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == pytest.approx(4 * kept[3], rel=0.05)
+
+
+def test_a_reference_lies_in_host_memory():
+    config = configured(tensor=4)
+    shape = released("qwen2.5-7b")
+    (without,) = estimate_policy_memory(config, shape, DeviceSpec())
+    assert (without.pinned_host, without.reference_staging) == (0, 0)
+    config.algo.kl_coef = 0.1
+    (memory,) = estimate_policy_memory(config, shape, DeviceSpec())
+    assert memory.pinned_host >= memory.weights
+    assert memory.reference_staging == 256 * 2**20
+
+
+def test_a_run_that_only_evaluates_holds_weights_alone():
+    config = configured(tensor=4)
+    config.algo.kl_coef = 0.1
+    config.total_steps = 0
+    (memory,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
+    assert (memory.gradients, memory.optimizer, memory.activations, memory.pinned_host) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert memory.weights > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (8192, 1024)),
+        ({"tokens": 20_000}, (20_000, 512)),
+        ({"tokens": 4096, "context": 2}, (4096, 1024)),
+        ({"data": 4, "tokens": 10**7}, (256 * 8192, 1)),
+        ({"pipeline": 3, "virtual_pipeline": 2, "tokens": 16384}, (16384, 513)),
+    ],
+)
+def test_micro_batches_of_full_rows(settings, expected):
+    """1,024 rows of 8,192 tokens."""
+    assert max_micro_batches(configured(**settings)) == expected
+
+
+def test_turns_that_are_rows_may_be_as_long_as_the_engines_context():
+    config = configured(prompt=100, response=100)
+    config.engine.max_model_len = 300
+    assert max_row_tokens(config) == 200
+    config.rollout.use_inference_chat_template = True
+    assert max_row_tokens(config) == 300
+
+
+def test_a_cpu_trains_in_float32_and_loads_libraries():
+    config = configured(prompt=32, response=96, tokens=512)
+    shape = released("qwen3-4b")
+    (cpu,) = estimate_policy_memory(config, shape, DeviceSpec(memory_gib=None))
+    (gpu,) = estimate_policy_memory(config, shape, DeviceSpec())
+    assert cpu.weights == 2 * gpu.weights
+    assert cpu.gradients == gpu.gradients
+    assert cpu.optimizer == pytest.approx(gpu.optimizer * 2 / 3, rel=1e-4), "no masters"
+    assert cpu.runtime == 45 * 2**20
+    (fewer,) = estimate_policy_memory(
+        config, shape, DeviceSpec(memory_gib=None), micro_batch_tokens=128
+    )
+    assert fewer.activations == pytest.approx(cpu.activations / 4, rel=1e-3)
+    assert fewer.weights == cpu.weights
+
+
+def test_on_shared_gpus_the_peak_is_that_of_learning_or_of_the_transfer():
+    config, shape = (
+        configured(tensor=4, data=2, sequence_parallel=True, engine=1, engines=8),
+        "qwen2.5-7b",
+    )
+    (alone,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    config.cluster.colocated = True
+    (shared,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    engine, buckets = estimate_engine_memory(config, released(shape), DeviceSpec()), 2 * 64 * 2**20
+    assert shared.sleeping_engine == engine.while_sleeping == 2 * GIB + buckets
+    assert shared.peak == alone.peak + shared.sleeping_engine + buckets
+    assert shared.colocated_transfer_peak == (
+        (shared.weights + buckets + 3 * GIB) + (engine.weights + engine.transfer + 2 * GIB)
+    )
+    assert shared.pinned_host == shared.weights + shared.optimizer
+    config.weight_sync.bucket_mib = 8 * 1024
+    (large,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    assert large.peak - shared.peak == 4 * (8 * 1024 - 64) * 2**20
+    config.total_steps = 0  # weights alone: the moment in which there are two of them
+    (small,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    assert small.peak == small.colocated_transfer_peak > small.weights + engine.weights
+    assert (
+        estimate_policy_memory(config, released(shape), DeviceSpec(memory_gib=None))[
+            0
+        ].sleeping_engine
+        == 0
+    )

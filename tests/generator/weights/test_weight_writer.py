@@ -1,0 +1,214 @@
+"""Slices are written where the layout says, and a module is processed when it has all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+
+from mega_agentrl.generator.weights.staging_buffers import MIN_STAGING_BYTES
+from mega_agentrl.generator.weights.weight_writer import ModuleWeightWriter, force_expert_repack
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+
+ROWS, COLUMNS = 4, 3
+
+
+def block(name, rows, at=0):
+    rect = Rect((0, 0), (rows, COLUMNS))
+    return Block(name, rect, Rect((at, 0), (at + rows, COLUMNS)))
+
+
+LAYOUT = [
+    # Two tensors of two rows over each other; one of three rows and one of padding; a vector.
+    ShardLayout("fused.weight", (ROWS, COLUMNS), (block("a", 2), block("b", 2, at=2))),
+    ShardLayout("padded.weight", (ROWS, COLUMNS), (block("c", 3),)),
+    ShardLayout("norm.scale", (5,), (Block("d", Rect((0,), (5,)), Rect((0,), (5,))),)),
+]
+WHOLE = {
+    ParamSlice(shard.name, one.local_rect): torch.arange(1.0, 1 + one.local_rect.numel).reshape(
+        one.local_rect.shape
+    )
+    for shard in LAYOUT
+    for one in shard.blocks
+}
+
+
+class Model(nn.Module):
+    """Parameters as a loader wants them, full of a value that no slice has."""
+
+    def __init__(self):
+        super().__init__()
+        for shard in LAYOUT:
+            path, _, name = shard.name.partition(".")
+            module = nn.Module()
+            module.register_parameter(
+                name, nn.Parameter(torch.full(shard.shape, -7.0), requires_grad=False)
+            )
+            self.add_module(path, module)
+
+
+@pytest.fixture
+def model():
+    model = Model()
+    record_metadata_for_reloading(model)
+    return model
+
+
+@pytest.fixture
+def regions():
+    return ReceivedDigests(LAYOUT, dict.fromkeys("abcd", "float32"))
+
+
+def begun(model, regions, layout=LAYOUT):
+    writer = ModuleWeightWriter(model, layout, regions)
+    initialize_layerwise_reload(model)
+    writer.begin_update()
+    return writer
+
+
+def digests_of_whole():
+    regions = ReceivedDigests(LAYOUT, dict.fromkeys("abcd", "float32"))
+    value = {shard.name: torch.zeros(shard.shape) for shard in LAYOUT}
+    for param_slice, values in WHOLE.items():
+        value[param_slice.param][param_slice.rect.slices] = values
+    regions.compute((shard, value[shard.name]) for shard in LAYOUT)
+    return value, regions._digests
+
+
+def test_everything_lands_and_padding_is_zero(model, regions):
+    pointers_before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for _ in range(2):  # one update after another
+        writer = begun(model, regions)
+        for param_slice, values in reversed(WHOLE.items()):
+            writer.write(param_slice, values)
+        writer.check_complete()
+        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+        value, expected = digests_of_whole()
+        assert regions.find_mismatches(expected) == []
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, value[name]), name
+            assert parameter.data_ptr() == pointers_before[name]  # where CUDA graphs expect it
+
+
+def test_a_module_has_memory_between_its_first_and_its_last_slice(model, regions):
+    writer = begun(model, regions)
+    param_slices = [param_slice for param_slice in WHOLE if param_slice.param == "fused.weight"]
+    assert model.fused.weight.is_meta
+    writer.write(param_slices[0], WHOLE[param_slices[0]])
+    assert not model.fused.weight.is_meta
+    assert model.padded.weight.is_meta
+    writer.write(param_slices[1], WHOLE[param_slices[1]])
+    assert model.fused.weight.tolist() == [[1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6]]
+
+
+def test_large_modules_wait_one_after_another_in_the_same_memory():
+    rows = MIN_STAGING_BYTES // (COLUMNS * 4) + 1
+    rect = Rect((0, 0), (rows, COLUMNS))
+    layout = [
+        ShardLayout(f"{path}.weight", (rows, COLUMNS), (Block(name, rect, rect),))
+        for path, name in (("first", "a"), ("second", "b"))
+    ]
+    half = Rect((0, 0), (rows // 2, COLUMNS)), Rect((rows // 2, 0), (rows, COLUMNS))
+    model = nn.Module()
+    for shard in layout:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.zeros(shard.shape), requires_grad=False)
+        module.cpu_linear = object()  # what is packed
+        model.add_module(shard.name.partition(".")[0], module)
+    record_metadata_for_reloading(model)
+    pointers_before = [parameter.data_ptr() for parameter in model.parameters()]
+    writer = begun(model, ReceivedDigests(layout, dict.fromkeys("ab", "float32")), layout)
+    assert not hasattr(model.first, "cpu_linear")
+    waiting = []
+    for module, shard in zip(model.children(), layout, strict=True):
+        values = torch.rand(shard.shape)
+        writer.write(ParamSlice(shard.name, half[0]), values[half[0].slices])
+        waiting.append(module.weight.data_ptr())
+        writer.write(ParamSlice(shard.name, half[1]), values[half[1].slices])
+        assert torch.equal(module.weight, values)
+    assert waiting[0] == waiting[1]
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers_before
+    writer.check_complete()
+
+
+def test_values_are_brought_to_the_parameter_s_type(regions):
+    model = Model().to(torch.bfloat16)
+    record_metadata_for_reloading(model)
+    writer = begun(model, regions)
+    (param_slice,) = [param_slice for param_slice in WHOLE if param_slice.param == "norm.scale"]
+    writer.write(param_slice, torch.full((5,), 1.00390625))  # between two values of bfloat16
+    assert model.norm.scale.dtype == torch.bfloat16
+    assert model.norm.scale.tolist() == [1.0] * 5
+
+
+def test_a_wrong_value_shows_in_the_digest_of_its_region(model, regions):
+    writer = begun(model, regions)
+    for param_slice, values in WHOLE.items():
+        wrong = param_slice.param == "padded.weight"
+        writer.write(param_slice, values + wrong)
+    _, expected = digests_of_whole()
+    assert [region.hf_name for region in regions.find_mismatches(expected)] == ["c"]
+
+
+def test_a_hole_is_named(model, regions):
+    writer = begun(model, regions)
+    for param_slice, values in list(WHOLE.items())[1:]:
+        writer.write(param_slice, values)
+    with pytest.raises(ValueError, match=r"fused \(6 elements\), 1 in all.*a hole"):
+        writer.check_complete()
+    _, expected = digests_of_whole()
+    assert {region.hf_name for region in regions.find_mismatches(expected)} == {"a", "b"}
+
+
+def test_a_slice_too_many_is_named_and_changes_nothing(model, regions):
+    writer = begun(model, regions)
+    for param_slice, values in WHOLE.items():
+        writer.write(param_slice, values)
+    again = next(iter(WHOLE))
+    with pytest.raises(ValueError, match=r"fused\.weight .* 0 elements of its module missing"):
+        writer.write(again, WHOLE[again] + 1)
+    value, _ = digests_of_whole()
+    assert torch.equal(model.fused.weight, value["fused.weight"])
+
+
+def test_an_update_that_was_given_up_leaves_nothing_behind(model, regions):
+    writer = begun(model, regions)
+    param_slice = next(iter(WHOLE))
+    writer.write(param_slice, WHOLE[param_slice])
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    assert torch.equal(model.fused.weight, torch.full((ROWS, COLUMNS), -7.0))
+    test_everything_lands_and_padding_is_zero(model, regions)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "got"),
+    [("fused.weight", (ROWS + 1, COLUMNS), r"\(4, 3\)"), ("norm.bias", (5,), "None")],
+)
+def test_another_shape_than_the_traced_one_is_refused(model, regions, name, shape, got):
+    layout = [ShardLayout(name, shape, (block("a", 2),) if "fused" in name else ())]
+    with pytest.raises(ValueError, match=rf"{name} has shape {got}, expected .* as traced"):
+        begun(model, regions, layout)
+
+
+def test_experts_are_packed_again_on_a_cpu_only():
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2))
+    module.quant_method = SimpleNamespace(moe_kernel=object())
+    force_expert_repack(module.to("meta"))
+    assert module.quant_method.moe_kernel is not None
+    module.weight = nn.Parameter(torch.zeros(2))
+    force_expert_repack(module)
+    assert module.quant_method.moe_kernel is None
+    force_expert_repack(nn.Linear(2, 2))

@@ -1,0 +1,99 @@
+"""One run read back: finished, failed before it began, killed."""
+
+import json
+
+import pytest
+
+from mega_agentrl.report.compare.run_result import (
+    STATE_DONE,
+    STATE_FAILED,
+    STATE_UNFINISHED,
+    find_run_dirs,
+    read_run_result,
+)
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def step(number, tokens, calls):
+    return {
+        "stage": "rl",
+        "step": number,
+        "rollout/sampled_tokens_mean": tokens,
+        "rollout/tool_calls_mean": calls,
+        "rollout/num_trajectories": 8.0,
+        "time/rollout_s": 2.0,
+        "time/update_s": 1.0,
+    }
+
+
+def held_out(when, number, reward):
+    return {
+        "stage": f"held_out_{when}",
+        "step": number,
+        "sampled/reward": reward,
+        "sampled/success": reward,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "3-seed=7"
+    place.mkdir()
+    (place / "config.yaml").write_text("seed: 7\nrun_dir: x\noptim:\n  lr: 0.5\n")
+    (place / "metrics.jsonl").write_text(
+        lines(
+            held_out("before", 0, 0.25), step(1, 10.0, 0.5), step(2, 20.0, 1.0),
+            held_out("after", 2, 0.75),
+        )
+    )  # fmt: skip
+    return place
+
+
+def test_a_finished_run(folder):
+    (folder / "summary.json").write_text(json.dumps({"train_seconds": 12.5}))
+    run = read_run_result(folder)
+    assert (run.state, run.seed, run.settings) == (STATE_DONE, 7, {"optim.lr": "0.5"})
+    assert (run.num_tokens, run.num_tool_calls, run.train_s) == (240, 12, 12.5)
+    assert [(m.num_tokens, m.num_tool_calls, m.reward) for m in run.eval_points] == [
+        (0, 0, 0.25),
+        (240, 12, 0.75),
+    ]
+
+
+def test_a_killed_run_has_what_it_wrote(folder):
+    run = read_run_result(folder)
+    assert (run.state, run.failure_reason, run.train_s) == (STATE_UNFINISHED, "", 6.0)
+
+
+def test_a_job_that_failed_before_it_began(tmp_path):
+    job = {"overrides": ["algo=grpo", "seed=5"], "failed": "optim.lr=-1: expected more"}
+    (tmp_path / "sweep_job.json").write_text(json.dumps(job))
+    run = read_run_result(tmp_path)
+    assert (run.state, run.seed, run.failure_reason) == (
+        STATE_FAILED,
+        5,
+        "optim.lr=-1: expected more",
+    )
+    assert run.eval_points == ()
+
+
+def test_runs_of_a_sweep_come_by_number(tmp_path):
+    for name in ("10-a", "2-b", "logs"):
+        (tmp_path / name).mkdir()
+    for name in ("10-a", "2-b"):
+        (tmp_path / name / "config.yaml").write_text("seed: 1\n")
+    assert [path.name for path in find_run_dirs(tmp_path)] == ["2-b", "10-a"]
+    assert find_run_dirs(tmp_path / "2-b") == [tmp_path / "2-b"]
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(ValueError, match="there is no run in it"):
+        find_run_dirs(tmp_path)
+    with pytest.raises(ValueError, match=r"neither config.yaml nor sweep_job\.json"):
+        read_run_result(tmp_path)
+    (tmp_path / "sweep_job.json").write_text("{")
+    with pytest.raises(ValueError, match=r"sweep_job\.json: cannot be read as JSON"):
+        read_run_result(tmp_path)

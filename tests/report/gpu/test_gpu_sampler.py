@@ -1,0 +1,98 @@
+"""Time between two questions: means, peaks, what counters rose by."""
+
+import time
+
+import pytest
+
+from mega_agentrl.report.gpu.nvml_reader import open_nvml_reader
+from mega_agentrl.report.gpu.sampler import GpuSampler
+from tests.report.fake_nvml import FakeNvml, Gpu
+
+
+class Script:
+    """A reader that gives these readings of one GPU, then the last one for ever."""
+
+    num_gpus = 1
+
+    def __init__(self, *readings):
+        self.readings, self.num_read, self.num_closed = readings, 0, 0
+
+    def read(self):
+        self.num_read += 1
+        return [dict(self.readings[min(self.num_read, len(self.readings)) - 1])]
+
+    def close(self):
+        self.num_closed += 1
+
+
+def until(condition):
+    ends_at = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def sampler():
+    """`sampler(*readings)`: a sampler that has read all of them, and its reader."""
+    made = []
+
+    def make(*readings):
+        reader = Script(*readings)
+        made.append(GpuSampler(reader, interval_s=0.01))
+        until(lambda: reader.num_read >= len(readings))
+        return made[-1], reader
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_means_peaks_and_what_counters_rose_by():
+    readings = [
+        {"util": 0.0, "memory_gib": 9.0, "ecc_errors": 7.0},
+        {"util": 0.5, "memory_gib": 11.0, "ecc_errors": 9.0},
+        {"util": 1.0, "memory_gib": 10.0},
+    ]
+    reader = Script(*readings)
+    sampler = GpuSampler(reader, interval_s=1000)
+    for _ in readings[1:]:
+        sampler._sample()
+    (summary,) = sampler.collect()
+    assert summary.index == 0
+    assert summary.values == {"util": 0.5, "memory_gib": 11.0, "ecc_errors": 2.0}
+    assert sampler.collect() == [], "nothing was read since then"
+    sampler.close()
+    sampler.close()
+    assert reader.num_closed == 1
+
+
+def test_counters_rise_from_the_last_question_on_and_never_fall():
+    sampler = GpuSampler(Script(*({"ecc_errors": n} for n in (1, 4, 6, 0, 2))), interval_s=1000)
+    rises = []
+    for _ in range(5):
+        rises.append(sampler.collect()[0].values["ecc_errors"])
+        sampler._sample()
+    sampler.close()
+    # The first reading counts as the beginning; a driver that was reset begins anew.
+    assert rises == [0, 3, 2, 0, 2]
+
+
+def test_it_reads_from_the_side(sampler):
+    running, reader = sampler({"util": 0.25}, {"util": 0.75})
+    (summary,) = running.collect()
+    assert 0.25 < summary.values["util"] <= 0.75
+    running.close()
+    num_read = reader.num_read
+    time.sleep(0.05)
+    assert reader.num_read == num_read, "it reads after its end"
+
+
+def test_it_works_over_a_reader_of_nvml():
+    nvml = FakeNvml(Gpu(util=20), Gpu(util=40, links=(1,)))
+    sampler = GpuSampler(open_nvml_reader(nvml))
+    first, second = sampler.collect()
+    sampler.close()
+    assert (first.index, first.values["util"], second.values["util"]) == (0, 0.2, 0.4)
+    assert second.values["nvlink_errors"] == 0
+    assert nvml.num_open == 0

@@ -1,0 +1,247 @@
+"""The page: read by a parser, and opened from disk in a browser.
+
+The browser's tests are skipped where Debian's Chromium is not installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from mega_agentrl.report.metrics_file import MetricLog
+from mega_agentrl.report.page.render import ReportPage, render_page
+from tests.report.chromium import Chromium, needs_browser
+from tests.report.pages import HOSTILE, large_page, small_page
+
+
+class Reader(HTMLParser):
+    """Elements by name with their attributes, and the text inside of scripts and styles."""
+
+    def __init__(self, markup):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.raw = [], []
+        self._is_raw = False
+        self.feed(markup)
+        self.close()
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        self._is_raw = name in ("script", "style")
+        if self._is_raw:
+            self.raw.append((name, dict(attributes), []))
+
+    def handle_endtag(self, name):
+        self._is_raw = False
+
+    def handle_data(self, data):
+        if self._is_raw:
+            self.raw[-1][2].append(data)
+
+    def blocks(self):
+        """Data by id."""
+        return {one["id"]: json.loads("".join(text)) for _, one, text in self.raw if "id" in one}
+
+    def all(self, name):
+        return [attributes for element, attributes in self.elements if element == name]
+
+
+@pytest.fixture(scope="module")
+def markup():
+    return render_page(small_page())
+
+
+@pytest.fixture(scope="module")
+def read(markup):
+    return Reader(markup)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Chromium(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def address(markup, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(markup, encoding="utf-8")
+    return path.as_uri()
+
+
+def test_nothing_hostile_became_an_element(read):
+    kinds = [attributes.get("type", "") for attributes in read.all("script")]
+    assert kinds.count("") == 1 and set(kinds) == {"", "application/json"}
+    assert not read.all("img") and not read.all("iframe") and not read.all("base")
+    assert all(link["href"].startswith("#") for link in read.all("a"))
+    assert not [
+        name for _, attributes in read.elements for name in attributes if name.startswith("on")
+    ]
+    assert not [attributes for _, attributes in read.elements if "style" in attributes]
+
+
+def test_the_page_asks_for_nothing(read):
+    assert not read.all("link")
+    asked = {"src", "data", "poster", "srcset", "action", "formaction", "background"}
+    assert not [one for _, attributes in read.elements for one in attributes if one in asked]
+
+
+def test_the_policy_allows_this_script_and_style_alone(read):
+    (policy,) = [
+        one["content"] for one in read.all("meta") if "content" in one and "http-equiv" in one
+    ]
+    inline = ["".join(text) for _, attributes, text in read.raw if "type" not in attributes]
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in inline
+    ]
+    assert policy.split("; ") == [
+        "default-src 'none'",
+        f"style-src {hashes[0]}",
+        f"script-src {hashes[1]}",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+
+
+def test_the_data_are_what_was_given(read):
+    blocks = read.blocks()
+    assert blocks["tree-0"]["paths"][1]["name"] == "0.0"
+    assert blocks["tree-2"]["id"] == HOSTILE
+    assert blocks["tree-2"]["paths"][0]["turns"][0]["h"] == "NaN"
+    assert [file["total"] for file in blocks["tree-index"]["files"]] == [5, 2]
+    assert any(
+        one["series"][0]["name"] == "logp_max_abs" for one in blocks.values() if "series" in one
+    )
+
+
+def test_the_page_is_text_and_has_its_parts(markup):
+    markup.encode("utf-8")
+    for part in ("held-out", "tools", "differences", "rollouts"):
+        assert f'id="{part}"' in markup
+    assert "0.25 → " in markup and "75.0%" in markup
+    assert "$" not in markup.replace("${", "")
+
+
+def test_a_run_that_has_written_nothing_has_a_page():
+    read = Reader(render_page(ReportPage(title="empty", subtitle="", log=MetricLog())))
+    assert not [one for one in read.all("section") if one]
+
+
+@needs_browser
+def test_it_opens_from_disk_without_an_error(browser, address):
+    browser.open(address)
+    assert browser.errors == []
+    assert browser.requests() == [address]
+    assert browser.run("globalThis.owned === undefined && document.title !== 'owned'")
+
+
+@needs_browser
+def test_branches_are_drawn_where_they_happened(browser, address):
+    browser.open(f"{address}#step=step_000001&tree=3&path=0.0.0")
+    count = "document.querySelectorAll({}).length".format
+    assert browser.run(count("'.tree .path'")) == 4
+    assert browser.run(count("'.tree .branch'")) == 3
+    assert browser.run(count("'.tree .answered'")) == 3
+    assert browser.run(count("'.tree .asked.yes'")) == 3
+    assert browser.run("document.querySelector('.path.chosen').dataset.path") == "0.0.0"
+    # A fork's line leaves its parent's lane at its token: the knot is where the answer ends.
+    knot, answer = browser.run(
+        "[document.querySelector('[data-fork=\"0.0\"] .knot').getBBox(),"
+        "document.querySelector('[data-path=\"0\"] .answered rect').getBBox()]"
+        ".map((box) => [box.x + box.width / 2, box.x + box.width])"
+    )
+    assert knot[0] == pytest.approx(answer[1], abs=1.5)
+    assert "RL step 1" in browser.run("document.getElementById('tree-title').textContent")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_a_click_on_a_leaf_opens_its_conversation(browser, address):
+    browser.open(f"{address}#step=step_000001&tree=3")
+    said = "document.querySelector('.talk').textContent"
+    assert "Conversation of path 0" in browser.run(said)
+    browser.click('[data-path="0.1"] .leafend')
+    words = browser.run(said)
+    assert "Conversation of path 0.1" in words
+    assert "path 0.1 leaves 0 here, at token 101" in words
+    assert "branch? ΔH +1, P 0.7, τ 0.5: yes" in words
+    facts = browser.run("document.querySelector('.facts').textContent")
+    assert "advantage+0.5" in facts and "token 101 of 0" in facts
+    assert browser.run("location.hash") == "#step=step_000001&tree=3&path=0.1"
+    assert browser.errors == []
+
+
+@needs_browser
+def test_the_pointer_reads_a_token_and_a_chart(browser, address):
+    browser.open(f"{address}#step=step_000001&tree=3")
+    browser.click('[data-path="0"] .said', share=0.02)
+    tip = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent"
+    assert browser.run(tip).startswith("t") and "entropy1 nats" in browser.run(tip)
+    browser.click("figure[data-chart] .plot")
+    assert browser.run(tip).startswith("step ")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_hostile_text_is_shown_as_text(browser, address):
+    browser.open(f"{address}#step=step_000008&tree=1")
+    assert "<img src=x" in browser.run("document.getElementById('tree-title').textContent")
+    browser.click('[data-path="0.0"] .leafend')
+    browser.run("document.getElementById('zoom-in').click()")
+    assert (
+        browser.run("document.querySelectorAll('img, iframe, .talk a, .talk script').length") == 0
+    )
+    assert browser.run("globalThis.owned === undefined")
+    assert not browser.run(r"/[\0\u202e]/.test(document.body.innerText)")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_a_tree_without_a_tokenizer_is_drawn(browser, address):
+    browser.open(f"{address}#step=step_000008&tree=0")
+    assert browser.run("document.querySelectorAll('.tree .path').length") == 4
+    assert "thinkhard<search>q1</search>" in browser.run(
+        "document.querySelector('.talk').textContent"
+    )
+    assert browser.errors == []
+
+
+@needs_browser
+def test_prompts_can_be_found_and_steps_chosen(browser, address):
+    browser.open(address)
+    browser.run(
+        "(() => { const step = document.getElementById('step'); step.value = 'step_000001';"
+        "step.dispatchEvent(new Event('change')); })()"
+    )
+    assert "1 of 5 prompts" in browser.run("document.getElementById('left-out').textContent")
+    listed = "document.querySelectorAll('#prompts li').length"
+    assert browser.run(listed) == 1
+    browser.run(
+        "(() => { const find = document.getElementById('find'); find.value = 'nothing';"
+        "find.dispatchEvent(new Event('input')); })()"
+    )
+    assert browser.run(listed) == 0
+    assert browser.errors == []
+
+
+@needs_browser
+def test_the_screenshot_shows_something(browser, address, tmp_path):
+    browser.open(address)
+    browser.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "page.png").stat().st_size > 30_000
+
+
+@needs_browser
+def test_five_thousand_trajectories_open(browser, tmp_path, record_property):
+    path = tmp_path / "large.html"
+    path.write_text(render_page(large_page(1250)), encoding="utf-8")
+    took_s = browser.open(path.as_uri())
+    assert browser.run("document.querySelectorAll('.tree .path').length") == 4
+    assert browser.run("document.querySelectorAll('#prompts li').length") == 1250
+    record_property("opened_s", took_s)
+    assert browser.errors == []

@@ -1,0 +1,56 @@
+"""Metrics read back, from runs in any state."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from mega_agentrl.report.metrics_file import parse_metrics, read_metrics
+
+LINES = [
+    '{"stage": "sft", "step": 1, "loss": 2.0}',
+    '{"stage": "rl", "step": 2, "a": 2.0, "b": 1}',
+    '{"stage": "rl", "step": 1, "a": 1.0, "late": 5}',
+    '{"stage": "held_out_before", "step": 0, "sampled/reward": 0.3}',
+]
+
+
+def test_series_by_stage_in_order_of_steps():
+    log = parse_metrics(LINES)
+    assert log.series("rl", "a") == [(1, 1.0), (2, 2.0)]
+    assert log.series("rl", "b") == [(2, 1.0)]
+    assert log.series("sft", "loss") == [(1, 2.0)]
+    assert log.series("rl", "nothing") == []
+    assert log.metric_names("rl") == ["a", "late", "b"]
+    assert [line.stage for line in log.validation_lines()] == ["held_out_before"]
+
+
+def test_a_step_that_was_done_again_counts_as_it_was_last():
+    log = parse_metrics([*LINES, '{"stage": "rl", "step": 2, "a": 9.0}'])
+    assert log.series("rl", "a") == [(1, 1.0), (2, 9.0)]
+    assert log.series("rl", "b") == []
+
+
+def test_values_that_are_not_finite_are_kept():
+    text = json.dumps({"stage": "rl", "step": 1, "a": math.nan, "b": math.inf, "c": -math.inf})
+    log = parse_metrics([text])
+    assert math.isnan(log.series("rl", "a")[0][1])
+    assert [log.series("rl", name)[0][1] for name in "bc"] == [math.inf, -math.inf]
+
+
+def test_what_is_no_metric_is_left_out():
+    text = '{"stage": "rl", "step": 1, "a": 1, "text": "x", "flag": true, "none": null, "l": [1]}'
+    assert parse_metrics([text]).metric_names("rl") == ["a"]
+
+
+def test_lines_that_cannot_be_read_are_counted():
+    log = parse_metrics([*LINES, "[1]", '{"stage": "rl"}', b"\xff\n", "\n", '{"stage": "rl", "st'])
+    assert len(log.lines) == 4
+    assert log.num_unreadable_lines == 4
+
+
+def test_files(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl").lines == ()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(LINES))
+    assert read_metrics(path).series("rl", "a") == [(1, 1.0), (2, 2.0)]

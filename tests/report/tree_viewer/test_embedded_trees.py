@@ -1,0 +1,94 @@
+"""The trees on the page and the list that leads to them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from mega_agentrl.report.tree_viewer.embedded_trees import (
+    MIN_COLOUR_ENTROPY,
+    TreeFileView,
+    embed_tree,
+    max_colour_entropy,
+    render_embedded_trees,
+)
+from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
+from tests.rollout.grown_trees import nested_tree
+
+
+def path(reward, *, correct=False, failed=False):
+    return {"reward": reward, "correct": correct, "failed": failed}
+
+
+def view(*paths, asks="why?"):
+    question = [{"role": "user", "text": asks}]
+    return {"id": "a/1", "source": "a", "question": question, "forks": 1, "paths": list(paths)}
+
+
+def blocks_of(markup):
+    found = re.findall(r'<script type="application/json" id="([^"]*)">(.*?)</script>', markup)
+    return {name: json.loads(text) for name, text in found}
+
+
+def test_marks_and_mean_reward():
+    block = embed_tree(
+        7,
+        view(
+            path(1.0, correct=True),
+            path(0.5),
+            path(-1.0),
+            path(None),
+            path(9.0, failed=True),
+            path(float("nan")),
+        ),
+    )
+    assert block.index_entry == {
+        "index": 7,
+        "id": "a/1",
+        "source": "a",
+        "asks": "why?",
+        "marks": "gpbvvb",
+        "forks": 1,
+        "reward": 2.375,
+    }
+    assert block.num_bytes == len(block.json_text)
+
+
+def test_a_tree_without_paths_and_question():
+    entry = embed_tree(0, view() | {"question": []}).index_entry
+    assert (entry["marks"], entry["reward"], entry["asks"]) == ("", 0.0, "")
+
+
+def test_blocks_are_numbered_through_and_the_last_step_comes_first():
+    block = embed_tree(0, tree_to_json(nested_tree()))
+    shelves = [
+        TreeFileView(key="held_out_before", label="before", num_trees=9, trees=[block]),
+        TreeFileView(key="step_000010", label="RL step 10", num_trees=2, trees=[block, block]),
+        TreeFileView(key="step_000020", label="RL step 20", num_trees=2, trees=[block]),
+        TreeFileView(key="step_000030", label="RL step 30", num_trees=2, trees=[]),
+        TreeFileView(key="held_out_after", label="after", num_trees=9, trees=[block]),
+    ]
+    found = blocks_of(render_embedded_trees(shelves, 2.5))
+    index = found["tree-index"]
+    assert (index["most"], index["start"]) == (2.5, "step_000020")
+    assert [file["key"] for file in index["files"]] == [
+        "held_out_before",
+        "step_000010",
+        "step_000020",
+        "held_out_after",
+    ]
+    numbers = [tree["block"] for file in index["files"] for tree in file["trees"]]
+    assert numbers == [0, 1, 2, 3, 4]
+    assert all(found[f"tree-{number}"]["id"] == "set/0" for number in numbers)
+
+
+def test_no_tree_at_all():
+    assert blocks_of(render_embedded_trees([], 1.0)) == {
+        "tree-index": {"most": 1.0, "start": "", "files": []}
+    }
+
+
+def test_where_colours_end():
+    assert max_colour_entropy([0.1 * value for value in range(101)]) == 0.1 * 99
+    assert max_colour_entropy([0.0, 0.0]) == MIN_COLOUR_ENTROPY
+    assert max_colour_entropy([]) == 1.0

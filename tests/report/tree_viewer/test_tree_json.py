@@ -1,0 +1,116 @@
+"""A tree as the viewer reads it: every token once, in the place where it was written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+
+from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.report.page.html import json_for_script
+from mega_agentrl.report.tree_viewer.tree_json import (
+    MAX_TEXT_CHARS,
+    sampled_entropies,
+    tree_to_json,
+    turns_after_fork,
+)
+from mega_agentrl.types.records import ContextReset, ToolStatus
+from tests.fakes import FakeGenerator, FakeTools, turns
+from tests.rollout.grown_trees import CALL, END, grow, grown, nested_tree
+
+
+def characters(token_ids):
+    return [chr(token) for token in token_ids]
+
+
+def test_a_tree_by_hand():
+    view = tree_to_json(nested_tree(), characters, {"set_0/0/0.0": -0.5})
+    assert (view["id"], view["truth"], view["forks"], view["topUps"]) == ("set/0", "1", 3, 0)
+    assert view["question"] == [{"role": "user", "text": "Q"}]
+    assert view["size"] == max(path["end"] for path in view["paths"])
+    root, first, nested, second = view["paths"]
+    assert [path["name"] for path in view["paths"]] == ["0", "0.0", "0.0.0", "0.1"]
+    assert [path["parent"] for path in view["paths"]] == [None, 0, 1, 0]
+    assert [path["lane"] for path in view["paths"]] == [0, 2, 3, 1]
+    assert [path["fork"] for path in view["paths"]] == [0, 50, 101, 101]
+    assert [path["advantage"] for path in view["paths"]] == [None, -0.5, None, None]
+    said, answered = root["turns"][:2]
+    assert (said["by"], said["from"], said["to"]) == ("assistant", 0, 28)
+    assert "".join(said["pieces"]) == "thinkhard<search>q1</search>"
+    assert (said["h"], said["v"], said["sampled"]) == (1.0, 1, 1)
+    assert (answered["by"], answered["from"], answered["to"]) == ("tool", 28, 50)
+    assert answered["call"]["tool"] == "search" and answered["call"]["status"] == "ok"
+    assert "answer" not in answered["call"]
+    assert first["turns"][0]["from"] == 50 and nested["turns"][0]["from"] == 101
+    assert second["turns"][0]["from"] == 101
+
+
+def test_decisions_name_the_forks_they_made():
+    root = tree_to_json(nested_tree())["paths"][0]
+    assert [(asked["at"], asked["made"]) for asked in root["decisions"]] == [
+        (50, ["0.0"]),
+        (101, ["0.1"]),
+    ]
+    asked = root["decisions"][0]
+    assert (asked["h"], asked["baseline"], asked["dh"], asked["n"]) == (2.0, 1.0, 1.0, 8)
+    assert (asked["p"], asked["tau"], asked["slots"]) == (0.7, 0.5, 3)
+
+
+def test_without_a_tokenizer_there_are_ids_and_the_text_of_the_turn():
+    said = tree_to_json(nested_tree())["paths"][0]["turns"][0]
+    assert said["text"] == "thinkhard<search>q1</search>"
+    assert said["ids"] == list(map(ord, said["text"]))
+    assert "pieces" not in said
+
+
+def test_a_failure_the_agent_was_not_told_of_is_there():
+    tools = FakeTools(status=lambda text: ToolStatus.infra_error)
+    engine = FakeGenerator(turns(CALL, END))
+    (tree,) = grow(RolloutConfig(group_size=1), generator=engine, tools=tools)
+    (path,) = tree_to_json(tree)["paths"]
+    calls = [turn["call"] for turn in path["turns"] if "call" in turn]
+    assert [call["status"] for call in calls] == ["infra_error"]
+    assert path["failed"] and path["stop"] == "tool_failure" and path["reward"] is None
+
+
+def test_a_message_without_text_is_empty_and_one_of_parts_is_spelled_out():
+    tree = nested_tree()
+    parts = [{"type": "text", "text": "Q"}]
+    messages = ({"role": "user", "content": None}, {"role": "user", "content": parts})
+    view = tree_to_json(replace(tree, prompt=replace(tree.prompt, messages=messages)))
+    assert [one["text"] for one in view["question"]] == ["", str(parts)]
+
+
+def test_extras_are_there_only_where_they_are():
+    tree = nested_tree()
+    one = tree.trajectories[0]
+    assert not {"drift", "restarts"} & tree_to_json(tree)["paths"][0].keys()
+    one.template_drift, one.tool_rewards = "x" * (MAX_TEXT_CHARS + 7), {"python": 0.5}
+    one.context_resets = (ContextReset(start=50, token_ids=(1,)),)
+    path = tree_to_json(tree)["paths"][0]
+    assert path["restarts"] == [50] and path["toolRewards"] == {"python": 0.5}
+    assert path["drift"].endswith("x ... (7 more characters)")
+
+
+@given(grown())
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+def test_every_token_is_written_once_and_paths_are_whole(tree):
+    view = tree_to_json(tree, characters)
+    paths = view["paths"]
+    for path, one in zip(paths, tree.trajectories, strict=True):
+        covered = [(turn["from"], turn["to"]) for turn in path["turns"]]
+        ends = [path["fork"], *(to for _, to in covered)]
+        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == path["end"]
+        sizes = [
+            len(turn["pieces"]) == turn["to"] - turn["from"]
+            for turn in path["turns"]
+            if turn["by"] == "assistant"
+        ]
+        assert all(sizes)
+        assert [turn.start for turn in turns_after_fork(one)] == [start for start, _ in covered]
+        made = [name for asked in path["decisions"] for name in asked["made"]]
+        assert set(made) <= {other["name"] for other in paths}
+    num_sampled = sum(sum(one.loss_mask[one.fork_len :]) for one in tree.trajectories)
+    assert len(sampled_entropies(tree)) == num_sampled
+    json.loads(json_for_script(view))

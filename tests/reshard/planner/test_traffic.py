@@ -1,0 +1,44 @@
+"""Bytes and predicted seconds of small plans, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.reshard.planner.traffic import count_traffic
+from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TransferPlan
+from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
+
+SPEEDS = LinkSpeeds(same_gpu=100.0, same_node=10.0, network=1.0)
+# One trainer rank; three rollout ranks: on its device, on its machine, elsewhere.
+LOCATIONS = [RankLocation(0, 0), RankLocation(0, 0), RankLocation(0, 1), RankLocation(1, 0)]
+
+
+def plan(*buckets):
+    return TransferPlan(
+        1, 3, {}, tuple(Bucket(i, n, (), hops) for i, (n, hops) in enumerate(buckets)), 10
+    )
+
+
+def test_bytes_by_class_and_rank():
+    traffic = count_traffic(
+        plan((10, (Hop(0, 1), Hop(1, 2), Hop(2, 3))), (5, (Hop(0, 2),))), LOCATIONS, SPEEDS
+    )
+    assert traffic.sent_bytes[LinkType.same_gpu] == [10, 0, 0, 0]
+    assert traffic.sent_bytes[LinkType.same_node] == [5, 10, 0, 0]
+    assert traffic.received_bytes[LinkType.network] == [0, 0, 0, 10]
+    assert [traffic.received_bytes_of(rank) for rank in range(4)] == [0, 10, 15, 10]
+    assert traffic.total_bytes(LinkType.same_node) == 15
+    assert traffic.trainer_sent_bytes() == 5
+
+
+def test_a_chain_takes_the_sum_and_a_second_bucket_follows_at_once():
+    chain = (Hop(0, 1), Hop(1, 2), Hop(2, 3))
+    assert count_traffic(plan((10, chain)), LOCATIONS, SPEEDS).predicted_s == pytest.approx(11.1)
+    assert count_traffic(
+        plan((10, chain), (10, chain)), LOCATIONS, SPEEDS
+    ).predicted_s == pytest.approx(21.1)
+
+
+def test_the_description_names_classes_bound_and_time():
+    text = count_traffic(plan((10, (Hop(0, 3),))), LOCATIONS, SPEEDS).summary()
+    assert [line.split()[0] for line in text.splitlines()] == [*LinkType, "at", "predicted"]

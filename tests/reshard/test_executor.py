@@ -1,0 +1,278 @@
+"""A rank's way through a plan by hand, then all ranks of real plans, as threads over gloo."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from mega_agentrl.reshard.executor import NUM_SLOTS, Route, TransferExecutor, routes_of_rank
+from mega_agentrl.reshard.frames import HEADER_BYTES, num_frame_bytes
+from mega_agentrl.reshard.layout import Rect
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice, TransferPlan
+from mega_agentrl.reshard.topology import RankLocation
+from mega_agentrl.reshard.transports.gloo import GlooTransport
+from tests.reshard.fake_rollout import PlainWeightWriter
+from tests.reshard.faults import cut
+from tests.reshard.model_cuts import all_parallel_ranks, make_moe_shape, make_shape
+from tests.reshard.planner.test_regions import layout, rows
+from tests.reshard.rollout_cuts import rollout_layout
+
+DEADLINE_S = 20.0
+
+
+def bucket(index, *hops):
+    tensor_slice = TensorSlice("w", Rect((index, 0), (index + 1, 4)), 16)
+    return Bucket(index, 16, (tensor_slice,), tuple(Hop(*hop) for hop in hops))
+
+
+def test_routes_by_hand():
+    first = bucket(0, (0, 2), (2, 3), (2, 4))
+    second = bucket(1, (1, 3), (1, 4))
+    third = bucket(2, (0, 4), (4, 2))
+    plan = TransferPlan(2, 3, {"w": "float32"}, (first, second, third))
+    assert routes_of_rank(plan, 0) == [Route(first, None, (2,)), Route(third, None, (4,))]
+    assert routes_of_rank(plan, 1) == [Route(second, None, (3, 4))]
+    assert routes_of_rank(plan, 2) == [Route(first, 0, (3, 4)), Route(third, 4, ())]
+    assert routes_of_rank(plan, 3) == [Route(first, 2, ()), Route(second, 1, ())]
+    assert routes_of_rank(plan, 4) == [
+        Route(first, 2, ()),
+        Route(second, 1, ()),
+        Route(third, 0, (2,)),
+    ]
+
+
+class CountingTransport:
+    """Checks that frames lie in the slots, and counts those that are under way at a time."""
+
+    def __init__(self, transport):
+        self.transport, self.needs_exact_size, self.num_calls = (
+            transport,
+            transport.needs_exact_size,
+            0,
+        )
+        self.busy, self.most = {}, 0
+
+    def allocate_slots(self, count, num_bytes):
+        self.num_calls += 1
+        self.num_bytes = num_bytes
+        self.given = self.transport.allocate_slots(count, num_bytes)
+        return self.given
+
+    def send(self, frame, peer):
+        return self._under_way(frame, self.transport.send(frame, peer))
+
+    def receive(self, slot, peer):
+        return self._under_way(slot, self.transport.receive(slot, peer))
+
+    def close(self):
+        self.transport.close()
+
+    def _under_way(self, frame, work):
+        (slot,) = (i for i, s in enumerate(self.given) if s.data_ptr() == frame.data_ptr())
+        self.busy[slot] = self.busy.get(slot, 0) + 1
+        self.most = max(self.most, sum(1 for count in self.busy.values() if count))
+        return Counted(self, slot, work)
+
+
+class Counted:
+    def __init__(self, transport, slot, work):
+        self.transport, self.slot, self.work = transport, slot, work
+
+    def wait(self, timeout_s):
+        found = self.work.wait(timeout_s)
+        self.transport.busy[self.slot] -= 1
+        return found
+
+    def release(self):
+        self.work.release()
+
+
+class Team:
+    """All ranks of a plan, one thread each."""
+
+    def __init__(self, plan, trainer_layouts, rollout_layouts, timeout_s=DEADLINE_S):
+        self.plan, self.trainer_layouts = plan, trainer_layouts
+        self.writers = [PlainWeightWriter(layout) for layout in rollout_layouts]
+        self.pool = ThreadPoolExecutor(plan.world_size)
+        store = HashStore()
+
+        def join(rank):
+            transport = CountingTransport(
+                GlooTransport.join(store, rank, plan.world_size, timeout_s)
+            )
+            return transport, TransferExecutor(
+                plan, rank, transport, [*trainer_layouts, *rollout_layouts][rank], timeout_s
+            )
+
+        joined = list(self.pool.map(join, range(plan.world_size)))
+        self.transports, self.executors = zip(*joined, strict=True)
+
+    def transfer(self, tensors, version, absent=()):
+        """Report, or what was raised, by rank."""
+        for writer in self.writers:
+            writer.clear()
+
+        def work(rank):
+            executor = self.executors[rank]
+            try:
+                if rank in absent:
+                    return None
+                if rank < self.plan.num_trainer_ranks:
+                    return executor.send(cut(self.trainer_layouts[rank], tensors), version)
+                return executor.receive(self.writers[rank - self.plan.num_trainer_ranks], version)
+            except (RuntimeError, ValueError) as error:
+                return error
+
+        return list(self.pool.map(work, range(self.plan.world_size)))
+
+    def close(self):
+        for executor in self.executors:
+            executor.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def team():
+    made = []
+
+    def make(*args, **options):
+        made.append(Team(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("make", [make_shape, make_moe_shape])
+def test_two_engines_get_ten_versions_and_pass_buckets_on(team, make):
+    shape = make(num_layers=2, ffn_hidden_size=24)
+    shapes = hf_shapes(shape)
+    trainer_layouts = [
+        megatron_layout(shape, parallel_rank)
+        for parallel_rank in all_parallel_ranks(tensor=2, pipeline=2)
+    ]
+    rollout_layouts = [rollout_layout(shape, rank, 2) for rank in range(2)] * 2
+    nodes = [RankLocation(0)] * 8
+    plan = plan_transfer(
+        trainer_layouts, rollout_layouts, nodes, "float32", names=list(shapes), bucket_bytes=2000
+    )
+    passing = {
+        hop.source for b in plan.buckets for hop in b.hops if hop.source in plan.rollout_ranks
+    }
+    assert passing
+    group = team(plan, trainer_layouts, rollout_layouts)
+    for version in range(10):
+        tensors = {name: torch.randn(size) for name, size in shapes.items()}
+        reports = group.transfer(tensors, version)
+        for writer, target_layout in zip(group.writers, rollout_layouts, strict=True):
+            assert writer.missing == 0
+            for name, expected in cut(target_layout, tensors).items():
+                assert torch.equal(writer.params[name], expected), name
+    for rank, (report, transport) in enumerate(zip(reports, group.transports, strict=True)):
+        hops = [(num_frame_bytes(b), hop) for b, hop in plan.hops_of(rank)]
+        assert report.sent_bytes == sum(size for size, hop in hops if hop.source == rank)
+        assert report.received_bytes == sum(size for size, hop in hops if hop.target == rank)
+        assert report.duration_s > 0
+        assert len(transport.given) == NUM_SLOTS == 2
+        assert transport.num_calls == 1
+        assert transport.num_bytes == max([size for size, _ in hops], default=HEADER_BYTES)
+        assert transport.most <= 2
+    assert max(transport.most for transport in group.transports) == 2
+
+
+def small_team(team, **options):
+    """Trainer ranks 0 and 1 hold half of `w` each; 2 wants all of it, 3 the second half too."""
+    trainer_layouts, rollout_layouts = (
+        [layout(rows(0, 4)), layout(rows(4, 8))],
+        [layout(rows(0, 8))],
+    )
+    rollout_layouts.append(layout(rows(4, 8)))
+    plan = plan_transfer(
+        trainer_layouts,
+        rollout_layouts,
+        [RankLocation(0)] * 4,
+        "float32",
+        names=["w"],
+        bucket_bytes=16,
+    )
+    return team(plan, trainer_layouts, rollout_layouts, **options)
+
+
+def test_sources_of_a_tensor(team):
+    group = small_team(team)
+    sources = group.executors[2].sources_of("w")
+    assert sorted(number for numbers in sources.values() for number in numbers) == list(range(8))
+    assert sources.keys() <= {0, 1, 3}
+    assert group.executors[2].sources_of("v") == {}
+    assert group.executors[0].sources_of("w") == {}
+
+
+def test_a_silent_rank_is_named_at_the_deadline(team):
+    group = small_team(team, timeout_s=1.0)
+    start_s = time.monotonic()
+    errors = group.transfer({"w": torch.randn(8, 4)}, 1, absent=[0])
+    assert time.monotonic() - start_s < 10
+    assert isinstance(errors[2], RuntimeError)
+    assert "rank 2 could not receive from rank 0 bucket" in str(errors[2])
+    assert "(from w Rect(start=(" in str(errors[2])
+    assert "deadline 1 s" in str(errors[2])
+
+
+def test_a_rank_that_has_left_is_named_at_once(team):
+    group = small_team(team, timeout_s=60.0)
+    assert not any(isinstance(r, Exception) for r in group.transfer({"w": torch.randn(8, 4)}, 1))
+    group.executors[1].close()
+    start_s = time.monotonic()
+    errors = group.transfer({"w": torch.randn(8, 4)}, 2, absent=[1])
+    assert time.monotonic() - start_s < 30
+    messages = [str(error) for error in errors if isinstance(error, RuntimeError)]
+    assert any("could not receive from rank 1 bucket" in message for message in messages)
+
+
+def test_a_rank_that_fails_leaves_and_nobody_waits_for_it(team):
+    """Rank 2 refuses the version; rank 3 waits for others than rank 2 as well."""
+    group = small_team(team, timeout_s=60.0)
+    group.executors = (*group.executors[:2], Other(group.executors[2]), group.executors[3])
+    start_s = time.monotonic()
+    errors = group.transfer({"w": torch.randn(8, 4)}, 7)
+    assert time.monotonic() - start_s < 30
+    assert sum(isinstance(error, Exception) for error in errors) > 1
+    again = group.transfer({"w": torch.randn(8, 4)}, 8)
+    assert "rank 2 has left this session, expected a new one" in str(again[2])
+
+
+def test_another_version_is_refused(team):
+    group = small_team(team)
+    executor = group.executors[2]
+    group.executors = (*group.executors[:2], Other(executor), group.executors[3])
+    errors = group.transfer({"w": torch.randn(8, 4)}, 7)
+    assert isinstance(errors[2], ValueError)
+    assert "rank 2 could not receive from rank" in str(errors[2])
+    assert "of weight version 8" in str(errors[2])
+    assert "a frame of weight version 7" in str(errors[2])
+
+
+class Other:
+    """An executor that expects the next version."""
+
+    def __init__(self, executor):
+        self.executor = executor
+
+    def receive(self, writer, version):
+        return self.executor.receive(writer, version + 1)
+
+    def close(self):
+        self.executor.close()
+
+
+def test_a_plan_from_other_layouts_shows_before_anything_is_sent(team):
+    group = small_team(team)
+    with pytest.raises(ValueError, match=r"w Rect.*lies in no block of this rank"):
+        TransferExecutor(group.plan, 0, group.transports[0].transport, layout(rows(4, 8)), 1.0)

@@ -1,0 +1,202 @@
+"""What the transport makes of NCCL's operations; the operations themselves where there are GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from mega_agentrl.reshard.transports.gloo import GlooTransport
+from mega_agentrl.reshard.transports.in_process import InProcessHub
+from mega_agentrl.reshard.transports.nccl import NcclTransport, _async_error_handling_disabled
+from mega_agentrl.reshard.transports.peer_monitor import PeerMonitor
+from tests.reshard.transports.ranks import ranks
+
+
+class Operation:
+    """Complete once `is_over` is set; raises `error` if there is one."""
+
+    def __init__(self, kind, size, peer):
+        self.call = (kind, size, peer)
+        self.is_over, self.error = False, None
+
+    def is_completed(self):
+        return self.is_over
+
+    def wait(self, timeout):
+        if self.error is not None:
+            raise self.error
+
+
+class FakeProcessGroup:
+    """A process group that records. Abort ends all operations, without an error, as on a GPU."""
+
+    def __init__(self):
+        self.operations, self.aborted = [], False
+
+    def send(self, tensors, peer, tag):
+        self.operations.append(Operation("send", len(tensors[0]), peer))
+        return self.operations[-1]
+
+    def recv(self, tensors, peer, tag):
+        self.operations.append(Operation("recv", len(tensors[0]), peer))
+        return self.operations[-1]
+
+    def abort(self):
+        self.aborted = True
+        for operation in self.operations:
+            operation.is_over = True
+
+
+def transport_of_rank_one():
+    hub = InProcessHub(3)
+    up, down = FakeProcessGroup(), FakeProcessGroup()
+    transport = NcclTransport(
+        up, down, 1, torch.device("cpu"), PeerMonitor(hub.transport(1), [0, 2])
+    )
+    return transport, up, down, hub
+
+
+def test_each_direction_has_its_group_and_sizes_are_those_of_the_views():
+    transport, up, down, hub = transport_of_rank_one()
+    slot = torch.empty(100, dtype=torch.uint8)
+    transport.receive(slot[:40], 0)
+    transport.send(slot[:50], 2)
+    transport.receive(slot[:60], 2)
+    transport.send(slot[:70], 0)
+    assert [operation.call for operation in up.operations] == [("recv", 40, 0), ("send", 50, 2)]
+    assert [operation.call for operation in down.operations] == [
+        ("recv", 60, 2),
+        ("send", 70, 0),
+    ]
+    hub.transport(1).close()
+
+
+def test_a_frame_has_come_when_its_operation_is_over():
+    transport, up, _, hub = transport_of_rank_one()
+    slot = torch.arange(10, dtype=torch.uint8)
+    recv_handle = transport.receive(slot[:4], 0)
+    up.operations[0].is_over = True
+    assert recv_handle.wait(1.0).tolist() == [0, 1, 2, 3]
+    assert not up.aborted
+    hub.transport(1).close()
+
+
+def test_the_deadline_aborts_everything_and_nothing_counts_as_come_after_it():
+    transport, up, down, hub = transport_of_rank_one()
+    slot = torch.empty(10, dtype=torch.uint8)
+    late, other = transport.receive(slot, 0), transport.send(slot, 0)
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"with rank 0 did not end in 0\.2 s"):
+        late.wait(0.2)
+    assert 0.15 < time.monotonic() - start_s < 5
+    assert up.aborted
+    assert down.aborted
+    with pytest.raises(RuntimeError, match="with rank 0"):
+        other.wait(1.0)  # its operation says it is over
+    with pytest.raises(RuntimeError, match="with rank 0"):
+        transport.send(slot, 2)
+    hub.transport(1).close()
+
+
+def test_a_peer_that_leaves_ends_the_wait_at_once():
+    transport, up, _, hub = transport_of_rank_one()
+    send_handle = transport.send(torch.empty(10, dtype=torch.uint8), 2)
+    hub.transport(2).close()
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 2 is gone"):
+        send_handle.wait(60.0)
+    assert time.monotonic() - start_s < 10
+    assert up.aborted
+    hub.transport(1).close()
+
+
+def test_an_operation_that_ends_with_an_error_is_one():
+    transport, up, _, hub = transport_of_rank_one()
+    recv_handle = transport.receive(torch.empty(10, dtype=torch.uint8), 0)
+    up.operations[0].is_over, up.operations[0].error = True, RuntimeError("remote error")
+    with pytest.raises(RuntimeError, match="remote error"):
+        recv_handle.wait(1.0)
+    assert up.aborted
+    hub.transport(1).close()
+
+
+def test_close_twice_and_what_waits_after_it():
+    transport, up, down, hub = transport_of_rank_one()
+    recv_handle = transport.receive(torch.empty(10, dtype=torch.uint8), 0)
+    transport.close()
+    transport.close()
+    assert up.aborted
+    assert down.aborted
+    with pytest.raises(RuntimeError, match="this rank has closed"):
+        recv_handle.wait(1.0)
+    hub.transport(1).close()
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_the_variable_is_set_only_for_the_making_of_a_group(monkeypatch, before):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with _async_error_handling_disabled():
+        assert os.environ[name] == "0"
+    assert os.environ.get(name) == before
+
+
+def nccl_transport(store, rank, world_size, timeout_s):
+    torch.cuda.set_device(rank)
+    return NcclTransport.join(
+        store,
+        rank,
+        world_size,
+        timeout_s,
+        device=torch.device("cuda", rank),
+        hops=[(0, 1), (1, 0)],
+        control=GlooTransport.join(store, rank, world_size, timeout_s),
+    )
+
+
+def exchange(rank_state, values):
+    """To and from the other rank, at once."""
+    peer, found = 1 - rank_state.rank, []
+    for value in values:
+        recv_handle = rank_state.transport.receive(rank_state.slots[0][:1000], peer)
+        send_handle = rank_state.transport.send(
+            rank_state.slots[1][:1000].fill_(value + rank_state.rank), peer
+        )
+        found.append(set(recv_handle.wait(20.0).tolist()))
+        send_handle.wait(20.0)
+    return found
+
+
+def wait_in_vain(rank_state, timeout_s):
+    start_s = time.monotonic()
+    try:
+        rank_state.transport.receive(rank_state.slots[0][:1000], 1 - rank_state.rank).wait(
+            timeout_s
+        )
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start_s
+    return "", time.monotonic() - start_s
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("end", ["deadline", "kill"])
+def test_frames_go_both_ways_until_a_peer_is_late_or_gone(end):
+    with ranks(2) as group:
+        group.join(nccl_transport)
+        for rank in (0, 1):
+            group.start(rank, exchange, [5, 6, 7])
+        assert group.finish(0) == [{6}, {7}, {8}]
+        assert group.finish(1) == [{5}, {6}, {7}]
+        group.start(0, wait_in_vain, 2.0 if end == "deadline" else 60.0)
+        if end == "kill":
+            time.sleep(0.5)
+            group.kill(1)
+        error, seconds = group.finish(0)
+        assert "rank 1" in error
+        assert seconds < 20

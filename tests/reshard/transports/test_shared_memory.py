@@ -1,0 +1,299 @@
+"""Real processes whose frames are read where they lie."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from mega_agentrl.reshard.session import open_store
+from mega_agentrl.reshard.transports.memory_handles import CudaIpcMemory, MemfdMemory
+from mega_agentrl.reshard.transports.shared_memory import SharedMemoryTransport
+from tests.reshard.transports.ranks import ADDRESS, JOIN_S, close, ranks, receive, send
+
+VALUES = [3, 1, 4, 1, 5, 9, 2, 6]
+GOOD = [(value, True) for value in VALUES]
+
+
+def host_transport(store, rank, world_size, timeout_s):
+    return SharedMemoryTransport.join(store, rank, world_size, timeout_s, MemfdMemory())
+
+
+def device_transport(store, rank, world_size, timeout_s):
+    memory = CudaIpcMemory(torch.device("cuda", torch.cuda.current_device()))
+    return SharedMemoryTransport.join(store, rank, world_size, timeout_s, memory)
+
+
+def send_one(rank_state, value, peers):
+    rank_state.slots[0][:1000].fill_(value)
+    rank_state.saved += [
+        rank_state.transport.send(rank_state.slots[0][:1000], peer) for peer in peers
+    ]
+
+
+def overwrite(rank_state, value):
+    rank_state.slots[0][:1000].fill_(value)
+
+
+def look(rank_state, peer):
+    """Wait for a frame and keep it; the first byte and the number of bytes."""
+    rank_state.saved.append(rank_state.transport.receive(rank_state.slots[0], peer))
+    frame = rank_state.saved[-1].wait(10.0)
+    return int(frame[0]), len(frame)
+
+
+def look_again(rank_state):
+    return int(rank_state.saved[-1].frame[0])
+
+
+def release(rank_state):
+    rank_state.saved.pop().release()
+
+
+def wait_sent(rank_state, index, timeout_s):
+    start_s = time.monotonic()
+    try:
+        rank_state.saved[index].wait(timeout_s)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start_s
+    return "", time.monotonic() - start_s
+
+
+def wait_frame(rank_state, peer, timeout_s):
+    """What the wait for a frame that does not come raises, and after how long."""
+    recv_handle = rank_state.transport.receive(rank_state.slots[0], peer)
+    start_s = time.monotonic()
+    try:
+        recv_handle.wait(timeout_s)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start_s
+    return "", time.monotonic() - start_s
+
+
+def send_from_elsewhere(rank_state, values, peer):
+    frames = [torch.full((1000 * value,), value, dtype=torch.uint8) for value in values]
+    for send_handle in [rank_state.transport.send(frame, peer) for frame in frames]:
+        send_handle.wait(10.0)
+
+
+def footprint(rank_state):
+    """Open descriptors, mappings of frames."""
+    gc.collect()
+    mappings = Path("/proc/self/maps").read_text().count("/memfd:reshard-")
+    return len(os.listdir("/proc/self/fd")), mappings
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with ranks(4) as group:
+        yield group
+
+
+@pytest.fixture
+def group(processes, request):
+    """Four ranks with new transports."""
+    processes.join(host_transport, request.node.name)
+    yield processes
+    for rank in range(4):
+        processes.ask(rank, close)
+
+
+def test_frames_come_in_order_whole_and_where_they_lie(group):
+    group.start(0, send, VALUES, [1])
+    assert group.ask(1, receive, 0, len(VALUES)) == GOOD
+    group.finish(0)
+
+    group.ask(0, send_one, 7, [1])
+    assert group.ask(1, look, 0) == (7, 1000)
+    group.ask(0, overwrite, 8)  # against the rules: shows that there is no copy
+    assert group.ask(1, look_again) == 8
+    group.ask(1, release)
+    assert group.ask(0, wait_sent, 0, 10.0)[0] == ""
+
+
+def test_two_targets_read_one_frame_and_the_slot_is_free_after_both(group):
+    group.start(0, send, VALUES, [1, 2])
+    group.start(1, receive, 0, len(VALUES))
+    group.start(2, receive, 0, len(VALUES))
+    assert [group.finish(1), group.finish(2)] == [GOOD, GOOD]
+    group.finish(0)
+
+    group.ask(0, send_one, 5, [1, 2])
+    assert [group.ask(1, look, 0), group.ask(2, look, 0)] == [(5, 1000)] * 2
+    group.ask(1, release)
+    assert group.ask(0, wait_sent, 0, 10.0)[0] == ""
+    late, seconds = group.ask(0, wait_sent, 1, 0.5)
+    assert "rank 2" in late
+    assert 0.4 < seconds < 5
+
+
+def test_frames_are_passed_on_to_two_more_ranks(group):
+    group.start(0, send, VALUES, [1])
+    group.start(1, receive, 0, len(VALUES), (2, 3))
+    for rank in (2, 3):
+        group.start(rank, receive, 1, len(VALUES))
+    assert [group.finish(rank) for rank in (1, 2, 3)] == [GOOD] * 3
+    group.finish(0)
+
+
+def test_frames_from_outside_the_slots_arrive_and_leave_nothing(group):
+    group.start(0, send_from_elsewhere, VALUES, 1)
+    assert group.ask(1, receive, 0, len(VALUES)) == GOOD
+    group.finish(0)
+    assert group.ask(0, footprint)[1] == 1
+    assert group.ask(1, footprint)[1] == 1
+
+
+def test_both_directions_at_once(group):
+    group.ask(0, send_one, 3, [1])
+    group.ask(1, send_one, 4, [0])
+    assert group.ask(0, look, 1) == (4, 1000)
+    assert group.ask(1, look, 0) == (3, 1000)
+    for rank in (0, 1):
+        group.ask(rank, release)
+    for rank in (0, 1):
+        assert group.ask(rank, wait_sent, 0, 10.0)[0] == ""
+
+
+@pytest.mark.parametrize("waits_for", ["frame", "reading"])
+def test_a_killed_peer_is_noticed_at_once(waits_for):
+    with ranks(2) as group:
+        group.join(host_transport)
+        group.start(0, send, [3, 4], [1])
+        group.ask(1, receive, 0, 2)
+        group.finish(0)
+        if waits_for == "frame":
+            group.start(0, wait_frame, 1, 30.0)
+        else:
+            group.ask(0, send_one, 6, [1])
+            group.start(0, wait_sent, 0, 30.0)
+        time.sleep(0.3)
+        group.kill(1)
+        error, seconds = group.finish(0)
+        assert "rank 1" in error
+        assert seconds < 10
+
+
+def test_a_frame_stays_readable_after_its_sender_was_killed():
+    with ranks(2) as group:
+        group.join(host_transport)
+        group.ask(0, send_one, 7, [1])
+        assert group.ask(1, look, 0) == (7, 1000)
+        group.kill(0)
+        assert group.ask(1, look_again) == 7
+        group.ask(1, release)
+        group.ask(1, close)
+        assert group.ask(1, footprint)[1] == 0
+
+
+def test_a_frame_that_does_not_come_ends_at_the_deadline(group):
+    error, seconds = group.ask(0, wait_frame, 1, 0.5)
+    assert "rank 1" in error
+    assert 0.4 < seconds < 5
+
+
+def test_close_wakes_the_peer():
+    with ranks(2) as group:
+        group.join(host_transport)
+        group.ask(0, send_one, 3, [1])
+        group.ask(1, look, 0)
+        group.start(0, wait_sent, 0, 30.0)
+        time.sleep(0.3)
+        group.ask(1, close)
+        error, seconds = group.finish(0)
+        assert "rank 1" in error
+        assert seconds < 10
+
+
+def test_nothing_is_left_of_fifty_updates(group):
+    found = []
+    for number in range(50):
+        group.start(0, send, VALUES[:4], [1])
+        assert group.ask(1, receive, 0, 4) == GOOD[:4]
+        group.finish(0)
+        if number in (0, 49):
+            found.append([group.ask(rank, footprint) for rank in (0, 1)])
+    assert found[0] == found[1]
+    # Its own slots, and those of the peer that has sent something.
+    assert [mappings for _, mappings in found[1]] == [1, 2]
+
+
+def test_nothing_is_left_of_ten_sessions(processes):
+    found = []
+    for number in range(10):
+        processes.join(host_transport, f"again-{number}")
+        processes.start(0, send, VALUES[:4], [1])
+        assert processes.ask(1, receive, 0, 4) == GOOD[:4]
+        processes.finish(0)
+        for rank in range(4):
+            processes.ask(rank, close)
+        if number in (0, 9):
+            found.append([processes.ask(rank, footprint) for rank in (0, 1)])
+    assert found[0] == found[1]
+    assert [mappings for _, mappings in found[1]] == [0, 0]
+
+
+def test_ranks_may_be_threads_of_one_process():
+    store = open_store(ADDRESS, JOIN_S)
+
+    def run(rank):
+        # A client of its own: one that waits for a key lets nobody else set it.
+        client = TCPStore(ADDRESS, store.port, is_master=False)
+        transport = host_transport(PrefixStore("threads", client), rank, 2, JOIN_S)
+        slots = transport.allocate_slots(2, 64)
+        if rank == 0:
+            for value in VALUES:
+                transport.send(slots[0][:value].fill_(value), 1).wait(10.0)
+            result = None
+        else:
+            result = []
+            for _ in VALUES:
+                recv_handle = transport.receive(slots[0], 0)
+                result.append(recv_handle.wait(10.0).tolist())
+                recv_handle.release()
+        meet.wait(10.0)
+        transport.close()
+        return result
+
+    meet = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        _, frames = pool.map(run, range(2))
+    assert frames == [[value] * value for value in VALUES]
+
+
+def after_close(rank_state):
+    """What a frame that is still open makes of it, and new ones."""
+    recv_handle = rank_state.saved.pop()
+    rank_state.transport.close()
+    recv_handle.release()
+    errors = []
+    for call in (rank_state.transport.send, rank_state.transport.receive):
+        try:
+            call(rank_state.slots[0], 0)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_closed_transport_says_so(group):
+    group.ask(0, send_one, 3, [1])
+    group.ask(1, look, 0)
+    assert group.ask(1, after_close) == ["this rank has closed its end"] * 2
+
+
+@pytest.mark.gpu
+def test_frames_in_device_memory():
+    with ranks(3) as group:
+        group.join(device_transport)
+        group.start(0, send, VALUES, [1])
+        group.start(1, receive, 0, len(VALUES), (2,))
+        group.start(2, receive, 1, len(VALUES))
+        assert [group.finish(1), group.finish(2)] == [GOOD, GOOD]
+        group.finish(0)

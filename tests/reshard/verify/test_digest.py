@@ -1,0 +1,204 @@
+"""The checksum by hand, its sum over any cut, and every kind of accident it is there for."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.reshard.layout import Rect
+from mega_agentrl.reshard.verify.digest import compute_digests
+
+COLUMN, ROW_1, ROW_2 = range(3)
+MASK = 2**64 - 1
+WORD = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+DTYPES = st.sampled_from(sorted(WORD, key=str))
+
+
+def factor(kind, position):
+    """SplitMix64 of the position, its upper half, made odd; in plain integers."""
+    mixed = (position + 1 + (kind << 40)) * 0x9E3779B97F4A7C15 & MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & MASK
+    return (mixed ^ mixed >> 31) >> 32 | 1
+
+
+def by_hand(values, rect):
+    """The formula of the module, element by element."""
+    rows, columns = ([0, *rect.start][-2], rect.start[-1])
+    bits_RC = values.reshape(-1, values.shape[-1]).contiguous().view(WORD[values.dtype])
+    total = [0, 0]
+    for (r, c), number in np.ndenumerate(bits_RC.numpy()):
+        column = columns + c
+        if values.dtype is torch.float32:
+            word = int(number) * factor(COLUMN, column)
+        else:
+            word = (int(number) & 0xFFFF) << 16 * (column % 2)
+            word *= factor(COLUMN, column // 2)
+        for k, kind in enumerate((ROW_1, ROW_2)):
+            total[k] += factor(kind, rows + r) * word
+    return [number % 2**32 for number in total]
+
+
+def digest(values, start=None):
+    """Of one rectangle, by default at the origin."""
+    rect = Rect.whole(tuple(values.shape))
+    if start is not None:
+        rect = rect.translate((0,) * len(start), start)
+    return compute_digests([(values, rect)])[0].tolist()
+
+
+def some_values(rows, columns, dtype, seed=0):
+    """Any bits at all, NaN and infinity included."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (rows, columns * 2), generator=generator)
+    words = bits.to(torch.int16)
+    if WORD[dtype] is torch.int32:
+        return words.view(torch.int32).view(dtype)
+    return words[:, :columns].contiguous().view(dtype)
+
+
+def test_factors_by_hand():
+    # SplitMix64 of seed 0 is known: its first outputs are e220a8397b1dcdaf, 6e789e6aa1b965f4.
+    assert [factor(COLUMN, 0), factor(COLUMN, 1)] == [0xE220A839, 0x6E789E6A | 1]
+    one = torch.tensor([[1]], dtype=torch.int32).view(torch.float32)
+    expected = [0xE220A839 * factor(kind, 0) % 2**32 for kind in (ROW_1, ROW_2)]
+    assert digest(one) == expected
+
+
+def test_two_halves_of_a_word_by_hand():
+    pair = torch.tensor([[3, 5]], dtype=torch.int16).view(torch.bfloat16)
+    word = 3 + (5 << 16)
+    expected = [word * factor(COLUMN, 0) * factor(kind, 0) % 2**32 for kind in (ROW_1, ROW_2)]
+    assert digest(pair) == expected
+    assert digest(pair[:, 1:], (0, 1)) == [
+        (5 << 16) * factor(COLUMN, 0) * factor(kind, 0) % 2**32 for kind in (ROW_1, ROW_2)
+    ]
+
+
+@given(DTYPES, st.integers(1, 5), st.integers(1, 9), st.integers(0, 7), st.integers(0, 7))
+def test_the_formula(dtype, rows, columns, first_row, first_column):
+    values = some_values(rows, columns, dtype)
+    start = (first_row, first_column)
+    rect = Rect.whole((rows, columns)).translate((0, 0), start)
+    assert digest(values, start) == by_hand(values, rect)
+
+
+def test_the_formula_past_the_first_table():
+    values = some_values(2, 3, torch.bfloat16)
+    rect = Rect((70_000, 99_999), (70_002, 100_002))
+    assert digest(values, rect.start) == by_hand(values, rect)
+
+
+@st.composite
+def cuts(draw, size):
+    """Borders of a side, both ends included."""
+    inside = draw(st.sets(st.integers(1, size - 1))) if size > 1 else set()
+    return [0, *sorted(inside), size]
+
+
+@given(st.data(), DTYPES, st.integers(1, 12), st.integers(1, 17))
+def test_any_cut_into_rectangles_sums_up(data, dtype, rows, columns):
+    values = some_values(rows, columns, dtype)
+    row_cuts, column_cuts = data.draw(cuts(rows)), data.draw(cuts(columns))
+    items = []
+    for (a, b), (c, d) in itertools.product(
+        itertools.pairwise(row_cuts), itertools.pairwise(column_cuts)
+    ):
+        rect = Rect((a, c), (b, d))
+        view = values[rect.slices]  # of the whole tensor, or packed, as it is in a frame
+        items.append((view.contiguous() if data.draw(st.booleans()) else view, rect))
+    total = compute_digests(items).sum(axis=0, dtype=np.uint32)
+    assert total.tolist() == digest(values)
+
+
+@given(DTYPES, st.integers(1, 4), st.integers(1, 9), st.integers(0, 2), st.integers(0, 3))
+def test_views_of_any_stride_give_the_same_number(dtype, rows, columns, before, after):
+    values = some_values(rows, columns, dtype)
+    wide = torch.zeros(rows * 2, before + columns + after, dtype=dtype)
+    cut = wide[::2, before : before + columns]
+    cut.copy_(values)
+    turned = torch.empty(columns, rows, dtype=dtype).t()
+    turned.copy_(values)
+    # Assignment keeps bits, NaN payloads as well: all three are the same type.
+    assert digest(cut, (3, 5)) == digest(turned, (3, 5)) == digest(values, (3, 5))
+
+
+@given(DTYPES, st.integers(1, 6), st.integers(1, 9), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_any_flipped_bit_shows(dtype, rows, columns, place, bit):
+    values = some_values(rows, columns, dtype)
+    flipped = values.clone()
+    words = flipped.view(WORD[dtype]).view(-1)
+    words[place % words.numel()] ^= (
+        torch.tensor(1).bitwise_left_shift(bit % (8 * values.element_size())).to(words.dtype)
+    )
+    one, two = digest(values), digest(flipped)
+    assert one[0] != two[0]
+    assert one[1] != two[1]
+
+
+@given(st.data(), DTYPES, st.integers(2, 6), st.integers(2, 9))
+def test_exchanged_rows_columns_and_elements_show(data, dtype, rows, columns):
+    values = some_values(rows, columns, dtype)
+    one, two = data.draw(st.permutations(range(rows)))[:2]
+    three, four = data.draw(st.permutations(range(columns)))[:2]
+    by_row, by_column, by_element = values.clone(), values.clone(), values.clone()
+    by_row[[one, two]] = values[[two, one]]
+    by_column[:, [three, four]] = values[:, [four, three]]
+    by_element[one, three], by_element[two, four] = values[two, four], values[one, three]
+    for changed in (by_row, by_column, by_element):
+        word = WORD[dtype]
+        same = torch.equal(changed.view(word), values.view(word))
+        assert (digest(changed) == digest(values)) == same
+
+
+def test_values_at_another_place_show():
+    values = some_values(3, 4, torch.float32)
+    places = [(0, 0), (1, 0), (0, 1), (0, 2), (2, 2)]
+    assert len({tuple(digest(values, place)) for place in places}) == len(places)
+
+
+@pytest.mark.parametrize("dtype", sorted(WORD, key=str))
+def test_the_sign_of_zero_and_the_payload_of_nan_count(dtype):
+    zeros = torch.zeros(1, 4, dtype=dtype)
+    minus = zeros.clone()
+    minus[0, 2] = -0.0
+    nan = torch.full((1, 4), float("nan"), dtype=dtype)
+    other = nan.clone()
+    other.view(WORD[dtype])[0, 1] ^= 1
+    assert torch.equal(zeros, minus)
+    assert other.isnan().all()
+    assert digest(zeros) == [0, 0]
+    assert len({tuple(digest(v)) for v in (zeros, minus, nan, other)}) == 4
+
+
+@given(DTYPES, st.integers(1, 9), st.integers(0, 5))
+def test_a_vector_is_one_row(dtype, size, start):
+    values = some_values(1, size, dtype)
+    assert digest(values[0], (start,)) == digest(values, (0, start))
+
+
+def test_no_items_and_several():
+    values = [some_values(2, 3, torch.float32, seed) for seed in range(3)]
+    assert compute_digests([]).shape == (0, 2)
+    found = compute_digests((v, Rect.whole((2, 3))) for v in values)
+    assert found.dtype == np.uint32
+    assert found.tolist() == [digest(v) for v in values]
+
+
+@pytest.mark.parametrize(
+    ("values", "rect", "message"),
+    [
+        (torch.zeros(2, 3), Rect.whole((3, 2)), r"\(2, 3\) of torch.float32 for Rect.*its shape"),
+        (torch.zeros(2, 3, dtype=torch.int8), Rect.whole((2, 3)), "16 or 32 bits"),
+        (torch.zeros(2, 3, dtype=torch.float64), Rect.whole((2, 3)), "16 or 32 bits"),
+        (torch.zeros(1, 2, 3), Rect.whole((1, 2, 3)), "3 dims, expected at most 2"),
+    ],
+)
+def test_other_types_and_shapes_are_refused(values, rect, message):
+    with pytest.raises(ValueError, match=message):
+        compute_digests([(values, rect)])

@@ -1,0 +1,269 @@
+"""User reward functions: loading, signature, what they return, and the way through the pool."""
+
+import json
+import math
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.reward.user_reward import (
+    UserRewardError,
+    UserRewardFunction,
+    UserRewardResult,
+    check,
+    parse_result,
+    run,
+    warm_up_call,
+)
+from mega_agentrl.sandbox.worker_pool import (
+    FunctionFailedError,
+    PoolClosedError,
+    WorkerLostError,
+    WorkerPool,
+    WorkerTimeoutError,
+)
+
+WAIT_S = 120.0
+VALUES = {"data_source": "qa", "solution_str": "four", "ground_truth": "4", "extra_info": {}}
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+
+GENERAL = """
+import os, time
+import beside
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print("scoring", solution_str)
+    if solution_str == "raise":
+        raise KeyError("no such answer")
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "die":
+        os._exit(9)
+    if solution_str == "nan":
+        return float("nan")
+    right = solution_str == ground_truth or solution_str in ground_truth
+    return {"score": beside.WORTH * right, "right": right, "source": data_source,
+            "length": len(solution_str), "index": extra_info["index"], "list": ground_truth}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a module and gives its path."""
+
+    def write(text, name="mine.py"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def general(tmp_path_factory):
+    """Write the general reward function and return its path and name."""
+    folder = tmp_path_factory.mktemp("general")
+    (folder / "beside.py").write_text("WORTH = 0.5")
+    (folder / "mine.py").write_text(GENERAL)
+    return f"{folder}/mine.py:compute_score"
+
+
+@pytest.fixture(scope="module")
+def function(general):
+    pool = WorkerPool(2, 120.0, warm_up=[warm_up_call(general)])
+    pool.start()
+    yield UserRewardFunction(pool, general)
+    pool.close()
+
+
+def ask(function, solution, truth="4", index=0):
+    return function.submit(
+        data_source="qa", solution=solution, ground_truth=truth, extra_info={"index": index}
+    )
+
+
+def test_scores_come_back_with_their_fields(function):
+    futures = [ask(function, str(i), index=i) for i in range(8)]
+    scores = [future.result(WAIT_S) for future in futures]
+    assert [score.value for score in scores] == [0, 0, 0, 0, 0.5, 0, 0, 0]
+    assert [score.fields["index"] for score in scores] == list(range(8))
+    assert scores[4].fields["source"] == "qa"
+    assert scores[4].metrics == {"right": 1.0, "length": 1.0, "index": 4.0}
+
+
+def test_several_ground_truths_arrive_as_a_list(function):
+    score = ask(function, "four", ("4", "four")).result(WAIT_S)
+    assert score.value == 0.5
+    assert score.fields["list"] == ["4", "four"]
+
+
+@pytest.mark.parametrize(
+    ("solution", "cause", "expected"),
+    [
+        ("raise", FunctionFailedError, "KeyError: 'no such answer'"),
+        ("die", WorkerLostError, r"exit code 9\); it wrote: scoring die"),
+        ("nan", FunctionFailedError, "returned the score nan of type float, expected a finite"),
+    ],
+)
+def test_what_goes_wrong_names_the_function(function, solution, cause, expected):
+    with pytest.raises(UserRewardError, match=expected) as caught:
+        ask(function, solution).result(WAIT_S)
+    assert "mine.py:compute_score" in str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+    assert ask(function, "4").result(WAIT_S).value == 0.5
+
+
+def test_one_that_hangs_is_ended_at_its_deadline(general):
+    pool = WorkerPool(1, 2.0, warm_up=[warm_up_call(general)])
+    pool.start()
+    try:
+        with pytest.raises(UserRewardError, match="did not return within 2 s") as caught:
+            ask(UserRewardFunction(pool, general), "hang").result(WAIT_S)
+        assert isinstance(caught.value.__cause__, WorkerTimeoutError)
+    finally:
+        pool.close()
+
+
+def test_a_call_can_be_cancelled_until_it_begins(file):
+    path = file("import time\n" + HEAD + "    time.sleep(600)\n")
+    pool = WorkerPool(1, 600.0, warm_up=[warm_up_call(path)])
+    pool.start()
+    slow = UserRewardFunction(pool, path)
+    first, second = ask(slow, "a"), ask(slow, "b")
+    assert second.cancel()
+    with pytest.raises(CancelledError):
+        second.result(WAIT_S)
+    pool.close()
+    with pytest.raises(UserRewardError) as caught:
+        first.result(WAIT_S)
+    assert isinstance(caught.value.__cause__, PoolClosedError)
+
+
+def test_a_worker_imports_a_file_once(file, tmp_path):
+    path = file(f"open('{tmp_path}/notes', 'a').write('x')\n" + HEAD + "    return 1\n")
+    pool = WorkerPool(1, 20.0, warm_up=[warm_up_call(path)])
+    pool.start()
+    assert [ask(UserRewardFunction(pool, path), "a").result(WAIT_S).value for _ in range(3)] == [
+        1
+    ] * 3
+    pool.close()
+    assert (tmp_path / "notes").read_text() == "x"
+
+
+def test_a_pool_does_not_start_with_a_wrong_function(file):
+    path = file("def compute_score(answer):\n    return 1\n")
+    with pytest.raises(ValueError, match=r"got compute_score\(answer\), expected compute_score\("):
+        WorkerPool(1, 1.0, warm_up=[warm_up_call(path)]).start()
+
+
+def test_by_import_path_with_and_without_a_name(file, monkeypatch, tmp_path):
+    (tmp_path / "folder_of_rewards").mkdir()
+    file(HEAD + "    return 2\n\ndef other(**values):\n    return 3\n", "folder_of_rewards/some.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run("folder_of_rewards.some", VALUES)["score"] == 2
+    assert run("folder_of_rewards.some:other", VALUES)["score"] == 3
+
+
+def test_files_of_one_name_do_not_meet(file, tmp_path):
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        path = file(HEAD + f"    return {number}\n", f"{number}/mine.py")
+        assert run(path, VALUES)["score"] == number
+
+
+def test_a_file_may_hold_dataclasses(file):
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
+        "class A:\n    value: float\n" + HEAD + "    return A(1.5).value\n"
+    )
+    assert run(file(text), VALUES) == {"score": 1.5, "fields": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\n", r"has no function compute_score, got None, expected compute_score\(data_so"),
+        ("compute_score = 3\n", "has no function compute_score, got 3"),
+        ("async " + HEAD + "    return 1\n", "got an async function, expected a plain one"),
+        ("def compute_score(data_source, solution_str, ground_truth):\n  return 1\n", "'extra_in"),
+        ("def compute_score(a, b, c, d):\n  return 1\n", "called with these names; missing a"),
+        (HEAD.replace("info", "info, key") + "  return 1\n", "missing a required argument: 'key'"),
+        ("import no_such_module\n", "importing .* raised ModuleNotFoundError: .*probable cause"),
+        ("def compute_score(:\n", "raised SyntaxError"),
+    ],
+)
+def test_check_names_what_is_wrong(file, text, expected):
+    path = file(text)
+    with pytest.raises(ValueError, match=expected) as caught:
+        check(path)
+    assert f"reward function {path}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/nowhere/mine.py:f", "there is no file /nowhere/mine.py"),
+        ("no_such_module_at_all:f", "importing no_such_module_at_all raised ModuleNotFoundError"),
+        ("math:nothing", "math has no function nothing"),
+    ],
+)
+def test_check_of_a_path_to_nowhere(path, expected):
+    with pytest.raises(ValueError, match=expected):
+        check(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.ones(()), torch.ones(1)],
+)
+def test_any_number_is_a_score(value):
+    for result in (value, {"score": value}):
+        read = parse_result("f", result)
+        assert read == {"score": 1.0, "fields": {}}
+        assert type(read["score"]) is float
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1", math.nan, math.inf, [1.0], (1.0, {}), 1j, np.ones(2), np.float32("nan")]
+)
+def test_anything_else_is_none(value):
+    for result in (value, {"score": value}):
+        with pytest.raises(ValueError, match=r"reward function f: returned the score .* expected"):
+            parse_result("f", result)
+
+
+def test_a_dict_without_a_score_or_with_odd_fields():
+    with pytest.raises(ValueError, match=r"a dict with the keys \['reward'\], expected one named"):
+        parse_result("f", {"reward": 1})
+    with pytest.raises(ValueError, match="field 3, expected a name as text"):
+        parse_result("f", {"score": 1, 3: 1})
+    with pytest.raises(ValueError, match="field odd: a value of type set has no JSON form"):
+        parse_result("f", {"score": 1, "odd": {1}})
+
+
+def test_the_users_dict_is_left_as_it_was():
+    given_result = {"score": 1, "a": 2}
+    parse_result("f", given_result)
+    assert given_result == {"score": 1, "a": 2}
+
+
+@given(
+    score=st.floats(allow_nan=False, allow_infinity=False),
+    fields=st.dictionaries(
+        st.text().filter(lambda name: name != "score"),
+        st.floats() | st.integers(-9, 9) | st.text() | st.booleans() | st.none(),
+    ),
+)
+def test_fields_travel_and_metrics_are_the_finite_numbers(score, fields):
+    read = json.loads(json.dumps(parse_result("f", {"score": score, **fields})))
+    assert read["score"] == score
+    assert set(read["fields"]) == set(fields)
+    metrics = UserRewardResult(value=read["score"], fields=read["fields"]).metrics
+    assert set(metrics) == {
+        name
+        for name, value in fields.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

@@ -1,0 +1,182 @@
+"""Interrupted requests: the merged generation equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
+from mega_agentrl.types.records import FinishReason, GenerateRequest
+from tests.fakes import EOS, CharCodec, FakeGenerator, turns
+from tests.rollout.stepped_engine import SteppedGenerator
+
+STOPS = ("</search>", "</python>")
+TEXTS = ("abc<search>q</search>", f"word <b>{EOS}", "<<</searc</search>", "x" * 40)
+
+
+def _request(max_tokens=30, stop=STOPS):
+    token_ids = tuple(map(ord, "Q?"))
+    return GenerateRequest(
+        request_id="p/0/0/0.0", token_ids=token_ids, max_tokens=max_tokens, seed=7, stop=stop
+    )
+
+
+async def _interrupt(engine, request, waits):
+    """The generation, interruptible after each number of turns of the event loop."""
+    interruptible = InterruptibleGenerator(engine, CharCodec())
+    task = asyncio.create_task(interruptible.generate(request))
+    for num_turns in waits:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        while not task.done() and not interruptible.num_waiting:
+            await interruptible.interrupt_requests()
+            await asyncio.sleep(0)
+        assert task.done() or not engine.running
+        engine.version += 1
+        interruptible.continue_requests()
+    generation = await asyncio.wait_for(task, 5)
+    assert interruptible.num_waiting == 0 and not engine.running
+    return generation
+
+
+async def test_it_says_whether_a_request_is_at_the_engine_and_whether_one_serves():
+    engine = SteppedGenerator(turns(TEXTS[0]))
+    interruptible = InterruptibleGenerator(engine, CharCodec())
+    assert not interruptible.has_running_requests and interruptible.can_serve
+    task = asyncio.create_task(interruptible.generate(_request()))
+    await asyncio.sleep(0)
+    assert interruptible.has_running_requests
+    while interruptible.has_running_requests:
+        await interruptible.interrupt_requests()
+        await asyncio.sleep(0)
+    assert interruptible.num_waiting == 1 and not task.done()
+    engine.can_serve = False
+    assert not interruptible.can_serve
+    interruptible.continue_requests()
+    await asyncio.wait_for(task, 5)
+    assert not interruptible.has_running_requests
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(TEXTS),
+    st.integers(1, 30),
+    st.lists(st.integers(0, 12), max_size=6),
+)
+def test_the_text_is_as_without_interruption(text, max_tokens, waits):
+    request = _request(max_tokens)
+    plain = asyncio.run(FakeGenerator(turns(text)).generate(request))
+    engine = SteppedGenerator(turns(text))
+    got = asyncio.run(_interrupt(engine, request, waits))
+    for name in ("request_id", "token_ids", "argmax_ids", "finish_reason", "stop_string"):
+        assert getattr(got, name) == getattr(plain, name), name
+    assert len(got.logps) == len(got.entropies) == len(got.token_ids)
+    versions = got.versions or (got.version,) * len(got.token_ids)
+    assert list(versions) == sorted(versions)
+    assert versions[-1] <= got.version <= engine.version
+
+
+def test_tokens_keep_the_version_they_were_sampled_with():
+    engine = SteppedGenerator(turns("0123456789" + EOS))
+    got = asyncio.run(_interrupt(engine, _request(), [4, 3]))
+    assert "".join(map(chr, got.token_ids)) == "0123456789" + EOS
+    first, second, third = (got.versions.count(version) for version in (1, 2, 3))
+    assert first and second and third and first + second + third == 11
+    one, two, three = engine.requests
+    assert len(one.token_ids) == 2
+    assert len(two.token_ids) == 2 + first and two.max_tokens == 30 - first
+    assert len(three.token_ids) == 2 + first + second
+    assert len({one.seed, two.seed, three.seed}) == 3
+
+
+def test_without_an_interruption_the_engines_generation_passes():
+    engine = FakeGenerator(turns("abc" + EOS))
+    interruptible = InterruptibleGenerator(engine, CharCodec())
+    got = asyncio.run(interruptible.generate(_request()))
+    assert got == asyncio.run(engine.generate(_request())) and got.versions == ()
+
+
+def test_a_request_that_comes_while_interrupted_waits():
+    async def scenario():
+        engine = FakeGenerator(turns("abc" + EOS))
+        interruptible = InterruptibleGenerator(engine, CharCodec())
+        await interruptible.interrupt_requests()
+        task = asyncio.create_task(interruptible.generate(_request()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert interruptible.num_waiting == 1 and not engine.requests
+        interruptible.continue_requests()
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(scenario()).finish_reason is FinishReason.eos
+
+
+def test_an_abort_ends_the_request():
+    async def scenario():
+        engine = SteppedGenerator(turns("0123456789" + EOS))
+        interruptible = InterruptibleGenerator(engine, CharCodec())
+        task = asyncio.create_task(interruptible.generate(_request()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await interruptible.abort("p/0/0/0.0")
+        return await asyncio.wait_for(task, 5)
+
+    got = asyncio.run(scenario())
+    assert got.finish_reason is FinishReason.aborted and 0 < len(got.token_ids) < 11
+
+
+def test_a_dead_engine_is_no_pause():
+    async def scenario():
+        engine = SteppedGenerator(turns("ab" + EOS), breaks=lambda request: True, delays=1)
+        interruptible = InterruptibleGenerator(engine, CharCodec())
+        task = asyncio.create_task(interruptible.generate(_request()))
+        await asyncio.sleep(0)
+        await interruptible.interrupt_requests()
+        await asyncio.wait_for(task, 5)
+
+    with pytest.raises(RuntimeError, match="engine 0 died"):
+        asyncio.run(scenario())
+
+
+def test_cancelling_an_interrupted_request_leaves_nothing():
+    async def scenario():
+        engine = SteppedGenerator(turns("0123456789" + EOS))
+        interruptible = InterruptibleGenerator(engine, CharCodec())
+        task = asyncio.create_task(interruptible.generate(_request()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        while not interruptible.num_waiting:
+            await interruptible.interrupt_requests()
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert interruptible.num_waiting == 0 and not engine.running
+
+    asyncio.run(scenario())
+
+
+def test_entropies_of_all_pieces_are_known_while_it_runs():
+    class Open(SteppedGenerator):
+        async def entropies(self, request_id):
+            return (9.0,)
+
+    async def scenario():
+        interruptible = InterruptibleGenerator(Open(turns("0123456789" + EOS)), CharCodec())
+        task = asyncio.create_task(interruptible.generate(_request()))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        while not interruptible.num_waiting:
+            await interruptible.interrupt_requests()
+            await asyncio.sleep(0)
+        before = await interruptible.entropies("p/0/0/0.0")
+        interruptible.continue_requests()
+        await asyncio.sleep(0)
+        now = await interruptible.entropies("p/0/0/0.0")
+        whole = (await task).entropies
+        assert before == whole[: len(before)] and now == (*before, 9.0)
+
+    asyncio.run(scenario())

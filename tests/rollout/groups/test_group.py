@@ -1,0 +1,129 @@
+"""Groups pause and resume, and cancelled groups leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.rollout.collector import make_rollout_context
+from mega_agentrl.rollout.groups import group as module
+from mega_agentrl.rollout.groups.filter import FilterResult
+from mega_agentrl.rollout.groups.group import (
+    cancel_groups,
+    pause_groups,
+    start_group,
+    start_lockstep_groups,
+)
+from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools
+from tests.rollout.graded_prompts import SlowTools, make_config, make_prompts, write
+from tests.rollout.stepped_engine import SteppedGenerator
+from tests.rollout.virtual_time import run_virtually
+
+
+def _context(generator, tools, **changes):
+    return make_rollout_context(
+        generator=generator,
+        tools=tools,
+        codec=CharCodec(),
+        config=make_config(**changes),
+        max_model_len=500,
+        seed=1,
+        step=0,
+    )
+
+
+def _start(context, kind="M"):
+    return start_group(context, make_prompts([kind])[0], "p0", FakeRubric())
+
+
+def test_a_finished_group_gets_a_scored_tree_and_a_filter_result():
+    async def scenario():
+        context = _context(FakeGenerator(write), FakeTools())
+        group = _start(context)
+        assert not group.is_accepted and not group.is_paused
+        await asyncio.wait({group.task})
+        group.apply_filter(context)
+        return group
+
+    group = run_virtually(scenario())
+    assert group.filter_result is FilterResult.accepted and group.is_accepted
+    assert [one.score.correct for one in group.tree.trajectories] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 4, 9, 25])
+def test_a_paused_group_resumes_and_is_the_same(num_turns):
+    async def scenario(pause):
+        engine, tools = SteppedGenerator(write), FakeTools()
+        group = _start(_context(engine, tools, partial_rollout=True))
+        if pause:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await pause_groups([group])
+            assert group.is_paused and not engine.running and not group.task.done()
+            await asyncio.sleep(0.01)
+            assert group.is_paused, "it stays paused"
+            group.resume()
+        await asyncio.wait({group.task})
+        assert not group.is_paused and all(session.released == 1 for session in tools.sessions)
+        return [one.response_text for one in group.tree.trajectories]
+
+    assert run_virtually(scenario(pause=True)) == asyncio.run(scenario(pause=False))
+
+
+def test_a_busy_tool_keeps_a_group_from_pausing(monkeypatch):
+    monkeypatch.setattr(module, "PAUSE_TIMEOUT_S", 0.1)
+
+    async def scenario():
+        tools = SlowTools()
+        group = _start(_context(FakeGenerator(write), tools, partial_rollout=True), "MS")
+        await asyncio.sleep(0)
+        group.resume()
+        while not tools.sessions or len(group.generator._generator.requests) < 4:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        await pause_groups([group])
+        assert not group.is_paused and not group.task.done()
+        await cancel_groups([group])
+        assert all(session.released == 1 for session in tools.sessions)
+
+    run_virtually(scenario())
+
+
+def test_only_groups_that_may_be_carried_are_interruptible():
+    async def scenario():
+        group = _start(_context(FakeGenerator(write), FakeTools()))
+        assert group.generator is None
+        await cancel_groups([group])
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 3, 10, 40])
+def test_cancelled_groups_leave_no_task(num_turns):
+    async def scenario():
+        tools, engine = FakeTools(delays=1), SteppedGenerator(write, delays=2)
+        lockstep = _context(engine, tools, branching=Branching.released)
+        prompts = make_prompts(["M", "E"])
+        groups = start_lockstep_groups(lockstep, prompts, ["a", "b"], FakeRubric())
+        groups.append(_start(_context(engine, tools)))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        assert await cancel_groups(groups) is None
+        assert asyncio.all_tasks() == {asyncio.current_task()} and not engine.running
+        assert all(session.released == 1 for session in tools.sessions)
+
+    run_virtually(scenario())
+
+
+def test_a_bug_is_raised_as_itself_and_returned_by_cancel():
+    async def scenario():
+        tools = FakeTools(answer=lambda text: 1 / 0)
+        group = _start(_context(FakeGenerator(write), tools))
+        await asyncio.wait({group.task})
+        with pytest.raises(ZeroDivisionError):
+            _ = group.tree
+        return await cancel_groups([group])
+
+    assert isinstance(run_virtually(scenario()), ZeroDivisionError)

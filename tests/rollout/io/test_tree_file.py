@@ -1,0 +1,181 @@
+"""Tree files are read as they were written; errors name place and cause."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_agentrl.rollout.io import tree_file
+from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
+from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
+from mega_agentrl.types.records import ContextReset, Role, StopReason, ToolStatus
+from tests.rollout.grown_trees import grown, nested_tree
+
+
+def _restored(path):
+    return [to_rollout_tree(stored.tree) for stored in read_trees(path)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(grown(), min_size=1, max_size=3))
+def test_what_is_read_is_what_was_written(tmp_path_factory, trees):
+    path = tmp_path_factory.mktemp("trees") / "step.jsonl"
+    write_trees(path, trees, stage="rl", step=7)
+    stored = list(read_trees(path))
+    assert [one.tree for one in stored] == [to_node_tree(tree) for tree in trees]
+    assert [to_rollout_tree(one.tree) for one in stored] == trees
+    assert {(one.stage, one.step) for one in stored} == {("rl", 7)}
+
+
+def test_what_a_scripted_engine_never_makes_comes_back_too(tmp_path):
+    tree = nested_tree()
+    root = tree.trajectories[3]
+    outcome = replace(
+        root.turns[1].outcome,
+        status=ToolStatus.timeout,
+        queue_s=0.25,
+        answer="half of \ud83d, \u2028 and \x00",
+        step_reward=-1.0,
+        metrics={"a": 1.5},
+        is_invalid_call=True,
+    )
+    last = replace(root.turns[-1], role=Role.user, outcome=outcome)
+    changed = replace(
+        root,
+        turns=[*root.turns[:-1], last],
+        stop_reason=StopReason.trajectory_timeout,
+        versions=[*root.versions[:-3], 7, 8, 9],
+        loss_mask=[*root.loss_mask[:-1], 0],
+        logps=[*root.logps[:-2], float("-inf"), 1e300],
+        score=replace(root.score, parts={"rule": 0.5}, reason="why"),
+        tool_rewards={"gsm8k": 1.0},
+        context_resets=(
+            ContextReset(start=50, token_ids=(1, 2)),
+            ContextReset(start=101, token_ids=()),
+        ),
+        template_drift="<think>",
+    )
+    trees = [replace(tree, trajectories=[*tree.trajectories[:3], changed], num_top_ups=2)]
+    path = tmp_path / "step.jsonl"
+    write_trees(path, trees, stage="rl", step=1)
+    assert _restored(path) == trees
+
+
+def test_a_file_without_argmax_ids_is_read(tmp_path):
+    tree = nested_tree()
+    assert any(one.argmax_ids for one in tree.trajectories)
+    path = tmp_path / "step.jsonl"
+    write_trees(path, [tree], stage="rl", step=1)
+    line = json.loads(path.read_text())
+    for node in line["nodes"]:
+        del node["argmax_ids"]
+    path.write_text(json.dumps(line) + "\n")
+    bare = [replace(one, argmax_ids=one.argmax_ids[:0]) for one in tree.trajectories]
+    assert _restored(path) == [replace(tree, trajectories=bare)]
+
+
+singles = st.floats(width=32, allow_nan=False)
+doubles = st.floats(allow_nan=False)
+
+
+def _bits(values):
+    return np.asarray(values, dtype=np.float64).tobytes()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of(st.lists(singles), st.lists(doubles), st.lists(st.sampled_from([0.0, -0.0]))))
+def test_floats_come_back_bit_for_bit(values):
+    packed = json.loads(json.dumps(tree_file._pack_floats(values)))
+    unpacked = tree_file._unpack_numbers(packed, len(values), tree_file._FLOAT_TYPES, "here")
+    assert _bits(unpacked) == _bits(values)
+
+
+def test_float32_is_written_with_the_digits_it_needs():
+    third, seventh = float(np.float32(1 / 3)), float(np.float32(1 / 7))
+    assert third != 1 / 3
+    assert (
+        json.dumps(tree_file._pack_floats([third, seventh])) == '{"f4": [0.33333334, 0.14285715]}'
+    )
+    assert tree_file._pack_floats([1 / 3, 1 / 7]) == [1 / 3, 1 / 7]
+    assert tree_file._pack_floats([0.1, 0.1]) == 0.1
+
+
+def _written(tmp_path, num_trees=2):
+    path = tmp_path / "folder" / "step.jsonl"
+    write_trees(path, [nested_tree()] * num_trees, stage="rl", step=3)
+    return path
+
+
+def test_nothing_half_written_is_left_or_seen(tmp_path, monkeypatch):
+    path = _written(tmp_path)
+    before = path.read_bytes()
+    tree = nested_tree()
+    broken = replace(tree, trajectories=tree.trajectories[1:])
+    with pytest.raises(ValueError, match="comes earlier"):
+        write_trees(path, [tree, broken], stage="rl", step=3)
+    assert path.read_bytes() == before
+    assert list(path.parent.glob("*.jsonl")) == [path]
+    write_trees(path, [tree], stage="rl", step=3)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def _change(line, **changes):
+    return json.dumps(json.loads(line) | changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda a, b: a + b[: len(b) // 2], "step.jsonl:2: got half a line"),
+        (lambda a, b: a, "step.jsonl: got 1 lines, expected 2, one per tree"),
+        (lambda a, b: "", "got 0 lines, expected at least 1"),
+        (lambda a, b: b, "step.jsonl:1: got tree 1 of 2, expected tree 0"),
+        (lambda a, b: a + b + b, "step.jsonl:3: got tree 1 of 2, expected tree 2"),
+        (lambda a, b: "hello\n", "step.jsonl:1: got a line of 6 bytes that is no JSON"),
+        (lambda a, b: '{"step": 1}\n', 'step.jsonl:1: got JSON without "format"'),
+        (lambda a, b: "[1]\n", 'step.jsonl:1: got JSON without "format"'),
+        (lambda a, b: _change(a, format=1), "step.jsonl:1: got format 1, expected 2"),
+        (lambda a, b: '{"format": 2}', "expected the keys index, leaves, nodes, num_trees"),
+        (lambda a, b: _change(a, nodes=[{}]), "step.jsonl:1.nodes[0].turn: got None"),
+        (lambda a, b: _change(a, nodes=[]), "step.jsonl:1: prompt set/0, path 0: got node 4"),
+        (lambda a, b: _change(a, num_forks="x"), "step.jsonl:1.num_forks: got 'x'"),
+        (lambda a, b: _change(a, leaves=[{"last": 0}]), "leaves[0]: expected the fields"),
+    ],
+)
+def test_a_damaged_or_foreign_file_says_where_and_what_was_expected(tmp_path, damage, said):
+    path = _written(tmp_path)
+    path.write_text(damage(*path.read_text().splitlines(keepends=True)))
+    with pytest.raises(ValueError) as caught:
+        list(read_trees(path))
+    assert said in str(caught.value)
+
+
+def test_numbers_that_are_none_and_lengths_that_do_not_fit_are_named(tmp_path):
+    path = _written(tmp_path, num_trees=1)
+    line = json.loads(path.read_text())
+    for name, value, said in [
+        ("token_ids", ["a"], "nodes[1].token_ids: got something else than numbers"),
+        ("token_ids", [1.5], "nodes[1].token_ids: got something else than numbers"),
+        ("logps", [0.5], "nodes[1]: node of path 0: its turn 1 has"),
+    ]:
+        changed = json.loads(json.dumps(line))
+        changed["nodes"][1][name] = value
+        path.write_text(json.dumps(changed) + "\n")
+        with pytest.raises(ValueError) as caught:
+            _restored(path)
+        assert said in str(caught.value)
+
+
+def test_trees_are_given_out_one_by_one(tmp_path):
+    path = _written(tmp_path)
+    first, _ = path.read_text().splitlines(keepends=True)
+    path.write_text(first)
+    reader = read_trees(path)
+    assert next(reader).tree.prompt.prompt_id == "set/0"
+    with pytest.raises(ValueError, match="got 1 lines, expected 2"):
+        next(reader)

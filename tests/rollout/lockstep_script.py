@@ -1,0 +1,150 @@
+"""The scripted engine and tools of `golden/arpo_rollout_traces.json`.
+
+One token is one character; the end of a turn is one token. The engine answers from the `outputs` of
+the current round; the trajectory of the request determines the row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.branching.policy import NoBranching
+from mega_agentrl.rollout.context import RolloutContext
+from mega_agentrl.tool.call_protocol.tags import TagProtocol
+from mega_agentrl.types.records import (
+    FinishReason,
+    Generation,
+    ToolOutcome,
+    ToolStatus,
+)
+from tests.fakes import EOS, CharCodec, FakeSession, FakeTools
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "arpo_rollout_traces.json").read_text(encoding="utf-8")
+)["scenarios"]
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers requests with the rows of a trace; `batch` is told which path is which number."""
+
+    rounds: list
+    batch: object = None
+    max_tokens: list = field(default_factory=list)
+
+    version = 1
+
+    async def generate(self, request):
+        path_name = request.request_id.rpartition("/")[0]
+        (path,) = [one for one in self.batch.trajectories if one.trajectory_id == path_name]
+        index = len(self.batch.rounds)
+        self.max_tokens.append((index, request.max_tokens))
+        (row,) = [
+            out for out in self.rounds[index]["outputs"] if out["traj"] == path.trajectory_index
+        ]
+        text = row["text"] + EOS * row["ends_with_eos"]
+        assert len(text) == row["n_tokens"], "one token is one character"
+        finish = FinishReason.eos
+        if row["finish_reason"] == "length":
+            finish = FinishReason.length
+        elif row["stop_reason"] is not None:
+            finish = FinishReason.stop
+        return Generation(
+            request_id=request.request_id,
+            token_ids=tuple(map(ord, text)),
+            logps=(-1.0,) * len(text),
+            entropies=(1.0,) * len(text),
+            argmax_ids=tuple(map(ord, text)),
+            finish_reason=finish,
+            stop_string=row["stop_reason"],
+            version=1,
+            top_logps=(tuple(row["logprobs"]),) * len(text),
+        )
+
+
+class ScriptedSession(FakeSession):
+    """Answers from the table; what raises there is our own fault here."""
+
+    async def execute(self, tool, arguments):
+        query = arguments["text"]
+        answer = self.provider.table.get(query, f"ok:{query}")
+        self.provider.num_calls += 1
+        broken = answer == "!raise"
+        self.provider.num_failed += broken or not answer
+        return ToolOutcome(
+            tool=tool,
+            status=ToolStatus.infra_error if broken else ToolStatus.ok,
+            answer="it raised" if broken else answer,
+            latency_s=0.1,
+        )
+
+    async def fork(self):
+        child = ScriptedSession(self.provider)
+        self.provider.sessions.append(child)
+        return child
+
+
+class ScriptedTools(FakeTools):
+    """ARPO's tags over the table."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.num_calls, self.num_failed = table, 0, 0
+        self._tags = TagProtocol({"search": "text", "python": "text"})
+
+    def open_session(self):
+        return ScriptedSession(self)
+
+    def parse_final_call(self, turn_text):
+        return self._tags.parse(turn_text)
+
+    def render_outcome(self, outcome):
+        return self._tags.render(outcome.answer)
+
+
+class ScriptedCodec(CharCodec):
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+
+def context_of(scenario, engine, tools):
+    """The settings of a scenario; beam_size is one more than the forks of a decision."""
+    config = scenario["config"]
+    return RolloutContext(
+        generator=engine,
+        tools=tools,
+        codec=ScriptedCodec(scenario["vocab_size"]),
+        policy=NoBranching(),
+        config=RolloutConfig(
+            group_size=config["n"],
+            branching=Branching.released,
+            branch=BranchConfig(
+                initial_rollouts=min(config["initial_rollouts"], config["n"]),
+                num_forks_per_decision=config["beam_size"] - 1,
+                alpha=config["branch_probability"],
+                beta=config["entropy_weight"],
+            ),
+            max_response_tokens=config["response_length"],
+            max_tool_calls=config["call_limit"],
+            max_turns=1000,
+        ),
+        temperature=1.0,
+        max_model_len=100_000,
+        seed=1,
+        step=0,
+    )
+
+
+def runs(mask):
+    """Run lengths of a mask, as the golden file has them."""
+    return [[value, len(list(same))] for value, same in groupby(mask)]
+
+
+def shown(token_ids):
+    """Text with the end of a turn spelled out."""
+    return "".join("<eos>" if token == 0 else chr(token) for token in token_ids)

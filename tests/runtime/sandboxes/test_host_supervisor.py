@@ -1,0 +1,116 @@
+"""Placement of hosts, by hand and as a property; a missing resource; a lost node."""
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.cluster_utils import Cluster
+
+from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.runtime.sandboxes import host_supervisor as module
+from mega_agentrl.runtime.sandboxes.host_supervisor import (
+    HostStartError,
+    HostSupervisor,
+    choose_node,
+)
+from mega_agentrl.sandbox.client import SandboxLostError
+
+RESOURCE = module.SANDBOX_HOST_RESOURCE
+
+
+def node(name, amount=0.0, *, alive=True):
+    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": 4.0, RESOURCE: amount}}
+
+
+def test_choose_node_by_hand():
+    nodes = [node("a", 2.0), node("b", 1.0), node("c"), node("d", 4.0, alive=False)]
+    num_hosts_by_node = Counter()
+    chosen = []
+    for _ in range(4):
+        chosen.append(choose_node(nodes, RESOURCE, num_hosts_by_node))
+        num_hosts_by_node[chosen[-1]] += 1
+    assert chosen == ["a", "b", "a", None]
+    assert choose_node(nodes, "", {"a": 1, "b": 1}) == "c"
+    assert choose_node([node("a", 0.5)], RESOURCE, {}) is None
+    assert choose_node([], "", {}) is None
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(1, 12))
+def test_hosts_use_exactly_the_offered_resources(amounts, num_hosts):
+    nodes = [node(str(i), float(amount)) for i, amount in enumerate(amounts)]
+    num_hosts_by_node = Counter()
+    for _ in range(num_hosts):
+        if (chosen := choose_node(nodes, RESOURCE, num_hosts_by_node)) is not None:
+            num_hosts_by_node[chosen] += 1
+    assert num_hosts_by_node.total() == min(num_hosts, sum(amounts))
+    assert all(num_hosts_by_node[str(i)] <= amount for i, amount in enumerate(amounts))
+
+
+def make_supervisor(folder, **changes):
+    values = {"num_hosts": 1, "num_workers": 1, "preload_modules": []}
+    return HostSupervisor(PythonToolConfig(**(values | changes)), folder, host_timeout_s=15.0)
+
+
+def test_too_many_hosts_is_an_error(ray_local, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SANDBOX_HOST_RESOURCE", "node:__internal_head__")
+    supervisor = make_supervisor(tmp_path, num_hosts=2)
+    with pytest.raises(HostStartError, match=r"num_hosts=2: .* expected 2 of 'node.* has 1 of it"):
+        supervisor.start()
+    supervisor.close()
+    supervisor.close()
+
+
+@pytest.fixture
+def cluster(ray_local):
+    """The same cluster, to which nodes can be added."""
+    made = Cluster(shutdown_at_exit=False)  # no signal handlers in this process
+    made.head_node = ray._private.worker.global_worker.node
+    yield made
+    for node in tuple(made.worker_nodes):
+        made.remove_node(node)
+
+
+def add_node(cluster):
+    """One more node, which offers one place."""
+    added = cluster.add_node(wait=False, num_cpus=0, resources={RESOURCE: 1})
+    deadline = time.monotonic() + 300
+    while RESOURCE not in ray.cluster_resources():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return added
+
+
+async def test_host_of_a_lost_node_returns_with_a_new_node(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RETRY_INTERVAL_S", 0.5)
+    first = await asyncio.to_thread(add_node, cluster)
+    supervisor = make_supervisor(tmp_path)
+    try:
+        await asyncio.to_thread(supervisor.start)
+        client = await supervisor.select_host()
+        running = asyncio.create_task(client.call(1, "run", "import time; time.sleep(60)", 60))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(cluster.remove_node, first)
+        with pytest.raises(SandboxLostError, match=r"sandbox host 0 .* died"):
+            await running
+        gone = r"no sandbox host is left.*no node has room .*'sandbox_host'"
+        with pytest.raises(SandboxLostError, match=gone):
+            await supervisor.select_host()
+        begin = time.monotonic()
+        with pytest.raises(SandboxLostError, match=gone):
+            await supervisor.select_host()
+        assert time.monotonic() - begin < 30, "it was not waited for once more"
+        assert supervisor.num_replaced == 1
+        await asyncio.to_thread(add_node, cluster)
+        while time.monotonic() - begin < 300:
+            try:
+                client = await supervisor.select_host()
+                break
+            except SandboxLostError:
+                await asyncio.sleep(0.1)
+        assert (await client.call(2, "run", "print(1)", None)).output == "1"
+    finally:
+        supervisor.close()

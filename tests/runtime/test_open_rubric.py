@@ -1,0 +1,90 @@
+"""`open_rubric` starts only the processes that are needed, checks them and closes them."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
+from mega_agentrl.runtime import rubric as module
+from mega_agentrl.runtime.rubric import open_rubric
+from tests.rollout.bare_trajectory import bare_trajectory
+
+MINE = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, "key": os.environ.get("MINE_KEY"), "other": os.environ.get("OTHER")}
+"""
+WAIT_S = 300.0
+
+
+def mine(tmp_path, text=MINE, **changes):
+    (tmp_path / "mine.py").write_text(text)
+    values = {
+        "rubric": {"default": {"mine": 1.0}},
+        "functions": {"mine": f"{tmp_path}/mine.py", "unused": "no_such_module"},
+        "worker_env_vars": ["MINE_KEY"],
+        "num_workers": 1,
+    }
+    return RewardConfig(**(values | changes))
+
+
+def test_nothing_is_started_without_user_functions(monkeypatch):
+    monkeypatch.setattr(module, "WorkerPool", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(module, "LLMJudge", lambda *_, **__: pytest.fail("started"))
+    with open_rubric(RewardConfig()) as rubric:
+        assert not isinstance(rubric.score(bare_trajectory()), Future)
+
+
+def test_user_functions_see_only_the_named_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINE_KEY", "secret")
+    monkeypatch.setenv("OTHER", "other")
+    with open_rubric(mine(tmp_path)) as rubric:
+        score = rubric.score(bare_trajectory()).result(WAIT_S)
+        assert score.extra_info == {"mine": {"key": "secret", "other": None}}
+    with pytest.raises(RuntimeError, match="closed"):
+        rubric.score(bare_trajectory())
+
+
+def test_errors_are_found_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.delenv("MINE_KEY", raising=False)
+    with pytest.raises(
+        ValueError, match=r"reward\.worker_env_vars: the environment variable MINE_KEY"
+    ):
+        with open_rubric(mine(tmp_path)):
+            pass
+    with pytest.raises(ValueError, match="has no function compute_score"):
+        with open_rubric(mine(tmp_path, "x = 1", worker_env_vars=[])):
+            pass
+
+
+def test_judge_gets_its_key_and_is_closed(monkeypatch):
+    made = []
+
+    def judge(*args, **kwargs):
+        made.append(SimpleNamespace(args=args, kwargs=kwargs, closed=0, close=close))
+        return made[0]
+
+    def close():
+        made[0].closed += 1
+
+    monkeypatch.setattr(module, "LLMJudge", judge)
+    model = RewardModelConfig(
+        path_or_url="http://here/v1", served_model_name="grader", api_key_env="JUDGE_KEY"
+    )
+    config = RewardConfig(rubric={"default": {"model": 1.0}}, model=model, timeout_s=7.0)
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"model\.api_key_env: the environment variable JUDGE_KEY"):
+        with open_rubric(config):
+            pass
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    with open_rubric(config):
+        assert made[0].args == ("http://here/v1", "grader")
+        assert made[0].kwargs == {"timeout_s": 7.0, "api_key": "k"}
+        assert not made[0].closed
+    assert made[0].closed == 1
+    with open_rubric(
+        RewardConfig(rubric={"default": {"model": 1.0}}, model=RewardModelConfig("f"))
+    ):
+        assert len(made) == 1

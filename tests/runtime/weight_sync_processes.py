@@ -1,0 +1,154 @@
+"""Small processes for weight sync tests: two tensor-parallel ranks, engines of one worker."""
+
+import ray
+import torch
+
+from mega_agentrl.reshard.device_location import current_device_location
+from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.session import join_session
+from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+from mega_agentrl.runtime.workers.policy_group import PolicyActor
+from tests.reshard.fake_rollout import PlainWeightWriter
+from tests.reshard.faults import cut
+from tests.reshard.rollout_cuts import rollout_layout
+
+NUM_RANKS = 2
+
+
+def hf_tensors(folder, version):
+    """Return tensors whose elements all differ, also between versions."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = hf_shapes(ModelShape.from_folder(folder))
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def logps_of(embedding, prompt):
+    """Return stand-in log-probs that depend on the weights and on the tokens."""
+    return [float(embedding[token].sum()) for token in prompt[1:]]
+
+
+class FakePolicyRank:
+    """The weight sync part of `PolicyRank`, with weights that follow `set_version`."""
+
+    def __init__(self, folder, rank):
+        self.folder, self.rank, self.shift = folder, rank, 0
+        self.resident_parts = {"weights"}
+        shape = ModelShape.from_folder(folder)
+        self.shards = megatron_layout(
+            shape, ModelParallelRank(tensor_rank=rank, tensor_size=NUM_RANKS)
+        )
+        self.set_version(0)
+
+    def set_version(self, version, drift=False):
+        self.tensors = hf_tensors(self.folder, version)
+        self.parameters = cut(self.shards, self.tensors)
+        if drift and self.rank:
+            self.parameters["decoder.final_layernorm.weight"] += 1e-6
+
+    def layout(self):
+        return self.shards
+
+    def parameter(self, name):
+        assert "weights" in self.resident_parts, "sent from host memory"
+        return self.parameters[name]
+
+    def set_gpu_resident(self, parts):
+        self.resident_parts = parts
+
+    def gpu_resident_parts(self):
+        return self.resident_parts
+
+    def compute_prompt_log_probs(self, prompt):
+        assert "weights" in self.resident_parts, "a forward pass without weights"
+        embedding = self.tensors[HF_EMBEDDING].roll(self.shift, 0)
+        return None if self.rank else logps_of(embedding, prompt)
+
+    def shift_embedding_rows(self, shift):
+        """Roll the embedding rows, so that each token uses a wrong row."""
+        self.shift = shift
+
+
+class FakeRank(PolicyActor):
+    def start(self, host, port):
+        """Restore the initial state."""
+        for key in list(self._transfers_by_link):
+            self.leave_transfer_group(key)
+        self._policy = FakePolicyRank(self._config.model.path, self._rank)
+
+
+@ray.remote(num_cpus=0)
+class FakeEngine:
+    """An engine with one worker that records the methods called on it."""
+
+    def __init__(self, folder):
+        self.rank_layout = rollout_layout(ModelShape.from_folder(folder), 0, 1)
+        self.executor = None
+        self.reset()
+
+    def reset(self):
+        """Restore the initial state."""
+        if self.executor is not None:
+            self.executor.close()
+        self.executor = self.corrupted_name = None
+        self.writer = PlainWeightWriter(self.rank_layout)
+        self.calls = []
+
+    def start(self, model_path, seed, deadline_s):
+        self.calls.append("start")
+
+    def call(self, method, *args):
+        self.calls.append(method)
+        return getattr(self, method)(*args)
+
+    def layout(self):
+        return [(self.rank_layout, current_device_location())]
+
+    def join_weight_transfer(self, link):
+        self.executor = join_session(
+            link, link.plan.num_trainer_ranks + link.rollout_rank_offset, self.rank_layout
+        )
+        self.regions = ReceivedDigests(self.rank_layout, link.plan.dtype_of)
+
+    def receive_weights(self, version):
+        self.regions.reset()
+        try:
+            self.executor.receive(self.writer, version)
+        except (RuntimeError, ValueError):
+            self.executor.close()
+            raise
+        if self.corrupted_name:
+            self.writer.params[self.corrupted_name] += 1e-6
+        self.regions.compute((shard, self.writer.params[shard.name]) for shard in self.rank_layout)
+
+    def verify_weights(self, version, expected):
+        if wrong := self.regions.find_mismatches(expected[0]):
+            raise RuntimeError(f"verification failed: {wrong[0]}")
+
+    def compute_prompt_log_probs(self, prompt):
+        return logps_of(self.writer.params[HF_EMBEDDING], prompt)
+
+    def corrupt(self, name):
+        self.corrupted_name = name
+
+    def pause(self):
+        pass
+
+    def resume(self):
+        pass
+
+    def sleep(self):
+        self.writer = PlainWeightWriter(self.rank_layout)
+
+    def wake_up(self, part):
+        self.calls.append(part)
+
+    def refuse_requests(self, reason):
+        self.calls.append(reason)
+
+    def received(self):
+        return self.writer.params
+
+    def history(self):
+        return [word for word in self.calls if word != "history"]

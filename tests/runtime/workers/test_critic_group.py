@@ -1,0 +1,98 @@
+"""`CriticGroup` with fake ranks, and with real ones."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from mega_agentrl.config.enums import AdvantageEstimator
+from mega_agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
+from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.runtime.remote_calls import RemoteCallError
+from mega_agentrl.runtime.workers.critic_group import CriticGroup
+from mega_agentrl.types.errors import AuxiliaryModelLostError
+from tests.runtime.workers.test_policy_group import batch
+from tests.tiny_models import make_tiny_model
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """Data-parallel rank of two; a value is half of its token."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def find_free_address(self):
+        return "here", 1
+
+    def call(self, method, *args):
+        if method == "update" and args[0].num_rows == 1:
+            if self.rank == 1:
+                os._exit(1)
+            time.sleep(1)
+        if method == "compute_values":
+            rows = list(range(self.rank, args[0].num_rows, 2))
+            return rows, args[0].response_BT[rows] / 2
+        if method == "load_checkpoint":
+            return {"from": args[0]}
+        if method == "save_checkpoint":
+            return args
+        raise OSError("lost its GPU")
+
+
+def test_values_are_assembled_and_a_dead_rank_is_named(ray_local):
+    group = CriticGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
+    filled = group.compute_values(batch())
+    assert filled.value_BT.tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]]
+    assert group.load_checkpoint(Path("/run/critic/step-000001")) == {
+        "from": "/run/critic/step-000001"
+    }
+    group.save_checkpoint(Path("/run/critic/step-000002"), {}, 3)
+    with pytest.raises(RemoteCallError, match=r"critic update failed on critic rank \d"):
+        group.update(filled)
+    one = batch().select_rows([0])
+    # Whichever shows first, its death or the other rank's failure, the error is the same.
+    with pytest.raises(AuxiliaryModelLostError, match="critic rank 1 died"):
+        group.update(one)
+    failed = RemoteCallError("critic update failed on critic rank 0: OSError('lost its peer')")
+    found = group.diagnose(failed)
+    assert isinstance(found, AuxiliaryModelLostError)
+    assert str(found).startswith("critic rank 1 died; critic update failed on critic rank 0")
+    group.close()
+    group.close()
+
+
+def test_resetting_an_untrained_critic_does_nothing():
+    # The group was not launched: restarting its ranks would fail.
+    CriticGroup([], TrainConfig()).reset()
+
+
+def test_real_ranks_train_save_and_resume(ray_local, tmp_path):
+    config = TrainConfig(
+        model=ModelConfig(path=str(make_tiny_model("qwen3", tmp_path / "policy"))),
+        algo=AlgoConfig(advantage=AdvantageEstimator.gae),
+        optim=OptimConfig(micro_batch_tokens=64, critic_lr=3e-3),
+        cluster=ClusterConfig(call_timeout_s=300.0),
+    )
+    group = CriticGroup.launch(config, on_gpu=False, log_folder=tmp_path / "logs")
+    try:
+        group.start()
+        given = group.compute_values(batch()).with_fields(return_BT=torch.ones(3, 2))
+        assert not given.value_BT.any(), "a new head knows nothing"
+        first = group.update(given)
+        assert first.learning_rate == 3e-3
+        group.save_checkpoint(tmp_path / "critic" / "step-000001", {"step": 1}, 3)
+        learned = group.compute_values(given)
+        second = group.update(learned)
+        assert second.metrics["value_loss"] < first.metrics["value_loss"]
+        assert group.load_checkpoint(tmp_path / "critic" / "step-000001") == {"step": 1}
+        assert torch.equal(group.compute_values(given).value_BT, learned.value_BT)
+        assert group.update(learned).loss == pytest.approx(second.loss, abs=1e-7)
+        group.reset()
+        assert not group.compute_values(given).value_BT.any(), "it has forgotten"
+        assert group.update(given).loss == pytest.approx(first.loss, abs=1e-7)
+    finally:
+        group.close()

@@ -1,0 +1,216 @@
+"""Engines that die, hang or never come back, with small Ray actors in place of vLLM."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from mega_agentrl.config.schema import ClusterConfig, TrainConfig
+from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
+from mega_agentrl.runtime.workers import engine_supervisor as module
+from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
+from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.records import GenerateRequest
+
+
+@ray.remote(num_cpus=0, max_concurrency=64)
+class FakeEngine:
+    """Answers with its process id; `slow` requests run until `release` while `holds` is set."""
+
+    def __init__(self, starts=True, holds=False):
+        self.starts, self.holds, self.dead, self.num_running = starts, holds, False, 0
+
+    async def call(self, method, *args):
+        if self.dead:
+            raise EngineLostError("engine is dead")
+        if method == "die":
+            self.dead = True
+        if method == "release":
+            self.holds = False
+        if method == "running":
+            return self.num_running
+        if method == "generate" and "poison" in args[0].request_id:
+            raise EngineLostError("engine is dead")
+        if method == "generate" and "slow" in args[0].request_id:
+            self.num_running += 1
+            while self.holds:
+                await asyncio.sleep(0.05)
+                if self.dead:
+                    raise EngineLostError("engine is dead")
+        return os.getpid()
+
+    async def start(self, model_path, seed, deadline_s):
+        if not self.starts:
+            raise RuntimeError("no memory")
+
+
+class FakeWeightSync:
+    """Records which engines it synced.
+
+    busy: the engines have to wait. policy_lost: a policy rank has died.
+    """
+
+    def __init__(self):
+        self.synced, self.busy, self.policy_lost, self.num_attempts = [], False, False, 0
+
+    def sync_new_engines(self, engines):
+        self.num_attempts += 1
+        if self.policy_lost:
+            raise PolicyRankDiedError("policy rank 1 died")
+        if not self.busy:
+            self.synced += engines
+        return not self.busy
+
+
+@pytest.fixture
+def supervised(ray_local, request, monkeypatch):
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(
+        module, "ENGINE_TIMEOUT_S", 300.0
+    )  # a slow machine is not taken for a dead engine
+    made = []
+    starts = getattr(request, "param", True)
+
+    def spawn(index):
+        made.append(FakeEngine.remote(starts))
+        return made[-1]
+
+    config = TrainConfig(
+        cluster=ClusterConfig(num_engines=2, call_timeout_s=300.0),
+    )
+    actors = [FakeEngine.remote(holds=True) for _ in range(2)]
+    ray.get([actor.call.remote("check_health") for actor in actors], timeout=300)
+    engines = GeneratorGroup(actors, config, spawn)
+    weight_sync = FakeWeightSync()
+    supervisor = EngineSupervisor(engines, weight_sync)
+    engines.set_engine_supervisor(supervisor)
+    supervisor.start()
+    yield engines, weight_sync, supervisor
+    supervisor.close()
+    engines.close()
+
+
+def generate(engines, name):
+    return engines.generate(GenerateRequest(request_id=name, token_ids=(1, 2), max_tokens=4))
+
+
+def pid(engines, index):
+    return ray.get(engines.actor(index).call.remote("check_health"), timeout=300)
+
+
+async def until(condition, deadline_s=300):
+    ends_at = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < ends_at
+        await asyncio.sleep(0.05)
+
+
+async def until_running(engines, index, count=1):
+    """Wait until an engine runs `count` slow requests."""
+    while await engines._call_engine(index, "running") < count:
+        await asyncio.sleep(0.05)
+
+
+async def until_sync_attempts(weight_sync, times):
+    """Wait for `times` more attempts of the supervisor to sync new engines."""
+    seen = weight_sync.num_attempts
+    await until(lambda: weight_sync.num_attempts >= seen + times)
+
+
+async def test_requests_of_a_dead_engine_are_retried_and_it_is_replaced(supervised):
+    engines, weight_sync, supervisor = supervised
+    supervisor.report_lost(0, object(), "old news: somebody else's process died")
+    assert engines.routable_engines == [0, 1]
+    both = [pid(engines, 0), pid(engines, 1)]
+    running = [asyncio.create_task(generate(engines, f"{key}slow/0")) for key in "ab"]
+    for index in (0, 1):
+        await until_running(engines, index)
+    os.kill(both[0], signal.SIGKILL)
+    await until_running(engines, 1, 2)
+    await engines._call_engine(1, "release")
+    assert await asyncio.gather(*running) == [both[1], both[1]]
+    await until(lambda: engines.routable_engines == [0, 1])
+    assert weight_sync.synced == [0]
+    assert pid(engines, 0) not in both
+    assert supervisor.num_replaced == 1
+
+
+async def test_requests_wait_for_a_replacement_when_no_engine_is_left(supervised):
+    engines, weight_sync, supervisor = supervised
+    weight_sync.busy = True
+    running = [asyncio.create_task(generate(engines, f"{key}slow/0")) for key in "ab"]
+    for index in (0, 1):
+        await until_running(engines, index)
+    old = {pid(engines, index) for index in (0, 1)}
+    for index in (0, 1):
+        await engines._call_engine(index, "die")
+    await until(lambda: supervisor.new_engines == {0, 1})
+    assert not any(task.done() for task in running)
+    weight_sync.busy = False
+    assert not old & set(await asyncio.gather(*running))
+
+
+async def test_stopped_engine_process_counts_as_lost(supervised, caplog, monkeypatch):
+    engines, _, supervisor = supervised
+    stopped = pid(engines, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "ENGINE_TIMEOUT_S", 5.0)
+        os.kill(stopped, signal.SIGSTOP)
+        await until(lambda: "engine 1 is lost and replaced: it accepts requests but" in caplog.text)
+    await until(lambda: supervisor.num_replaced >= 1)
+    await until(lambda: engines.routable_engines == [0, 1])
+    assert pid(engines, 1) != stopped
+
+
+@pytest.mark.parametrize("supervised", [False], indirect=True)
+async def test_engines_that_cannot_restart_are_abandoned_with_an_error(supervised):
+    engines, _, _ = supervised
+    for index in (0, 1):
+        await engines._call_engine(index, "die")
+    with pytest.raises(RemoteCallError, match=r"no engine is left: engine . was lost 3 times"):
+        async with asyncio.timeout(300):
+            await generate(engines, "a/0")
+
+
+async def test_request_that_kills_several_engines_fails(supervised):
+    engines, _, supervisor = supervised
+    with pytest.raises(RemoteCallError, match="engine is dead"):
+        await generate(engines, "poison/0")
+    await until(lambda: engines.routable_engines == [0, 1])
+    assert supervisor.num_replaced >= 3
+
+
+async def test_lost_policy_is_logged_once_and_raised_in_waiting_requests(supervised, caplog):
+    engines, weight_sync, supervisor = supervised
+    weight_sync.policy_lost = True
+    await engines._call_engine(1, "die")
+    await until(lambda: supervisor.new_engines == {1})
+    await until_sync_attempts(weight_sync, times=4)
+    assert caplog.text.count("engine 1 waits for a new policy") == 1
+    assert await generate(engines, "a/0"), "another one serves"
+    waiting = asyncio.create_task(generate(engines, "aslow/0"))
+    await until_running(engines, 0)
+    await engines._call_engine(0, "die")
+    with pytest.raises(PolicyRankDiedError, match=r"no engine has weights: policy rank 1 died"):
+        async with asyncio.timeout(300):
+            await waiting
+    await until(lambda: supervisor.new_engines == {0, 1})
+    await until_sync_attempts(weight_sync, times=12)  # often enough to lose an engine too often
+    assert supervisor.num_replaced == 2
+    weight_sync.policy_lost = False
+    await until(lambda: engines.routable_engines == [0, 1])
+    assert await generate(engines, "b/0")
+
+
+def test_replace_lost_engines_waits_for_the_replacement(supervised):
+    engines, weight_sync, supervisor = supervised
+    assert not supervisor.replace_lost_engines()
+    weight_sync.busy = True
+    os.kill(pid(engines, 0), signal.SIGKILL)
+    assert supervisor.replace_lost_engines()
+    assert supervisor.new_engines == {0}
+    assert engines.routable_engines == [1]

@@ -1,0 +1,260 @@
+"""The policy group assembles what its ranks answer, with small Ray actors in place of Megatron."""
+
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+
+from mega_agentrl.config.enums import AresMode
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
+from mega_agentrl.runtime.remote_calls import RemoteCallError
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
+from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+from mega_agentrl.types.batch import TrainBatch, UpdateStats
+from mega_agentrl.types.errors import RankLostError
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """Data-parallel rank of two; log-probs are minus the token ids, references ten less."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.reset()
+
+    def reset(self):
+        self.methods, self.args = [], None
+
+    def call(self, method, *args):
+        self.methods.append(method)
+        if method == "compute_log_probs":
+            batch, reference = args
+            rows = list(range(self.rank, batch.num_rows, 2))
+            logp = -batch.response_BT[rows].float() - (10 if reference else 0)
+            return rows, logp, torch.full_like(logp, float(self.rank))
+        if method == "update":
+            return UpdateStats(
+                loss=float(self.rank),
+                grad_norm=1.0,
+                learning_rate=0.0,
+                num_tokens=1,
+                num_skipped_steps=0,
+                metrics={},
+            )
+        if method == "export_hf":
+            raise OSError("disk full")
+        if method in ("save_checkpoint", "set_objective", "stop_profile"):
+            self.args = args
+        if method == "load_checkpoint":
+            if args[0].endswith("damaged"):
+                raise ValueError(f"checkpoint {args[0]}: data has 3 bytes, expected 4")
+            return {"step": 7, "from": args[0]}
+        return None
+
+    def find_free_address(self):
+        return "127.0.0.1", 1
+
+    def start(self, host, port):
+        self.methods.append(f"start {host}:{port}")
+
+    def visible_gpus(self):
+        return str(4 + self.rank)
+
+    def recorded_methods(self):
+        return self.methods
+
+    def last_args(self):
+        return self.args
+
+
+def batch():
+    zeros = torch.zeros(3, 2)
+    return TrainBatch(
+        prompt_ids=((1,), (2,), (3,)),
+        response_BT=torch.tensor([[1, 2], [3, 4], [5, 6]]),
+        length_B=torch.tensor([2, 2, 2]),
+        mask_BT=torch.ones(3, 2, dtype=torch.bool),
+        group_B=torch.tensor([0, 0, 1]),
+        reward_B=torch.zeros(3),
+        node_BT=torch.arange(6).view(3, 2),
+        rollout_logp_BT=zeros,
+        rollout_entropy_BT=zeros,
+        version_BT=torch.zeros(3, 2, dtype=torch.int64),
+    )
+
+
+def group_of(actors, **algo):
+    return PolicyGroup(actors, TrainConfig(algo=AlgoConfig(**algo))), actors
+
+
+@pytest.fixture(scope="module")
+def ranks(ray_local):
+    """Two processes for all tests that leave them alive."""
+    return [Rank.remote(rank) for rank in range(2)]
+
+
+@pytest.fixture
+def group(ranks):
+    ray.get([rank.reset.remote() for rank in ranks])
+    return partial(group_of, ranks)
+
+
+def test_log_probs_are_assembled_from_all_ranks(group):
+    policy, _ = group()
+    filled = policy.compute_log_probs(batch())
+    assert filled.old_logp_BT.tolist() == [[-1, -2], [-3, -4], [-5, -6]]
+    assert filled.entropy_BT.tolist() == [[0, 0], [1, 1], [0, 0]]
+    assert filled.ref_logp_BT is None
+
+
+@pytest.mark.parametrize("algo", [{"kl_coef": 0.1}, {"ares": AresConfig(mode=AresMode.paper)}])
+def test_reference_log_probs_are_computed_when_needed(algo, group):
+    policy, _ = group(**algo)
+    assert torch.equal(
+        policy.compute_log_probs(batch()).ref_logp_BT, -batch().response_BT.float() - 10
+    )
+
+
+def test_start_joins_all_ranks_at_the_address_of_rank_zero(group):
+    policy, actors = group()
+    policy.start()
+    for actor in actors:
+        assert ray.get(actor.recorded_methods.remote()) == ["start 127.0.0.1:1", "load_hf"]
+
+
+def test_update_returns_the_stats_of_rank_zero(group):
+    policy, _ = group()
+    assert policy.update(batch()).loss == 0.0
+
+
+def test_only_rank_zero_is_profiled(group, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy, actors = group()
+    policy.start_profile()
+    policy.stop_profile(Path("profile/a.json"))
+    seen = [ray.get(actor.recorded_methods.remote()) for actor in actors]
+    assert seen == [["start_profile", "stop_profile"], []]
+    assert ray.get(actors[0].last_args.remote()) == (str(tmp_path / "profile" / "a.json"),)
+
+
+def test_failing_rank_is_named(group, tmp_path):
+    policy, _ = group()
+    with pytest.raises(
+        RemoteCallError, match=r"policy export_hf failed on policy rank \d: OSError"
+    ):
+        policy.export_hf(tmp_path)
+
+
+def test_dead_rank_differs_from_a_failure_and_close_kills_the_others(ray_local, tmp_path):
+    policy, actors = group_of([Rank.remote(rank) for rank in range(2)])
+    ray.kill(actors[1])
+    with pytest.raises(RankLostError, match="policy rank 1 died"):
+        policy.update(batch())
+    # Rank 0 answers first here, with its own failure.
+    with pytest.raises(RankLostError, match=r"policy rank 1 died"):
+        policy.export_hf(tmp_path)
+    policy.close()
+    policy.close()
+    # The kill is on its way when close returns; a call may still get through before it.
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actors[0].recorded_methods.remote())
+            time.sleep(0.1)
+
+
+def test_weights_are_unsynced_after_an_update(group, tmp_path):
+    policy, _ = group()
+    policy.compute_log_probs(batch())
+    assert not policy.has_unsynced_weights
+    policy.update(batch())
+    assert policy.has_unsynced_weights
+
+
+def test_every_rank_saves_under_the_same_absolute_path(group, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy, actors = group()
+    policy.save_checkpoint(Path("checkpoints/step-1"), {"step": 1}, 2)
+    for actor in actors:
+        folder, extra, keep = ray.get(actor.last_args.remote())
+        assert folder == str(tmp_path / "checkpoints" / "step-1")
+        assert (extra, keep) == ({"step": 1}, 2)
+
+
+def test_load_checkpoint_returns_the_extra_values(group, tmp_path):
+    policy, actors = group()
+    assert policy.load_checkpoint(tmp_path) == {"step": 7, "from": str(tmp_path)}
+    assert [ray.get(actor.recorded_methods.remote()) for actor in actors] == [
+        ["load_checkpoint"],
+        ["load_checkpoint"],
+    ]
+
+
+def test_damaged_checkpoint_is_named(group, tmp_path):
+    policy, _ = group()
+    message = (
+        r"policy load_checkpoint failed on policy rank \d: .*damaged: data has 3 bytes, expected 4"
+    )
+    with pytest.raises(RemoteCallError, match=message):
+        policy.load_checkpoint(tmp_path / "damaged")
+
+
+def test_set_objective_reaches_group_and_ranks(group):
+    policy, actors = group()
+    algo = AlgoConfig(kl_coef=0.1)
+    policy.set_objective(algo, 0.7)
+    for actor in actors:
+        assert ray.get(actor.last_args.remote()) == (algo, 0.7)
+    assert policy.compute_log_probs(batch()).ref_logp_BT is not None
+    policy.set_objective(AlgoConfig(), 1.0)
+    assert policy.compute_log_probs(batch()).ref_logp_BT is None
+
+
+def test_colocated_engine_gets_the_gpus_of_its_ranks(group):
+    policy, _ = group()
+    policy._placement = SimpleNamespace(for_engine=lambda index: f"beside {index}")
+    assert [policy.placement_for_engine(index) for index in (0, 1)] == [
+        ("beside 0", "4"),
+        ("beside 1", "5"),
+    ]
+    policy._config.engine.tensor_parallel_size = 2
+    assert policy.placement_for_engine(0) == ("beside 0", "4,5")
+
+
+def test_gpu_methods_acquire_the_gpus_and_resync_engines(group):
+    policy, actors = group()
+    gpu_time_sharing = GpuTimeSharing(
+        policy, SimpleNamespace(sleep=lambda: None, wake_up=lambda part, only: None)
+    )
+    owners_after_resync = []
+
+    def resync():
+        gpu_time_sharing.acquire_for_transfer([0])
+        gpu_time_sharing.release_to_engines([0])
+        owners_after_resync.append(gpu_time_sharing.owner)
+
+    policy.set_gpu_time_sharing(gpu_time_sharing)
+    policy.set_weight_sync(SimpleNamespace(resync=resync))
+    policy.reset_optimizer()
+    assert owners_after_resync == []  # the engines were not serving
+    gpu_time_sharing.offload_policy()
+    policy.reset_optimizer()
+    assert owners_after_resync == [GpuOwner.engines]
+    policy.call_all("layout")
+    assert gpu_time_sharing.owner is GpuOwner.engines
+    policy.update(batch())
+    assert gpu_time_sharing.owner is GpuOwner.policy
+    seen = ray.get(actors[1].recorded_methods.remote())
+    around = ["set_gpu_resident", "reset_optimizer", "set_gpu_resident", "set_gpu_resident"]
+    assert seen == [
+        "reset_optimizer",
+        "set_gpu_resident",
+        *around,
+        "layout",
+        "set_gpu_resident",
+        "update",
+    ]

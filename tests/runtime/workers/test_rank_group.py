@@ -1,0 +1,150 @@
+"""`RankGroup`: start, named calls, heartbeat, restart, close."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from mega_agentrl.config.schema import ClusterConfig, ParallelConfig, TrainConfig
+from mega_agentrl.runtime import heartbeat
+from mega_agentrl.runtime.remote_calls import ProcessDiedError, RemoteCallError
+from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
+from mega_agentrl.types.activity import track_activity
+
+
+class EchoActor(RankActor):
+    """Stores the master address."""
+
+    def start(self, master_address, master_port):
+        self.master = master_address, master_port
+
+    def rank_and_master(self):
+        return self._rank, self._world_size, *self.master
+
+    def process(self):
+        return os.getpid()
+
+    def say(self, text):
+        if text == "fall":
+            raise OSError("lost its GPU")
+        if text == "sleep":
+            with track_activity("talk", peer="rank 1"):
+                time.sleep(600)
+        return f"{self._rank}: {text}"
+
+
+class EchoGroup(RankGroup):
+    model_name = "echo model"
+    log_prefix = "echo"
+    actor_class = EchoActor
+
+
+def is_running(pid):
+    """Return whether the process exists and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition):
+    ends_at = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def group(ray_local, tmp_path_factory):
+    """Two ranks."""
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(call_timeout_s=300.0)
+    )
+    folder = tmp_path_factory.mktemp("logs")
+    made = EchoGroup.launch(config, on_gpu=False, log_folder=folder)
+    made.start()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["echo-rank0.log", "echo-rank1.log"]
+    yield made
+    made.close()
+    made.close()
+
+
+def test_ranks_join_and_answer_by_name(group):
+    answers = list(group.gather("places", group.submit_to_ranks("rank_and_master")).values())
+    assert [place[:2] for place in answers] == [(0, 2), (1, 2)]
+    assert answers[0][2:] == answers[1][2:]
+    answers = group.gather("talk", group.submit_each("say", [("a",), ("b",)]))
+    assert answers == {"echo model rank 0": "0: a", "echo model rank 1": "1: b"}
+    with pytest.raises(RemoteCallError, match="talk failed on echo model rank 1"):
+        group.gather("talk", group.submit_each("say", [("a",), ("fall",)]))
+
+
+def test_rank_info_describes_the_rank():
+    config = TrainConfig(cluster=ClusterConfig(call_timeout_s=7.0))
+    rank = SimpleNamespace(_config=config, _rank=1, _world_size=2, _num_threads=3)
+    rank_info = RankActor._rank_info(rank, "here", 5)
+    assert (rank_info.rank, rank_info.world_size, rank_info.num_threads) == (1, 2, 3)
+    assert (rank_info.master_address, rank_info.master_port, rank_info.timeout_s) == (
+        "here",
+        5,
+        7.0,
+    )
+
+
+def test_stopped_rank_is_named_before_the_timeout_and_replaced(group, monkeypatch):
+    pids = list(group.gather("pids", group.submit_to_ranks("process")).values())
+    talk = group.submit_to_ranks("say", "sleep")
+    wait_until(lambda: "echo model rank 0: talk with rank 1" in group._heartbeat_monitor.describe())
+    os.kill(pids[1], signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 5.0)
+        with pytest.raises(
+            ProcessDiedError, match="echo model rank 1 has not been heard of"
+        ) as found:
+            group.gather("talk", talk)
+    assert "echo model rank 0: talk with rank 1" in str(found.value)
+    group.restart()
+    answers_after = group.gather("talk", group.submit_to_ranks("say", "a"))
+    assert list(answers_after.values()) == ["0: a", "1: a"]
+    wait_until(lambda: not any(map(is_running, pids)))  # a stopped process, too
+
+
+def test_unresponsive_rank_is_named(ray_local, tmp_path):
+    config = TrainConfig(cluster=ClusterConfig(call_timeout_s=1.0))
+    actor = ray.remote(num_cpus=0)(EchoActor).remote(config, 0, 1, str(tmp_path / "log"))
+    ray.get(actor.find_free_address.remote())
+    group = EchoGroup([actor], config)
+    with pytest.raises(RemoteCallError, match="no answer within 1 s from echo model rank 0"):
+        group.gather("talk", group.submit_to_ranks("say", "sleep"))
+    group.close()
+
+
+def test_every_row_appears_exactly_once():
+    answers = [([2, 0], "x"), None, ([1], "y")]
+    assert list(iter_rank_rows(answers, 3)) == [([2, 0], "x"), ([1], "y")]
+    for wrong in ([([0], "x")], [([0, 1], "x"), ([1], "y")]):
+        with pytest.raises(AssertionError, match="each row once"):
+            list(iter_rank_rows(wrong, 2))
+
+
+def test_shared_placement_survives_a_restart(ray_local, tmp_path):
+    class Host(EchoGroup):
+        hosts_engines = True
+
+    config = TrainConfig(cluster=ClusterConfig(call_timeout_s=300.0, colocated=True))
+    group = Host.launch(config, on_gpu=False, log_folder=tmp_path)
+    try:
+        group.start()
+        places = group._placement
+        group.restart()
+        assert group._placement is places
+        answers = group.gather("talk", group.submit_to_ranks("say", "a"))
+        assert list(answers.values()) == ["0: a"]
+    finally:
+        group.close()
+    assert group._placement is None

@@ -1,0 +1,180 @@
+"""An interpreter from inside: limits, folders, descriptors, and what the code cannot break."""
+
+import json
+import random
+import time
+
+import pytest
+
+from mega_agentrl.sandbox.guest import interpreter
+from tests.sandbox.guest.guest_program import begin, done, forked, output, program, run
+
+LIMITS = {
+    "memory_mib": 128,
+    "cpu_limit_s": 7.0,
+    "num_processes": 9,
+    "num_open_files": 40,
+    "max_file_mib": 3,
+    "tmpfs_mib": 5,
+    "num_inodes": 100,
+}
+MIB = 1 << 20
+
+LOOK = """
+import json, os, resource, signal
+fields = dict(line.split(':', 1) for line in open('/proc/self/status'))
+names = ('FSIZE', 'NOFILE', 'CORE', 'CPU', 'NPROC')
+room = {f: os.statvfs(f) for f in ('/tmp', '/dev/shm')}
+print(json.dumps({
+    'pid': os.getpid(), 'session': os.getsid(0), 'cwd': os.getcwd(),
+    'others': [n for n in os.listdir('/proc') if n.isdigit()],
+    'soft': {n: resource.getrlimit(getattr(resource, 'RLIMIT_' + n))[0] for n in names},
+    'powers': [int(fields['Cap' + n], 16) for n in ('Prm', 'Eff', 'Bnd', 'Amb')],
+    'no_new': int(fields['NoNewPrivs']), 'seccomp': int(fields['Seccomp']),
+    'oom': open('/proc/self/oom_score_adj').read().strip(),
+    'mode': oct(os.stat('/tmp').st_mode), 'left': os.listdir('/tmp') + os.listdir('/dev/shm'),
+    'bytes': [one.f_blocks * one.f_frsize for one in room.values()],
+    'inodes': [one.f_files for one in room.values()],
+    'fds': sorted(int(n) for n in os.listdir('/proc/self/fd')),
+    'child_signal': signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def stateless():
+    with program(preload_modules=("numpy",), **LIMITS) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    with program(stateful=True, **LIMITS) as one:
+        yield one
+
+
+@pytest.fixture
+def session(stateful):
+    made = stateful.open_session()
+    yield made
+    made.close()
+
+
+def check(facts):
+    """CPU: a second more, which the supervisor's own count comes before."""
+    assert (facts["pid"], facts["session"], facts["others"]) == (1, 1, ["1"])
+    soft = {"FSIZE": 3 * MIB, "NOFILE": 40, "CORE": 0, "CPU": 8, "NPROC": 9}
+    assert facts["soft"] == soft
+    assert facts["powers"] == [0] * 4
+    assert (facts["no_new"], facts["seccomp"], facts["oom"]) == (1, 2, "900")
+    assert (facts["cwd"], facts["mode"], facts["left"]) == ("/tmp", "0o40700", [])
+    assert facts["bytes"] == [5 * MIB] * 2
+    assert facts["inodes"] == [100] * 2
+    assert facts["child_signal"]
+    # Three streams, the folder being listed, and the channel, out of the way.
+    assert facts["fds"] == [0, 1, 2, 3, 40 + 16]
+
+
+@pytest.mark.parametrize("is_fork", [False, True], ids=["first", "fork"])
+def test_limits_of_a_session(session, is_fork):
+    if is_fork:
+        child = forked(session)
+        check(json.loads(output(child, LOOK)))
+        child.close()
+    check(json.loads(output(session, LOOK)))
+
+
+def test_limits_of_a_call(stateless):
+    check(json.loads(output(stateless.main, LOOK)))
+
+
+def test_memory_is_beyond_the_warm_interpreters(stateless):
+    code = (
+        "import resource\n"
+        "warm = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "print((resource.getrlimit(resource.RLIMIT_AS)[0] - warm) >> 20)\n"
+        "try: bytearray(200 << 20)\nexcept MemoryError: print('no')\nbytearray(64 << 20)"
+    )
+    room, said = output(stateless.main, code).split()
+    assert 96 <= int(room) <= 128
+    assert said == "no"
+
+
+def test_random_numbers_differ_from_call_to_call(stateless):
+    code = "import random, numpy; print(random.random(), numpy.random.random())"
+    first, second = (output(stateless.main, code).split() for _ in range(2))
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def test_a_forked_child_that_comes_to_its_end_says_nothing(stateless, session):
+    code = "import os, sys, time\npid = os.fork()\nif pid: os.wait(); print('parent')\nelse: 1 / 0"
+    for channel in (stateless.main, session):
+        answer = run(channel, code)
+        assert (answer["code"], answer["stdout"]) == (0, "parent\n")
+        assert answer["stderr"].count("ZeroDivisionError") == 1
+    assert output(session, "print(pid > 0)") == "True"
+
+
+def test_a_lowered_limit_of_files_stays_and_a_fork_works(session):
+    code = (
+        "import os, resource\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (6, resource.getrlimit(7)[1]))\nfiles = []\n"
+        "try:\n    while True: files.append(os.dup(0))\nexcept OSError: print(len(files) < 6)"
+    )
+    assert output(session, code) == "True"
+    child = forked(session)
+    for one in (session, child):
+        assert output(one, "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])") == "6"
+    child.close()
+
+
+def test_closing_every_descriptor_loses_only_the_output(session):
+    run(session, "x = 1")
+    assert run(session, "import os; os.closerange(0, 40)")["alive"]
+    answer = run(session, "x += 1; open('note', 'w').write(str(x))")
+    assert (answer["alive"], answer["state_lost"]) == (True, False)
+
+
+def test_an_alarm_between_calls_is_that_of_the_next(session):
+    run(
+        session,
+        "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: 1 / 0)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.1); x = 7",
+    )
+    begin(session, "time.sleep(0.3); print(x)", number=1)
+    answer = done(session)
+    assert answer["alive"]
+    assert "ZeroDivisionError" in answer["stderr"]
+    assert output(session, "print(x)") == "7"
+
+
+def test_an_alarm_that_fires_while_stopped_loses_nothing(session):
+    run(
+        session,
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *a: 1 / 0)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.05); x = 7",
+    )
+    time.sleep(0.2)
+    answer = run(session, "print(x)")
+    assert (answer["stdout"], answer["alive"]) == ("7\n", True)
+
+
+def test_the_working_folder_of_a_fork(session):
+    run(session, "import os; os.mkdir('/tmp/a'); os.chdir('/tmp/a'); os.mkdir('/tmp/a/b')")
+    child = forked(session)
+    assert output(child, "print(os.getcwd())") == "/tmp/a"
+    run(child, "os.chdir('/tmp/a/b'); os.rmdir('/tmp/a/b')")
+    grandchild = forked(child)
+    assert output(grandchild, "print(os.getcwd())") == "/tmp"
+    grandchild.close()
+    child.close()
+
+
+def test_random_state_is_put_back():
+    state = random.getstate()
+    restore = interpreter._capture_random_state()
+    random.random()
+    random.seed(3)
+    restore()
+    assert random.getstate() == state

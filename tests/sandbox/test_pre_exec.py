@@ -1,0 +1,64 @@
+"""`pre_exec` as a program: another user, folders behind closed ones, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.sandbox import pre_exec
+from mega_agentrl.sandbox.pre_exec import EXIT_SETUP_FAILED
+from mega_agentrl.sandbox.uid_lease import needs_dedicated_uid
+
+needs_root = pytest.mark.skipif(not needs_dedicated_uid(), reason="only root switches users")
+
+
+def run(**job):
+    job = {"cgroups": [], "user": None, "folders": []} | job
+    command = [sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_without_a_user_it_only_runs_the_command():
+    done = run(folders=["/usr"], command=["/bin/echo", "{0}", "{}", "{1x}"])
+    assert (done.returncode, done.stdout) == (0, "/usr {} {1x}\n")
+
+
+def test_joins_the_groups_first(tmp_path):
+    procs_file = tmp_path / "procs"
+    done = run(cgroups=[str(procs_file)], command=["/bin/sh", "-c", "echo $$"])
+    assert procs_file.read_text(encoding="ascii") == done.stdout.strip()
+
+
+@needs_root
+def test_another_user_reaches_what_lies_behind_a_closed_folder():
+    with tempfile.TemporaryDirectory() as closed:  # made with mode 0700
+        inside = Path(closed, "inside")
+        inside.mkdir(mode=0o755)
+        (inside / "note").write_text("hello", encoding="ascii")
+        (inside / "note").chmod(0o644)
+        script = 'id -u; id -G; cat "$1/note"'
+        done = run(user=60800, folders=[str(inside)], command=["/bin/sh", "-c", script, "x", "{0}"])
+    assert done.stdout == "60800\n60800\nhello", done.stderr
+
+
+@needs_root
+def test_a_folder_closed_itself_is_named():
+    with tempfile.TemporaryDirectory() as closed:
+        done = run(user=60800, folders=[closed], command=["/bin/true"])
+        assert done.returncode == EXIT_SETUP_FAILED
+        assert f"{closed} cannot be read by the sandbox's user 60800" in done.stderr
+
+
+@needs_root
+def test_a_root_that_may_not_switch_is_told():
+    job = {"cgroups": [], "user": 60800, "folders": [], "command": ["/bin/true"]}
+    command = ["/usr/bin/setpriv", "--bounding-set", "-setuid", "--inh-caps", "-setuid"]
+    command += [sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == EXIT_SETUP_FAILED
+    assert "CAP_SETUID" in done.stderr
+    assert os.geteuid() == 0

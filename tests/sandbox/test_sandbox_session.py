@@ -1,0 +1,307 @@
+"""Sessions: what stays between calls, what a fork copies, what is lost and when."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.sandbox.guest.processes import child_pids, cpu_time_s
+from mega_agentrl.sandbox.session import STATE_LOST_NOTE
+from mega_agentrl.types.records import ToolStatus
+from tests.sandbox.sandboxes import (
+    descendants,
+    gone,
+    make_pool,
+    make_stateful_pool,
+    named,
+    wait_until_running,
+)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    made = make_stateful_pool()
+    yield made
+    made.close_now()
+
+
+@pytest.fixture
+async def session(pool):
+    made = await pool.open()
+    yield made
+    await made.close()
+
+
+async def output_of(session, code):
+    result = await session.run(code)
+    assert result.status is ToolStatus.ok, result.output
+    return result.output
+
+
+async def test_variables_files_and_folder_stay(session):
+    await output_of(session, "import os\nx = [1]\ndef f(): return x\nos.mkdir('d'); os.chdir('d')")
+    await output_of(session, "open('note', 'w').write('hi'); x.append(2)")
+    assert (
+        await output_of(session, "print(f(), open('note').read(), os.getcwd())")
+        == "[1, 2] hi /tmp/d"
+    )
+    failed = await session.run("x.append(3)\nraise KeyError('no')")
+    assert failed.status is ToolStatus.user_error
+    assert failed.output.endswith("KeyError: 'no'")
+    left = await session.run("raise SystemExit(3)")
+    assert left.status is ToolStatus.user_error
+    assert await output_of(session, "print(x)") == "[1, 2, 3]"
+
+
+async def test_sessions_do_not_meet(pool, session):
+    other = await pool.open()
+    await output_of(session, "x = 1; open('a', 'w').close()")
+    assert (
+        await output_of(other, "import os; print('x' in dir(), os.listdir('/tmp'))") == "False []"
+    )
+    await other.close()
+    await other.close()
+
+
+async def test_fork_copies_and_separates(session):
+    await output_of(
+        session,
+        "import os\nx = [1]\nos.mkdir('d'); open('d/f', 'w').write('old')\n"
+        "os.symlink('d/f', 'link'); os.chmod('d/f', 0o640); os.utime('d/f', (5, 7))\n"
+        "open('/dev/shm/s', 'w').write('shared'); os.mkfifo('pipe')\n"
+        "sparse = open('hole', 'wb'); sparse.seek(1 << 20); sparse.write(b'e'); sparse.close()",
+    )
+    child = await session.fork()
+    look = (
+        "info = os.stat('d/f')\n"
+        "print(x, open('link').read(), oct(info.st_mode), info.st_mtime, os.readlink('link'),\n"
+        "      open('/dev/shm/s').read(), sorted(os.listdir('.')), os.stat('hole').st_size,\n"
+        "      os.stat('hole').st_blocks)"
+    )
+    expected = "[1] old 0o100640 7.0 d/f shared ['d', 'hole', 'link', 'pipe'] 1048577 8"
+    assert await output_of(child, look) == expected
+    await output_of(child, "x.append(2); open('d/f', 'w').write('child'); os.remove('pipe')")
+    assert await output_of(session, look) == expected
+    await output_of(session, "x.append(3); open('d/f', 'w').write('parent')")
+    assert await output_of(child, "print(x, open('d/f').read())") == "[1, 2] child"
+    assert await output_of(session, "print(x, open('d/f').read())") == "[1, 3] parent"
+    await child.close()
+
+
+async def test_an_abandoned_fork_is_ended(pool, session):
+    await output_of(session, "x = 1")
+    connection, made = session._connection, []
+    fork, connection.fork = connection.fork, lambda: made.append(fork()) or made[0]
+    forking = asyncio.create_task(session.fork())
+    await asyncio.sleep(0)
+    forking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await forking
+    deadline = time.monotonic() + 30
+    while not made or made[0]._channel.fileno() >= 0:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    connection.fork = fork
+    assert await output_of(session, "print(x)") == "1"
+
+
+async def test_forks_of_forks_and_several_of_one(session):
+    await output_of(session, "x = ['root']")
+    first, second = await session.fork(), await session.fork()
+    await output_of(first, "x.append('first')")
+    third = await first.fork()
+    everyone = (session, first, second, third)
+    for number, one in enumerate(everyone):
+        await output_of(one, f"x.append({number})")
+    await session.close()
+    await first.close()  # its state was the third's parent
+    assert await output_of(second, "print(x)") == "['root', 2]"
+    assert await output_of(third, "print(x)") == "['root', 'first', 3]"
+    await second.close()
+    await third.close()
+
+
+async def test_generators_go_on_alike(session):
+    await output_of(session, "import random; random.seed(3); random.random()")
+    child = await session.fork()
+    draw = "print(random.random(), random.Random(random.random()).random())"
+    assert await output_of(child, draw) == await output_of(session, draw)
+    await child.close()
+
+
+async def test_a_fork_neither_sees_nor_signals_its_relatives(session):
+    await output_of(session, "import os; me = os.getpid()")
+    child = await session.fork()
+    code, name = named("import time; time.sleep(0.5); print('slept')")
+    sleeping = asyncio.create_task(session.run(code))
+    await asyncio.to_thread(wait_until_running, name)
+    seen = await output_of(
+        child,
+        "import signal\n"
+        "for pid in range(2, 200):\n    try: os.kill(pid, 9); print('hit', pid)\n"
+        "    except OSError: pass\n"
+        "try: os.kill(-1, 9)\nexcept OSError: pass\n"
+        "print(sorted(n for n in os.listdir('/proc') if n.isdigit()), os.getpid())",
+    )
+    assert seen == "['1'] 1"
+    assert (await sleeping).output == "slept"
+    await child.close()
+
+
+async def test_forks_do_not_share_the_network(session):
+    await output_of(
+        session,
+        "import socket\ndef hear():\n    s = socket.socket(); s.bind(('127.0.0.1', 5000))\n"
+        "    s.listen(); return s\nkept = hear()\n"
+        "def knock():\n    try: socket.create_connection(('127.0.0.1', 5000), 1); return 'in'\n"
+        "    except OSError as error: return type(error).__name__",
+    )
+    assert await output_of(session, "print(knock())") == "in"
+    child = await session.fork()
+    assert await output_of(child, "print(knock())") == "ConnectionRefusedError"
+    assert await output_of(child, "own = hear(); print(knock())") == "in"  # its own loopback
+    await child.close()
+
+
+async def test_files_held_open_are_not_separated(session):
+    await output_of(session, "f = open('f', 'w+'); f.write('abc'); f.flush(); f.seek(0)")
+    child = await session.fork()
+    assert await output_of(child, "print(f.read(1))") == "a"
+    await output_of(child, "import os; os.lseek(f.fileno(), 2, 0)")
+    assert await output_of(session, "import os; print(os.read(f.fileno(), 1))") == "b'c'"
+    await child.close()
+
+
+async def test_threads_and_open_descriptors_do_not_stop_a_fork(session):
+    await output_of(
+        session,
+        "import os, threading, time\n"
+        "threading.Thread(target=lambda: time.sleep(60), daemon=True).start()\n"
+        "files = []\nwhile True:\n    try: files.append(os.open('/dev/null', 0))\n"
+        "    except OSError: break\nx = 5",
+    )
+    child = await session.fork()
+    assert await output_of(child, "print(x, threading.active_count())") == "5 1"
+    assert await output_of(session, "print(x)") == "5"
+    await child.close()
+
+
+async def test_too_deep_a_fork_is_refused_and_the_session_goes_on(pool):
+    chain = [await pool.open()]
+    await output_of(chain[0], "x = 7")
+    with pytest.raises(RuntimeError, match="nested too deep"):
+        for _ in range(40):
+            chain.append(await chain[-1].fork())
+    assert len(chain) > 16
+    assert await output_of(chain[-1], "print(x)") == "7"
+    for one in chain:
+        await one.close()
+
+
+async def test_a_forked_child_that_comes_to_its_end_just_ends(session):
+    code = "import os, time\nif os.fork():\n    time.sleep(0.3); print('parent')\nelse: x = 'child'"
+    assert await output_of(session, code) == "parent"
+    assert await output_of(session, "print('x' in dir())") == "False"
+
+
+async def test_what_a_call_started_ends_with_it(session):
+    marker = f"left-{os.getpid()}"
+    code = (
+        "import subprocess, os\nfor _ in range(3):\n"
+        f"    subprocess.Popen(['/bin/sh', '-c', 'sleep 30 # {marker}'], start_new_session=True)\n"
+        "if os.fork() == 0:\n    os.setsid()\n    while True: os.fork() or os.setsid()\nprint(1)"
+    )
+    assert (await session.run(code)).output == "1"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if marker.encode() in command]
+    assert await output_of(
+        session, "print(sorted(n for n in os.listdir('/proc') if n.isdigit()))"
+    ) == ("['1']")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("while True: pass", ToolStatus.timeout),
+        ("import os; os._exit(3)", ToolStatus.user_error),
+        ("import ctypes; ctypes.string_at(0)", ToolStatus.user_error),
+    ],
+)
+async def test_lost_state_is_reported_once(session, code, status):
+    await output_of(session, "x = 1")
+    # Longer where the code ends by itself, however slow the machine.
+    timeout_s = 0.3 if status is ToolStatus.timeout else 30.0
+    assert (await session.run(code, timeout_s)).status is status
+    fresh = await session.run("print('x' in dir())")
+    assert fresh.state_lost
+    assert fresh.output == f"{STATE_LOST_NOTE}\nFalse"
+    again = await session.run("print(2)")
+    assert not again.state_lost
+    assert again.output == "2"
+
+
+async def test_fork_of_a_lost_state_is_lost_too(session):
+    await session.run("import os; os._exit(1)")
+    child = await session.fork()
+    for one in (session, child):
+        assert (await one.run("print(1)")).state_lost
+    await child.close()
+
+
+async def test_cancelling_ends_the_call_at_once(pool, session):
+    code, name = named("import time; time.sleep(600)")
+    running = asyncio.create_task(session.run(code, 600))
+    await asyncio.to_thread(wait_until_running, name)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    after = await asyncio.gather(session.run("print(1)"), pool.run("print(2)"))
+    assert after[0].state_lost
+    assert after[1].output == "2"
+
+
+async def test_an_idle_session_is_stopped(pool, session):
+    await output_of(session, "import threading\ndef spin():\n    while True: pass")
+    await output_of(session, "threading.Thread(target=spin, daemon=True).start()")
+    before = sum(map(cpu_time_s, everyone_in(pool)))
+    await asyncio.sleep(0.5)
+    assert sum(map(cpu_time_s, everyone_in(pool))) - before < 0.2
+
+
+def everyone_in(pool):
+    found = [sandbox.pid for sandbox in pool._sandboxes]
+    for pid in found:
+        found += child_pids(pid)
+    return found
+
+
+async def test_a_lost_sandbox_is_an_infra_error_and_nothing_runs_again():
+    pool = await asyncio.to_thread(make_stateful_pool, num_workers=1)
+    try:
+        session = await pool.open()
+        await output_of(session, "x = 1")
+        (sandbox,) = pool._sandboxes
+        inner = descendants(sandbox.pid)
+        os.kill(sandbox.pid, signal.SIGKILL)
+        assert gone(inner)
+        for _ in range(2):
+            assert (await session.run("print(x)")).status is ToolStatus.infra_error
+        with pytest.raises(RuntimeError, match="cannot be forked"):
+            await session.fork()
+        await session.close()
+        other = await pool.open()
+        assert await output_of(other, "print(1)") == "1"
+        assert pool.num_replaced == 1
+    finally:
+        await pool.close()
+    assert (await other.run("print(1)")).status is ToolStatus.infra_error
+
+
+async def test_sessions_need_their_mode():
+    pool = await asyncio.to_thread(make_pool)
+    with pytest.raises(ValueError, match=r"tool\.python\.mode=stateless: expected stateful"):
+        await pool.open()
+    await pool.close()

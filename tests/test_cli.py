@@ -1,0 +1,165 @@
+"""Messages and exit codes of interrupted and failed runs; `e2e/` has whole runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl import cli
+from mega_agentrl.cli import EXIT_FAILED, EXIT_RESTART, describe_failure, describe_interruption
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.runtime.remote_calls import ModelRankDiedError, ProcessDiedError
+from mega_agentrl.train.output.interrupted_report import FAILED_TIMEOUT_S, INTERRUPTED_TIMEOUT_S
+from mega_agentrl.train.resume import run_state
+from mega_agentrl.train.resume.run_state import RunState
+from mega_agentrl.train.signals import EXIT_CODES, RunInterrupted, SignalHandler
+from tests.train.file_policy import FilePolicy
+
+LIMIT_S = 120
+
+
+def catches(pid, number):
+    """Return whether a process has a handler for a signal."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_signal_during_imports_ends_the_process_cleanly(number, tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mega_agentrl", "experiment=smoke_ci", f"run_dir={tmp_path}/run"],
+        cwd=Path(__file__).resolve().parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        end_s = time.monotonic() + LIMIT_S
+        # Python itself handles SIGINT, but none of the others.
+        while not all(catches(child.pid, one) for one in EXIT_CODES) and time.monotonic() < end_s:
+            time.sleep(0.005)
+        os.kill(child.pid, number)
+        output, _ = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+    assert child.returncode == EXIT_CODES[number], output
+    assert f"interrupted ({signal.Signals(number).name})" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_interruption_message_names_the_checkpoint(tmp_path):
+    signal_handler = SignalHandler()
+    assert "There is no checkpoint to resume from" in describe_interruption(
+        tmp_path, signal_handler
+    )
+    with pytest.raises(RunInterrupted):
+        signal_handler.on_signal(signal.SIGUSR1)
+    for step in (2, 4):
+        state = RunState(step=step, controller_state={}, sampler_state={})
+        run_state.save_checkpoint(FilePolicy(), tmp_path, state)
+    message = describe_interruption(tmp_path, signal_handler)
+    assert message.startswith("interrupted (SIGUSR1); every process was ended.")
+    assert f"resumes the run after RL step 4, from {tmp_path}/checkpoints/step-000004." in message
+    assert f"{tmp_path}/metrics.jsonl" in message
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Run the training with fakes; `ends` replaces the training, `order` records events."""
+    order = []
+
+    @contextmanager
+    def build(config, inputs):
+        try:
+            yield None
+        finally:
+            order.append("closed")
+
+    def page(run_dir, *, deadline_s):
+        order.append(("page", run_dir, deadline_s))
+
+    signal_handler = SignalHandler()
+    monkeypatch.setattr(cli, "PROCESS_SIGNAL_HANDLER", signal_handler)
+    monkeypatch.setattr(signal_handler, "install", lambda: None)
+    monkeypatch.setattr(cli, "_in_sweep", lambda: False)
+    monkeypatch.setattr(
+        "mega_agentrl.train.output.interrupted_report.write_interrupted_report", page
+    )
+
+    def start(ends, build=build):
+        monkeypatch.setattr("mega_agentrl.runtime.build.build", build)
+        monkeypatch.setattr(
+            "mega_agentrl.train.resume.policy_restart.train_with_restarts",
+            lambda *_: ends(signal_handler),
+        )
+        return cli._train(TrainConfig(run_dir=str(tmp_path)), None, tmp_path)
+
+    return start, order
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_interrupted_run_writes_its_report_last(started, tmp_path, number, capsys):
+    start, order = started
+    with pytest.raises(SystemExit) as left:
+        start(lambda signal_handler: signal_handler.on_signal(number))
+    assert left.value.code == EXIT_CODES[number]
+    assert order == ["closed", ("page", tmp_path, INTERRUPTED_TIMEOUT_S)]
+    assert f"interrupted ({signal.Signals(number).name})" in capsys.readouterr().err
+
+
+def test_second_signal_skips_the_report(started):
+    start, order = started
+
+    def twice(signal_handler):
+        with pytest.raises(RunInterrupted):
+            signal_handler.on_signal(signal.SIGTERM)
+        signal_handler.on_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as left:
+        start(twice)
+    assert (left.value.code, order) == (EXIT_CODES[signal.SIGTERM], ["closed"])
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), RuntimeError("bug"), KeyError("bug")])
+def test_failed_run_writes_its_report_and_keeps_the_error(started, tmp_path, error):
+    start, order = started
+    expected = KeyError if isinstance(error, KeyError) else SystemExit
+    with pytest.raises(expected) as left:
+        start(lambda _: raises(error))
+    assert order == ["closed", ("page", tmp_path, FAILED_TIMEOUT_S)]
+    assert left.value is error or (left.value.code, left.value.__context__) == (1, error)
+
+
+def test_finished_or_unbuilt_run_writes_no_interrupted_report(started):
+    start, order = started
+    assert start(lambda _: 0.5) == 0.5
+    assert order == ["closed"]
+    with pytest.raises(SystemExit) as left:
+        start(lambda _: 0.5, build=lambda config, inputs: raises(ValueError("no such model")))
+    assert (left.value.code, order) == (2, ["closed"])
+
+
+def test_lost_critic_restarts_the_job_only_with_a_checkpoint(tmp_path):
+    lost = ModelRankDiedError("critic update: critic rank 1 died", "critic rank 1")
+    assert describe_failure(lost, tmp_path) == (str(lost), EXIT_FAILED)
+    run_state.save_checkpoint(
+        FilePolicy(), tmp_path, RunState(step=2, controller_state={}, sampler_state={})
+    )
+    message, code = describe_failure(lost, tmp_path)
+    assert code == EXIT_RESTART == EXIT_CODES[signal.SIGUSR1]
+    assert message.startswith("critic update: critic rank 1 died\n")
+    assert f"The same command resumes the run from {tmp_path}/checkpoints/step-000002." in message
+    for other in (ProcessDiedError("engine 0 died", "engine 0"), ValueError("optim.lr=-1")):
+        assert describe_failure(other, tmp_path) == (str(other), EXIT_FAILED)

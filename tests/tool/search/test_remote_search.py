@@ -1,0 +1,174 @@
+"""Remote search: requests sent, responses parsed, caching and errors."""
+
+import asyncio
+import json
+
+import pytest
+
+from mega_agentrl.config.enums import SearchBackend
+from mega_agentrl.config.sections.search import SearchToolConfig, WebRequestConfig
+from mega_agentrl.tool.search.local_index import Document
+from mega_agentrl.tool.search.remote import RemoteSearch
+from mega_agentrl.tool.web import retry
+from mega_agentrl.tool.web.disk_cache import DiskCache
+from mega_agentrl.tool.web.retry import HttpStatusError, TransientError
+from tests.tool.local_server import Reply, serving
+
+RETRIEVED = {
+    "result": [
+        [
+            {"document": {"id": "7", "contents": '"Paris"\nIt is\nbig.'}, "score": 0.9},
+            {"document": {"id": "8", "contents": "no title here"}, "score": 0.1},
+        ]
+    ]
+}
+ORGANIC = {
+    "organic": [
+        {"title": "Paris", "link": "https://p.example/", "snippet": "It is big.", "position": 1},
+        {"title": "Lyon", "link": "https://l.example/"},
+    ]
+}
+BING = {"webPages": {"value": [{"name": "Paris", "url": "https://p.example/", "snippet": "Big."}]}}
+
+
+def answering(value, **reply):
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return lambda _: Reply(body, **reply)
+
+
+def remote(server, backend=SearchBackend.retrieve, path="/retrieve", cache=None, key="", **config):
+    web = {"timeout_s": 5.0, "max_calls_per_s": 0.0}
+    web = {name: config.pop(name, value) for name, value in web.items()}
+    made = SearchToolConfig(backend=backend, source=f"{server.url}{path}", **config)
+    return RemoteSearch(made, WebRequestConfig(**web), cache, key)
+
+
+async def test_a_retrieval_server():
+    with serving(answering(RETRIEVED)) as server:
+        search = remote(server)
+        found = await search.search("  capital\nof France ", 2)
+        await search.close()
+    assert found == [
+        Document(doc_id="7", title="Paris", text="It is\nbig."),
+        Document(doc_id="8", title="", text="no title here"),
+    ]
+    (asked,) = server.requests
+    assert (asked.method, asked.path) == ("POST", "/retrieve")
+    expected = {"queries": ["capital of France"], "topk": 2, "return_scores": True}
+    assert json.loads(asked.body) == expected
+
+
+async def test_documents_without_scores():
+    with serving(answering({"result": [[{"id": 1, "contents": "t\nx"}]]})) as server:
+        assert await remote(server).search("q", 1) == [Document(doc_id="1", title="t", text="x")]
+
+
+async def test_a_web_search_api():
+    with serving(answering(ORGANIC)) as server:
+        search = remote(server, SearchBackend.web, "/search?gl=us", key="secret", api_key_env="K")
+        found = await search.search("a&b=c", 2)
+    url = "https://p.example/"
+    assert found[0] == Document(doc_id=url, title="Paris", text="It is big.", url=url)
+    assert (found[1].title, found[1].text) == ("Lyon", "")
+    (asked,) = server.requests
+    assert (asked.method, asked.path) == ("GET", "/search?gl=us&q=a%26b%3Dc&num=2&count=2")
+    assert asked.headers["x-api-key"] == "secret"
+    assert asked.headers["authorization"] == "Bearer secret"
+
+
+async def test_the_other_shape_and_no_more_than_asked_for():
+    with serving(answering(BING)) as server:
+        found = await remote(server, SearchBackend.web).search("q", 3)
+        assert [(d.title, d.url) for d in found] == [("Paris", "https://p.example/")]
+    with serving(answering(ORGANIC)) as server:
+        assert len(await remote(server, SearchBackend.web).search("q", 1)) == 1
+
+
+def test_a_missing_key_names_its_variable():
+    config = SearchToolConfig(
+        backend=SearchBackend.web, source="http://x", api_key_env="SEARCH_KEY"
+    )
+    with pytest.raises(ValueError, match=r"tool.search.api_key_env=SEARCH_KEY: .*probable cause"):
+        RemoteSearch(config, WebRequestConfig()).check_api_key()
+    RemoteSearch(config, WebRequestConfig(), api_key="k").check_api_key()
+
+
+async def test_bad_queries_are_not_asked():
+    with serving(answering(RETRIEVED)) as server:
+        for query in ("", " \n\0", "x" * 2001):
+            with pytest.raises(ValueError, match="The query"):
+                await remote(server).search(query, 1)
+    assert server.requests == []
+
+
+async def test_failures_are_not_cached_and_answers_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "NUM_RETRIES", 0)
+    replies = [
+        Reply(status=500),
+        Reply(status=404),
+        Reply(b"nonsense"),
+        Reply(json.dumps(RETRIEVED).encode()),
+    ]
+    cache = DiskCache(tmp_path / "c.sqlite", ttl_s=0, max_bytes=1 << 26)
+    with serving(lambda _: replies.pop(0)) as server:
+        search = remote(server, cache=cache)
+        for error in (TransientError, HttpStatusError, RuntimeError):
+            with pytest.raises(error, match=r"tool.search.source="):
+                await search.search("q", 2)
+        found = await search.search("q", 2)
+        assert await search.search(" q ", 2) == found
+        assert await remote(server, cache=cache).search("q", 2) == found
+    assert len(server.requests) == 4
+
+
+async def test_equal_questions_at_once_are_asked_once_others_are_not():
+    with serving(answering(RETRIEVED)) as server:
+        search = remote(server)
+        await asyncio.gather(*(search.search(query, 2) for query in ["a", "a ", "a", "b"]))
+        await search.search("a", 1)
+    asked = sorted(
+        (json.loads(a.body)["queries"][0], json.loads(a.body)["topk"]) for a in server.requests
+    )
+    assert asked == [("a", 1), ("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_what_may_pass_is_asked_again(status):
+    replies = [Reply(status=status), Reply(json.dumps(RETRIEVED).encode())]
+    with serving(lambda _: replies.pop(0)) as server:
+        assert len(await remote(server).search("q", 2)) == 2
+
+
+async def test_the_policy_is_not_blamed_for_a_server():
+    for reply in ({"status": 400}, {"status": 401}, {"status": 302, "headers": {"Location": "/"}}):
+        with serving(answering(b"", **reply)) as server:
+            with pytest.raises(HttpStatusError):
+                await remote(server).search("q", 1)
+        assert len(server.requests) == 1
+    for body in (b"[]", b'{"result": []}', b'{"result": [[{"document": {}}]]}', b"\xff", b"{"):
+        with (
+            serving(answering(body)) as server,
+            pytest.raises(RuntimeError, match="unexpected answer format"),
+        ):
+            await remote(server).search("q", 1)
+
+
+async def test_nobody_there_and_nobody_answering():
+    with serving(answering(RETRIEVED)) as server:
+        pass
+    with pytest.raises(TransientError, match="ConnectError"):
+        await remote(server).search("q", 1)
+    release = asyncio.Event()
+    blocked = await asyncio.start_server(lambda *_: release.wait(), "127.0.0.1", 0)
+    server.port = blocked.sockets[0].getsockname()[1]
+    with pytest.raises(TimeoutError, match=r"Timed out after 0\.2 s"):
+        await remote(server, timeout_s=0.2).search("q", 1)
+    release.set()
+    blocked.close()
+
+
+def test_one_search_serves_several_loops():
+    with serving(answering(RETRIEVED)) as server:
+        search = remote(server)
+        for query in "abc":
+            assert len(asyncio.run(search.search(query, 2))) == 2

@@ -1,0 +1,185 @@
+"""`@tool`: the schema comes from hints and docstring, calls run on the loop or in a thread."""
+
+import asyncio
+import threading
+from typing import Any, Literal, Optional
+
+import pytest
+
+from mega_agentrl.tool.base import ToolResponse
+from mega_agentrl.tool.function import FunctionTool, tool
+from mega_agentrl.tool.toolkit import ToolKit
+from mega_agentrl.types.records import ToolStatus
+
+
+@tool
+def area(width: float, height: float = 1.0) -> float:
+    """Area of a rectangle,
+    in square metres.
+
+    Args:
+        width: in metres,
+            never negative.
+        height (float): in metres.
+
+    Returns:
+        width: not a parameter here.
+    """
+    if width < 0:
+        raise ValueError("a width is not negative")
+    return width * height
+
+
+@tool(name="look", timeout_s=0.2, max_concurrent=1)
+async def look_up(query: str) -> dict:
+    """Looks up."""
+    await asyncio.sleep(30 if query == "hang" else 0)
+    return {"found": query}
+
+
+async def call(made, text):
+    toolkit = ToolKit([made])
+    session = toolkit.open_session()
+    await session.create({})
+    parsed = toolkit.parse_final_call(f"<{made.name}> {text} </{made.name}>")
+    try:
+        return await session.execute(parsed.tool, parsed.arguments)
+    finally:
+        await session.release()
+
+
+def test_schema_from_hints_and_docstring():
+    assert area.schema()["function"] == {
+        "name": "area",
+        "description": "Area of a rectangle, in square metres.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "width": {"type": "number", "description": "in metres, never negative."},
+                "height": {"type": "number", "description": "in metres.", "default": 1.0},
+            },
+            "required": ["width"],
+            "additionalProperties": False,
+        },
+    }
+    assert (area.text_argument, area.timeout_s) == ("width", 60)
+    assert (look_up.name, look_up.timeout_s, look_up.max_concurrent) == ("look", 0.2, 1)
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (str, {"type": "string"}),
+        (int, {"type": "integer"}),
+        (bool, {"type": "boolean"}),
+        (list, {"type": "array"}),
+        (
+            list[list[int]],
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        ),
+        (dict, {"type": "object"}),
+        (dict[str, int], {"type": "object", "additionalProperties": {"type": "integer"}}),
+        (dict[str, Any], {"type": "object"}),
+        (Literal["a", 2], {"enum": ["a", 2]}),
+        (Optional[int], {"anyOf": [{"type": "integer"}, {"type": "null"}]}),  # noqa: UP045
+        (int | str, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+        (Any, {}),
+    ],
+)
+def test_hints(hint, schema):
+    def made(x):
+        """Made."""
+
+    made.__annotations__ = {"x": hint}
+    assert FunctionTool(made).parameters["properties"]["x"] == schema
+
+
+def test_functions_that_are_no_tools():
+    def bare(x):
+        pass
+
+    def many(*xs: int):
+        pass
+
+    def odd(x: bytes):
+        pass
+
+    def default(x: Any = object()):  # noqa: B008
+        pass
+
+    for function, message in (
+        (bare, "parameter x has no type hint"),
+        (many, r"got parameter \*xs"),
+        (odd, "has the type <class 'bytes'>, expected str"),
+        (default, "expected a JSON value"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tool(function)
+
+
+async def test_a_tag_holds_the_one_argument_or_a_json_object():
+    assert area(2, height=3) == 6
+    assert (await call(area, "2.5")).answer == "2.5"
+    two = tool(name="two")(lambda_two := _two)
+    assert two.text_argument == "*" and lambda_two is two.function
+    assert (await call(two, '{"a": 1, "b": ["x"]}')).answer == '{"sum": ["x", 1]}'
+    wrong = await call(two, "1 x")
+    assert wrong.status is ToolStatus.user_error
+    assert "JSON object with some of the keys a, b" in wrong.answer
+
+
+def _two(a: int, b: list[str]) -> dict:
+    return {"sum": [*b, a]}
+
+
+async def test_outcomes():
+    assert (await call(look_up, "q")).answer == '{"found": "q"}'
+    assert (await call(look_up, "hang")).status is ToolStatus.timeout
+    wrong = await call(area, "-1")
+    assert (wrong.status, wrong.answer) == (ToolStatus.user_error, "a width is not negative")
+    assert "'wide' is not of type 'number'" in (await call(area, "wide")).answer
+
+    @tool
+    def rewarded(x: str) -> ToolResponse:
+        return ToolResponse(text=x, step_reward=0.5)
+
+    @tool
+    def broken(x: str) -> object:
+        return object()
+
+    assert (await call(rewarded, "a")).step_reward == 0.5
+    assert (await call(broken, "a")).status is ToolStatus.infra_error
+
+
+async def test_the_dataset_may_fix_parameters():
+    area.check_kwargs({"execute_kwargs": {"height": 4}})
+    with pytest.raises(ValueError, match=r"execute_kwargs has \['depth'\]"):
+        area.check_kwargs({"execute_kwargs": {"depth": 4}})
+    toolkit = ToolKit([area])
+    session = toolkit.open_session()
+    await session.create({"area": {"execute_kwargs": {"height": 4}}})
+    assert (await session.execute("area", {"width": 2, "height": 9})).answer == "8"
+
+
+async def test_a_thread_that_hangs_keeps_its_slot_and_nobody_waits_for_it():
+    go = threading.Event()
+
+    @tool(timeout_s=0.1, max_concurrent=1)
+    def wait(x: str) -> str:
+        if x == "hang":
+            go.wait(600)
+        return x
+
+    toolkit = ToolKit([wait])
+    session = toolkit.open_session()
+    await session.create({})
+    # The thread hangs until `go`: that this comes back shows that nobody waits for it.
+    assert (await session.execute("wait", {"x": "hang"})).status is ToolStatus.timeout
+    following = asyncio.create_task(session.execute("wait", {"x": "a"}))
+    await asyncio.sleep(0.3)
+    assert not following.done(), "the slot is taken until the thread ends"
+    go.set()
+    outcome = await asyncio.wait_for(following, 60)
+    assert outcome.answer == "a" and outcome.queue_s > 0.2
+    assert outcome.latency_s < outcome.queue_s
+    await session.release()

@@ -1,0 +1,165 @@
+"""Tries again only what may pass, no longer than the deadline, and as servers ask."""
+
+import asyncio
+import socket
+import time
+from email.utils import formatdate
+
+import httpx
+import pytest
+from tenacity.wait import wait_random_exponential
+
+from mega_agentrl.tool.web import retry
+from mega_agentrl.tool.web.rate_limiter import RateLimitError
+from mega_agentrl.tool.web.retry import (
+    HttpStatusError,
+    RequestRetrier,
+    TransientError,
+    raise_for_status,
+    read_body,
+)
+
+
+class Script:
+    """Ends its calls as told, one after the other; the last way for good."""
+
+    def __init__(self, *ends):
+        self.ends = list(ends)
+        self.times = []
+
+    async def __call__(self):
+        self.times.append(time.monotonic())
+        end = self.ends.pop(0) if len(self.ends) > 1 else self.ends[0]
+        if isinstance(end, float):
+            await asyncio.sleep(end)
+            return "late"
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+
+def call(timeout_s=5.0, calls_per_second=0.0):
+    return RequestRetrier(timeout_s=timeout_s, calls_per_second=calls_per_second)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransientError("503"),
+        httpx.ConnectError("refused"),
+        httpx.RemoteProtocolError("broken"),
+        httpx.ReadError("reset"),
+        socket.gaierror(socket.EAI_AGAIN, "try again"),
+    ],
+)
+async def test_what_may_pass_is_tried_again(monkeypatch, error):
+    monkeypatch.setattr(retry, "_BACKOFF", wait_random_exponential(multiplier=0.01))
+    script = Script(error, error, "fine")
+    assert await call().run(script) == "fine"
+    assert len(script.times) == 3
+    script = Script(error)
+    with pytest.raises(TransientError):
+        await call().run(script)
+    assert len(script.times) == 1 + retry.NUM_RETRIES
+
+
+@pytest.mark.parametrize(
+    "error", [HttpStatusError(404, "404"), ValueError("bad"), OSError(2, "no"), RuntimeError("bug")]
+)
+async def test_anything_else_is_final(error):
+    script = Script(error, "fine")
+    with pytest.raises(type(error)):
+        await call().run(script)
+    assert len(script.times) == 1
+
+
+async def test_a_deadline_over_everything(monkeypatch):
+    with pytest.raises(TimeoutError, match=r"Timed out after 0.2 s\."):
+        await call(timeout_s=0.2).run(Script(600.0))
+    monkeypatch.setattr(retry, "NUM_RETRIES", 1000)
+    with pytest.raises(TimeoutError):
+        await call(timeout_s=0.2).run(Script(TransientError("503")))
+    with pytest.raises(TimeoutError):
+        await call().run(Script(httpx.ReadTimeout("slow")))
+
+
+async def test_cancellation_is_no_failure_to_retry():
+    script = Script(30.0)
+    task = asyncio.create_task(call().run(script))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(script.times) == 1
+
+
+async def test_retry_after_is_waited_for_by_everybody():
+    web = call()
+    script, other = Script(TransientError("429", retry_after_s=0.4), "fine"), Script("fine")
+    task = asyncio.create_task(web.run(script))
+    await asyncio.sleep(0.05)
+    await web.run(other)
+    await task
+    assert script.times[1] - script.times[0] >= 0.38
+    assert other.times[0] - script.times[0] >= 0.38
+
+
+async def test_a_wish_beyond_the_deadline_ends_at_once():
+    script = Script(TransientError("429", retry_after_s=600), "fine")
+    with pytest.raises(TransientError, match="429"):
+        await call(timeout_s=60).run(script)
+    assert len(script.times) == 1
+
+
+async def test_retries_keep_the_pace_and_a_jam_is_refused():
+    script = Script(TransientError("503"), TransientError("503"), "fine")
+    await call(calls_per_second=4).run(script)
+    assert script.times[1] - script.times[0] >= 0.24
+    assert script.times[2] - script.times[1] >= 0.24
+    web = call(timeout_s=0.5, calls_per_second=1)
+    await web.run(Script("fine"))
+    with pytest.raises(RateLimitError):
+        await web.run(Script("fine"))
+
+
+def status(code, **headers):
+    raise_for_status(
+        httpx.Response(code, headers={k.replace("_", "-"): v for k, v in headers.items()}), "it"
+    )
+
+
+def test_statuses():
+    status(200)
+    status(204)
+    for code in (301, 400, 401, 403, 404, 422, 501):
+        with pytest.raises(HttpStatusError, match=f"it answered HTTP {code}") as final:
+            status(code)
+        assert final.value.status == code
+    for code in (429, 500, 502, 503, 504):
+        with pytest.raises(TransientError) as passing:
+            status(code)
+        assert (passing.value.status, passing.value.retry_after_s) == (code, None)
+
+
+def test_retry_after_is_read():
+    hour = formatdate(time.time() + 3600, usegmt=True)
+    for header, low, high in (("7", 7, 7), (hour, 3000, 3700), (formatdate(0, usegmt=True), 0, 0)):
+        with pytest.raises(TransientError) as caught:
+            status(429, retry_after=header)
+        assert low <= caught.value.retry_after_s <= high
+
+
+@pytest.mark.parametrize("header", ["soon", "-1", "1e9"])
+def test_retry_after_of_another_kind_is_none(header):
+    with pytest.raises(TransientError) as caught:
+        status(429, retry_after=header)
+    assert caught.value.retry_after_s is None
+
+
+async def test_a_body_is_read_up_to_its_limit():
+    async def endless():
+        while True:
+            yield b"x" * 1000
+
+    body = await read_body(httpx.Response(200, content=endless()), 10_500)
+    assert body == b"x" * 11_000

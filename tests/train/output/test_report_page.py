@@ -1,0 +1,134 @@
+"""The report of a run folder, in any state a run may leave it in."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+from omegaconf import OmegaConf
+
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.rollout.io.tree_file import write_trees
+from mega_agentrl.train.output import report_page
+from mega_agentrl.train.output.report_page import write_report
+from tests.chat_models import save_tokenizer
+from tests.rollout.grown_trees import nested_tree
+
+
+def blocks_of(path):
+    found = re.findall(
+        r'<script type="application/json" id="([^"]*)">(.*?)</script>', path.read_text()
+    )
+    return {name: json.loads(text) for name, text in found}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "my_run"
+    folder.mkdir()
+    lines = [
+        {"stage": "rl", "step": step, "rollout/reward_unfiltered": 0.5, "time/rollout_s": 1.0}
+        for step in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    config = OmegaConf.structured(TrainConfig)
+    config.optim.lr, config.run_dir = 0.125, str(folder)
+    OmegaConf.save(config, folder / "config.yaml")
+    trees = [nested_tree(), nested_tree()]
+    write_trees(folder / "rollouts/step_000002.jsonl", trees, stage="rl", step=2)
+    write_trees(
+        folder / "rollouts/held_out_before.jsonl", trees[:1], stage="held_out_before", step=0
+    )
+    return folder
+
+
+def test_the_page_of_a_run(run_dir):
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    blocks, page = blocks_of(path), path.read_text()
+    assert [(file["key"], file["label"]) for file in blocks["tree-index"]["files"]] == [
+        ("held_out_before", "held out before (after step 0)"),
+        ("step_000002", "RL step 2"),
+    ]
+    assert len([name for name in blocks if re.fullmatch(r"tree-\d+", name)]) == 3
+    assert '<th scope="row">optim.lr</th><td>0.125</td>' in page
+    assert "run_dir" not in page
+    assert "<h1>my_run</h1>" in page and "learning rate 0.125" in page
+    assert not list(run_dir.glob(".report*"))
+
+
+def test_without_a_tokenizer_the_page_says_so(run_dir):
+    page = write_report(run_dir).read_text()
+    assert "No tokenizer.json was found" in page
+
+
+def test_tokens_have_the_texts_of_the_tokenizer(run_dir):
+    model = save_tokenizer("qwen25", run_dir / "model")
+    path = write_report(run_dir)
+    turn = blocks_of(path)["tree-0"]["paths"][0]["turns"][0]
+    own = nested_tree().trajectories[0].token_ids[turn["from"] : turn["to"]]
+    assert len(turn["pieces"]) == len(own)
+    assert "".join(turn["pieces"]) == HFCodec(model).decode_with_special_tokens(own)
+    assert "tokenizer" not in path.read_text().split("<footer>")[1].split("</footer>")[0]
+
+
+def test_advantages_beside_the_trees(run_dir):
+    beside = run_dir / "rollouts/step_000002.advantages.json"
+    beside.write_text(json.dumps({"set_0/0/0.1": -0.75}))
+    tree = blocks_of(write_report(run_dir))["tree-1"]
+    assert [path["advantage"] for path in tree["paths"]] == [None, None, None, -0.75]
+    beside.write_text("[1]")
+    page = write_report(run_dir).read_text()
+    assert "step_000002.advantages.json: expected numbers by trajectory id" in page
+
+
+def test_what_does_not_fit_is_left_out_and_said(run_dir):
+    write_trees(run_dir / "rollouts/step_000001.jsonl", [nested_tree()] * 40, stage="rl", step=1)
+    path = write_report(run_dir, budget_bytes=60_000)
+    blocks = blocks_of(path)
+    trees = [name for name in blocks if re.fullmatch(r"tree-\d+", name)]
+    sizes = sum(len(json.dumps(blocks[name], separators=(",", ":"))) for name in trees)
+    assert 3 <= len(trees) < 43
+    assert 30_000 < sizes <= 60_000
+    assert f"{len(trees)} of 43 rollout trees are on this page" in path.read_text()
+    assert "0 of 43 rollout trees" in write_report(run_dir, budget_bytes=0).read_text()
+
+
+def test_of_a_file_that_is_too_large_the_first_part_is_read(run_dir, monkeypatch):
+    path = run_dir / "rollouts/step_000001.jsonl"
+    write_trees(path, [nested_tree()] * 40, stage="rl", step=1)
+    monkeypatch.setattr(report_page, "MAX_TREE_BYTES_READ", path.stat().st_size * 3 // 2)
+    index = blocks_of(write_report(run_dir))["tree-index"]
+    taken = {file["key"]: [tree["index"] for tree in file["trees"]] for file in index["files"]}
+    assert taken["step_000001"] == list(range(20))
+    assert taken["step_000002"] == [0, 1]
+
+
+def test_a_killed_run(run_dir, tmp_path):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "step": 3, "roll')
+    (run_dir / "config.yaml").unlink()
+    text = (run_dir / "rollouts/step_000002.jsonl").read_text()
+    (run_dir / "rollouts/step_000002.jsonl").write_text(text[: len(text) * 3 // 4])
+    out = tmp_path / "elsewhere/page.html"
+    assert write_report(run_dir, out) == out
+    page = out.read_text()
+    assert "Lines of metrics.jsonl that cannot be read: 1." in page
+    # The first of its two trees is whole.
+    assert [len(file["trees"]) for file in blocks_of(out)["tree-index"]["files"]] == [1, 1]
+    assert "Trees that cannot be read" in page and "is it another program" in page
+    assert "The run folder has no config.yaml" in page
+
+
+def test_a_run_without_trees(run_dir):
+    shutil.rmtree(run_dir / "rollouts")
+    page = write_report(run_dir).read_text()
+    assert 'id="rollouts"' not in page and "tokenizer" not in page
+
+
+def test_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no metrics.jsonl .* expected the folder of a run"):
+        write_report(tmp_path)

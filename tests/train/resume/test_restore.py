@@ -1,0 +1,224 @@
+"""A run that is ended at any moment and started again ends as one that nobody disturbed."""
+
+import shutil
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.train.resume import run_state
+from mega_agentrl.train.resume.restore import restore
+from mega_agentrl.train.signals import RunInterrupted, SignalHandler
+from tests.train.file_policy import WEIGHT
+from tests.train.interruptible_run import STEPS, Killed, Moments, die, make_config, outcome, start
+
+KINDS = {
+    "warm start, ARES with its bootstrap": {"warm": True, "ares": True},
+    "no warm start, adaptive KL": {"warm": False, "ares": False},
+    "a critic with its warm-up": {"warm": False, "ares": False, "critic": True},
+}
+pytestmark = pytest.mark.usefixtures("bare_runs")
+
+
+def run_on(config, first, signal_handler=None):
+    """Start until it ends by itself; returns what it leaves, and how often it was ended."""
+    num_ended = 0
+    try:
+        components = start(config, first, signal_handler)
+    except (Killed, RunInterrupted):
+        num_ended = 1
+        components = start(config, Moments())
+    return outcome(config, components), num_ended
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind, first):
+    """first: every second moment from here on; a signal comes at the others."""
+    moments = Moments()
+    make = partial(make_config, config, **KINDS[kind])
+    expected, _ = run_on(make(tmp_path / "whole"), moments)
+    assert expected["summary"]["num_steps"] == STEPS
+    assert expected["lines"][-1]["stage"] == "held_out_after"
+    chosen = [at for at, name in enumerate(moments.names) if name != "generate"]
+    assert len(chosen) > 20
+    for at in chosen[first::2]:
+        found, num_ended = run_on(make(tmp_path / f"killed-{at}"), Moments(at, die))
+        assert num_ended == 1
+        assert found == expected, f"killed at moment {at}, {moments.names[at]}"
+
+
+@pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_at_any_moment_saves_and_it_goes_on(config, tmp_path, kind, first):
+    moments = Moments()
+    make = partial(make_config, config, **KINDS[kind])
+    expected, _ = run_on(make(tmp_path / "whole"), moments)
+    chosen = [at for at, name in enumerate(moments.names) if name != "generate" or at % 9 == 0]
+    for at in chosen[first::2]:
+        folder, signal_handler = tmp_path / f"stopped-{at}", SignalHandler()
+        ask = partial(signal_handler.on_signal, signal.SIGUSR1)
+        found, num_ended = run_on(make(folder), Moments(at, ask), signal_handler)
+        assert num_ended == 1
+        assert found == expected, f"stopped at moment {at}, {moments.names[at]}"
+
+
+def test_evaluations_within_rl_change_no_step_and_are_made_once(config, tmp_path):
+    make = partial(make_config, config, warm=False, ares=False)
+    with_them = outcome(made := make(tmp_path / "with", every=1), start(made, Moments()))
+    without = outcome(made := make(tmp_path / "without", every=0), start(made, Moments()))
+    stages = [(line["stage"], line["step"]) for line in with_them["lines"]]
+    during = [("held_out_during", 1), ("held_out_during", 2)]
+    assert stages == [
+        ("held_out_before", 0),
+        ("rl", 1),
+        during[0],
+        ("rl", 2),
+        during[1],
+        ("rl", 3),
+        ("held_out_after", 3),
+    ]
+    rest = [line for line in with_them["lines"] if line["stage"] != "held_out_during"]
+    assert rest == without["lines"]
+    assert [with_them[key] == without[key] for key in ("weight", "served")] == [True, True]
+    shown = [point["step"] for point in with_them["summary"]["held_out"]]
+    assert shown == [0, 1, 2, 3]
+    # What is evaluated is the weight of that step, so it differs from step to step.
+    rewards = [point["reward"] for point in with_them["summary"]["held_out"]]
+    assert len(set(rewards)) > 1
+
+
+def test_an_evaluation_of_the_start_alone_takes_no_checkpoint(config, tmp_path):
+    made, _ = saved_run(config, tmp_path, warm=False, ares=False)
+    alone = replace(made, total_steps=0)
+    with pytest.raises(ValueError, match=r"total_steps=0: .* holds the checkpoint step-000002"):
+        start(alone, Moments())
+
+
+def test_a_checkpoint_without_its_critics_half_is_passed_over(config, tmp_path, caplog):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False, critic=True)
+    half = Path(made.run_dir) / "critic" / "step-000002"
+    shutil.rmtree(half)
+    assert outcome(made, start(made, Moments())) == expected
+    assert "step-000002 is skipped" in caplog.text
+
+
+def test_where_every_policys_half_is_damaged_the_critic_begins_anew_too(config, tmp_path):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False, critic=True)
+    for folder in run_state.valid_checkpoints(Path(made.run_dir)):
+        # As long as before: the critic's half is taken up before reading this one tells.
+        half = folder / WEIGHT
+        half.write_text("9" * len(half.read_text()))
+    assert outcome(made, start(made, Moments())) == expected
+
+
+def test_a_signal_loses_no_finished_step(config, tmp_path):
+    moments = Moments()
+    make = partial(make_config, config, warm=False, ares=False, save_every=0)
+    start(make(tmp_path / "whole"), moments)
+    updates = [at for at, name in enumerate(moments.names) if name == "update"]
+    logprobs = [at for at, name in enumerate(moments.names) if name == "compute_log_probs"]
+    # In the update of step k it ends with the step; before it, with the step before.
+    for at, step in [*zip(updates, (1, 2, 3), strict=True), *zip(logprobs, (0, 1, 2), strict=True)]:
+        folder, signal_handler = tmp_path / f"stopped-{at}", SignalHandler()
+        ask = partial(signal_handler.on_signal, signal.SIGTERM)
+        with pytest.raises(RunInterrupted, match="SIGTERM"):
+            start(make(folder), Moments(at, ask), signal_handler)
+        assert run_state.valid_checkpoints(folder)[0].name == f"step-{step:06d}"
+
+
+def test_killed_again_and_again_it_still_ends_as_if_undisturbed(config, tmp_path):
+    make = partial(make_config, config, warm=True, ares=True, save_every=1)
+    expected, _ = run_on(make(tmp_path / "whole"), Moments())
+    made = make(tmp_path / "killed")
+    # Each life gets one step further; the first has the warm start's checkpoint to write, too.
+    for number in (2, 1, 1):
+        with pytest.raises(Killed):
+            start(made, Moments(("saved", number), die))
+    assert run_state.valid_checkpoints(tmp_path / "killed")[0].name == f"step-{STEPS:06d}"
+    assert outcome(made, start(made, Moments())) == expected
+
+
+def test_a_queue_that_stops_it_in_every_stage_gets_it_to_its_end(config, tmp_path):
+    make = partial(make_config, config, warm=True, ares=True)
+    expected, _ = run_on(make(tmp_path / "whole"), Moments())
+    made, where = make(tmp_path / "stopped"), []
+    # In the update or the check of the warm start, behind it, before and in the first step.
+    lives = [("sft_step", 1), ("sft_step", 1), ("sync", 2), ("reset_optimizer", 1), ("saved", 1)]
+    lives += [
+        ("generate", 5),
+        ("compute_log_probs", 1),
+        ("update", 1),
+        ("update", 1),
+        ("export_hf", 1),
+    ]
+    for life in lives:
+        signal_handler = SignalHandler()
+        with pytest.raises(RunInterrupted):
+            start(
+                made,
+                Moments(life, partial(signal_handler.on_signal, signal.SIGUSR1)),
+                signal_handler,
+            )
+        where.append(run_state.valid_checkpoints(tmp_path / "stopped")[0].name)
+    assert where[:5] == ["warm-000001", "warm-000002", "warm-000002", "warm-000002", "step-000000"]
+    assert where[5:] == ["step-000000"] * 2 + ["step-000001", "step-000002", "step-000003"]
+    assert outcome(made, start(made, Moments())) == expected
+
+
+def saved_run(config, folder, **kind):
+    """Ended in the update of the last step, with checkpoints of steps 1 and 2."""
+    moments, made = Moments(), make_config(config, folder / "whole", save_every=1, **kind)
+    expected, _ = run_on(made, moments)
+    last = [at for at, name in enumerate(moments.names) if name == "updated"][-1]
+    made = replace(made, run_dir=str(folder / "run"))
+    with pytest.raises(Killed):
+        start(made, Moments(last, die))
+    found = [path.name for path in run_state.valid_checkpoints(folder / "run")]
+    assert found[:2] == ["step-000002", "step-000001"]
+    return made, expected
+
+
+@pytest.mark.parametrize("text", ["", "9.9"], ids=["size", "contents"])
+def test_a_damaged_newest_one_is_passed_over_with_a_warning(config, tmp_path, caplog, text):
+    made, expected = saved_run(config, tmp_path, warm=False, ares=False)
+    newest = run_state.valid_checkpoints(Path(made.run_dir))[0]
+    path = newest / WEIGHT
+    # The contents are of the same size, so that only their digest gives them away.
+    path.write_text(text and "9" * len(path.read_text()))
+    components = start(made, Moments())
+    assert outcome(made, components) == expected
+    assert f"checkpoint {newest} is" in caplog.text
+
+
+def test_without_the_warm_start_there_is_no_reference_to_go_on_with(config, tmp_path):
+    made, _ = saved_run(config, tmp_path, warm=True, ares=False)
+    (Path(made.run_dir) / "start" / "step-000000" / WEIGHT).unlink()
+    with pytest.raises(ValueError, match=r"without a valid one in start/.*resume=false"):
+        start(made, Moments())
+
+
+def test_more_steps_may_be_asked_for_later(config, tmp_path):
+    made, _ = saved_run(config, tmp_path, warm=False, ares=False)
+    longer = replace(made, total_steps=5)
+    found = outcome(longer, start(longer, Moments()))
+    whole = replace(longer, run_dir=str(tmp_path / "longer"))
+    assert found == outcome(whole, start(whole, Moments()))
+
+
+def test_metrics_of_a_run_without_a_checkpoint_go(components, config, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    assert restore(components, config) is None
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert components.policy.calls == []
+
+
+def test_the_loop_says_so_where_it_goes_on(config, tmp_path, capsys):
+    made, _ = saved_run(config, tmp_path, warm=False, ares=False)
+    capsys.readouterr()
+    start(made, Moments())
+    shown = capsys.readouterr().out
+    assert "goes on after RL step 2" in shown
+    assert "RL 3/3" in shown and "RL 1/3" not in shown

@@ -1,0 +1,116 @@
+"""An earlier run is never overwritten, never mixed with another one, and goes on where it can."""
+
+import pytest
+import yaml
+
+from mega_agentrl.config.override_keys import known_keys
+from mega_agentrl.train.resume.run_dir import (
+    MUTABLE_KEYS,
+    changed_keys,
+    prepare_run_dir,
+    write_atomic,
+)
+
+SETTINGS = {
+    "total_steps": 10,
+    "seed": 1,
+    "optim": {"lr": 1e-5, "micro_batch_tokens": 64},
+    "cluster": {"ray_address": ""},
+    "reward": {"functions": {}},
+}
+
+
+def text(**changes):
+    return yaml.safe_dump(SETTINGS | changes)
+
+
+def begun(run_dir, *, checkpoint=None, finished=False):
+    """A folder as a run leaves it."""
+    prepare_run_dir(run_dir, text(), resume=True)
+    (run_dir / "metrics.jsonl").write_text("a line\n")
+    if checkpoint:
+        (run_dir / checkpoint).mkdir(parents=True)
+        (run_dir / checkpoint / "manifest.json").write_text("{}")
+    if finished:
+        (run_dir / "summary.json").write_text("{}")
+
+
+def test_finished_runs_are_numbered_and_kept(tmp_path):
+    run_dir = tmp_path / "deep" / "run"
+    for number in (1, 2):
+        begun(run_dir, finished=True)
+        (run_dir / "metrics.jsonl").write_text(f"run {number}")
+        moved = tmp_path / "deep" / f"run.{number}"
+        assert prepare_run_dir(run_dir, text(), resume=True) == (False, moved)
+        assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    kept = [(tmp_path / "deep" / f"run.{n}" / "metrics.jsonl").read_text() for n in (1, 2)]
+    assert kept == ["run 1", "run 2"]
+
+
+@pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-000004", "start/step-000000"])
+def test_an_unfinished_one_goes_on_in_its_place(tmp_path, checkpoint):
+    begun(tmp_path / "run", checkpoint=checkpoint)
+    changed = text(total_steps=20, cluster={"ray_address": "10.0.0.1:6379"})
+    assert prepare_run_dir(tmp_path / "run", changed, resume=True) == (True, None)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "a line\n"
+    assert (tmp_path / "run" / "config.yaml").read_text() == changed
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_unfinished_one_is_kept_aside_where_that_is_asked_for(tmp_path):
+    begun(tmp_path / "run", checkpoint="checkpoints/step-000004")
+    moved = tmp_path / "run.1"
+    assert prepare_run_dir(tmp_path / "run", text(seed=2), resume=False) == (False, moved)
+    assert (moved / "checkpoints" / "step-000004" / "manifest.json").exists()
+
+
+def test_checkpoints_of_other_settings_are_an_error_that_names_the_keys(tmp_path):
+    begun(tmp_path / "run", checkpoint="checkpoints/step-000004")
+    changed = text(seed=2, total_steps=20, optim={"lr": 0.1, "micro_batch_tokens": 32})
+    with pytest.raises(ValueError, match=r"other values of optim\.lr, seed than .*resume=false"):
+        prepare_run_dir(tmp_path / "run", changed, resume=True)
+    assert (tmp_path / "run" / "config.yaml").read_text() == text()
+
+
+def test_without_a_checkpoint_other_settings_begin_anew(tmp_path):
+    begun(tmp_path / "run")
+    assert prepare_run_dir(tmp_path / "run", text(seed=2), resume=True) == (
+        False,
+        tmp_path / "run.1",
+    )
+
+
+def test_a_folder_without_a_run_stays(tmp_path):
+    (tmp_path / "multirun.yaml").write_text("x")
+    assert prepare_run_dir(tmp_path, text(), resume=True) == (False, None)
+    assert (tmp_path / "multirun.yaml").exists()
+
+
+def test_a_setting_that_only_one_side_has_differs():
+    assert changed_keys(text(), text(more=None)) == ["more"]
+    assert changed_keys(text(reward={"functions": {"a": "b"}}), text()) == [
+        "reward.functions",
+        "reward.functions.a",
+    ]
+    assert changed_keys("", text(seed=3)) == ["optim.lr", "reward.functions", "seed"]
+
+
+def test_what_may_differ_are_settings():
+    keys = list(known_keys())
+    for mutable in MUTABLE_KEYS:
+        assert any(
+            key == mutable or (mutable[-1] == "." and key.startswith(mutable)) for key in keys
+        ), mutable
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+
+    def fail(*args):
+        raise OSError("killed here")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="killed here"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"

@@ -1,0 +1,128 @@
+"""When a step boundary is saved, what it contains, and what is not saved at all."""
+
+import signal
+
+import pytest
+
+from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.train.checkpoints import CheckpointManager
+from mega_agentrl.train.controllers import initial_controllers
+from mega_agentrl.train.evaluate import evaluate_validation_set
+from mega_agentrl.train.resume import run_state
+from mega_agentrl.train.resume.run_state import RunState
+from mega_agentrl.train.run_logger import RunLogger
+from mega_agentrl.train.signals import RunInterrupted, SignalHandler
+
+
+@pytest.fixture
+def opened(components, config):
+    """Makes a `CheckpointManager` of the run, at its beginning or from a state."""
+    components.prompt_source = PromptSampler(components.validation_prompts, seed=1)
+    with RunLogger(components.run_dir, config) as logger:
+        yield lambda signal_handler=None, state=None: CheckpointManager(
+            components, config, logger, signal_handler or SignalHandler(), state
+        )
+
+
+def names(components):
+    return sorted(path.name for path in run_state.valid_checkpoints(components.run_dir))
+
+
+def newest(components):
+    return run_state.load_checkpoint(
+        components.policy, run_state.valid_checkpoints(components.run_dir)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "total", "saved"), [(2, 5, [2, 4, 5]), (0, 3, [3]), (1, 2, [1, 2]), (9, 9, [9])]
+)
+def test_checkpoints_come_every_so_often_and_at_the_end(
+    components, config, opened, every, total, saved
+):
+    config.save_every_steps, config.total_steps, components.open_sft_stream = every, total, None
+    with opened() as checkpoints:
+        checkpoints.record_warm_start_done()
+        for step in range(1, total + 1):
+            checkpoints.record_step(step, initial_controllers(config.algo))
+            assert checkpoints.step == step
+    assert components.policy.calls == [f"save step-{step:06d}" for step in saved]
+
+
+def test_behind_a_warm_start_there_is_a_checkpoint_that_stays(components, config, opened):
+    config.save_every_steps, config.total_steps = 1, 4
+    with opened() as checkpoints:
+        checkpoints.record_warm_start_done()
+        for step in range(1, 5):
+            checkpoints.record_step(step, initial_controllers(config.algo))
+    assert names(components) == ["step-000000", "step-000003", "step-000004"]
+    assert (components.run_dir / "start" / "step-000000" / "manifest.json").exists()
+
+
+def test_a_signal_saves_the_last_boundary_and_nothing_after_it(components, config, opened):
+    config.save_every_steps, config.total_steps, components.open_sft_stream = 0, 9, None
+    components.generator.version = 4
+    signal_handler = SignalHandler()
+    with pytest.raises(RunInterrupted), opened(signal_handler) as checkpoints:
+        checkpoints.record_warm_start_done()
+        checkpoints.record_validation_before(evaluate_validation_set(components, config))
+        components.prompt_source.ack(components.prompt_source.next_prompts(3))
+        checkpoints.record_step(1, initial_controllers(config.algo))
+        at_pause = components.prompt_source.state_dict()
+        components.prompt_source.next_prompts(2)
+        signal_handler.on_signal(signal.SIGTERM)
+    state = newest(components)
+    assert (state.step, state.weight_version) == (1, 4)
+    assert state.sampler_state == at_pause != components.prompt_source.state_dict()
+    assert state.controller_state == initial_controllers(config.algo).to_dict()
+    assert set(state.validation_before) == {"sampled", "greedy"}
+    assert state.logger_state["curve"] == []
+
+
+def test_a_saved_boundary_is_not_saved_again(components, config, opened):
+    config.save_every_steps, config.total_steps = 1, 9
+    for state in (None, "saved"):
+        signal_handler = SignalHandler()
+        taken = newest(components) if state else None
+        with pytest.raises(RunInterrupted), opened(signal_handler, taken) as checkpoints:
+            if taken is None:
+                checkpoints.record_warm_start_done()
+                checkpoints.record_step(1, initial_controllers(config.algo))
+            assert checkpoints.step == 1
+            signal_handler.on_signal(signal.SIGTERM)
+    assert components.policy.calls == ["save step-000000", "save step-000001"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_other_exceptions_save_nothing(components, config, opened, error):
+    config.save_every_steps, config.total_steps, components.open_sft_stream = 0, 9, None
+    with pytest.raises(error), opened() as checkpoints:
+        checkpoints.record_warm_start_done()
+        checkpoints.record_step(1, initial_controllers(config.algo))
+        raise error
+    assert components.policy.calls == []
+
+
+def test_a_state_gives_everything_back(components, config, opened):
+    components.open_sft_stream = None
+    before = evaluate_validation_set(components, config)
+    controllers = initial_controllers(config.algo)
+    with opened() as checkpoints:
+        checkpoints.record_warm_start_done()
+        checkpoints.record_validation_before(before)
+        checkpoints.record_step(config.total_steps, controllers)
+    again = opened(state=newest(components))
+    assert (again.step, again.controllers, again.validation_before) == (
+        config.total_steps,
+        controllers,
+        before,
+    )
+    fresh = opened(
+        state=RunState(
+            step=0,
+            controller_state={},
+            sampler_state={},
+            logger_state=newest(components).logger_state,
+        )
+    )
+    assert (fresh.step, fresh.controllers, fresh.validation_before) == (0, None, None)

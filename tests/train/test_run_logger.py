@@ -1,0 +1,116 @@
+"""What is shown: lines of progress, the closing table, rollouts of different questions."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from mega_agentrl.train.controllers import initial_controllers
+from mega_agentrl.train.evaluate import evaluate_validation_set
+from mega_agentrl.train.rollout_collection import open_rollout_collector
+from mega_agentrl.train.run_logger import RunLogger
+from mega_agentrl.train.trainer import train, train_step
+from mega_agentrl.types.monitoring import Monitors
+
+
+def screen():
+    return Console(file=io.StringIO(), width=160)
+
+
+def test_a_step_shows_reward_success_phases_and_speed(components, config):
+    console = screen()
+    with (
+        RunLogger(components.run_dir, config, console) as logger,
+        logger.stage("RL", 1),
+        open_rollout_collector(components, config) as collector,
+    ):
+        train_step(components, config, logger, collector, initial_controllers(config.algo), 1)
+    shown = console.file.getvalue()
+    for piece in ("RL 1/1", "reward", "success", "tokens/s", "rollout", "update", "eta"):
+        assert piece in shown
+
+
+def test_the_end_shows_before_and_after_side_by_side(components, config):
+    console = screen()
+    with RunLogger(components.run_dir, config, console) as logger:
+        before = logger.log_validation("before", evaluate_validation_set(components, config))
+        with logger.stage("RL", 1), open_rollout_collector(components, config) as collector:
+            train_step(components, config, logger, collector, initial_controllers(config.algo), 1)
+        after = logger.log_validation("after", evaluate_validation_set(components, config))
+        logger.finish(before, after)
+    shown = console.file.getvalue()
+    assert f"held-out reward before RL: {before.sampled.reward:.3f}" in shown
+    assert f"held-out reward after RL: {after.sampled.reward:.3f}" in shown
+    for piece in ("before", "after", "change", "response tokens", "question p", "run folder"):
+        assert piece in shown
+
+
+class FakeMonitors:
+    """A tracker, a monitor of two GPUs and spans that record their calls."""
+
+    run_id = ""
+
+    def __init__(self):
+        self.lines, self.begun, self.scored_ids, self.tracer = [], [], set(), self
+
+    def log(self, stage, step, numbers):
+        self.lines.append((stage, step, numbers))
+
+    def collect(self):
+        return {"gpu/util/min": 0.5, "gpu/util/worst": "node-7 GPU 3"}
+
+    def start_trajectory(self, name, attributes, parent):
+        self.begun.append((name, attributes["step"]))
+
+    def record_score(self, trajectory):
+        self.scored_ids.add(trajectory.trajectory_id)
+
+
+def test_monitors_are_called_in_a_run(components, config):
+    monitors = FakeMonitors()
+    components.open_sft_stream = None
+    components.monitors = Monitors(trackers=[monitors], gpu=monitors, rollout_spans=monitors)
+    train(components, config)
+    seen = [(stage, step) for stage, step, _ in monitors.lines]
+    assert seen == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
+    _, _, numbers = monitors.lines[1]
+    assert numbers["gpu/util/min"] == 0.5 and numbers["perf/tokens_per_s"] > 0
+    assert "gpu/util/worst" not in numbers and "perf/mfu" not in numbers
+    lines = (components.run_dir / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[1])["gpu/util/worst"] == "node-7 GPU 3"
+    assert {"train-1", "train-2"} < {step for _, step in monitors.begun}
+    assert {name for name, _ in monitors.begun} == monitors.scored_ids
+
+
+def test_a_restored_logger_continues_another_one(components, config):
+    def logger_of(name):
+        return RunLogger(components.run_dir / name, config, screen())
+
+    with (
+        logger_of("one") as one,
+        one.stage("RL", 2),
+        open_rollout_collector(components, config) as collector,
+    ):
+        train_step(components, config, one, collector, initial_controllers(config.algo), 1)
+        state = json.loads(json.dumps(one.state_dict()))
+    assert [point["step"] for point in state["curve"]] == [1]
+    assert state["stage_seconds"]["RL"] > 0, "a stage that is under way counts"
+    with logger_of("two") as two:
+        two.load_state_dict(state)
+        assert json.loads(json.dumps(two.state_dict())) == state
+        two.log_startup(2.0)
+        with two.stage("RL", 2, num_done=1):
+            pass
+        seconds = two.state_dict()["stage_seconds"]
+    assert seconds["start"] == 2.0
+    assert seconds["RL"] > state["stage_seconds"]["RL"]
+
+
+@pytest.mark.parametrize("state", [{}, {"curve": [{"step": 1}]}])
+def test_an_invalid_logger_state_is_refused(components, config, state):
+    with (
+        RunLogger(components.run_dir, config, screen()) as logger,
+        pytest.raises(ValueError, match="logger state"),
+    ):
+        logger.load_state_dict(state)

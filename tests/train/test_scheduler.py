@@ -1,0 +1,321 @@
+"""Rollouts ahead of the step that learns: who waits for whom, how old tokens are, how it ends."""
+
+import asyncio
+import json
+import signal
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.config.enums import FilterMetric
+from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
+from mega_agentrl.runtime.event_loop_thread import EventLoopThread
+from mega_agentrl.train.scheduler import AsyncRolloutScheduler
+from mega_agentrl.train.signals import RunInterrupted, SignalHandler
+from mega_agentrl.train.trainer import train
+from mega_agentrl.types.errors import RankLostError
+from tests.fakes import FakeGenerator
+from tests.rollout.stepped_engine import SteppedGenerator
+from tests.train.conftest import FakePolicy
+from tests.train.interruptible_run import Killed, Moments, die, make_config, outcome, start
+
+DEADLINE_S = 120
+pytestmark = pytest.mark.usefixtures("bare_runs")
+
+
+def steps_of(components, config, *, staleness, **changes):
+    """The metrics of each RL step of a run; what is left in its loop must be nothing."""
+    folder = Path(config.run_dir) / f"stale-{staleness}-{len(changes)}"
+    rollout = replace(config.rollout, max_staleness=staleness, **changes)
+    config = replace(config, run_dir=str(folder), total_steps=5, rollout=rollout)
+
+    async def num_tasks():
+        return len(asyncio.all_tasks())
+
+    with EventLoopThread() as thread:
+        components = replace(
+            components,
+            open_sft_stream=None,
+            policy=FakePolicy() if components.policy.calls else components.policy,
+            prompt_source=PromptSampler(components.validation_prompts, seed=1),
+            run_coroutine=thread.run,
+        )
+        components.generator.version = 0
+        try:
+            train(components, config)
+        finally:
+            # An EventLoopThread keeps one task of its own.
+            assert thread.run(num_tasks()) == 2
+            assert all(one.released == 1 for one in components.tools.sessions)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["stage"] == "rl"]
+
+
+def without_ages(lines):
+    """What rollouts give and the weights do not change."""
+    names = ("rollout/reward", "rollout/success", "rollout/num_groups", "rollout/response")
+    return [{k: v for k, v in line.items() if k.startswith(names)} for line in lines]
+
+
+class FakeCollector:
+    """Collections that end at once, or when their step is in `gates`' events; notes beginnings."""
+
+    def __init__(self, gates=()):
+        self.begun, self.acked = [], []
+        self.gates = {step: asyncio.Event() for step in gates}
+        self.num_sent = 0
+
+    async def collect_unacked(self, step, *, max_version_lag):
+        number = int(step.removeprefix("train-"))
+        self.begun.append((number, self.num_sent, max_version_lag))
+        if number in self.gates:
+            await self.gates[number].wait()
+        return RolloutBatch(
+            trees=[], finished_trees=[], filter_results=[], version=0, group_counts={"step": number}
+        )
+
+    def ack(self, rollout_batch):
+        self.acked.append(rollout_batch.group_counts["step"])
+
+
+def make_scheduler(components, collector, runner, **changes):
+    components = replace(components, run_coroutine=runner.run)
+    values = {"staleness": 2, "num_done": 0, "num_steps": 5, "interruptible_generator": None}
+    return AsyncRolloutScheduler(components, collector, SignalHandler(), **(values | changes))
+
+
+def test_a_collection_begins_as_soon_as_the_bound_allows(components):
+    collector = FakeCollector()
+    with asyncio.Runner() as runner:
+        scheduler = make_scheduler(components, collector, runner)
+        for step in range(1, 6):
+            assert scheduler.collect(step).group_counts == {"step": step}
+            scheduler.wait_before_weight_sync()
+            collector.num_sent = step
+            scheduler.on_weights_synced(step)
+        scheduler.close()
+    # (step, updates sent at its beginning, versions that a kept tree may be older than these)
+    assert collector.begun == [(1, 0, 2), (2, 0, 1), (3, 0, 0), (4, 1, 0), (5, 2, 0)]
+    assert collector.acked == [1, 2, 3, 4, 5]
+
+
+def test_at_most_so_many_collections_are_under_way_and_the_end_leaves_none(components):
+    async def open_gate(collector, step):
+        collector.gates[step].set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return [step for step, *_ in collector.begun]
+
+    with asyncio.Runner() as runner:
+        collector = FakeCollector(gates=(8, 9, 10, 11))
+        scheduler = make_scheduler(components, collector, runner, num_done=7, num_steps=12)
+        begun = runner.run(open_gate(collector, 8))
+        assert begun == [], "nothing begins before somebody asks"
+        assert scheduler.collect(8).group_counts == {"step": 8}
+        assert runner.run(open_gate(collector, 9)) == [8, 9, 10]
+        assert collector.acked == [8], "until a step is taken a checkpoint gives its prompts again"
+        scheduler.close()
+        scheduler.close()
+        scheduler.on_weights_synced(9)
+        assert [step for step, *_ in collector.begun] == [8, 9, 10]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_with_weights_that_stay_every_staleness_gives_the_same_steps(components, config, filtered):
+    changes = {}
+    if filtered:
+        changes = {"filter_metric": FilterMetric.reward, "filter_range": [0.4, 0.6]}
+    else:
+        changes = {"num_oversampled_prompts": 1}
+    together = steps_of(components, config, staleness=0, **changes)
+    one_off = steps_of(components, config, staleness=1, **changes)
+    assert len(together[0]) > 30
+    assert "rollout/reward_mean" in without_ages(together)[0]
+    if filtered:
+        assert without_ages(one_off) == without_ages(together)
+    assert [line["rollout/staleness_max"] for line in together] == [0.0] * 5
+    # What was put back comes a step later, and is not lost.
+    kept = [line["rollout/num_groups_kept"] for line in one_off]
+    assert kept == [3.0] * 5
+
+
+def test_one_step_off_every_token_is_one_version_old_but_those_of_the_first_step(
+    components, config
+):
+    lines = steps_of(components, config, staleness=1)
+    assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [line["rollout/staleness_mean"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [line["rollout/stale_tokens_fraction"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert without_ages(lines) == without_ages(steps_of(components, config, staleness=0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_is_older_than_the_bound_whatever_is_slow(components, config, seed):
+    components.generator, components.tools.delays = FakeGenerator(delays=seed), seed
+    lines = steps_of(components, config, staleness=3)
+    ages = [line["rollout/staleness_max"] for line in lines]
+    assert max(ages) <= 3
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_with_an_engine_that_is_faster_than_the_policy_the_bound_is_reached(components, config):
+    sampled = {step: threading.Event() for step in range(1, 6)}
+
+    class Watching(FakeGenerator):
+        async def generate(self, request):
+            for step, event in sampled.items():
+                if f"/train-{step}/" in request.request_id:
+                    event.set()
+            return await super().generate(request)
+
+    class Slow(FakePolicy):
+        num_updates = 0
+
+        def update(self, batch, kl_weight_BT=None):
+            self.num_updates += 1
+            assert sampled[min(self.num_updates + 2, 5)].wait(DEADLINE_S)
+            return super().update(batch, kl_weight_BT)
+
+    components.generator, components.policy = Watching(), Slow()
+    ages = [line["rollout/staleness_max"] for line in steps_of(components, config, staleness=2)]
+    assert ages[:2] == [0.0, 1.0] and max(ages) == 2.0
+
+
+def test_requests_that_weights_cut_in_two_keep_the_version_of_each_token(components, config):
+    class Slow(SteppedGenerator):
+        async def generate(self, request):
+            await asyncio.sleep(0.02)
+            return await super().generate(request)
+
+    components.generator = Slow()
+    lines = steps_of(components, config, staleness=2)
+    assert max(line["rollout/staleness_max"] for line in lines) <= 2
+    assert [line["rollout/num_groups_kept"] for line in lines] == [3.0] * 5
+
+
+def test_a_step_learns_while_the_next_one_is_collected(components, config):
+    seen = threading.Event()
+
+    class Watching(FakeGenerator):
+        async def generate(self, request):
+            if "/train-2/" in request.request_id:
+                seen.set()
+            return await super().generate(request)
+
+    class Waiting(FakePolicy):
+        def update(self, batch, kl_weight_BT=None):
+            assert seen.wait(DEADLINE_S), "nothing is sampled while it learns"
+            return super().update(batch, kl_weight_BT)
+
+    components.generator, components.policy = Watching(), Waiting()
+    assert len(steps_of(components, config, staleness=1)) == 5
+
+
+class Gated(FakeGenerator):
+    """Requests of the third step end when version 3 is served, or never."""
+
+    async def generate(self, request):
+        if "/train-3/" in request.request_id:
+            self.can_serve = False
+            while self.version < 3:
+                await asyncio.sleep(0.001)
+            self.can_serve = True
+        return await super().generate(request)
+
+
+def test_where_no_engine_serves_the_next_weights_are_not_waited_with(components, config):
+    # A new engine has no weights before the next ones are sent: to wait would be for ever.
+    components.generator = Gated()
+    lines = steps_of(components, config, staleness=1)
+    assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_bug_in_a_rollout_ends_the_run_at_the_step_that_needs_it(components, config, tmp_path):
+    class Broken(FakeGenerator):
+        async def generate(self, request):
+            if "/train-3/" in request.request_id:
+                raise KeyError("a bug")
+            return await super().generate(request)
+
+    components.generator = Broken()
+    with pytest.raises(KeyError, match="a bug"):
+        steps_of(components, config, staleness=1)
+    lines = (tmp_path / "stale-1-0" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"rl"' in line] == [1, 2]
+
+
+KINDS = {
+    "adaptive KL": {"warm": False, "ares": False},
+    "ARES with its bootstrap": {"warm": False, "ares": True},
+}
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_call_it_ends_as_if_undisturbed(config, tmp_path, kind, first):
+    """One step off a step is sampled by one version, and its trees are kept until it is saved."""
+    make = partial(make_config, config, staleness=1, **KINDS[kind])
+    moments = Moments()
+    expected = outcome(made := make(tmp_path / "whole"), start(made, moments))
+    names = [name for name in moments.names if name != "generate"]
+    chosen = [(name, names[: at + 1].count(name)) for at, name in enumerate(names)]
+    assert len(chosen) > 15
+    for name, number in chosen[first::2]:
+        made = make(tmp_path / f"killed-{name}-{number}")
+        with pytest.raises(Killed):
+            start(made, Moments((name, number), die))
+        found = outcome(made, start(made, Moments()))
+        assert found == expected, f"killed at {name} {number}"
+
+
+def test_a_signal_at_any_call_saves_and_it_goes_on_with_the_same_prompts(config, tmp_path):
+    """What a signal cuts short is sampled again, with the newer weights of its boundary."""
+    make = partial(make_config, config, staleness=1, **KINDS["adaptive KL"])
+    expected = outcome(made := make(tmp_path / "whole"), start(made, moments := Moments()))
+    names = [name for name in moments.names if name != "generate"]
+    for at, name in enumerate(names):
+        number, signal_handler = names[: at + 1].count(name), SignalHandler()
+        made = make(tmp_path / f"stopped-{name}-{number}")
+        ask = partial(signal_handler.on_signal, signal.SIGUSR1)
+        with pytest.raises(RunInterrupted):
+            start(made, Moments((name, number), ask), signal_handler)
+        found = outcome(made, start(made, Moments()))
+        assert prompts_of(found) == prompts_of(expected), f"stopped at {name} {number}"
+
+
+def prompts_of(found):
+    return [(x["step"], x["actor/prompts"]) for x in found["lines"] if x["stage"] == "rl"]
+
+
+def test_finished_rollouts_of_a_killed_run_are_used_again(config, tmp_path):
+    made = make_config(config, tmp_path, warm=False, ares=False, staleness=1, save_every=1)
+    with pytest.raises(Killed):
+        start(made, Moments(("updated", 2), die))
+    start(made, Moments())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if line["stage"] == "rl"}
+    assert steps[2]["rollout/num_groups_restored"] == 3
+    assert steps[2]["rollout/staleness_max"] == 1
+
+
+def test_a_policy_that_is_lost_is_restarted_and_trains_on_the_same_prompts(config, tmp_path):
+    def lose():
+        raise RankLostError("policy rank 0 died")
+
+    make = partial(make_config, config, warm=False, ares=False, staleness=1)
+    expected = outcome(made := make(tmp_path / "whole"), start(made, Moments()))
+    for moment in (
+        ("compute_log_probs", 1),
+        ("update", 2),
+        ("updated", 3),
+        ("sync", 3),
+        ("save", 1),
+    ):
+        made = make(tmp_path / f"lost-{moment}")
+        components = start(made, Moments(moment, lose))
+        assert components.policy.num_restarts == 1
+        assert outcome(made, components) == expected, f"lost at {moment}"

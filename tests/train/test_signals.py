@@ -1,0 +1,169 @@
+"""Signals: raised at once, after a deferral, through a cancelled coroutine, or by a deadline."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mega_agentrl.train import signals
+from mega_agentrl.train.signals import EXIT_CODES, SAVE_TIMEOUTS_S, RunInterrupted, SignalHandler
+
+
+def test_a_signal_raises_at_once_and_is_named():
+    signal_handler = SignalHandler()
+    assert signal_handler.exit_code == 130
+    with pytest.raises(RunInterrupted, match="SIGUSR1"):
+        signal_handler.on_signal(signal.SIGUSR1)
+    assert signal_handler.exit_code == 75
+    with pytest.raises(RunInterrupted, match="SIGUSR1"):
+        signal_handler.raise_if_signalled()
+    signal_handler.mark_handled()
+    signal_handler.raise_if_signalled()
+
+
+def test_a_deferred_signal_waits_for_the_end_of_the_outermost_deferral():
+    signal_handler, done = SignalHandler(), []
+    with pytest.raises(RunInterrupted, match="SIGTERM"), signal_handler.defer_signals():
+        with signal_handler.defer_signals():
+            signal_handler.on_signal(signal.SIGTERM)
+            done.append("inner")
+        signal_handler.raise_if_signalled()
+        done.append("outer")
+    assert done == ["inner", "outer"]
+    assert signal_handler.exit_code == 143
+
+
+def test_an_error_during_a_deferral_is_not_hidden_by_a_signal():
+    signal_handler = SignalHandler()
+    with pytest.raises(KeyError, match="a bug"), signal_handler.defer_signals():
+        signal_handler.on_signal(signal.SIGTERM)
+        raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_even_a_deferral_except_for_a_repeated_usr1(number):
+    signal_handler = SignalHandler()
+    with pytest.raises(KeyboardInterrupt) as caught, signal_handler.defer_signals():
+        signal_handler.on_signal(signal.SIGUSR1)
+        signal_handler.on_signal(signal.SIGUSR1)
+        signal_handler.on_signal(number)
+    assert not isinstance(caught.value, RunInterrupted)
+    assert signal_handler.exit_code == 75
+
+
+def test_a_coroutine_is_cancelled_and_tidies_up_before_the_run_hears_of_it():
+    signal_handler, tidied = SignalHandler(), []
+
+    async def work():
+        try:
+            asyncio.get_running_loop().call_later(0.01, signal_handler.on_signal, signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            tidied.append(True)
+
+    async def others():
+        return len(asyncio.all_tasks())
+
+    with asyncio.Runner() as runner:
+        wait = signal_handler.make_cancellable(runner.run)
+        with pytest.raises(RunInterrupted, match="SIGINT"):
+            wait(work())
+        assert tidied == [True]
+        signal_handler.mark_handled()
+        assert wait(others()) == 1, "the loop can still be used, and nothing else is in it"
+
+
+def test_a_coroutine_that_ignores_the_signal_is_followed_by_the_interrupt():
+    signal_handler = SignalHandler()
+
+    async def work():
+        signal_handler.on_signal(signal.SIGINT)
+        return 1
+
+    with asyncio.Runner() as runner, pytest.raises(RunInterrupted):
+        signal_handler.make_cancellable(runner.run)(work())
+
+
+def test_a_cancellation_of_another_kind_stays_one():
+    async def work():
+        raise asyncio.CancelledError
+
+    with asyncio.Runner() as runner, pytest.raises(asyncio.CancelledError):
+        SignalHandler().make_cancellable(runner.run)(work())
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_save_that_is_too_slow_is_given_up(handlers, monkeypatch):
+    monkeypatch.setitem(SAVE_TIMEOUTS_S, signal.SIGUSR1, 0.05)
+    signal_handler = SignalHandler()
+    signal_handler.install()
+    signal_handler.enable_save_timeout()
+    with pytest.raises(KeyboardInterrupt) as caught, signal_handler.defer_signals():
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(30)
+    assert not isinstance(caught.value, RunInterrupted)
+    assert signal_handler.exit_code == 75
+    signal_handler.disable_save_timeout()
+
+
+def test_without_save_timeout_there_is_no_deadline(handlers, monkeypatch):
+    clocks = []
+
+    class Clock(threading.Timer):
+        def start(self):
+            clocks.append(self)
+            super().start()
+
+    monkeypatch.setattr(threading, "Timer", Clock)
+    signal_handler = SignalHandler()
+    signal_handler.install()
+    signal_handler.enable_save_timeout()
+    with pytest.raises(RunInterrupted):
+        signal.raise_signal(signal.SIGTERM)
+    (clock,) = clocks
+    assert clock.interval == SAVE_TIMEOUTS_S[signal.SIGTERM]
+    signal_handler.disable_save_timeout()
+    assert clock.finished.is_set()
+
+
+def test_a_real_signal_wakes_a_loop_that_waits(handlers):
+    signal_handler = SignalHandler()
+    signal_handler.install()
+
+    async def work():
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        await asyncio.sleep(600)
+
+    with asyncio.Runner() as runner, pytest.raises(RunInterrupted, match="SIGUSR1"):
+        signal_handler.make_cancellable(runner.run)(work())
+
+
+def test_the_save_at_usr1_ends_before_slurm_does():
+    assert SAVE_TIMEOUTS_S[signal.SIGUSR1] < 120
+    assert SAVE_TIMEOUTS_S.keys() == EXIT_CODES.keys()
+
+
+def test_listening_imports_nothing_heavy():
+    code = (
+        "import sys; from mega_agentrl.train import signals;"
+        "signals.PROCESS_SIGNAL_HANDLER.install();"
+        "print([name for name in ('torch', 'ray', 'hydra', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+    assert isinstance(signals.PROCESS_SIGNAL_HANDLER, SignalHandler)

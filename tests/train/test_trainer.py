@@ -1,0 +1,225 @@
+"""The training run: order of calls, files, result."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import ray
+
+from mega_agentrl.config.enums import AdvantageEstimator
+from mega_agentrl.config.schema import SftConfig
+from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.rollout.io.tree_file import read_trees
+from mega_agentrl.runtime.remote_calls import PolicyRankDiedError
+from mega_agentrl.train.resume.policy_restart import train_with_restarts
+from mega_agentrl.train.signals import SignalHandler
+from mega_agentrl.train.trainer import train
+from tests.train.shared_gpus import share_gpus
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_policy_calls_come_in_the_order_of_the_algorithm(components, config):
+    components.open_sft_stream = None
+    train(components, config)
+    step = ["compute_log_probs", "update"]
+    assert components.policy.calls == [
+        "sync 1",
+        *step,
+        "sync 2",
+        *step,
+        "sync 3",
+        "save step-000002",
+        "export_hf",
+    ]
+
+
+def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(components, config):
+    config.sft = SftConfig(max_steps=4, target_success_rate=1.0)
+    train(components, config)
+    expected = ["sft_step"] * 4 + [
+        "sync 2",
+        "reset_optimizer",
+        "save step-000000",
+        "compute_log_probs",
+    ]
+    assert components.policy.calls[:8] == expected
+
+
+def test_without_any_step_it_is_one_evaluation(components, config, tmp_path, capsys):
+    components.open_sft_stream = None
+    config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
+    assert config.is_eval_only
+    reward = train(components, config)
+    assert components.policy.calls == ["sync 1"]
+    assert [line["stage"] for line in lines(tmp_path)] == ["held_out_before"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_after"] == reward
+    assert len(summary["held_out"]) == 1
+    shown = capsys.readouterr().out
+    assert "validation only" in shown and "change" not in shown
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_steps_say_how_evenly_tokens_are_shared(components, config, tmp_path):
+    components.open_sft_stream = None
+    config = replace(config, parallel=replace(config.parallel, data=2))
+    train(components, config)
+    shown = [x["batch/token_imbalance"] for x in lines(tmp_path) if x["stage"] == "rl"]
+    assert all(1 <= value < 1.5 for value in shown)
+
+
+def test_remax_samples_greedy_answers_beside_the_groups(components, config, tmp_path):
+    components.open_sft_stream = None
+    config = replace(config, algo=AlgoConfig(advantage=AdvantageEstimator.remax))
+    train(components, config)
+    steps = [line for line in lines(tmp_path) if line["stage"] == "rl"]
+    assert [line["rollout/greedy_failed"] for line in steps] == [0.0, 0.0]
+    assert all(line["rollout/greedy_tokens"] > 0 for line in steps)
+    assert [line["rollout/num_trajectories"] for line in steps] == [12.0, 12.0]
+    assert not any(name.startswith("rollout/greedy") for name in lines(tmp_path)[0])
+
+
+def test_a_run_leaves_metrics_summary_curve_and_rollouts(components, config, tmp_path):
+    components.open_sft_stream = None
+    reward = train(components, config)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reward_after"] == reward
+    assert summary["num_steps"] == 2
+    assert summary["seed"] == config.seed
+    assert abs(summary["mismatch_mean_abs"] - 0.25) < 1e-6
+    seconds = summary["stage_seconds"]
+    assert list(seconds) == ["start", "held out before", "RL", "held out after"]
+    assert summary["train_seconds"] == seconds["RL"] > 0
+    stages = [(line["stage"], line["step"]) for line in lines(tmp_path)]
+    assert stages == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
+    assert (tmp_path / "reward.png").stat().st_size > 1000
+    assert "question p" in (tmp_path / "rollouts.txt").read_text()
+
+
+def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(components, config, tmp_path):
+    components.open_sft_stream = None
+    config = replace(
+        config,
+        total_steps=3,
+        report=replace(config.report, save_trees_every_steps=2),
+        evaluate=replace(config.evaluate, greedy=True),
+    )
+    train(components, config)
+    found = {path.name: list(read_trees(path)) for path in (tmp_path / "rollouts").glob("*.jsonl")}
+    assert sorted(found) == [
+        "held_out_after.jsonl",
+        "held_out_after_greedy.jsonl",
+        "held_out_before.jsonl",
+        "held_out_before_greedy.jsonl",
+        "step_000002.jsonl",
+        "step_000003.jsonl",
+    ]
+    assert {(one.stage, one.step) for one in found["step_000002.jsonl"]} == {("rl", 2)}
+    assert {(one.stage, one.step) for one in found["held_out_after.jsonl"]} == {
+        ("held_out_after", 3)
+    }
+    assert [len(one.tree.leaves) for one in found["step_000003.jsonl"]] == [4] * 3
+    assert [len(one.tree.leaves) for one in found["held_out_before.jsonl"]] == [2] * 6
+    assert [len(one.tree.leaves) for one in found["held_out_before_greedy.jsonl"]] == [1] * 6
+    kept = [line for line in lines(tmp_path) if "time/save_rollouts_s" in line]
+    assert [line["step"] for line in kept if line["stage"] == "rl"] == [2, 3]
+
+
+def test_no_trees_are_saved_by_default(components, config, tmp_path):
+    components.open_sft_stream = None
+    train(components, config)
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_the_summary_holds_the_entropy_curve_of_all_steps(components, config, tmp_path):
+    components.open_sft_stream = None
+    train(components, config)
+    curve = json.loads((tmp_path / "summary.json").read_text())["entropy_by_offset"]
+    # Two steps of three prompts; each root or top-up has a first turn of at least one token.
+    assert 12 <= curve["num_root"][0] <= 24
+    assert len(curve["root"]) == len(curve["after_tool"]) == 51
+    assert 0 < curve["root"][0] < 3
+
+
+def test_a_warm_start_alone_is_evaluated_and_exported(components, config):
+    config.sft = SftConfig(max_steps=2, target_success_rate=1.0)
+    train(components, replace(config, total_steps=0))
+    assert components.policy.calls[-2:] == ["save step-000000", "export_hf"]
+
+
+LEARN = ["engines: sleep", "policy: gradients+optimizer+weights"]
+
+
+def syncs(version):
+    return [
+        "policy: weights",
+        "engines: weights",
+        f"sync {version}",
+        "policy: nothing",
+        "engines: cache",
+    ]
+
+
+@pytest.fixture
+def calls(components, config, monkeypatch):
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    return share_gpus(components, config)
+
+
+def test_on_shared_gpus_each_step_goes_once_around(components, config, calls):
+    components.open_sft_stream = None
+    train(components, config)
+    step = [*LEARN, "compute_log_probs", "update"]
+    assert calls == [
+        *syncs(1),
+        "rollouts",
+        *[*step, *syncs(2), "rollouts"],
+        *[*step, *syncs(3), *LEARN, "save step-000002", *syncs(3), "rollouts"],
+        *[*LEARN, "export_hf"],
+    ]
+
+
+def test_on_shared_gpus_a_warm_start_leaves_engines_that_serve(components, config, calls):
+    config.sft = SftConfig(max_steps=2, target_success_rate=1.0)
+    train(components, replace(config, total_steps=0))
+    assert calls == [
+        "sft_step",
+        "sft_step",
+        *syncs(2),
+        "rollouts",
+        *[*LEARN, "reset_optimizer", *syncs(2)],
+        *[*LEARN, "save step-000000", *syncs(2), "rollouts"],
+        *[*LEARN, "export_hf"],
+    ]
+
+
+def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(components, config, calls):
+    components.open_sft_stream = None
+    config.evaluate.every_steps = 1
+    train(components, config)
+    first = calls.index("rollouts", calls.index("sync 2"))
+    # The evaluation and the next step's rollouts run together.
+    assert calls[first : first + 3] == ["rollouts", *LEARN]
+
+
+def test_on_shared_gpus_a_run_goes_on_after_the_policy_died(components, config, calls):
+    components.open_sft_stream = None
+    policy, update = components.policy, components.policy.answer
+    deaths = iter([True])
+
+    def answer(method, args):
+        if method == "update" and next(deaths, False):
+            raise PolicyRankDiedError("policy rank 0 died")
+        return update(method, args)
+
+    policy.answer = answer
+    components.prompt_source.exclude = lambda rule: None
+    components.prompt_source.load_state_dict = lambda state: None
+    train_with_restarts(components, config, SignalHandler())
+    at = calls.index("restart")
+    assert calls[at + 1 : at + 6] == syncs(0)
+    assert calls[-1] == "export_hf"
+    assert calls.count("update") == 2

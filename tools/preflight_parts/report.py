@@ -1,0 +1,208 @@
+"""Formats the findings of a preflight as tables for people and as JSON for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mega_agentrl.estimate.device import GIB
+from mega_agentrl.estimate.memory.rank_parameters import num_active_parameters, num_parameters
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.estimate.memory.policy import PolicyMemory
+    from mega_agentrl.estimate.preflight.report import PreflightProblem, PreflightReport
+    from mega_agentrl.estimate.weight_transfer import TransferEstimate
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+    from tools.preflight_parts.prompts import PromptFile
+
+_POLICY_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients, float32",
+    "optimizer": "optimizer",
+    "activations": "activations of the micro-batches",
+    "head_workspace": "logits chunk and the head's gradients",
+    "layer_workspace": "or backward pass of a layer",
+    "reference_staging": "or one chunk of the reference weights",
+    "transfer_buckets": "or buckets of the weight transfer",
+    "runtime": "CUDA, NCCL (assumed); on a CPU libraries",
+    "sleeping_engine": "a sleeping engine on the same GPU",
+    "colocated_transfer_peak": "or the weights of both, while they are sent",
+    "peak": "peak",
+    "pinned_host": "pinned host memory: reference, offloaded state",
+}
+_ENGINE_PARTS = {
+    "weights": "weights",
+    "activations": "activations of the largest pass",
+    "logits": "logits and sampler",
+    "runtime": "CUDA, NCCL (assumed); on a CPU libraries, kernels",
+    "kv_cache": "KV cache",
+    "entropy_tap": "entropy tap",
+    "transfer": "buckets and a module of the weight transfer",
+    "cuda_graphs": "CUDA graphs (assumed)",
+    "colocated_policy": "the policy, off the same GPU",
+    "peak": "peak",
+}
+_MAX_COLUMNS = 4
+
+
+@dataclass(slots=True)
+class PreflightFindings:
+    """Everything that a preflight found; parts are None if they were not reached."""
+
+    config: TrainConfig | None = None
+    """The composed configuration."""
+    shape: ModelShape | None = None
+    """The shape of the model."""
+    device: DeviceSpec | None = None
+    """The device of a rank."""
+    report: PreflightReport | None = None
+    """The memory estimates."""
+    transfer: TransferEstimate | None = None
+    """The estimated weight transfer."""
+    prompts: list[PromptFile] = field(default_factory=list)
+    """The data files that were read."""
+    problems: list[PreflightProblem] = field(default_factory=list)
+    """Reasons why the run cannot start."""
+    notes: list[str] = field(default_factory=list)
+    """Other remarks for the user."""
+
+
+def as_json(found: PreflightFindings) -> dict[str, Any]:
+    """Return the findings as plain JSON values, with sizes in bytes."""
+    plain: dict[str, Any] = {
+        "runs": not found.problems,
+        "problems": [asdict(problem) for problem in found.problems],
+        "notes": found.notes,
+        "prompts": [asdict(file) for file in found.prompts],
+    }
+    if found.shape is not None:
+        plain["model"] = {
+            "architecture": found.shape.architecture,
+            "parameters": num_parameters(found.shape),
+            "active_parameters": num_active_parameters(found.shape),
+        }
+    if found.report is not None:
+        engine = found.report.engine
+        plain["num_gpus"] = found.report.num_gpus
+        for name, stages in _trained_models(found.report).items():
+            plain[name] = [asdict(m) | {"peak": m.peak} for m in stages]
+        sums = {"peak": engine.peak, "num_kv_cache_tokens": engine.num_kv_cache_tokens}
+        plain["engine"] = asdict(engine) | sums
+    if found.transfer is not None:
+        plain["transfer"] = asdict(found.transfer)
+    return plain
+
+
+def print_report(found: PreflightFindings, console: Console) -> None:
+    """Print tables, notes and the result."""
+    if found.shape is not None:
+        total, active = num_parameters(found.shape), num_active_parameters(found.shape)
+        used = f", {_format_count(active)} active per token" if active != total else ""
+        console.print(f"{found.shape.architecture}: {_format_count(total)} parameters{used}")
+    if found.report is not None and found.config is not None and found.device is not None:
+        for name, stages in _trained_models(found.report).items():
+            console.print(_ranks_table(name, stages, found.device, found.config))
+        console.print(_engine_table(found.report, found.device, found.config))
+    if found.transfer is not None:
+        console.print(_transfer_line(found.transfer))
+    for file in found.prompts:
+        console.print(
+            f"{file.key}: {file.num_prompts} prompts, the longest has {file.max_prompt_tokens} "
+            "tokens"
+        )
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    for problem in found.problems:
+        console.print(f"[bold red]cannot run[/]: {problem.config_key}", highlight=False)
+        console.print(f"  {problem.message}", markup=False)
+        for number, change in enumerate(problem.suggestions):
+            console.print(f"  {'solution' if not number else '      or'}: {change}", markup=False)
+        if not problem.suggestions:
+            console.print("  no solution with a few changed keys was found", markup=False)
+    if not found.problems:
+        num = found.report.num_gpus if found.report else 0
+        console.print(f"[bold green]can run[/] on {num} devices")
+
+
+def _trained_models(report: PreflightReport) -> dict[str, list[PolicyMemory]]:
+    """Return the memory of the models that are sharded by `parallel`, by name."""
+    critic = {"critic": report.critic} if report.critic else {}
+    return {"policy": report.policy, **critic}
+
+
+def _ranks_table(
+    name: str, stages: list[PolicyMemory], device: DeviceSpec, config: TrainConfig
+) -> Table:
+    layout = config.parallel
+    sizes = ("tensor", "context", "data", "pipeline", "virtual_pipeline", "expert")
+    cut = ", ".join(f"{size.replace('_', ' ')} {getattr(layout, size)}" for size in sizes)
+    table = Table("", caption_justify="left")
+    table.caption = f"{name}: {layout.world_size} ranks ({cut}){_format_memory_limit(device)}"
+    stages = _shown_stages(stages)
+    for memory in stages:
+        table.add_column(f"stage {memory.stage}", justify="right")
+    for part, label in _POLICY_PARTS.items():
+        values = [getattr(memory, part) for memory in stages]
+        if any(values):
+            style = "bold" if part == "peak" else None
+            table.add_row(label, *map(_format_bytes, values), style=style)
+    return table
+
+
+def _shown_stages(stages: list[PolicyMemory]) -> list[PolicyMemory]:
+    """Return all stages, or if there are many the first, the fullest and the last."""
+    if len(stages) <= _MAX_COLUMNS:
+        return stages
+    fullest = max(stages, key=lambda memory: memory.peak).stage
+    return [stages[number] for number in sorted({0, fullest, len(stages) - 1})]
+
+
+def _engine_table(report: PreflightReport, device: DeviceSpec, config: TrainConfig) -> Table:
+    engine, memory = config.engine, report.engine
+    table = Table("", caption_justify="left")
+    table.add_column("a rank", justify="right")
+    count = f"{config.cluster.num_engines} x {engine.tensor_parallel_size} ranks"
+    table.caption = f"engines: {count}{_format_memory_limit(device)}"
+    for name, label in _ENGINE_PARTS.items():
+        value = getattr(memory, name)
+        if value:
+            style = "bold" if name == "peak" else None
+            table.add_row(label, _format_bytes(value), style=style)
+    table.add_row("tokens in the KV cache", f"{memory.num_kv_cache_tokens:,}")
+    return table
+
+
+def _format_memory_limit(device: DeviceSpec) -> str:
+    if device.memory_gib is None:
+        return ""
+    return f"; {device.usable_bytes / GIB:.1f} of {device.memory_gib:g} GiB usable"
+
+
+def _format_bytes(num_bytes: float) -> str:
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit or name == "KiB":
+            break
+    return f"{num_bytes / unit:.2f} {name}"
+
+
+def _format_count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
+
+
+def _transfer_line(transfer: TransferEstimate) -> str:
+    ways = ", ".join(
+        f"{_format_bytes(value)} {name.replace('_', ' ')}"
+        for name, value in transfer.bytes_by_link.items()
+    )
+    return (
+        f"weight transfer: {_format_bytes(transfer.max_bytes_per_engine_rank)} to an engine rank; "
+        f"in all {ways}; "
+        f"predicted {transfer.predicted_s:.2f} s (an engine rank's own bytes over one network "
+        "link: "
+        f"{transfer.lower_bound_s:.2f} s)"
+    )
