@@ -179,7 +179,9 @@ async def test_whenever_a_collection_is_cancelled_no_state_stays_open(seed):
             step=0,
         )
     )
-    await asyncio.sleep(0.004 + rng.random() * 0.04)
+    while not tools[0].num_opened and not collecting.done():
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(rng.random() * 0.04)
     collecting.cancel()
     await asyncio.wait({collecting}, timeout=60)
     assert collecting.done()
