@@ -1,4 +1,4 @@
-"""Which prompts the policy has mastered, so that the sampler may skip them (an option of ARES).
+"""Track the prompts that the policy has mastered, so that the sampler may skip them (ARES option).
 
 A prompt is mastered if all its trajectories were correct in two visits in a row and the mean token
 entropy of the last visit is in the lowest fifth of all prompts seen. A mastered prompt is skipped,

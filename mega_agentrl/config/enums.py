@@ -19,7 +19,7 @@ class Branching(StrEnum):
 
 
 class ForkBudgetMode(StrEnum):
-    """How the forks of a prompt are distributed over its paths."""
+    """Distribution of a prompt's forks over its paths."""
 
     partitioned = "partitioned"
     """Each path has its own share."""
@@ -28,7 +28,7 @@ class ForkBudgetMode(StrEnum):
 
 
 class CallProtocol(StrEnum):
-    """How the policy writes tool calls."""
+    """Syntax in which the policy writes tool calls."""
 
     tags = "tags"
     """ARPO's tags."""
@@ -37,7 +37,7 @@ class CallProtocol(StrEnum):
 
 
 class InvalidCallAction(StrEnum):
-    """What happens after a tool call that cannot be run."""
+    """Response to a tool call that cannot be run."""
 
     answer = "answer"
     """The policy gets an error message."""
@@ -46,7 +46,7 @@ class InvalidCallAction(StrEnum):
 
 
 class TemplateCheck(StrEnum):
-    """Which differences from the full chat template are reported."""
+    """Differences from the full chat template that are reported."""
 
     strict = "strict"
     """All differences."""
@@ -115,7 +115,7 @@ class RolloutCorrection(StrEnum):
 
 
 class KlPlacement(StrEnum):
-    """Where the KL penalty is applied."""
+    """Quantity to which the KL penalty is applied."""
 
     loss = "loss"
     """Added to the loss."""
@@ -124,7 +124,7 @@ class KlPlacement(StrEnum):
 
 
 class CotBlocks(StrEnum):
-    """Which parts of a response are its chain of thought."""
+    """Parts of a response that count as its chain of thought."""
 
     first = "first"
     """Between the first markers."""
@@ -146,18 +146,18 @@ class AresMode(StrEnum):
 
 
 class FunctionCallMatch(StrEnum):
-    """How function calls are compared."""
+    """Comparison of function calls with the expected ones."""
 
     ast = "ast"
-    """Parsed, as sets."""
+    """Calls are parsed and compared as sets."""
     ast_ordered = "ast_ordered"
-    """Parsed, in order."""
+    """Calls are parsed and compared in order."""
     string = "string"
-    """As text."""
+    """Calls are compared as text."""
 
 
 class LossAggregation(StrEnum):
-    """How per-token losses are reduced to a scalar."""
+    """Reduction of per-token losses to a scalar."""
 
     token_mean = "token_mean"
     """Mean over all tokens."""
@@ -183,10 +183,10 @@ class KlEstimator(StrEnum):
 
 
 class Truncation(StrEnum):
-    """What happens to prompts over `data.max_prompt_tokens`; cuts keep the generation prompt."""
+    """Treatment of prompts over `data.max_prompt_tokens`; cuts keep the generation prompt."""
 
     error = "error"
-    """An error."""
+    """The run ends with an error."""
     drop = "drop"
     """The prompt is dropped."""
     left = "left"
@@ -203,7 +203,7 @@ class PromptOrder(StrEnum):
     shuffled = "shuffled"
     """Shuffled in each epoch."""
     file = "file"
-    """As in the files."""
+    """Prompts keep the order of the files."""
     difficulty = "difficulty"
     """Shuffled; prompts that the policy answers about half of the time come more often."""
 
@@ -231,7 +231,7 @@ class LrSchedule(StrEnum):
 
 
 class SearchBackend(StrEnum):
-    """What the search tool queries."""
+    """Backend that the search tool queries."""
 
     local = "local"
     """An index of a local corpus."""
@@ -251,12 +251,12 @@ class PythonMode(StrEnum):
 
 
 class SandboxIsolation(StrEnum):
-    """How this machine is protected from the Python tool's code."""
+    """Protection of this machine from the Python tool's code."""
 
     bubblewrap = "bubblewrap"
     """bubblewrap namespaces and resource limits."""
     none = "none"
-    """Not at all; for trusted code only."""
+    """No protection; for trusted code only."""
 
 
 class TrackerName(StrEnum):

@@ -75,7 +75,7 @@ class EngineConfig:
 
 @dataclass
 class RolloutConfig(GroupConfig):
-    """How trajectories are sampled, and which groups are trained on (`GroupConfig`)."""
+    """Sampling of trajectories and selection of the groups to train on (`GroupConfig`)."""
 
     group_size: int = 8
     """Trajectories per prompt, M in ARPO."""
@@ -100,9 +100,9 @@ class RolloutConfig(GroupConfig):
     call_protocol: CallProtocol = CallProtocol.tags
     """Syntax of tool calls."""
     on_invalid_call: InvalidCallAction = InvalidCallAction.answer
-    """What happens after a tool call that cannot be run."""
+    """Response to a tool call that cannot be run."""
     template_check: TemplateCheck = TemplateCheck.strict
-    """How the finished conversation is compared with the full chat template."""
+    """Comparison of the finished conversation with the full chat template."""
     use_inference_chat_template: bool = False
     """Render the conversation anew for every turn instead of appending to the sampled tokens, for
     chat templates that drop earlier reasoning."""
@@ -206,7 +206,7 @@ class ReportConfig:
     prometheus_port: int = 0
     """Port of a Prometheus endpoint on the driver with the latest metrics; 0 for none."""
     trace_destination: str = ""
-    """Where the OpenTelemetry spans of the trajectories go: an OTLP endpoint (`http://...`) or a
+    """Destination of the trajectories' OpenTelemetry spans: an OTLP endpoint (`http://...`) or a
     file; empty for none."""
     profile_steps: list[int] = field(default_factory=list)
     """RL steps whose log-prob pass and update are profiled on the policy's rank 0."""

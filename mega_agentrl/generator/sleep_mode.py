@@ -29,7 +29,7 @@ _SLEEP_LEVEL = 2
 
 
 class MemoryState(Enum):
-    """What is in GPU memory; see the module docstring."""
+    """Contents of GPU memory, as the module docstring lists them."""
 
     awake = auto()
     weights_only = auto()
@@ -67,7 +67,7 @@ class SleepController:
 
     @property
     def state(self) -> MemoryState:
-        """What is in GPU memory."""
+        """Contents of GPU memory at present."""
         return self._state
 
     @property

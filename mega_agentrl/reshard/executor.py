@@ -65,7 +65,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What one rank transferred in an update."""
+    """Statistics of one rank's transfers in an update."""
 
     sent_bytes: int
     """Bytes of the frames sent."""
@@ -77,7 +77,7 @@ class TransferReport:
 
 @dataclass(frozen=True, slots=True)
 class _SendBuffers:
-    """What a trainer rank sends; see `TransferExecutor.send`."""
+    """Shards that a trainer rank sends, and the function that copies and digests them."""
 
     shards: Mapping[str, torch.Tensor]
     copy_fn: CopyFn | None

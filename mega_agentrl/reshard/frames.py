@@ -52,7 +52,8 @@ class FramePart:
     dtype: torch.dtype
     """Dtype in the frame."""
     param_slices: tuple[ParamSlice, ...]
-    """Where this rank holds it: one entry on a trainer rank, one or more on a rollout rank."""
+    """Positions at which this rank holds the slice: one on a trainer rank, one or more on a rollout
+    rank."""
 
     def view(self, frame: torch.Tensor) -> torch.Tensor:
         """Return the slice's values as a view of a frame, shaped like its rectangle."""

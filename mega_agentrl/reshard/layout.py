@@ -99,7 +99,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """What one parameter of one rank holds."""
+    """Blocks of Hugging Face tensors that one parameter of one rank holds."""
 
     name: str
     """Parameter name on its rank."""

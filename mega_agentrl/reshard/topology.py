@@ -1,4 +1,4 @@
-"""Where ranks are placed and which type of link connects two of them.
+"""Placement of ranks, and the type of link between two of them.
 
     same_gpu    two processes on one device: a copy in its memory
     same_node   two devices of one machine: NVLink, PCIe or host memory

@@ -63,7 +63,7 @@ class RunInputs:
     prompts: tuple[Prompt, ...]
     """Training prompts."""
     prompt_weights: tuple[float, ...]
-    """How often each training prompt occurs per epoch."""
+    """Number of times that each training prompt occurs per epoch."""
     validation: tuple[Prompt, ...]
     """Held-out prompts."""
     dev: tuple[Prompt, ...]

@@ -59,7 +59,7 @@ class SandboxResult:
     """The outcome of one call."""
 
     status: ToolStatus
-    """How the call ended."""
+    """Status of the call at its end."""
     output: str
     """Standard output if the code succeeded, else its error text."""
     latency_s: float

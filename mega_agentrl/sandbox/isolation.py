@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GUEST_PATH = "/sandbox"
-"""Where the guest package is mounted inside the sandbox."""
+"""Mount point of the guest package inside the sandbox."""
 
 _VENV_PATH = Path("/sandbox/environment")
-"""Where a virtual environment is mounted inside the sandbox. Its own path will not do: it may be
+"""Mount point of a virtual environment inside the sandbox. Its own path will not do: it may be
 below /tmp, which every call replaces by a tmpfs of its own.
 """
 

@@ -45,7 +45,7 @@ class ToolResponse:
     text: str
     """Text shown to the policy."""
     status: ToolStatus = ToolStatus.ok
-    """How the execution went."""
+    """Status of the execution."""
     step_reward: float = 0.0
     """Reward of this call."""
     metrics: Mapping[str, float] = field(default_factory=dict)

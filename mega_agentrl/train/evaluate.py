@@ -67,9 +67,9 @@ class ValidationResult:
     """Results on the validation questions."""
 
     sampled: EvalResult
-    """Of sampled answers."""
+    """Result of sampled answers."""
     greedy: EvalResult | None
-    """Of greedy answers; None unless `evaluate.greedy` is set."""
+    """Result of greedy answers; None unless `evaluate.greedy` is set."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers, maps and None, which survive JSON and `from_dict` exactly."""

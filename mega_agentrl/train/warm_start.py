@@ -29,7 +29,7 @@ EVAL_EVERY_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """How a warm start ended."""
+    """Outcome of a warm start."""
 
     num_steps: int
     """Steps made, including those before an interruption."""

@@ -211,7 +211,7 @@ class ToolOutcome:
     tool: str
     """Name of the tool."""
     status: ToolStatus
-    """How the call went."""
+    """Status of the call."""
     answer: str
     """Text for the policy, control tags escaped."""
     latency_s: float
@@ -351,7 +351,7 @@ class Trajectory:
     """Branch decisions of this path, in order. Its c-th fork was made by the decision at which the
     running sum of `num_forks` first exceeds c."""
     context_resets: tuple[ContextReset, ...] = ()
-    """Where the sampling context is not simply prompt and response, in order."""
+    """Points, in order, from which the sampling context is not simply prompt and response."""
     template_drift: str = ""
     """Text that the full chat template renders instead of the conversation, where it differs; empty
     if it does not or was not checked."""

@@ -33,7 +33,7 @@ class EgpoConfig:
     cot_markers: list[str] = field(default_factory=lambda: ["<think>", "</think>"])
     """Strings that open and close the chain of thought."""
     cot_blocks: CotBlocks = CotBlocks.first
-    """Which parts of a response are its chain of thought."""
+    """Parts of a response that count as its chain of thought."""
 
     def __post_init__(self) -> None:
         lam, alpha = self.lam, self.alpha
@@ -98,7 +98,7 @@ class AlgoConfig:
     clip_dual: float | None = 3.0
     """Dual-clip bound on the loss of negative advantages; null disables it."""
     loss_aggregation: LossAggregation = LossAggregation.token_mean
-    """How per-token losses are reduced to a scalar."""
+    """Reduction of per-token losses to a scalar."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     rollout_correction: RolloutCorrection = RolloutCorrection.none

@@ -11,7 +11,7 @@ from mega_agentrl.config.sections.ranges import check_range
 
 @dataclass
 class BranchConfig:
-    """When a trajectory forks, and how often.
+    """Conditions under which a trajectory forks, and the number of forks.
 
     A trajectory forks when alpha + beta * (H - H_root) > tau (arXiv 2507.19849), where H is the
     mean entropy of the probe after a tool's answer. `rollout.branching=released` compares the left
@@ -35,7 +35,7 @@ class BranchConfig:
     num_forks_per_decision: int = 1
     """Forks per decision, Z in ARPO (beam_size - 1 in the released code)."""
     fork_budget: ForkBudgetMode = ForkBudgetMode.partitioned
-    """How the forks of a prompt are distributed; `released` has its own rule."""
+    """Distribution of a prompt's forks over its paths; `released` has its own rule."""
     entropy_estimate_top_k: int = 0
     """Above 0, also estimate each entropy from the K most probable tokens, as the released code
     does, and report the error. Needs temperature 1."""

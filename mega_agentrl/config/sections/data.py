@@ -15,7 +15,7 @@ _CLASS_PATH_RE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 @dataclass
 class DataConfig:
-    """Where prompts come from, how they are processed and in what order they are used."""
+    """Sources of the prompts, their processing and their order."""
 
     train: Any = ""
     """Training files in the RL format, one or a list, optionally with weights:
@@ -37,7 +37,7 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """Maximum length of a prompt."""
     truncation: Truncation = Truncation.error
-    """What happens to longer prompts."""
+    """Treatment of longer prompts."""
     order: PromptOrder = PromptOrder.shuffled
     """Order of the training prompts."""
 

@@ -11,7 +11,7 @@ from mega_agentrl.config.sections.ranges import check_range
 
 @dataclass
 class GroupConfig:
-    """Which groups (all trajectories of a prompt) a step trains on; how long it waits for them."""
+    """Selection of the groups (all trajectories of a prompt) of a step, and the wait for them."""
 
     filter_metric: FilterMetric = FilterMetric.none
     """Metric by whose group mean groups are filtered; filtered groups are replaced by other

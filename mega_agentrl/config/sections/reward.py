@@ -67,7 +67,7 @@ class RewardConfig:
     correct_threshold: float = 1.0
     """Accuracy, or reward of a user function, from which an answer is correct."""
     function_call_match: FunctionCallMatch = FunctionCallMatch.ast
-    """How function calls are compared."""
+    """Comparison of function calls with the expected ones."""
     num_workers: int = 2
     """Processes that run user functions."""
     timeout_s: float = 30.0

@@ -26,7 +26,7 @@ class PythonToolConfig:
     """stateless: each call has a fresh interpreter, as in ARPO; stateful: one interpreter per
     trajectory, which forks with it."""
     isolation: SandboxIsolation = SandboxIsolation.bubblewrap
-    """How sandboxed code is isolated from this machine."""
+    """Isolation of sandboxed code from this machine."""
     num_hosts: int = 0
     """Ray actors that run sandboxes, spread over the nodes of the cluster; 0 runs them on the
     driver. They use only nodes with the resource `sandbox_host` if there are any (`ray start

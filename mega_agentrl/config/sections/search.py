@@ -17,8 +17,8 @@ class SearchToolConfig:
     backend: SearchBackend = SearchBackend.local
     """Kind of search."""
     source: str = ""
-    """For `local` a JSONL file of documents with `id`, `title` and `text` (empty disables the
-    tool), else the URL of the server or API."""
+    """Documents to search: for `local` a JSONL file of documents with `id`, `title` and `text`
+    (empty disables the tool), else the URL of the server or API."""
     api_key_env: str = ""
     """Environment variable that holds the API key, which is sent as `X-API-KEY` and as a bearer
     token; empty for none."""

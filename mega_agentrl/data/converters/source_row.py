@@ -92,7 +92,7 @@ class ConversionResult:
     rows: list[dict[str, Any]]
     """Rows of the RL format."""
     notes: Counter[str] = field(default_factory=Counter)
-    """How often something was changed or left out, such as {"left out: no call expected": 3}."""
+    """Number of changes and omissions by reason, such as {"left out: no call expected": 3}."""
 
 
 def make_rl_row(

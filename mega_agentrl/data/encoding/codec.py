@@ -114,7 +114,7 @@ class HFCodec:
 
     @property
     def turn_end_text(self) -> str:
-        """What the template writes after the text of the last assistant turn."""
+        """Text that the template writes after the last assistant turn."""
         return self._chat_template.turn_end_text()
 
 

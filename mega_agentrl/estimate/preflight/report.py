@@ -30,7 +30,7 @@ class PreflightProblem:
     config_key: str
     """The configuration key to change."""
     message: str
-    """What was found and what was expected."""
+    """Finding and expectation, for people."""
     suggestions: tuple[str, ...] = ()
     """Changes that solve the problem, as text."""
 

@@ -34,7 +34,7 @@ _FILL_OPS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 @dataclass(slots=True)
 class ParamLoad:
-    """What a loader did to one parameter."""
+    """Copies and fills that a loader made in one parameter."""
 
     blocks: list[Block] = field(default_factory=list)
     """Copies from the checkpoint."""

@@ -28,7 +28,7 @@ _SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
 
 
 class FakeGroupCoordinator:
-    """What model code reads from a `GroupCoordinator` or a process group."""
+    """Stand-in with the attributes that model code reads from a `GroupCoordinator`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = self.rank_in_group = rank

@@ -87,7 +87,7 @@ class AlgorithmSummary:
     tool_calls_to_baseline: float | None
     """Calls to the baseline's reward (see the module); None if it is not reached."""
     fraction_of_baseline_calls: float | None
-    """The same as a fraction of all calls of the baseline."""
+    """That number of calls as a fraction of all calls of the baseline."""
 
 
 def mean_curve(curves: Sequence[RunCostCurve]) -> list[MeanEvalCostPoint]:

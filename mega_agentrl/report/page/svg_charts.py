@@ -29,7 +29,7 @@ MAX_POINTS = 400
 
 
 class LineStyle(StrEnum):
-    """How a series is drawn."""
+    """Style in which a series is drawn."""
 
     line = "line"
     """A solid line."""
@@ -48,7 +48,7 @@ class Series:
     points: MetricSeries
     """Values by step."""
     line_style: LineStyle = LineStyle.line
-    """How it is drawn."""
+    """Style in which the series is drawn."""
     colour: int | None = None
     """Index of the colour; None uses the position in the chart."""
 

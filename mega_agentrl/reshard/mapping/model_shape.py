@@ -31,7 +31,7 @@ class HeadKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """What a model family fixes and what its config may choose."""
+    """Properties that a model family fixes, and options that its config may choose."""
 
     has_qkv_bias: bool = False
     """q, k and v always have biases."""
@@ -82,7 +82,7 @@ class MoeShape:
     norm_topk_prob: bool
     """Whether the weights of a token's experts are rescaled to sum to 1."""
     moe_layer_pattern: tuple[bool, ...]
-    """For every layer, whether it has experts."""
+    """One flag per layer: True if the layer has experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

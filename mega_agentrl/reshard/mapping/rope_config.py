@@ -26,7 +26,7 @@ _KNOWN_KEYS = {
 
 
 class RopeType(StrEnum):
-    """How the frequencies are scaled."""
+    """Scaling of the frequencies."""
 
     default = "default"
     linear = "linear"

@@ -30,7 +30,7 @@ _FLUSH_TIMEOUT_S = 1.0
 
 
 class MessageType(IntEnum):
-    """What a message says about a frame."""
+    """Event that a message reports about a frame."""
 
     frame_ready = 0
     """The frame can be read."""

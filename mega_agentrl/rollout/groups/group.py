@@ -61,7 +61,7 @@ class Group:
     filter_result: FilterResult | None = None
     """None until the group has finished."""
     num_steps_carried: int = 0
-    """How often the group was carried over to a next step."""
+    """Number of times that the group was carried over to a next step."""
     is_restored: bool = False
     """Whether the tree comes from the tree store."""
 

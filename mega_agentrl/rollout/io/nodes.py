@@ -115,7 +115,7 @@ class NodeTree:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TokenOrigin:
-    """Where a token was sampled."""
+    """Origin of a sampled token in the tree."""
 
     node: int
     """Index of the node."""

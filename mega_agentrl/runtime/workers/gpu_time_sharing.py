@@ -51,7 +51,7 @@ class SleepableEngines(Protocol):
 
 
 class GpuOwner(StrEnum):
-    """Who owns the GPUs; during `transfer` both sides hold their weights."""
+    """Owner of the GPUs; during `transfer` both sides hold their weights."""
 
     policy = "policy"
     transfer = "transfer"

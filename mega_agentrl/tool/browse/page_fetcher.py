@@ -45,7 +45,7 @@ class Page:
     media_type: str
     """Lower case, without parameters."""
     charset: str
-    """As declared by the server, empty if it declares none."""
+    """Character set that the server declares; empty if it declares none."""
     body: bytes
     """Decompressed content."""
 

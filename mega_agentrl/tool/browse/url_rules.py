@@ -1,4 +1,4 @@
-"""Which pages may be read: checks of the URL, the domain lists and the resolved addresses.
+"""Rules for pages that may be read: checks of the URL, the domain lists and the resolved addresses.
 
 A URL must be http or https on its default port (80, 443), without user or password. Its host is a
 name or an address in the usual spelling: other spellings of IPv4 addresses (decimal, octal,

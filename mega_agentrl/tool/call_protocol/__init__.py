@@ -1,1 +1,1 @@
-"""How tool calls are written in a turn: `tags` (ARPO) and `hermes` (JSON), and the escaping."""
+"""Syntaxes of tool calls in a turn: `tags` (ARPO) and `hermes` (JSON), and the escaping."""

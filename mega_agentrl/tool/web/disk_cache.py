@@ -32,7 +32,7 @@ ResultT = TypeVar("ResultT")
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 5.0
 CACHE_TTL_S = 7 * 24 * 3600.0
-"""How long a run considers a cached web response valid: a week."""
+"""Seconds for which a run considers a cached web response valid: a week."""
 MAX_CACHE_BYTES = 1 << 30
 """Size limit of the cache on disk; beyond it the least recently used entries are evicted."""
 
