@@ -23,8 +23,8 @@ def test_run_to_end_gives_code_and_error_text():
 def test_run_to_end_keeps_its_deadline():
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
-        run_command(["/bin/sleep", "30"], timeout_s=0.2)
-    assert time.monotonic() - begin < 5
+        run_command(["/bin/sleep", "300"], timeout_s=0.2)
+    assert time.monotonic() - begin < 60
 
 
 def test_missing_program():
@@ -36,7 +36,7 @@ def test_child_survives_the_thread_that_asked_for_it():
     children = []
 
     def ask():
-        command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", "/bin/sleep", "30"]
+        command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", "/bin/sleep", "300"]
         children.append(start_child(command))
 
     thread = threading.Thread(target=ask)

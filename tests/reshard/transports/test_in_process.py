@@ -72,8 +72,8 @@ def test_close_wakes_whoever_waits(closer):
     timer.start()
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match=f"rank {closer} has closed"):
-        recv_handle.wait(30.0)
-    assert time.monotonic() - start_s < 10
+        recv_handle.wait(60.0)
+    assert time.monotonic() - start_s < 50
     timer.join()
 
 

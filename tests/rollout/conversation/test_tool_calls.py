@@ -58,8 +58,8 @@ async def test_a_bug_arrives_as_itself_and_ends_the_others():
     sleeper = Sleeper()
     begin_s = asyncio.get_running_loop().time()
     with pytest.raises(KeyError, match="wrong_name"):
-        await run_tool_calls(sleeper, [*_calls(10_000), *_calls(1, tool="bug")])
-    assert asyncio.get_running_loop().time() - begin_s < 1
+        await run_tool_calls(sleeper, [*_calls(300_000), *_calls(1, tool="bug")])
+    assert asyncio.get_running_loop().time() - begin_s < 60
 
 
 def test_a_refusal_says_why_and_keeps_what_it_refuses():

@@ -94,7 +94,9 @@ def test_interface_matches_the_local_pool(near, far):
 
 
 async def test_many_calls_spread_over_the_hosts(pool):
-    calls = [asyncio.create_task(pool.run(f"print({i} * {i})")) for i in range(40)]
+    codes = [f"print({i} * {i})" for i in range(40)]
+    codes[:4] = [f"import time; time.sleep(3); {code}" for code in codes[:4]]  # fill all workers
+    calls = [asyncio.create_task(pool.run(code)) for code in codes]
     await asyncio.sleep(0)
     assert [client.load for client in clients(pool).values()] == [20, 20]
     results = await asyncio.gather(*calls)

