@@ -28,8 +28,8 @@ from mega_agentrl.types.records import GenerateRequest
 from tests.generator import worker_probe
 from tests.generator.engine_host import EngineHost
 from tests.generator.live_transfer import LiveTransfer
-from tests.generator.process_tree import descendants, wait_until_gone
 from tests.generator.tiny_model import check_against_transformers, logits_of, write_tokenizer
+from tests.processes import descendants, wait_until_gone
 from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault
 from tests.tiny_models import make_tiny_model

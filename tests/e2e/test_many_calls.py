@@ -13,7 +13,7 @@ from mega_agentrl.config.enums import PythonMode
 from mega_agentrl.config.sections.sandbox import PythonToolConfig
 from mega_agentrl.sandbox import cgroup
 from mega_agentrl.sandbox.pool import SandboxPool
-from tests.escape.outside import descendants
+from tests.processes import descendants
 
 WORKERS = 8
 HUNG_S = 0.5

@@ -65,15 +65,6 @@ def pids_named(name: str) -> list[int]:
     ]
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of `pid`, their children and so on."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        for child in _read(task / "children").split():
-            found += [int(child), *descendants(int(child))]
-    return found
-
-
 def vanish(name: str, *, num_left: int = 0, timeout_s: float = 20.0) -> bool:
     """True as soon as `num_left` processes are called `name`: a kill takes the kernel a moment."""
     deadline = time.monotonic() + timeout_s

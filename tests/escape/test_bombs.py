@@ -10,7 +10,6 @@ import time
 import pytest
 
 from tests.escape.outside import (
-    descendants,
     end_all,
     outside,
     pids_named,
@@ -18,6 +17,7 @@ from tests.escape.outside import (
     vanish,
     with_values,
 )
+from tests.processes import descendants
 
 CHILDREN = """
 import os, time

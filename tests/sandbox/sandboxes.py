@@ -46,28 +46,3 @@ def _is_called(folder, name):
         return (folder / "comm").read_text(encoding="utf-8", errors="replace").strip() == name
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def is_alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return ") Z " not in stat
-
-
-def gone(pids, *, timeout_s=20.0):
-    """True as soon as none of them is alive: the kernel needs a moment after the kill."""
-    deadline = time.monotonic() + timeout_s
-    while any(map(is_alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def descendants(pid):
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
-        found += [child, *descendants(child)]
-    return found

@@ -22,7 +22,8 @@ from mega_agentrl.sandbox import pool as pool_module
 from mega_agentrl.sandbox.pool import SandboxPool
 from mega_agentrl.sandbox.process import kill_child, start_child
 from mega_agentrl.types.records import ToolStatus
-from tests.sandbox.sandboxes import descendants, gone, named, wait_until_running
+from tests.processes import descendants, wait_until_gone
+from tests.sandbox.sandboxes import named, wait_until_running
 
 TIMEOUT_S = 10.0
 
@@ -142,7 +143,7 @@ async def test_sessions_without_isolation():
         assert len(everyone) >= 4  # the spare one, one that is retired, two that live
     finally:
         await pool.close()
-    assert gone(everyone)
+    assert not wait_until_gone(everyone)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ async def test_lost_sandbox_is_replaced_and_runs_nothing_twice(pool):
     sandbox = pool._idle[-1]
     inner = descendants(sandbox.pid)
     os.kill(sandbox.pid, signal.SIGKILL)
-    assert gone(inner)
+    assert not wait_until_gone(inner)
     before = pool.num_replaced
     results = [await pool.run(f"print({i})") for i in range(3)]
     assert [result.output for result in results] == ["0", "1", "2"]  # not started: repeated
@@ -300,13 +301,13 @@ async def test_hung_supervisor_is_infra_error(monkeypatch):
         running = asyncio.create_task(pool.run(code, 1.0))
         await asyncio.to_thread(wait_until_running, name)
         (sandbox,) = pool._sandboxes
-        inner = [int(pid) for pid in descendants(sandbox.pid)]
+        inner = descendants(sandbox.pid)
         for pid in inner:
             os.kill(pid, signal.SIGSTOP)
         assert (await running).status is ToolStatus.infra_error
         monkeypatch.setattr(client, "_REPLY_GRACE_S", grace_s)
         assert (await pool.run("print(1)")).output == "1"
-        assert gone(inner)
+        assert not wait_until_gone(inner)
     finally:
         await pool.close()
 
@@ -330,7 +331,7 @@ def test_close_ends_everything_at_once():
     for thread in threads:
         thread.join(60)
     assert [result.status for result in results] == [ToolStatus.infra_error] * 4
-    assert gone((*outer, *inner))
+    assert not wait_until_gone((*outer, *inner))
     pool.close_now()
     assert asyncio.run(pool.run("print(1)")).status is ToolStatus.infra_error
 
@@ -351,7 +352,7 @@ def test_sandboxes_die_with_their_owner():
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as owner:
         (pid,) = owner.stdout.readline().split()
         owner.kill()
-    assert gone([int(pid)])
+    assert not wait_until_gone([int(pid)])
 
 
 async def test_many_concurrent_calls(pool):

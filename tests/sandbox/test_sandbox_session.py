@@ -11,9 +11,8 @@ import pytest
 from mega_agentrl.sandbox.guest.processes import child_pids, cpu_time_s
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE
 from mega_agentrl.types.records import ToolStatus
+from tests.processes import descendants, wait_until_gone
 from tests.sandbox.sandboxes import (
-    descendants,
-    gone,
     make_pool,
     make_stateful_pool,
     named,
@@ -286,7 +285,7 @@ async def test_a_lost_sandbox_is_an_infra_error_and_nothing_runs_again():
         (sandbox,) = pool._sandboxes
         inner = descendants(sandbox.pid)
         os.kill(sandbox.pid, signal.SIGKILL)
-        assert gone(inner)
+        assert not wait_until_gone(inner)
         for _ in range(2):
             assert (await session.run("print(x)")).status is ToolStatus.infra_error
         with pytest.raises(RuntimeError, match="cannot be forked"):

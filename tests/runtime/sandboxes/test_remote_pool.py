@@ -21,6 +21,7 @@ from mega_agentrl.sandbox.pool import SandboxPool
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE, SandboxSession
 from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.types.records import ToolStatus
+from tests.processes import descendants, is_alive
 
 HOST_TIMEOUT_S = 5.0
 SLEEP = "import time; time.sleep(600)"
@@ -50,22 +51,6 @@ def clients(pool):
 
 def pid_of(client):
     return int(re.search(r"process (\d+)", client.name).group(1))
-
-
-def is_alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return ") Z " not in stat
-
-
-def below(pid):
-    found = []
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in tasks.read_text(encoding="ascii").split():
-            found += [int(child), *below(int(child))]
-    return found
 
 
 async def until(done, *, timeout_s=300.0):
@@ -151,7 +136,7 @@ async def test_killed_host_fails_its_calls_and_sessions_and_is_replaced(pool):
     ]
     await asyncio.sleep(0.5)
     pid = pid_of(lost._client)
-    sandboxes = below(pid)
+    sandboxes = descendants(pid)
     assert len(sandboxes) >= 4
     replaced = pool.num_replaced
     os.kill(pid, signal.SIGKILL)
@@ -185,7 +170,7 @@ async def test_call_without_a_session_survives_its_host(pool):
 async def test_stopped_host_fails_its_calls_and_is_replaced(pool):
     session = await pool.open()
     stuck = session._client
-    sandboxes = [pid_of(stuck), *below(pid_of(stuck))]
+    sandboxes = [pid_of(stuck), *descendants(pid_of(stuck))]
     os.kill(pid_of(stuck), signal.SIGSTOP)
     try:
         result = await session.run("print(1)", 1.0)
@@ -278,8 +263,8 @@ async def test_hosts_and_sandboxes_die_with_the_driver(ray_local, tmp_path):
         try:
             outputs = (await asyncio.to_thread(driver.stdout.readline)).decode()
             host = int(re.search(r"process (\d+)", outputs).group(1))
-            await until(lambda: len(below(host)) >= 3)
-            there = [host, *below(host)]
+            await until(lambda: len(descendants(host)) >= 3)
+            there = [host, *descendants(host)]
         finally:
             driver.kill()
     await until(lambda: not any(map(is_alive, there)))

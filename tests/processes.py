@@ -1,0 +1,29 @@
+"""Children of a process and their ends, seen from outside; a process may vanish at any moment."""
+
+import time
+
+import psutil
+
+
+def descendants(pid):
+    """Return the pids of the children of `pid`, their children and so on, zombies included."""
+    try:
+        return [child.pid for child in psutil.Process(int(pid)).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_alive(pid):
+    """Return whether there is a process `pid` that is not a zombie."""
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids, timeout_s=60.0):
+    """Return those of `pids` that are alive after the wait: the kernel ends killed ones late."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
