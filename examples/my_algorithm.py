@@ -3,14 +3,15 @@
 import torch
 
 from mega_agentrl.config.sections.algo import AlgoConfig
-from mega_agentrl.types.batch import TrainBatch
+from mega_agentrl.train.advantages import AdvantageInputs, AdvantageResult
 
 
-def advantage(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:
+def advantage(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
     """Return the [B, T] reward minus the group's median, scaled up where the entropy is high."""
+    batch = inputs.batch
     centered_B = torch.zeros_like(batch.reward_B)
     for group in batch.group_B.unique():
         rows = batch.group_B == group
         centered_B[rows] = batch.reward_B[rows] - batch.reward_B[rows].quantile(0.5)
     assert batch.entropy_BT is not None
-    return centered_B[:, None] * (1 + batch.entropy_BT.clamp(max=1.0))
+    return AdvantageResult(centered_B[:, None] * (1 + batch.entropy_BT.clamp(max=1.0)))

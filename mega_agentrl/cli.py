@@ -108,7 +108,7 @@ def _read_inputs(config: TrainConfig, run_dir: Path) -> RunInputs:
 
     try:
         if config.algo.has_user_advantage:
-            from mega_agentrl.train.user_advantage import load_user_advantage
+            from mega_agentrl.train.advantages import load_user_advantage
 
             load_user_advantage(config.algo.advantage)
         return read_inputs(config)
@@ -124,12 +124,12 @@ def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:
     """Build the run and train; write the report page last if the run ends early."""
     # Ray and torch are imported only after the input has been checked.
     from mega_agentrl.runtime.build import build
-    from mega_agentrl.train.output.interrupted_report import (
+    from mega_agentrl.train.output.report_page import (
         FAILED_TIMEOUT_S,
         INTERRUPTED_TIMEOUT_S,
         write_interrupted_report,
     )
-    from mega_agentrl.train.resume.policy_restart import train_with_restarts
+    from mega_agentrl.train.trainer import train_with_restarts
 
     is_built = owes_report = False
     try:

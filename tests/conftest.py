@@ -1,13 +1,18 @@
 """The smoke run's input in small, shared by all tests that need a model and data."""
 
+import dataclasses
 import re
 import signal
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.vendor.pretty import for_type_by_name
+
+from mega_agentrl.types.records import RolloutTree, Trajectory
 
 # How long an example takes says more about the machine than about the code. The quick profile tries
 # the same examples on every machine; `--hypothesis-profile=thorough` looks for new ones.
@@ -16,6 +21,46 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("quick")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def print_tree(tree, printer, cycle):
+    """Print the tree of a failing property as `tools/show_tree.py` does, without its tokens."""
+    from mega_agentrl.rollout.io.render import render_tree
+
+    with printer.indent(4):
+        for line in render_tree(tree).split("\n"):
+            printer.break_()
+            printer.text(line)
+
+
+def print_trajectory(trajectory, printer, cycle):
+    """Print a trajectory of a failing property on one line."""
+    printer.text(repr(trajectory))
+
+
+for_type_by_name(RolloutTree.__module__, RolloutTree.__name__, print_tree)
+for_type_by_name(Trajectory.__module__, Trajectory.__name__, print_trajectory)
+
+
+def differing_fields(left, right, where=""):
+    """Yield each place at which two records differ, with both values."""
+    if dataclasses.is_dataclass(left) and type(left) is type(right):
+        for spec in dataclasses.fields(left):
+            values = getattr(left, spec.name), getattr(right, spec.name)
+            yield from differing_fields(*values, f"{where}.{spec.name}")
+    elif isinstance(left, (list, tuple)) and type(left) is type(right) and len(left) == len(right):
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            yield from differing_fields(*pair, f"{where}[{index}]")
+    elif left is not right and left != right:
+        yield f"{where}: {left!r:.200} != {right!r:.200}"
+
+
+def pytest_assertrepr_compare(op, left, right):
+    """Name the first fields in which trees or trajectories differ; their reprs leave them out."""
+    first = left[0] if isinstance(left, list) and left else left
+    if op != "==" or not isinstance(first, (RolloutTree, Trajectory)):
+        return None
+    return [f"{type(first).__name__}: two that differ", *islice(differing_fields(left, right), 20)]
 
 
 def pytest_addoption(parser):

@@ -12,21 +12,31 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.rollout.branching.policy import BranchPolicy
+from mega_agentrl.rollout.context import RolloutContext, make_rollout_context
+from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import (
     FinishReason,
     Generation,
     Prompt,
+    Role,
+    RolloutTree,
     Score,
+    StopReason,
     ToolCall,
     ToolOutcome,
     ToolStatus,
+    Trajectory,
+    Turn,
 )
 
 EOS = "\0"
 CALL = re.compile(r"<(search|python)>([^<]*)</\1>$")
+OUTCOME = ToolOutcome(tool="python", status=ToolStatus.ok, answer="2", latency_s=0.5)
 ITEMS = ("a", "b", "c d", "<search>q1</search>", "<python>q2</python>", f"<answer>1</answer>{EOS}")
 
 
@@ -42,9 +52,71 @@ def make_prompt(name: str = "p0", question: str = "Q", **changes) -> Prompt:
     return Prompt(**(values | changes))
 
 
+def make_trajectory(path=(0,), spans=(), *, outcomes=(), **changes) -> Trajectory:
+    """A trajectory that ended by itself and has no score.
+
+    spans: role and number of tokens of each turn. outcomes: of the turns of tools and users, in
+    order; by default `OUTCOME`.
+    """
+    turns, loss_mask, turn_ids, told = [], [], [], iter(outcomes)
+    for index, (role, size) in enumerate(spans):
+        start, sampled = len(loss_mask), role is Role.assistant
+        loss_mask += [int(sampled)] * size
+        turn_ids += [index] * size
+        outcome = None if sampled else next(told, OUTCOME)
+        turn = Turn(
+            index=index, role=role, start=start, stop=start + size, text="t", outcome=outcome
+        )
+        turns.append(turn)
+    size = len(loss_mask)
+    values = {
+        "trajectory_id": "/".join(map(str, path)),
+        "prompt": make_prompt(),
+        "path": path,
+        "token_ids": [1] * size,
+        "loss_mask": loss_mask,
+        "logps": [0.0] * size,
+        "entropies": [0.0] * size,
+        "versions": [1] * size,
+        "turn_ids": turn_ids,
+        "turns": turns,
+        "stop_reason": StopReason.eos,
+    }
+    return Trajectory(**(values | changes))
+
+
+def make_scored_tree(*rewards: float | None, spans=(), **changes) -> RolloutTree:
+    """A tree of roots with these rewards, correct where at least 1; None is a failed root."""
+    trajectories = []
+    for index, value in enumerate(rewards):
+        ended = {"stop_reason": StopReason.aborted}
+        if value is not None:
+            score = Score(value=value, correct=value >= 1, f1=0.0, answer="", reason="")
+            ended = {"score": score}
+        trajectories.append(make_trajectory((index,), spans, **ended, **changes))
+    return RolloutTree(prompt=make_prompt(), trajectories=trajectories)
+
+
 def unit(*parts: object) -> float:
     """Hash the parts to a number in [0, 1)."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big") / 2**48
+
+
+def make_context(
+    config: RolloutConfig | None = None, *, policy: BranchPolicy | None = None, **changes
+) -> RolloutContext:
+    """A context over the fakes. policy: in place of the one of `config`."""
+    values = {
+        "generator": FakeGenerator(),
+        "tools": FakeTools(),
+        "codec": CharCodec(),
+        "config": config or RolloutConfig(),
+        "max_model_len": 500,
+        "seed": 1,
+        "step": 0,
+    }
+    context = make_rollout_context(**(values | changes))
+    return context if policy is None else replace(context, policy=policy)
 
 
 class CharCodec:
@@ -174,6 +246,7 @@ class FakeSession:
 
     async def create(self, tools_kwargs):
         self.provider.sessions.append(self)
+        self.provider.fail("create")
 
     async def execute(self, tool, arguments):
         await self.provider.wait()
@@ -184,6 +257,7 @@ class FakeSession:
 
     async def fork(self):
         await self.provider.wait()
+        self.provider.fail("fork")
         if self.provider.fork_fails:
             raise RuntimeError("no sandbox is left")
         child = FakeSession(self.provider, list(self.history))
@@ -191,10 +265,12 @@ class FakeSession:
         return child
 
     async def calc_reward(self):
+        self.provider.fail("calc_reward")
         return {"python": float(len(self.history))}
 
     async def release(self):
         self.released += 1
+        self.provider.fail("release")
 
 
 @dataclass
@@ -208,6 +284,9 @@ class FakeTools:
     delays: int | None = None
     """Seed of random waits; None disables them."""
     fork_fails: bool = False
+    """Whether forking raises a `RuntimeError`."""
+    fails_at: str = ""
+    """Method of a session that raises a `ToolSessionError`: create, fork, calc_reward, release."""
     sessions: list = field(default_factory=list)
     """All sessions that were created or forked."""
 
@@ -219,6 +298,15 @@ class FakeTools:
     async def wait(self):
         if self.delays is not None:
             await asyncio.sleep(self._waits.random() * 0.002)
+
+    def fail(self, step):
+        if step == self.fails_at:
+            answer = f"{step}: no disk"
+            raise ToolSessionError(
+                ToolOutcome(
+                    tool="python", status=ToolStatus.infra_error, answer=answer, latency_s=0.1
+                )
+            )
 
     def open_session(self):
         return FakeSession(self)

@@ -14,7 +14,7 @@ from mega_agentrl import cli
 from mega_agentrl.cli import EXIT_FAILED, EXIT_RESTART, describe_failure, describe_interruption
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime.remote_calls import ModelRankDiedError, ProcessDiedError
-from mega_agentrl.train.output.interrupted_report import FAILED_TIMEOUT_S, INTERRUPTED_TIMEOUT_S
+from mega_agentrl.train.output.report_page import FAILED_TIMEOUT_S, INTERRUPTED_TIMEOUT_S
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.run_state import RunState
 from mega_agentrl.train.signals import EXIT_CODES, RunInterrupted, SignalHandler
@@ -90,14 +90,12 @@ def started(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "PROCESS_SIGNAL_HANDLER", signal_handler)
     monkeypatch.setattr(signal_handler, "install", lambda: None)
     monkeypatch.setattr(cli, "_in_sweep", lambda: False)
-    monkeypatch.setattr(
-        "mega_agentrl.train.output.interrupted_report.write_interrupted_report", page
-    )
+    monkeypatch.setattr("mega_agentrl.train.output.report_page.write_interrupted_report", page)
 
     def start(ends, build=build):
         monkeypatch.setattr("mega_agentrl.runtime.build.build", build)
         monkeypatch.setattr(
-            "mega_agentrl.train.resume.policy_restart.train_with_restarts",
+            "mega_agentrl.train.trainer.train_with_restarts",
             lambda *_: ends(signal_handler),
         )
         return cli._train(TrainConfig(run_dir=str(tmp_path)), None, tmp_path)

@@ -1,4 +1,4 @@
-"""Messages and metrics in the guides occur in the package."""
+"""What the documentation names exists: messages and metrics of the guides, files of the map."""
 
 import ast
 import re
@@ -11,19 +11,34 @@ from mega_agentrl.types.records import ToolStatus
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = ("quick_start.md", "troubleshooting.md")
+MAP = ROOT / "docs" / "where_things_are.md"
+
+
+def shown_text(node):
+    """The text of a string, with dots for formatted values; dots alone for anything else."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [getattr(part, "value", "...") for part in node.values]
+        return "".join(one if isinstance(one, str) else "..." for one in parts)
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return node.value if is_text else "..."
+
+
+def refusal(call):
+    """The message of a `ConfigError`, with dots for the value."""
+    key, _, expected, *_ = call.args
+    return f"{shown_text(key)}=...: expected {shown_text(expected)}"
 
 
 @cache
 def texts():
-    """Every string of the package, one per line, with dots for formatted values."""
+    """Every string and every `ConfigError` of the package, one per line."""
     found = []
     for path in sorted((ROOT / "mega_agentrl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [getattr(part, "value", "...") for part in node.values]
-                found.append("".join(one if isinstance(one, str) else "..." for one in parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigError":
+                found.append(refusal(node))
+            elif isinstance(node, ast.JoinedStr | ast.Constant):
+                found.append(shown_text(node))
     return "\n".join(found)
 
 
@@ -53,3 +68,27 @@ def test_messages_of_the_guides_are_in_the_package(guide, message):
     pieces = [piece.strip() for piece in message.split("...")]
     missing = [piece for piece in pieces if len(piece) > 3 and piece not in texts()]
     assert not missing, f"{guide}: no text of the package has {missing}"
+
+
+def test_files_of_the_map_exist():
+    named = re.findall(r"`([\w.-]+(?:/[\w.-]*)+|\w+\.(?:py|toml))`", MAP.read_text())
+    places = (ROOT, ROOT / "mega_agentrl")
+    missing = {
+        path
+        for path in named
+        if "NAME" not in path and not any((place / path).exists() for place in places)
+    }
+    assert len(set(named)) > 50 and not missing
+
+
+def test_names_of_the_map_exist():
+    named = set(re.findall(r"`@?([A-Za-z_]\w+)[`(]", MAP.read_text()))
+    folders = ("mega_agentrl", "configs", "slurm", "tests/parallel", "tests/tiny_models.py")
+    files = [ROOT / "pyproject.toml"]
+    for folder in (ROOT / name for name in folders):
+        files += [folder] if folder.is_file() else folder.rglob("*.*")
+    words = set()
+    for path in files:
+        if path.suffix in (".py", ".yaml", ".sh", ".toml"):
+            words.update(re.findall(r"\w+", path.read_text()))
+    assert len(named) > 30 and not named - words

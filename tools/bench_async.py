@@ -46,8 +46,8 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.bench_line import bench_line  # noqa: E402
 from tools.bench_rollout import latency_s  # noqa: E402
+from tools.measurement import bench_line  # noqa: E402
 from tools.preflight_parts.compose import compose_config  # noqa: E402
 
 if TYPE_CHECKING:

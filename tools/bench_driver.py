@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from mega_agentrl.algo import ares
 from mega_agentrl.algo.aepo import entropy_scaled
 from mega_agentrl.algo.correction import importance_weights
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
+from mega_agentrl.estimate.host_memory import MIB, ResidentMemory
 from mega_agentrl.train.ares import shaping as ares_shaping
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.controllers import Controllers
@@ -46,7 +46,7 @@ from mega_agentrl.types.records import Prompt, RolloutTree, Score, StopReason, T
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.bench_line import bench_line  # noqa: E402
+from tools.measurement import bench_line  # noqa: E402
 
 GROUP = 8
 OPEN, CLOSE = 1, 2
@@ -262,24 +262,19 @@ def measure_cpu_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[fl
     return time.process_time() - start_s, found
 
 
-def peak_mib() -> float:
-    """Return the peak resident memory of this process in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float, float]]:
     """Return our value and the baseline's by case."""
     given = SyntheticBatch(num_rows, num_tokens)
     part = given.slice_rows(max(GROUP, num_rows // share // GROUP * GROUP))
     scale = num_rows / len(part.reward_B)
     step = PackedStep(given)
-    before_mib = peak_mib()
+    before_bytes = ResidentMemory.current().peak_bytes
     ours = {
         "seconds/advantages": measure_cpu_s(advantages, given)[0],
         "seconds/ares": measure_cpu_s(shaping, step)[0],
         "seconds/corrections": measure_cpu_s(corrections, given)[0],
     }
-    added_mib = peak_mib() - before_mib
+    added_mib = (ResidentMemory.current().peak_bytes - before_bytes) / MIB
     del step  # otherwise the garbage collector would visit it during the baseline
     plain_s, plain = measure_cpu_s(reference_advantages, part)
     check_agreement(advantages(part), plain, AGREEMENT)
@@ -292,7 +287,7 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     plain_corrections_s, plain = measure_cpu_s(reference_corrections, part)
     check_agreement(corrections(part), plain, AGREEMENT)
     baseline = (plain_s * scale, plain_ares_s * scale, plain_corrections_s * scale)
-    copies_mib = 9 * 8 * num_rows * num_tokens / (1 << 20)
+    copies_mib = 9 * 8 * num_rows * num_tokens / MIB
     return {
         **{case: (ours[case], value) for case, value in zip(ours, baseline, strict=True)},
         "seconds/together": (sum(ours.values()), sum(baseline)),

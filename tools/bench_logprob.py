@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.bench_line import bench_line  # noqa: E402
+from tools.measurement import PeakMemory, bench_line  # noqa: E402
 
 VOCAB = 151_936
 MIB = 1 << 20
@@ -181,11 +181,10 @@ def measure_memory(case: Case, path: str) -> dict[str, float]:
     Rank(Case(case.kind, 16, case.ranks, 64, 64)).step(path)
     rank = Rank(case)
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = _status_bytes("VmRSS")
+    memory = PeakMemory(trim=False)
     rank.step(path)
     gradients = rank.hidden_ND.grad.nbytes + rank.weight_VD.grad.nbytes
-    return {path: (_status_bytes("VmHWM") - before - gradients) / MIB}
+    return {path: memory.peak_mib() - gradients / MIB}
 
 
 def measure_time(case: Case, repeats: int) -> dict[str, float]:
@@ -231,11 +230,6 @@ def measure_matrix_rate(case: Case, repeats: int, device: str = "cuda") -> dict[
 def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
 
 def run_rank(job: dict[str, Any]) -> NoReturn:

@@ -33,7 +33,7 @@ from mega_agentrl.estimate.memory.engine import estimate_engine_memory  # noqa: 
 from mega_agentrl.estimate.memory.policy import estimate_policy_memory  # noqa: E402
 from mega_agentrl.report.metrics_file import read_metrics  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
-from tools.bench_line import bench_line  # noqa: E402
+from tools.measurement import bench_line  # noqa: E402
 
 
 def comparison_lines(

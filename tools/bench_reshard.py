@@ -55,7 +55,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.bench_line import bench_line  # noqa: E402
+from tools.measurement import bench_line  # noqa: E402
 from tools.reshard_bench.baselines import BASELINES, OURS  # noqa: E402
 from tools.reshard_bench.model import ModelSizes, write_folder  # noqa: E402
 
@@ -139,7 +139,7 @@ class BenchResults:
 
 def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: ModelSizes) -> Iterator[Any]:
     """Start all processes, measure what the cases need, and yield their lines."""
-    from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.generator.environment import set_vllm_environment
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -42,17 +42,17 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Branching, Truncation
-from mega_agentrl.config.schema import EngineConfig, RewardConfig, RolloutConfig
-from mega_agentrl.config.sections.data import DataConfig
-from mega_agentrl.config.sections.data_files import DataFile
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
-from mega_agentrl.config.sections.search import SearchToolConfig
-from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.config.sections.data import DataConfig, DataFile
+from mega_agentrl.config.sections.reward import RewardConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig, SearchToolConfig, ToolConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.generator.environment import set_vllm_environment
 from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.tool.toolkit import build_toolkit
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.bench_line import bench_line  # noqa: E402
+from tools.measurement import bench_line  # noqa: E402
 
 line = partial(bench_line, "rollout")
 MEDIAN_S, P99_S = 0.2, 5.0
@@ -237,14 +237,16 @@ class BenchSetup:
     ) -> list[RolloutTree]:
         trees = await collect_rollouts(
             prompts,
-            generator=CountingGenerator(self.engine, counts),
-            tools=tools,
-            codec=self.codec,
-            rubric=WeightedRubric(RewardConfig()),
-            config=replace(CONFIG, branching=branching),
-            max_model_len=MAX_MODEL_LEN,
-            seed=1,
-            step=step,
+            WeightedRubric(RewardConfig()),
+            make_rollout_context(
+                generator=CountingGenerator(self.engine, counts),
+                tools=tools,
+                codec=self.codec,
+                config=replace(CONFIG, branching=branching),
+                max_model_len=MAX_MODEL_LEN,
+                seed=1,
+                step=step,
+            ),
         )
         ended = [one for tree in trees for one in tree.trajectories]
         assert len(ended) == len(prompts) * CONFIG.group_size, "a group is not complete"

@@ -31,19 +31,22 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from mega_agentrl.config.enums import PythonMode
     from mega_agentrl.sandbox.pool import SandboxPool
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.bench_line import bench_line  # noqa: E402
+from tools.measurement import bench_line  # noqa: E402
 
 PRELOAD = ("numpy", "sympy", "pandas")
 KINDS = ("plain", *PRELOAD, "mix")
@@ -129,7 +132,7 @@ def measure_cold_memory_mib() -> float:
     try:
         for child in children:
             child.stdout.readline()  # type: ignore[union-attr]
-        return proportional_memory_mib([children[0].pid])
+        return proportional_memory_mib([psutil.Process(children[0].pid)])
     finally:
         for child in children:
             child.communicate(b"\n")
@@ -212,8 +215,7 @@ class SandboxBench:
         return ours, baseline
 
     async def _memory(self, case: str, detail: str) -> dict[str, Any]:
-        launcher = Path("/proc/self").resolve().name
-        own = [*descendants(int(launcher))]
+        own = psutil.Process().children(recursive=True)
         if detail == "idle":
             return line(
                 case, proportional_memory_mib(own) / self._workers, measure_cold_memory_mib(), "MiB"
@@ -222,7 +224,7 @@ class SandboxBench:
         sessions = [await self._pool.open() for _ in range(8)]
         for session in sessions:
             await checked_output(session.run("x = 1\nprint(x)"))
-        after = proportional_memory_mib([*descendants(int(launcher))])
+        after = proportional_memory_mib(psutil.Process().children(recursive=True))
         for session in sessions:
             await session.close()
         return line(
@@ -278,24 +280,13 @@ def check_equal(answers: Sequence[str], expected: Sequence[str]) -> None:
             raise RuntimeError(f"call {number}: ours printed {ours!r}, the baseline {theirs!r}")
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """Yield all descendants of a process."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text(encoding="ascii").split()):
-            yield child
-            yield from descendants(child)
-
-
-def proportional_memory_mib(pids: Sequence[int]) -> float:
+def proportional_memory_mib(processes: Iterable[psutil.Process]) -> float:
     """Return the proportional set size in MiB: shared pages are divided by their users."""
-    total_kib = 0
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        except (OSError, ProcessLookupError):
-            continue
-        total_kib += next((int(row.split()[1]) for row in lines if row.startswith("Pss:")), 0)
-    return total_kib / 1024
+    total_bytes = 0
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended
+            total_bytes += process.memory_full_info().pss
+    return total_bytes / 2**20
 
 
 async def measure_all(chosen: Sequence[str], num_calls: int, workers: int) -> None:
@@ -313,7 +304,7 @@ async def measure_mode(
     mode: PythonMode, chosen: Sequence[str], num_calls: int, workers: int
 ) -> None:
     """Print the line of each case on a pool in the given mode."""
-    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.config.sections.tools import PythonToolConfig
     from mega_agentrl.sandbox.pool import SandboxPool
 
     config = PythonToolConfig(

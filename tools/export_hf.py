@@ -54,7 +54,7 @@ def _write(checkpoint: Path, model: Path, target: Path, dtype: Dtype) -> None:
     # Imported here: Megatron takes seconds to import, too long to report a wrong path.
     import torch
 
-    from mega_agentrl.actor.checkpoint.hf_conversion import convert_checkpoint_to_hf
+    from mega_agentrl.actor.checkpoint.hf_export import convert_checkpoint_to_hf
 
     chosen = None if dtype is Dtype.auto else getattr(torch, dtype)
     convert_checkpoint_to_hf(checkpoint, model, target, dtype=chosen)

@@ -61,7 +61,7 @@ def _trees(path: Path, prompt_id: str | None) -> Iterator[RolloutTree]:
 
 
 def _tree_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:
-    from mega_agentrl.rollout.io.render_tree import render_tree
+    from mega_agentrl.rollout.io.render import render_tree
 
     for tree in trees:
         yield f"{render_tree(tree)}\n"

@@ -10,22 +10,25 @@ Arguments and results are plain values or CPU tensors, so that a remote call can
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.actor.checkpoint import save_load
-from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo, summarize_steps
+from mega_agentrl.actor.megatron_model import (
+    MegatronModel,
+    RankInfo,
+    TrainableRank,
+    summarize_steps,
+)
 from mega_agentrl.actor.model.heads import ScalarHead
-from mega_agentrl.algo.policy_loss import aggregate, loss_denominator
+from mega_agentrl.actor.training.objectives import aggregate_share, require_fields
+from mega_agentrl.actor.training.packing import response_mask
 from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
-from mega_agentrl.batch.minibatches import minibatch_masks
+from mega_agentrl.batch.micro_batching import minibatch_masks
 from mega_agentrl.reshard.mapping.model_mapping import HF_SCORE_HEAD
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mega_agentrl.actor.training.packing import MicroBatch
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats
     from mega_agentrl.config.schema import TrainConfig
@@ -55,12 +58,9 @@ class ValueObjective:
     """Mode of `algo.policy_loss.aggregate`."""
 
     def __post_init__(self) -> None:
-        missing = [name for name in ("value_BT", "return_BT") if getattr(self.batch, name) is None]
-        if missing:
-            raise ValueError(
-                f"update of the critic: the batch has no {', '.join(missing)}; expected them "
-                "from compute_values and from the advantages before the update"
-            )
+        require_fields(
+            self.batch, ("value_BT", "return_BT"), "update of the critic", "compute_values"
+        )
 
     def __call__(
         self, micro: MicroBatch, value_RT: torch.Tensor
@@ -74,8 +74,7 @@ class ValueObjective:
         loss_RT, info = clipped_value_loss(
             value_RT, self.batch.value_BT[rows].to(device), return_RT, here_RT, clip=self.clip_range
         )
-        denominator = loss_denominator(self.mask_BT, self.aggregation).item()
-        loss = aggregate(loss_RT, mask_RT, self.aggregation, denominator=denominator)
+        loss = aggregate_share(loss_RT, mask_RT, self.mask_BT, self.aggregation)
         num_tokens = here_RT.sum().float()
         return loss, {
             "loss": loss.detach(),
@@ -87,7 +86,7 @@ class ValueObjective:
         }
 
 
-class CriticRank:
+class CriticRank(TrainableRank):
     """This process's shard of the critic; its weights are undefined until `load_hf`.
 
     `model_path` is the checkpoint of a policy or of a sequence classifier with one label.
@@ -114,8 +113,9 @@ class CriticRank:
             of the last pipeline stage of each data-parallel rank returns them, all others None.
         """
         width = batch.response_BT.size(1)
-        select_BT = torch.arange(width)[None, :] < batch.length_B[:, None]
-        scored = self.megatron_model.forward_only(batch, select_BT, ScalarHead(num_positions=width))
+        scored = self.megatron_model.forward_only(
+            batch, response_mask(batch), ScalarHead(num_positions=width)
+        )
         if scored is None:
             return None
         rows, (value_BT,) = scored
@@ -141,28 +141,3 @@ class CriticRank:
         stats = summarize_steps(results, VALUE_METRICS)
         explained = explained_variance(batch.value_BT, batch.return_BT, batch.mask_BT).item()
         return replace(stats, metrics={**stats.metrics, "explained_variance": explained})
-
-    def save_checkpoint(
-        self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> str:
-        """Write a checkpoint of the training state and return its folder.
-
-        Args:
-            folder: An unused name inside the run's checkpoint folder.
-            extra: JSON values that `load_checkpoint` returns.
-            keep: Number of checkpoints to keep, including this one; None keeps all.
-        """
-        timeout_s = self._config.cluster.call_timeout_s
-        return str(
-            save_load.save_checkpoint(
-                self.megatron_model, folder, extra=extra, keep=keep, timeout_s=timeout_s
-            )
-        )
-
-    def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Load a checkpoint written under any parallel layout and return its `extra` values."""
-        return save_load.load_checkpoint(self.megatron_model, folder)
-
-    def close(self) -> None:
-        """Destroy the process groups; safe to call twice."""
-        self.megatron_model.close()

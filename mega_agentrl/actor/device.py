@@ -6,6 +6,10 @@ of torch in which the device "cuda" is the CPU, calls that wait for a GPU return
 all streams are one idle stream. torch itself and all other modules are unchanged, so this
 works in every thread. With CUDA, nothing is replaced.
 
+With expert tensor parallelism over ranks that hold different tokens, Megatron gathers parts of
+different lengths. NCCL's `all_gather` and `reduce_scatter` accept them, gloo's do not; on CPUs
+they are replaced by one broadcast or reduction per part.
+
 On both devices Megatron's random-state tracker is its inference tracker, which does nothing:
 weights are always loaded and dropout is 0, so the model draws no random numbers.
 """
@@ -16,14 +20,13 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from mega_agentrl.actor.parallel import gloo_collectives
 from mega_agentrl.config.enums import Dtype
 
 if TYPE_CHECKING:
@@ -71,19 +74,6 @@ def has_fused_grad_accumulation() -> bool:
     return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def describe_kernels() -> dict[str, str]:
-    """Return the version of every optional kernel, or that it is not in use."""
-    engine = has_transformer_engine()
-    return {
-        "transformer_engine": _version("transformer_engine") if engine else "not in use",
-        # Megatron prefers Transformer Engine's optimizer and clipping kernels to Apex's.
-        "apex": "in use" if has_cuda() and _is_installed("amp_C") and not engine else "not in use",
-        "fused_gradients": "in use" if has_fused_grad_accumulation() else "not in use",
-        # Without Transformer Engine, attention uses torch's own fused kernels.
-        "flash_attn": _version("flash_attn") if engine else "not in use",
-    }
-
-
 def distributed_backend() -> str:
     """Return the name of the `torch.distributed` backend."""
     return "nccl" if has_cuda() else "gloo"
@@ -111,15 +101,39 @@ def init_device(local_rank: int) -> None:
     for name in _PATCHED_MODULES:
         importlib.import_module(name).torch = view
     distributed = _module_view(
-        torch.distributed,
-        all_gather=gloo_collectives.all_gather_uneven,
-        reduce_scatter=gloo_collectives.reduce_scatter_uneven,
+        dist,
+        all_gather=all_gather_uneven,
+        reduce_scatter=reduce_scatter_uneven,
     )
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings.torch = _module_view(view, distributed=distributed)
     for name in ("moe_utils", "token_dispatcher"):
         module = importlib.import_module(f"megatron.core.transformer.moe.{name}")
         module.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu
+
+
+def all_gather_uneven(
+    parts: list[torch.Tensor], mine: torch.Tensor, *, group: dist.ProcessGroup
+) -> None:
+    """Fill `parts`, one per rank of the group with that rank's shape, from every rank's `mine`."""
+    for rank, part in enumerate(parts):
+        if rank == group.rank():
+            part.copy_(mine)
+        if part.numel():
+            dist.broadcast(part, group=group, group_src=rank)
+
+
+def reduce_scatter_uneven(
+    mine: torch.Tensor, parts: list[torch.Tensor], *, group: dist.ProcessGroup
+) -> None:
+    """Fill `mine` with the sum over the group of all ranks' parts for this rank."""
+    for rank, part in enumerate(parts):
+        if not part.numel():
+            continue
+        total = part.clone()
+        dist.reduce(total, group=group, group_dst=rank)
+        if rank == group.rank():
+            mine.copy_(total)
 
 
 def _set_megatron_defaults() -> None:
@@ -137,14 +151,6 @@ def _set_megatron_defaults() -> None:
     router = importlib.import_module("megatron.core.transformer.moe.router")
     # No supported model has an expert bias, and the original would start torch's compiler.
     router.TopKRouter._apply_expert_bias = lambda *_, **__: None
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _version(package: str) -> str:
-    return metadata.version(package) if _is_installed(package) else "not installed"
 
 
 def _maybe_move_tensor_to_cpu(

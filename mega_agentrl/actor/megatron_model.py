@@ -4,6 +4,10 @@
 head and an objective. Every rank of the parallel layout creates one `MegatronModel` and calls
 the same methods in the same order with the same batch; each rank processes the rows of its
 data-parallel rank with its pipeline stage and tensor shard.
+
+To add a role: a head in `model.heads`, an objective (`training.objectives`) if it is trained, a
+class like `critic.CriticRank` whose arguments and results are plain values or CPU tensors, a group
+of its ranks in `runtime.workers`; a test against one process, as `tests/actor/test_critic.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +15,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.checkpoint import save_load
 from mega_agentrl.actor.checkpoint.hf_export import export_hf_folder
 from mega_agentrl.actor.model.gpt_model import (
     build_model_chunks,
@@ -25,12 +30,12 @@ from mega_agentrl.actor.model.gpt_model import (
     wrap_with_ddp,
 )
 from mega_agentrl.actor.parallel import process_groups
-from mega_agentrl.actor.training.lr_schedule import compute_learning_rate
 from mega_agentrl.actor.training.offload import Offloader, require_on_device
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
 from mega_agentrl.actor.training.packing import MicroBatch, pack_rows, row_lengths
 from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.batch.micro_batching import plan_micro_batches
+from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
@@ -38,11 +43,12 @@ from mega_agentrl.types.activity import track_activity
 from mega_agentrl.types.batch import UpdateStats
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from mega_agentrl.actor.model.heads import OutputHead
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats, Objective
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.config.sections.policy import OptimConfig
     from mega_agentrl.types.batch import TrainBatch
 
 
@@ -249,14 +255,7 @@ class MegatronModel:
         """Write the weights as a Hugging Face folder, with the config of the loaded one."""
         require_on_device("export", {"weights"}, self.offloader.on_host)
         with track_activity("writing of the model", self.groups.describe_peers("all")):
-            export_hf_folder(
-                Path(folder),
-                self.hf_source_folder,
-                self.shape,
-                self.groups,
-                self.config.parallel,
-                self.parameters,
-            )
+            export_hf_folder(Path(folder), self)
 
     def close(self) -> None:
         """Destroy the process groups; safe to call twice."""
@@ -315,6 +314,73 @@ class MegatronModel:
         if self.groups.pg_collection.pp.size() > 1:
             dist.broadcast(total, self.groups.last_stage_rank, group=self.groups.pg_collection.pp)
         return dict(zip(names, total.tolist(), strict=True))
+
+
+class TrainableRank:
+    """Base of policy and critic: checkpoints of `megatron_model`, and the end of the rank."""
+
+    megatron_model: MegatronModel
+
+    def save_checkpoint(
+        self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> str:
+        """Write a checkpoint of the training state and return its folder.
+
+        Args:
+            folder: An unused name inside the run's checkpoint folder.
+            extra: JSON values that `load_checkpoint` returns.
+            keep: Number of checkpoints to keep, including this one; None keeps all.
+        """
+        timeout_s = self.megatron_model.config.cluster.call_timeout_s
+        return str(
+            save_load.save_checkpoint(
+                self.megatron_model, folder, extra=extra, keep=keep, timeout_s=timeout_s
+            )
+        )
+
+    def load_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Load a checkpoint written under any parallel layout and return its `extra` values."""
+        return save_load.load_checkpoint(self.megatron_model, folder)
+
+    def close(self) -> None:
+        """Destroy the process groups; safe to call twice."""
+        self.megatron_model.close()
+
+
+def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) -> float:
+    """Compute the learning rate of optimizer step `step`, counted from 0.
+
+    With W warm-up steps and a run of D steps:
+
+        step < W    lr * (step + 1) / W             linear warm-up
+        else        x = (step - W) / (D - W), 1 after D
+          constant  lr
+          linear    min_lr + (lr - min_lr) * (1 - x)
+          cosine    min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2     (arXiv:1608.03983, eq. 5)
+
+    The caller counts the steps and decides whether skipped steps count.
+
+    Raises:
+        ValueError: If `step` is negative or `total_steps`, the optimizer steps of the whole
+            run, is below 1.
+    """
+    if step < 0 or total_steps < 1:
+        raise ValueError(
+            f"learning_rate: got step={step}, total_steps={total_steps}; expected step at least "
+            "0 and total_steps at least 1; probable cause: a run of 0 steps"
+        )
+    if step < settings.lr_warmup_steps:
+        return settings.lr * (step + 1) / settings.lr_warmup_steps
+    if settings.lr_schedule == LrSchedule.constant:
+        return settings.lr
+    done = 1.0
+    if step < total_steps:
+        done = (step - settings.lr_warmup_steps) / (total_steps - settings.lr_warmup_steps)
+    if settings.lr_schedule == LrSchedule.linear:
+        left = 1.0 - done
+    else:
+        left = (1.0 + math.cos(math.pi * done)) / 2.0
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
 
 
 def summarize_steps(results: Sequence[StepResult | None], names: Sequence[str]) -> UpdateStats:

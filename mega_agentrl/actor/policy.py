@@ -8,12 +8,17 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from mega_agentrl.actor.checkpoint import save_load
-from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo, summarize_steps
+from mega_agentrl.actor.megatron_model import (
+    MegatronModel,
+    RankInfo,
+    TrainableRank,
+    summarize_steps,
+)
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.training.objectives import (
@@ -22,16 +27,15 @@ from mega_agentrl.actor.training.objectives import (
     PolicyObjective,
     SftObjective,
 )
-from mega_agentrl.actor.training.offload import ALL_STATE, require_on_device
-from mega_agentrl.actor.training.profiler import StepProfiler
-from mega_agentrl.actor.training.reference_weights import ReferenceWeights
-from mega_agentrl.batch.minibatches import minibatch_masks
-from mega_agentrl.batch.weight_probe import probe_batch
+from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
+from mega_agentrl.actor.training.packing import response_mask
+from mega_agentrl.batch.micro_batching import minibatch_masks
 from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.verify.weight_probe import probe_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Sequence, Set
     from contextlib import AbstractContextManager
 
     from mega_agentrl.config.schema import TrainConfig
@@ -40,8 +44,12 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
 
 
-class PolicyRank:
-    """This process's shard of the policy; its weights are undefined until `load_hf`."""
+class PolicyRank(TrainableRank):
+    """This process's shard of the policy; its weights are undefined until `load_hf`.
+
+    Checkpoints do not hold the reference: `load_hf` and `set_objective` take it again, as at the
+    start of the run.
+    """
 
     def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
         self._config = config
@@ -117,10 +125,9 @@ class PolicyRank:
             ValueError: If `reference` is set and there is no reference.
         """
         width = batch.response_BT.size(1)
-        select_BT = torch.arange(width)[None, :] < batch.length_B[:, None]
         with self._reference_swapped_in() if reference else nullcontext():
             scored = self.megatron_model.forward_only(
-                batch, select_BT, self._log_prob_head(width, self._temperature)
+                batch, response_mask(batch), self._log_prob_head(width, self._temperature)
             )
         if scored is None:
             return None
@@ -200,46 +207,6 @@ class PolicyRank:
         """
         self.megatron_model.export_hf(folder)
 
-    def save_checkpoint(
-        self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> str:
-        """Write a checkpoint of the training state and return its folder.
-
-        The reference is not stored: `load_hf` and `set_objective` take it again, as at the
-        start of the run.
-
-        Args:
-            folder: An unused name inside the run's checkpoint folder.
-            extra: JSON values that `load_checkpoint` returns.
-            keep: Number of checkpoints to keep, including this one; None keeps all.
-        """
-        timeout_s = self._config.cluster.call_timeout_s
-        return str(
-            save_load.save_checkpoint(
-                self.megatron_model, folder, extra=extra, keep=keep, timeout_s=timeout_s
-            )
-        )
-
-    def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Load a checkpoint written under any parallel layout and return its `extra` values."""
-        return save_load.load_checkpoint(self.megatron_model, folder)
-
-    def to_host(
-        self, *, weights: bool = True, gradients: bool = True, optimizer: bool = True
-    ) -> None:
-        """Move the selected state to host memory, so that another process can use the GPU."""
-        self.megatron_model.offloader.to_host(
-            weights=weights, gradients=gradients, optimizer=optimizer
-        )
-
-    def to_device(
-        self, *, weights: bool = True, gradients: bool = True, optimizer: bool = True
-    ) -> None:
-        """Move the selected state back to the device; gradients are zero afterwards."""
-        self.megatron_model.offloader.to_device(
-            weights=weights, gradients=gradients, optimizer=optimizer
-        )
-
     def set_gpu_resident(self, parts: Set[str]) -> None:
         """Keep exactly these parts of `offload.ALL_STATE` on the device, the rest on the host."""
         offloader = self.megatron_model.offloader
@@ -272,10 +239,6 @@ class PolicyRank:
             "libraries_mib": PROCESS_MEMORY.libraries_mib(),
         }
 
-    def close(self) -> None:
-        """Destroy the process groups; safe to call twice."""
-        self.megatron_model.close()
-
     @property
     def _temperature(self) -> float:
         return self._config.rollout.temperature
@@ -292,3 +255,46 @@ class PolicyRank:
                 "algo.ares.mode other than off, or an earlier snapshot_reference()"
             )
         return self._reference.swapped_in()
+
+
+class StepProfiler:
+    """Traces of one rank between two calls, one at a time, with torch's profiler.
+
+    Shapes, stacks and memory are not recorded: they multiply the size and cost of a trace, and
+    are of use for a single kernel rather than for a step.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: profile | None = None
+
+    def start(self) -> None:
+        """Start a trace; an unfinished one, left by a failed step, is dropped."""
+        self._discard()
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+
+    def stop(self, file: Path) -> None:
+        """Stop the trace and write it atomically as a Chrome trace.
+
+        Raises:
+            ValueError: If no trace was started.
+        """
+        if self._profiler is None:
+            raise ValueError(
+                f"{file}: got no trace, expected start_profile() before stop_profile(); probable "
+                "cause: the rank was restarted in between"
+            )
+        running, self._profiler = self._profiler, None
+        running.stop()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.partial.json")
+        running.export_chrome_trace(str(partial))
+        partial.replace(file)
+
+    def _discard(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None

@@ -15,7 +15,7 @@ import torch
 
 from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
 from mega_agentrl.actor.model.heads import ScalarHead
-from mega_agentrl.batch.operations import pad_response_length
+from mega_agentrl.batch.packing import pad_response_length
 from mega_agentrl.reshard.mapping.model_shape import SCALAR_ARCHITECTURES, HeadKind, ModelShape
 
 if TYPE_CHECKING:

@@ -4,21 +4,32 @@ B trajectories, T response positions. `group_B` is an integer tensor; equal valu
 prompt. Sums run in float64 and are returned in the dtype of the input, so that a group of equal
 rewards gives exactly 0 and the order of its members has no effect. Results carry no gradient and
 are not whitened unless the function says so.
+
+Discounted sums y_t = x_t + g y_{t+1} skip masked tokens (`apply_to_sampled_tokens`), so that a
+tool's answer neither discounts nor separates the tokens around it. They are computed in blocks of
+64: a product with a triangular matrix of powers of g within each block, and one step per block for
+the carry. R and L are rows and length of a chunk.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from mega_agentrl.algo.masked_scan import (
-    apply_to_sampled_tokens,
-    discounted_sum,
+from mega_agentrl.algo.masking import (
     map_row_chunks,
+    masked_whiten,
     row_chunks,
-    shift_left,
+    shift,
+    zero_masked,
 )
-from mega_agentrl.algo.masking import masked_whiten
 from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_TOKENS = 64
 
 
 def grpo(
@@ -39,13 +50,13 @@ def grpo(
         eps: added to the std.
     """
     check_same_shape(reward_B=reward_B, group_B=group_B)
-    index_B, size_B = _group_index_and_size(group_B)
+    index_B, size_B = group_index_and_size(group_B)
     reward64_B = reward_B.double()
     single_B = size_B == 1
-    mean_B = torch.where(single_B, 0.0, _group_sum(reward64_B, index_B) / size_B)
+    mean_B = torch.where(single_B, 0.0, group_sum(reward64_B, index_B) / size_B)
     centred_B = reward64_B - mean_B
     if norm_by_std:
-        square_B = _group_sum(centred_B * centred_B, index_B) / (size_B - 1).clamp(min=1)
+        square_B = group_sum(centred_B * centred_B, index_B) / (size_B - 1).clamp(min=1)
         std_B = torch.where(single_B, 1.0, square_B.sqrt())
         centred_B = centred_B / (std_B + eps)
     return centred_B.to(reward_B.dtype)
@@ -57,9 +68,9 @@ def rloo(reward_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     A group of one keeps its reward.
     """
     check_same_shape(reward_B=reward_B, group_B=group_B)
-    index_B, size_B = _group_index_and_size(group_B)
+    index_B, size_B = group_index_and_size(group_B)
     reward64_B = reward_B.double()
-    others_B = (_group_sum(reward64_B, index_B) - reward64_B) / (size_B - 1).clamp(min=1)
+    others_B = (group_sum(reward64_B, index_B) - reward64_B) / (size_B - 1).clamp(min=1)
     baseline_B = torch.where(size_B == 1, 0.0, others_B)
     return (reward64_B - baseline_B).to(reward_B.dtype)
 
@@ -108,21 +119,19 @@ def gae(
     check_same_shape(reward_BT=reward_BT, value_BT=value_BT, mask_BT=mask_BT)
 
     def formula(reward_RL: torch.Tensor, value_RL: torch.Tensor) -> torch.Tensor:
-        delta_RL = reward_RL + gamma * shift_left(value_RL) - value_RL
+        delta_RL = reward_RL + gamma * shift(value_RL, -1) - value_RL
         return discounted_sum(delta_RL, gamma * lam)
 
     advantage_BT = apply_to_sampled_tokens(formula, mask_BT, reward_BT, value_BT).to(
         reward_BT.dtype
     )
-    state_BT = torch.where(mask_BT.bool(), value_BT, torch.zeros_like(value_BT))
-    return advantage_BT, (advantage_BT + state_BT).to(reward_BT.dtype)
+    return advantage_BT, (advantage_BT + zero_masked(value_BT, mask_BT)).to(reward_BT.dtype)
 
 
 def broadcast(advantage_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Return the advantage of the trajectory on its unmasked tokens, 0 elsewhere, [B, T]."""
     check_same_rows(advantage_B, mask_BT)
-    grid_BT = advantage_B.unsqueeze(1).expand(mask_BT.shape)
-    return torch.where(mask_BT.bool(), grid_BT, torch.zeros_like(grid_BT))
+    return zero_masked(advantage_B.unsqueeze(1).expand(mask_BT.shape), mask_BT)
 
 
 def arpo_hard(
@@ -151,16 +160,70 @@ def arpo_hard(
     return mean_N[place_BT]
 
 
-def _group_index_and_size(group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def group_index_and_size(group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a group index from 0 for each row, and the size of its group."""
     _, index_B, count_G = torch.unique(group_B, return_inverse=True, return_counts=True)
     return index_B, count_G[index_B]
 
 
-def _group_sum(value_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+def group_sum(value_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
     """Return the sum over the row's group, for each row."""
     total_B = torch.zeros_like(value_B).index_add(0, index_B, value_B)  # at most B groups
     return total_B[index_B]
+
+
+def apply_to_sampled_tokens(
+    formula: Callable[..., torch.Tensor], mask_BT: torch.Tensor, *grids_BT: torch.Tensor
+) -> torch.Tensor:
+    """Apply `formula` to the unmasked values of each row; 0 where masked, [B, T] float64.
+
+    Args:
+        formula: maps one [R, L] float64 tensor per grid to another; in each row the unmasked values
+            come first, in order, padded with zeros.
+        mask_BT: [B, T] mask.
+        grids_BT: [B, T] tensors.
+    """
+    for grid_BT in grids_BT:
+        check_same_shape(grid_BT=grid_BT, mask_BT=mask_BT)
+
+    def rows(mask_RT: torch.Tensor, *grids_RT: torch.Tensor) -> torch.Tensor:
+        on_RT = mask_RT.bool()
+        place_RT = on_RT.cumsum(1) - 1
+        target_RT = torch.where(on_RT, place_RT, mask_RT.shape[1])
+        result_RL = formula(*(_compact_sampled(grid_RT, on_RT, target_RT) for grid_RT in grids_RT))
+        picked_RT = result_RL.gather(1, place_RT.clamp(min=0))
+        return zero_masked(picked_RT, on_RT)
+
+    return map_row_chunks(rows, mask_BT, *grids_BT)
+
+
+def discounted_sum(x_RL: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return each value plus `factor` times the result one position to the right, [R, L]."""
+    num_rows, width = x_RL.shape
+    num_blocks = max(-(-width // BLOCK_TOKENS), 1)
+    padded_RL = torch.nn.functional.pad(x_RL, (0, num_blocks * BLOCK_TOKENS - width))
+    step = torch.arange(BLOCK_TOKENS, device=x_RL.device, dtype=x_RL.dtype)
+    power = torch.as_tensor(factor, device=x_RL.device, dtype=x_RL.dtype)
+    # within[j, i]: how much of x_j, in the same block, reaches y_i.
+    within = torch.where(step[:, None] >= step, power ** (step[:, None] - step).clamp(min=0), 0.0)
+    own = padded_RL.view(num_rows, num_blocks, BLOCK_TOKENS) @ within
+    carry_R = x_RL.new_zeros(num_rows)
+    behind: list[torch.Tensor] = []
+    for block in range(num_blocks - 1, -1, -1):
+        behind.append(carry_R)
+        carry_R = own[:, block, 0] + power**BLOCK_TOKENS * carry_R
+    reach = power ** (BLOCK_TOKENS - step)
+    total = own + torch.stack(behind[::-1], dim=1)[:, :, None] * reach
+    return total.view(num_rows, num_blocks * BLOCK_TOKENS)[:, :width]
+
+
+def _compact_sampled(
+    x_RT: torch.Tensor, on_RT: torch.Tensor, target_RT: torch.Tensor
+) -> torch.Tensor:
+    """Move the unmasked values to the front of each row, zeros after them, [R, T + 1] float64."""
+    values_RT = zero_masked(x_RT, on_RT).double()
+    empty_RL = values_RT.new_zeros(x_RT.shape[0], x_RT.shape[1] + 1)
+    return empty_RL.scatter(1, target_RT, values_RT)
 
 
 def _dense_node_index(node_BT: torch.Tensor, on_BT: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -20,8 +20,7 @@ import math
 
 import torch
 
-from mega_agentrl.algo.masked_scan import map_row_chunks
-from mega_agentrl.algo.masking import masked_moments
+from mega_agentrl.algo.masking import map_row_chunks, masked_moments
 from mega_agentrl.algo.shape_checks import check_same_shape
 
 MONITOR_SLOPE = 0.5

@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.algo.masked_scan import row_chunks
-from mega_agentrl.algo.precision import upcast
+from mega_agentrl.algo.masking import (
+    bounded_exp,
+    masked_log_ratio,
+    row_chunks,
+    upcast,
+    zero_masked,
+)
 from mega_agentrl.algo.shape_checks import check_same_shape
 
-LOG_RATIO_BOUND = 20.0
 LEVELS = ("token", "sequence")
 MODES = ("truncated", "masked")
 
@@ -59,13 +63,13 @@ def importance_weights(
     weights, sums, weight_sums = [], [], []
     for train_RT, rollout_RT, mask_RT in row_chunks(train_logp_BT, rollout_logp_BT, mask_BT):
         on_RT = mask_RT.bool()
-        log_ratio_RT = _detached_log_ratio(train_RT, rollout_RT, on_RT)
-        token_ratio_RT = _bounded_exp(log_ratio_RT)
+        log_ratio_RT = masked_log_ratio(train_RT.detach(), rollout_RT.detach(), on_RT)
+        token_ratio_RT = bounded_exp(log_ratio_RT)
         prob_diff_RT = _prob_abs_diff(train_RT, rollout_RT, on_RT)
         sums.append(_mismatch_sums(log_ratio_RT, token_ratio_RT, prob_diff_RT, on_RT))
         ratio_RT = token_ratio_RT
         if level == "sequence":
-            ratio_RT = _bounded_exp(log_ratio_RT.sum(1, keepdim=True))
+            ratio_RT = bounded_exp(log_ratio_RT.sum(1, keepdim=True))
         above_RT = (ratio_RT > cap) & on_RT
         weights.append(torch.where(above_RT, bound, torch.where(on_RT, ratio_RT, 0.0)))
         weight_sums.append(torch.stack([_sum_float64(weights[-1]), _sum_float64(above_RT)]))
@@ -95,14 +99,10 @@ def logprob_mismatch(
     sums = []
     for train_RT, rollout_RT, mask_RT in row_chunks(train_logp_BT, rollout_logp_BT, mask_BT):
         on_RT = mask_RT.bool()
-        log_ratio_RT = _detached_log_ratio(train_RT, rollout_RT, on_RT)
+        log_ratio_RT = masked_log_ratio(train_RT.detach(), rollout_RT.detach(), on_RT)
         prob_diff_RT = _prob_abs_diff(train_RT, rollout_RT, on_RT)
-        sums.append(_mismatch_sums(log_ratio_RT, _bounded_exp(log_ratio_RT), prob_diff_RT, on_RT))
+        sums.append(_mismatch_sums(log_ratio_RT, bounded_exp(log_ratio_RT), prob_diff_RT, on_RT))
     return _mismatch_metrics(sums, log_ratio_RT.dtype)
-
-
-def _bounded_exp(exponent: torch.Tensor) -> torch.Tensor:
-    return exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def _sum_float64(values_RT: torch.Tensor) -> torch.Tensor:
@@ -166,14 +166,6 @@ def _mismatch_metrics(sums: list[torch.Tensor], dtype: torch.dtype) -> dict[str,
     return {name: value.to(dtype) for name, value in metrics.items()}
 
 
-def _detached_log_ratio(
-    train_logp_BT: torch.Tensor, rollout_logp_BT: torch.Tensor, on_BT: torch.Tensor
-) -> torch.Tensor:
-    """Return the difference of the log-probs without gradient, 0 where masked."""
-    difference_BT = upcast(train_logp_BT.detach()) - upcast(rollout_logp_BT.detach())
-    return torch.where(on_BT, difference_BT, torch.zeros_like(difference_BT))
-
-
 def _prob_abs_diff(
     train_logp_BT: torch.Tensor, rollout_logp_BT: torch.Tensor, on_BT: torch.Tensor
 ) -> torch.Tensor:
@@ -181,5 +173,4 @@ def _prob_abs_diff(
     rollout_BT, train_BT = (
         upcast(logp_BT.detach()).exp() for logp_BT in (rollout_logp_BT, train_logp_BT)
     )
-    difference_BT = (rollout_BT - train_BT).abs()
-    return torch.where(on_BT, difference_BT, torch.zeros_like(difference_BT))
+    return zero_masked((rollout_BT - train_BT).abs(), on_BT)

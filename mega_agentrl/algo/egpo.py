@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.algo.masked_scan import map_row_chunks
-from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.algo.masking import map_row_chunks, masked_mean, shift
 from mega_agentrl.algo.shape_checks import check_same_shape
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def _marker_ids(name: str, marker: int | Sequence[int]) -> tuple[int, ...]:
 
 def _turn_index(on_RT: torch.Tensor) -> torch.Tensor:
     """Return the turn index from 0, [R, T]; masked positions count to the turn before them."""
-    first_RT = on_RT & ~torch.nn.functional.pad(on_RT[:, :-1], (1, 0))
+    first_RT = on_RT & ~shift(on_RT, 1)
     return (first_RT.cumsum(1) - 1).clamp(min=0)
 
 
@@ -166,7 +165,6 @@ def _marker_starts(
 ) -> torch.Tensor:
     """Return where a marker starts that the policy sampled completely, [R, T] bool."""
     there_RT = torch.ones_like(on_RT)
-    for shift, token in enumerate(marker):
-        hit_RT = (token_RT == token) & on_RT
-        there_RT = there_RT & torch.nn.functional.pad(hit_RT[:, shift:], (0, shift))
+    for place, token in enumerate(marker):
+        there_RT = there_RT & shift((token_RT == token) & on_RT, -place)
     return there_RT

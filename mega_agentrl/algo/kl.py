@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mega_agentrl.algo.precision import upcast
+from mega_agentrl.algo.masking import EXPONENT_BOUND, upcast, zero_masked
 from mega_agentrl.algo.shape_checks import check_same_shape
 
 K3_BOUND = 10.0
-EXPONENT_BOUND = 20.0
 ADAPTIVE_ERROR_BOUND = 0.2
 
 
@@ -58,8 +57,7 @@ def apply_kl_penalty(
 ) -> torch.Tensor:
     """Return reward - coef * KL on unmasked tokens, 0 elsewhere, [B, T]; without gradient."""
     check_same_shape(reward_BT=reward_BT, kl_BT=kl_BT, mask_BT=mask_BT)
-    shaped_BT = (reward_BT - coef * kl_BT).detach()
-    return torch.where(mask_BT.bool(), shaped_BT, torch.zeros_like(shaped_BT))
+    return zero_masked((reward_BT - coef * kl_BT).detach(), mask_BT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,65 @@
-"""Sums and means over unmasked positions.
+"""Masked positions: sums, means and log-ratios without them, shifts, and chunks of rows.
 
 A masked position never changes a result, whatever its value, NaN and infinity included; its
 gradient is 0. Masks are bool or 0/1. Where nothing is unmasked the result is 0, not NaN.
+
+Losses run in float32: half precision rounds away a log-ratio of 1e-3, so `algo` never subtracts
+log-probs in it. float64 is kept, so that gradients can be checked against finite differences.
+
+B trajectories, T response positions; R rows of a chunk.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from mega_agentrl.algo.masked_scan import map_row_chunks, row_chunks
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+EXPONENT_BOUND = 20.0
+ROWS_PER_CHUNK = 16
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` as float32, or unchanged if it is float64; integers and masks become float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def zero_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return `x` where `mask` is set, 0 elsewhere."""
+    _check_mask_shape(x, mask)
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+def masked_log_ratio(
+    logp_BT: torch.Tensor, other_logp_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """Return logp - other_logp, upcast, 0 where masked, [B, T]."""
+    return zero_masked(upcast(logp_BT) - upcast(other_logp_BT), mask_BT)
+
+
+def bounded_exp(exponent: torch.Tensor) -> torch.Tensor:
+    """Return exp of the exponent clamped to +-20, so that no ratio overflows."""
+    return exponent.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def shift(x_RT: torch.Tensor, by: int) -> torch.Tensor:
+    """Return the rows moved `by` positions to the right, or to the left if negative, [R, T].
+
+    Positions that no value moves to are 0.
+    """
+    width = x_RT.shape[1]
+    gap = min(abs(by), width)
+    if by < 0:
+        return torch.nn.functional.pad(x_RT[:, gap:], (0, gap))
+    return torch.nn.functional.pad(x_RT[:, : width - gap], (gap, 0))
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Return the sum of `x` where `mask` is set, over all positions or along `dim`."""
-    values = _zero_masked(x, mask)
+    values = zero_masked(x, mask)
     return values.sum() if dim is None else values.sum(dim)
 
 
@@ -31,18 +77,10 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> 
     The variance is unbiased. A single unmasked position becomes 0.
     """
     mean, variance = masked_moments(x, mask)
-    scale = torch.rsqrt(variance + eps)
-    return masked_standardize(x, mask, mean, scale)
-
-
-def masked_standardize(
-    x: torch.Tensor, mask: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """Return (x - mean) * scale where `mask` is set, 0 elsewhere; mean and scale are 0-d."""
-    shift, factor = mean.to(x.dtype), scale.to(x.dtype)
+    centre, factor = mean.to(x.dtype), torch.rsqrt(variance + eps).to(x.dtype)
 
     def rows(piece: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
-        return torch.where(on, (piece - shift) * factor, 0.0)
+        return torch.where(on, (piece - centre) * factor, 0.0)
 
     return map_row_chunks(rows, x, mask.bool())
 
@@ -66,9 +104,14 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
     return mean, squares / (count - 1).clamp(min=1)
 
 
-def _zero_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    _check_mask_shape(x, mask)
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
+def map_row_chunks(rows: Callable[..., torch.Tensor], *grids_BT: torch.Tensor) -> torch.Tensor:
+    """Apply `rows` to chunks of rows and concatenate; the rows must be independent."""
+    return torch.cat([rows(*part) for part in row_chunks(*grids_BT)])
+
+
+def row_chunks(*tensors_B: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Iterate over the tensors a few rows at a time, so that intermediate results stay in cache."""
+    return zip(*(torch.split(tensor_B, ROWS_PER_CHUNK) for tensor_B in tensors_B), strict=True)
 
 
 def _check_mask_shape(x: torch.Tensor, mask: torch.Tensor) -> None:

@@ -15,22 +15,108 @@ aggregation.
 B trajectories, T response positions; float32, or float64 if the log-probs are. The functions do not
 depend on how a batch was split: with the global `denominator` the values of the shards add up. Only
 `gspo` needs whole trajectories, because its ratio is a mean over one.
+
+To add a loss:
+
+1. Write the function here and register it: `@register_loss("name", options=(...), metrics=(...))`.
+2. Add the name to `config.enums.PolicyLoss`, and a preset to `configs/algo/`.
+3. Test hand-worked numbers in `tests/algo/test_policy_loss.py`.
+4. Add its formula to `tests/actor/training/whole_objective.py`, which splits are compared with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from mega_agentrl.algo.masking import masked_mean, masked_sum
-from mega_agentrl.algo.precision import upcast
+from mega_agentrl.algo.masking import (
+    bounded_exp,
+    masked_log_ratio,
+    masked_mean,
+    masked_sum,
+    upcast,
+    zero_masked,
+)
 from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
 
-LOG_RATIO_BOUND = 20.0
 AGGREGATION_MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
 
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossFunctionT = TypeVar("LossFunctionT", bound=LossFunction)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredLoss:
+    """A policy loss that `algo.loss` can name."""
+
+    function: LossFunction
+    """Function of log-probs, old log-probs, advantages, mask and the options."""
+    options: tuple[str, ...]
+    """Its keyword arguments, which are the settings of `algo.*` with the same names."""
+    metrics: tuple[str, ...]
+    """Names of its metrics."""
+    per_trajectory: bool
+    """Whether it takes advantages [B], and rows that are whole trajectories, instead of [B, T]."""
+
+    def __call__(
+        self,
+        logp_BT: torch.Tensor,
+        old_logp_BT: torch.Tensor,
+        advantage_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        **options: float | None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss, [B, T] and 0 where masked, and its 0-d metrics.
+
+        A loss per trajectory uses the mean advantage over the unmasked tokens of a row.
+
+        Raises:
+            ValueError: the loss does not have one of the options.
+        """
+        unknown = sorted(set(options) - set(self.options))
+        if unknown:
+            raise ValueError(
+                f"options: got {', '.join(unknown)}, expected only {', '.join(self.options)}"
+            )
+        advantage = advantage_BT
+        if self.per_trajectory:
+            advantage = masked_mean(advantage_BT, mask_BT, dim=1)
+        return self.function(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+
+
+LOSSES: dict[str, RegisteredLoss] = {}
+"""The registered losses by name."""
+
+
+def register_loss(
+    name: str, *, options: tuple[str, ...], metrics: tuple[str, ...], per_trajectory: bool = False
+) -> Callable[[LossFunctionT], LossFunctionT]:
+    """Register the decorated function as the loss `name`; the arguments are in `RegisteredLoss`."""
+
+    def register(function: LossFunctionT) -> LossFunctionT:
+        LOSSES[name] = RegisteredLoss(
+            function=function, options=options, metrics=metrics, per_trajectory=per_trajectory
+        )
+        return function
+
+    return register
+
+
+def find_loss(name: str) -> RegisteredLoss:
+    """Return the loss with this name; raise a `ValueError` if there is none."""
+    if name not in LOSSES:
+        raise ValueError(f"loss={name}: expected one of {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+@register_loss(
+    "clipped",
+    options=("clip_low", "clip_high", "clip_dual"),
+    metrics=("clipfrac", "clipfrac_lower", "approx_kl"),
+)
 def clipped(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,
@@ -62,9 +148,9 @@ def clipped(
         logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
     )
     on_BT = mask_BT.bool()
-    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT)
-    weight_BT = _masked_cast(advantage_BT, on_BT, log_ratio_BT)
-    ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
+    weight_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
+    ratio_BT = bounded_exp(log_ratio_BT)
     bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
     loss_BT, higher_BT, lower_BT = _surrogate(ratio_BT, bounded_BT, weight_BT, clip_dual)
     return loss_BT, {
@@ -74,6 +160,40 @@ def clipped(
     }
 
 
+@register_loss(
+    "balanced",
+    options=("clip_low", "clip_high", "clip_dual"),
+    metrics=("clipfrac", "clipfrac_lower", "approx_kl"),
+)
+def balanced(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return loss and metrics of `clipped` with AEPO's clip."""
+    return clipped(
+        logp_BT,
+        old_logp_BT,
+        advantage_BT,
+        mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
+        balanced=True,
+    )
+
+
+@register_loss(
+    "gspo",
+    options=("clip_low", "clip_high"),
+    metrics=("clipfrac", "approx_kl"),
+    per_trajectory=True,
+)
 def gspo(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,
@@ -96,10 +216,11 @@ def gspo(
     check_same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, mask_BT=mask_BT)
     check_same_rows(advantage_B, mask_BT)
     on_BT = mask_BT.bool()
-    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT)
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
     mean_B = masked_mean(log_ratio_BT, on_BT, dim=1)
-    ratio_B1 = mean_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().unsqueeze(1)
-    weight_BT = _masked_cast(advantage_B.unsqueeze(1).expand_as(on_BT), on_BT, log_ratio_BT)
+    ratio_B1 = bounded_exp(mean_B).unsqueeze(1)
+    advantage_BT = advantage_B.unsqueeze(1).expand_as(on_BT)
+    weight_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
     bounded_B1 = _clipped_ratio(ratio_B1, clip_low, clip_high, balanced=False)
     loss_BT, higher_BT, _ = _surrogate(ratio_B1, bounded_B1, weight_BT, None)
     return loss_BT, {
@@ -108,6 +229,7 @@ def gspo(
     }
 
 
+@register_loss("cispo", options=("clip_low", "clip_high"), metrics=("clipfrac", "approx_kl"))
 def cispo(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,
@@ -128,11 +250,11 @@ def cispo(
         logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
     )
     on_BT = mask_BT.bool()
-    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, on_BT).detach()
-    ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT).detach()
+    ratio_BT = bounded_exp(log_ratio_BT)
     bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
-    weight_BT = bounded_BT * _masked_cast(advantage_BT, on_BT, log_ratio_BT)
-    return -weight_BT * _masked_cast(logp_BT, on_BT, log_ratio_BT), {
+    weight_BT = bounded_BT * zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
+    return -weight_BT * zero_masked(logp_BT.to(log_ratio_BT.dtype), on_BT), {
         "clipfrac": masked_mean((bounded_BT != ratio_BT).float(), on_BT),
         "approx_kl": masked_mean(-log_ratio_BT, on_BT),
     }
@@ -229,21 +351,6 @@ def _clipped_ratio(
         return ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     above_BT = (1 + clip_high) * ratio_BT / ratio_BT.detach()
     return torch.where(ratio_BT > 1 + clip_high, above_BT, ratio_BT.clamp(min=1 - clip_low))
-
-
-def _log_ratio(
-    logp_BT: torch.Tensor, old_logp_BT: torch.Tensor, on_BT: torch.Tensor
-) -> torch.Tensor:
-    """Return logp - old_logp, 0 where masked."""
-    gap_BT = upcast(logp_BT) - upcast(old_logp_BT)
-    return torch.where(on_BT, gap_BT, torch.zeros_like(gap_BT))
-
-
-def _masked_cast(
-    value_BT: torch.Tensor, on_BT: torch.Tensor, like_BT: torch.Tensor
-) -> torch.Tensor:
-    """Return the values in the precision of `like_BT`, 0 where masked."""
-    return torch.where(on_BT, value_BT.to(like_BT.dtype), torch.zeros_like(like_BT))
 
 
 def _surrogate(

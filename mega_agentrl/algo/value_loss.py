@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.algo.masking import masked_mean, zero_masked
 from mega_agentrl.algo.shape_checks import check_same_shape
 
 
@@ -45,10 +45,9 @@ def clipped_value_loss(
         value_BT=value_BT, old_value_BT=old_value_BT, return_BT=return_BT, mask_BT=mask_BT
     )
     on_BT = mask_BT.bool()
-    zero_BT = torch.zeros_like(value_BT, dtype=torch.float32)
-    new_BT = torch.where(on_BT, value_BT.float(), zero_BT)
-    old_BT = torch.where(on_BT, old_value_BT.float(), zero_BT)
-    target_BT = torch.where(on_BT, return_BT.float(), zero_BT)
+    new_BT = zero_masked(value_BT.float(), on_BT)
+    old_BT = zero_masked(old_value_BT.float(), on_BT)
+    target_BT = zero_masked(return_BT.float(), on_BT)
     bounded_BT = torch.minimum(torch.maximum(new_BT, old_BT - clip), old_BT + clip)
     plain_BT = (new_BT - target_BT).square()
     clipped_BT = (bounded_BT - target_BT).square()

@@ -1,4 +1,12 @@
-"""Enumerations of the configuration; every name equals its value, as Hydra requires."""
+"""Enumerations of the configuration; every name equals its value, as Hydra requires.
+
+To add a choice:
+
+1. Add the member here, with its docstring.
+2. Write the code behind it; losses, advantages and branching rules register themselves.
+3. Refuse settings that exclude it in `config.checks`, with a test in `tests/config/checks`.
+4. Run `python tools/make_config_reference.py`.
+"""
 
 from __future__ import annotations
 
@@ -257,6 +265,19 @@ class SandboxIsolation(StrEnum):
     """bubblewrap namespaces and resource limits."""
     none = "none"
     """No protection; for trusted code only."""
+
+
+class TransportKind(StrEnum):
+    """Technology that carries the weights from rank to rank."""
+
+    auto = "auto"
+    """The fastest one for each pair of ranks."""
+    shared_memory = "shared_memory"
+    """Memory that both ranks map: of one GPU, or of one machine for ranks without a GPU."""
+    nccl = "nccl"
+    """NCCL, between two GPUs."""
+    gloo = "gloo"
+    """TCP between any two ranks; device memory is staged through the host."""
 
 
 class TrackerName(StrEnum):

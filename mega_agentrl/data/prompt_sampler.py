@@ -1,12 +1,15 @@
 """Samples training prompts from a dataset, epoch after epoch, and can be resumed.
 
 Every prompt comes once per epoch or according to its weight (`index_stream`): that of its file, and
-under `PromptOrder.difficulty` its learnability (`curriculum`). A rule may exclude prompts from an
-epoch; they are skipped, and the order of the others does not change. A prompt that was returned is
-in flight until `ack` or `nack`. The state holds the position in the stream, the prompts to return
-again (those in flight first, then the requeued ones), the recorded accuracies, and a digest of
-prompt ids, weights and order, by which the state of another dataset is refused. The exclusion rule
-is not part of the state. Methods may be called from several threads.
+under `PromptOrder.difficulty` its learnability (`learnability_weights`). A rule may exclude prompts
+from an epoch; they are skipped, and the order of the others does not change. A prompt that was
+returned is in flight until `ack` or `nack`. The state holds the position in the stream, the prompts
+to return again (those in flight first, then the requeued ones), the recorded accuracies, and a
+digest of prompt ids, weights and order, by which the state of another dataset is refused. The
+exclusion rule is not part of the state. Methods may be called from several threads.
+
+To add an order: a member of `config.enums.PromptOrder`, its weights in `PromptSampler`, its
+properties in `tests/data/test_prompt_sampler.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mega_agentrl.config.enums import PromptOrder
-from mega_agentrl.data.curriculum import learnability_weights
 from mega_agentrl.data.index_stream import ShuffledIndexStream
 from mega_agentrl.types.records import Prompt
 
@@ -25,6 +29,36 @@ _STATE_KEYS = ("accuracies", "digest", "in_flight", "num_excluded", "requeued", 
 
 ExclusionRule = Callable[[int], Collection[str]]
 """Maps an epoch, counted from 0, to the ids of the prompts to exclude from it."""
+
+MIN_LEARNABILITY = 0.1
+"""Minimum learnability: prompts with p = 0 or 1 still come about every tenth epoch."""
+
+
+def learnability_weights(base: Sequence[float], accuracies: Mapping[int, float]) -> list[float]:
+    """Return the weights of the next epoch, which have the same sum as `base`.
+
+    A group that is entirely correct or entirely wrong has no advantage to learn from, and the
+    learning signal is largest near an accuracy p of 1/2. Each prompt's weight is that of its file
+    times its learnability
+
+        f(p) = max(MIN_LEARNABILITY, 4 p (1 - p)),    1 for a prompt without a recorded accuracy,
+
+    scaled so that the length of an epoch does not change. p (1 - p) is used by Rutherford et al.
+    (arXiv 2408.15099) and, for language models, by Foster et al. (arXiv 2502.12272). The minimum
+    brings mastered and hopeless prompts back from time to time, since p is an old estimate from
+    one group. p is that of the last visit and takes effect in the next epoch.
+
+    Args:
+        base: weight of each prompt's file.
+        accuracies: recorded accuracies in [0, 1] by prompt index.
+    """
+    base_N = np.asarray(base, dtype=np.float64)
+    learnability_N = np.ones_like(base_N)
+    for index, accuracy in accuracies.items():
+        learnability_N[index] = max(MIN_LEARNABILITY, 4 * accuracy * (1 - accuracy))
+    weight_N = base_N * learnability_N
+    weights: list[float] = (weight_N * (base_N.sum() / weight_N.sum())).tolist()
+    return weights
 
 
 class PromptSampler:

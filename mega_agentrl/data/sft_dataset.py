@@ -68,17 +68,6 @@ class Demonstration:
     """1 for each response token that the assistant wrote, else 0."""
 
 
-def load_demonstrations(
-    path: str | Path,
-    codec: TurnEncoder,
-    *,
-    key: str = "sft.train_data",
-    max_tokens: int | None = None,
-) -> list[Demonstration]:
-    """Read and tokenize a table: `read_conversations`, then `encode_demonstrations`."""
-    return encode_demonstrations(read_conversations(path, key=key), codec, max_tokens=max_tokens)
-
-
 def read_conversations(path: str | Path, *, key: str = "sft.train_data") -> list[Conversation]:
     """Read a parquet or JSONL table of chat messages.
 

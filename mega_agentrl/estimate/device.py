@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from mega_agentrl.config.enums import Dtype
 
 GIB = 2**30
-CPU_LIBRARIES_BYTES = 45 * 2**20
+MIB = 2**20
+CPU_LIBRARIES_BYTES = 45 * MIB
 """Bytes of libraries that a process on a CPU loads once it has a model."""
-CPU_KERNEL_BYTES = 90 * 2**20
+CPU_KERNEL_BYTES = 90 * MIB
 """Bytes of compiled kernels and their workspaces that an engine keeps on a CPU."""
 
 

@@ -1,4 +1,4 @@
-"""Counts the model FLOPs of a batch.
+"""Counts the model FLOPs of a batch, and knows the peak FLOP/s of GPUs.
 
 A matrix product [m, k] x [k, n] counts 2 m k n. The forward pass of a layer costs, per token,
 
@@ -14,10 +14,15 @@ The output layer costs 2 h V for each scored token. Embedding, norms, activation
 embeddings count nothing, and a backward pass costs twice a forward pass. Padding, recomputation and
 the masked half of the attention are not counted: these are model FLOPs as in PaLM (Chowdhery et al.
 2022, arXiv 2204.02311, appendix B), which however counts the masked half.
+
+Peaks are dense bfloat16, from NVIDIA's data sheets (which list twice as much with sparsity): A100
+SXM and PCIe 312 TFLOP/s; H100 SXM 989, PCIe 756, NVL 835; H200 SXM 989, NVL 836; B200 HGX 2250.
+Runs on other GPUs report no MFU.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +33,19 @@ if TYPE_CHECKING:
 
 FORWARD_BACKWARD_FACTOR = 3
 """FLOPs of a forward and a backward pass, in units of the forward pass."""
+_TERA = 1e12
+_PEAK_FLOPS = (
+    (re.compile(r"\bB200\b"), 2250 * _TERA),
+    (re.compile(r"\bH200 NVL\b"), 836 * _TERA),
+    (re.compile(r"\bH200\b"), 989 * _TERA),
+    (re.compile(r"\bH100 NVL\b"), 835 * _TERA),
+    (re.compile(r"\bH100 PCIe\b"), 756 * _TERA),
+    (re.compile(r"\bH100\b"), 989 * _TERA),
+    (re.compile(r"\bA100\b"), 312 * _TERA),
+)
+"""Patterns of GPU names with their peak FLOP/s; the first match counts."""
+
+_MIG_SLICE = re.compile(r"\bMIG\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +101,15 @@ def layer_flops_per_token(shape: ModelShape, layer: int) -> int:
 def train_flops(shape: ModelShape, lengths: Sequence[int], num_scored: int) -> float:
     """Return the FLOPs of a forward and a backward pass; arguments as in `forward_flops`."""
     return FORWARD_BACKWARD_FACTOR * forward_flops(shape, lengths, num_scored).total
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Return the peak FLOP/s of a GPU such as ``NVIDIA H100 80GB HBM3``, or None if unknown.
+
+    The name is the one that CUDA and NVML report.
+
+    The peak of a MIG slice is unknown.
+    """
+    if _MIG_SLICE.search(gpu_name):
+        return None
+    return next((peak for name, peak in _PEAK_FLOPS if name.search(gpu_name)), None)

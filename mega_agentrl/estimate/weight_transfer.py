@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.memory.engine import num_engine_rank_elements
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
@@ -69,7 +70,7 @@ def estimate_transfer(
     plan = plan_from_owners(
         held, wanted, sets, locations, dtype,
         names=list(hf_shapes(shape)), num_trainer_ranks=cut.num_ranks,
-        bucket_bytes=config.weight_sync.bucket_mib * 2**20, speeds=speeds,
+        bucket_bytes=config.weight_sync.bucket_mib * MIB, speeds=speeds,
     )  # fmt: skip
     traffic = count_traffic(plan, locations, speeds)
     own = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)

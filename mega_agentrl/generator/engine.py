@@ -13,6 +13,10 @@ called, requests are refused with the reason until a later update succeeds. `pau
 request that was admitted, so each is computed by one weight version, the one it is labelled with.
 On shared GPUs the engine may `sleep` in any state. It is woken for an update: "weights" before
 `receive_weights`, "cache" after `verify_weights`.
+
+An engine may answer every question and still be of no use because its scheduler or a kernel hangs.
+`TokenProgress` observes the number of tokens the engine has sampled in its lifetime, which must
+grow while requests run.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import asyncio
 import gc
 import itertools
 import pickle
-from collections.abc import Awaitable, Iterator
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +40,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.generator.engine_args import engine_args
 from mega_agentrl.generator.entropy_tap.tap_reader import TapReader
-from mega_agentrl.generator.health import TokenProgress, to_start_error
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     check_request,
@@ -51,11 +56,45 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.session import TransferSession
     from mega_agentrl.types.records import GenerateRequest, Generation
+
+
+STUCK_TIMEOUT_S = 20.0
+"""Seconds without a token while requests run, including a long prefill."""
+
+
+class TokenProgress:
+    """Detects that one engine makes no progress; `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_tokens = -1
+        self._last_progress_s = clock()
+
+    def stuck_s(self, num_tokens: int, num_running: int) -> float | None:
+        """Return the seconds without progress if they exceed the timeout, else None."""
+        now = self._clock()
+        if num_tokens != self._num_tokens or not num_running:
+            self._num_tokens, self._last_progress_s = num_tokens, now
+            return None
+        quiet_s = now - self._last_progress_s
+        return quiet_s if quiet_s > STUCK_TIMEOUT_S else None
+
+
+def to_start_error(name: str, error: RuntimeError) -> RuntimeError:
+    """Return the error to raise for vLLM's error at a start.
+
+    This is an `EngineLostError` if a signal may have ended its core, so that another start may
+    succeed. vLLM reports that only in its text: an exit code below 0, or none, as it looks before
+    there is one.
+    """
+    killed = re.search(r"core proc\(s\): ({}|.*: -\d)", str(error))
+    error_class = EngineLostError if killed else RuntimeError
+    return error_class(f"{name} did not start; its log file has the reason: {error}")
 
 
 DEATH_POLL_S = 0.5
@@ -155,10 +194,6 @@ class Engine:
             ) from error
         finally:
             del self._key_of[request.request_id]
-
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Run requests concurrently and return their results in order."""
-        return list(await asyncio.gather(*map(self.generate, requests)))
 
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
         stop_ids, stop_strings = self._stop_table.split_by_token(request.stop)

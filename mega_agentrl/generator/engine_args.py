@@ -8,10 +8,11 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from mega_agentrl.estimate.memory.engine import MIN_BATCHED_TOKENS
 from mega_agentrl.generator.plugin import WEIGHT_TRANSFER_BACKEND
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a KV block on a CPU: the smallest size that its attention accepts, a multiple of 32.
@@ -58,7 +59,7 @@ def engine_args(
         distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         max_model_len=config.max_model_len,
         max_num_seqs=1 if deterministic else config.max_num_seqs,
-        max_num_batched_tokens=max(8192, config.max_model_len),
+        max_num_batched_tokens=max(MIN_BATCHED_TOKENS, config.max_model_len),
         enforce_eager=config.enforce_eager or not on_gpu,
         enable_prefix_caching=not deterministic,
         disable_log_stats=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
 
 HOST_PID_VARIABLE = "MEGA_AGENTRL_ENGINE_HOST_PID"
 """Process that owns the engine; every process of the engine ends with it (see `plugin`)."""

@@ -1,4 +1,4 @@
-"""Read `metrics.jsonl` as series of values, in whatever state a run left the file.
+"""Read `metrics.jsonl` as series of values, in whatever state a run left the file; smooth them.
 
 If a step occurs twice because the run was resumed, the last line counts. Unreadable lines, such as
 a partial last line of a killed run, are skipped and counted. Values may be nan or infinite; values
@@ -8,11 +8,12 @@ that are not numbers are ignored.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 MetricSeries = list[tuple[int, float]]
@@ -34,6 +35,12 @@ class MetricLine:
     def is_validation(self) -> bool:
         """Whether the line is an evaluation."""
         return any(name in self.values for name in VALIDATION_METRICS)
+
+    @property
+    def duration_s(self) -> float:
+        """Duration of the step, the sum of all phases; times that are not finite are left out."""
+        times = (value for name, value in self.values.items() if name.startswith("time/"))
+        return sum(value for value in times if math.isfinite(value))
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -93,6 +100,17 @@ def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
             found.pop((line.stage, line.step), None)
             found[line.stage, line.step] = line
     return MetricLog(lines=tuple(found.values()), num_unreadable_lines=num_unreadable)
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean of the last `window` values at each position, of fewer at the start."""
+    if window < 1:
+        raise ValueError(f"running_mean: window={window}: expected at least 1")
+    total, means = 0.0, []
+    for index, value in enumerate(values):
+        total += value - (values[index - window] if index >= window else 0.0)
+        means.append(total / min(index + 1, window))
+    return means
 
 
 def _parse_line(text: bytes | str) -> MetricLine | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mega_agentrl.report.running_mean import running_mean
+from mega_agentrl.report.metrics_file import running_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

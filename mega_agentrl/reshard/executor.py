@@ -148,7 +148,7 @@ class TransferExecutor:
             copy_fn: Copies parameter values to frames; by default a plain copy.
         """
         with self._close_on_error():
-            return self._run_or_close(version, _SendBuffers(shards, copy_fn), None)
+            return self._run(version, _SendBuffers(shards, copy_fn), None)
 
     def receive(self, writer: WeightWriter, version: int) -> TransferReport:
         """Execute a rollout rank's part.
@@ -161,7 +161,7 @@ class TransferExecutor:
             RuntimeError: If a peer is gone or late.
         """
         with self._close_on_error():
-            return self._run_or_close(version, _SendBuffers({}, None), writer)
+            return self._run(version, _SendBuffers({}, None), writer)
 
     def sources_of(self, hf_name: str) -> dict[int, list[int]]:
         """Return the ranks that send slices of a tensor to this one, with their bucket indices."""
@@ -186,17 +186,8 @@ class TransferExecutor:
             )
         try:
             yield
-        except (RuntimeError, ValueError):
-            self.close()
-            raise
-
-    def _run_or_close(
-        self, version: int, send_buffers: _SendBuffers, writer: WeightWriter | None
-    ) -> TransferReport:
-        try:
-            return self._run(version, send_buffers, writer)
         except Exception:
-            self.close()  # else peers would wait for this rank until their deadlines
+            self.close()
             raise
 
     def _run(

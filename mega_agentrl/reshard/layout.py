@@ -12,7 +12,7 @@ The module is pure data and knows neither Megatron nor vLLM nor torch.distribute
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -155,3 +155,10 @@ def check_disjoint(name: str, rects: Iterable[Rect], *, owner: str) -> None:
                 break
             if rect.intersect(other):
                 raise ValueError(f"{owner}: {name} holds {rect} and {other}, which overlap")
+
+
+def distinct_layouts(
+    layouts: Sequence[Sequence[ShardLayout]],
+) -> list[Sequence[ShardLayout]]:
+    """Return each layout object once; ranks with equal shards may share one."""
+    return list({id(layout): layout for layout in layouts}.values())

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from mega_agentrl.config.enums import TransportKind
 from mega_agentrl.reshard.executor import TransferExecutor
-from mega_agentrl.reshard.transports.per_peer import join_transport
+from mega_agentrl.reshard.transports.registry import check_transport, join_transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.planner.transfer_plan import TransferPlan
+    from mega_agentrl.reshard.planner.transfer_plan import Hop, TransferPlan
     from mega_agentrl.reshard.topology import RankLocation
 
 
@@ -48,6 +49,15 @@ class TransferSession:
     """Index, among the rollout ranks, of the first worker of the engine that this copy is for."""
     locations: tuple[RankLocation, ...] = ()
     """Locations of all ranks, from which transports are chosen; without any, all use gloo."""
+    transport: TransportKind = TransportKind.auto
+    """Transport of all hops, which it must connect; auto chooses one for each pair of ranks."""
+
+    def __post_init__(self) -> None:
+        check_transport(self.transport, self.locations, self.hops())
+
+    def hops(self) -> set[Hop]:
+        """Return the (source, target) pairs of the plan."""
+        return {hop for bucket in self.plan.buckets for hop in bucket.hops}
 
     def to_init_info(self) -> dict[str, Any]:
         """Return the session as values that any serializer accepts."""
@@ -97,9 +107,14 @@ def join_session(
             store = TCPStore(session.address, session.port, is_master=False, timeout=timeout)
         keyed_store = PrefixStore(session.key, store)
         keyed_store.set(f"here/{rank}", "1")
-        hops = {hop for bucket in session.plan.buckets for hop in bucket.hops}
         transport = join_transport(
-            keyed_store, rank, world_size, session.timeout_s, locations=session.locations, hops=hops
+            keyed_store,
+            rank,
+            world_size,
+            session.timeout_s,
+            locations=session.locations,
+            hops=session.hops(),
+            chosen=session.transport,
         )
     except RuntimeError as error:
         raise RuntimeError(

@@ -12,11 +12,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reward.token_f1 import parse_number
+from mega_agentrl.reward.answer_match import parse_number
+from mega_agentrl.reward.registry import assistant_text, register_reward
 from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from mega_agentrl.config.sections.reward import RewardConfig
+    from mega_agentrl.types.records import Trajectory
 
 _LATEX_FORMATTING = re.compile(
     r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;:()\[\]]|\$|~"
@@ -52,6 +56,12 @@ def accuracy(
         value = 1.0 if any(answers_match(answer, truth) for truth in truths) else 0.0
         reason = "right answer" if value else "wrong answer"
     return Score(value=value, correct=value >= threshold, f1=value, answer=answer, reason=reason)
+
+
+@register_reward("accuracy")
+def _accuracy_part(trajectory: Trajectory, config: RewardConfig) -> Score:
+    truth = trajectory.prompt.ground_truth
+    return accuracy(assistant_text(trajectory), truth, threshold=config.correct_threshold)
 
 
 def final_answer(response: str) -> str:

@@ -12,21 +12,22 @@ its closing tag and a `<result>` block. The answer is the content of the last `\
 can break the format, merely writing `</search>` and `</python>` earns the bonus, and numbers lose
 sign and decimal point. `score_strict` reads only what the model wrote, requires calls that ran
 successfully, treats a `<result>` written by the model as bad format, and compares numbers by value:
-an answer that is a single number is right or wrong as a whole (`numeric_match`), and numbers
-between words count by their value. Neither raises for what the policy wrote.
+an answer that is a single number is right or wrong as a whole, and numbers between words count by
+their value (`answer_match`). Neither raises for what the policy wrote.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reward.numeric_match import numeric_answers_match
-from mega_agentrl.reward.token_f1 import number_aware_f1, token_f1
+from mega_agentrl.reward.answer_match import number_aware_f1, numeric_answers_match, token_f1
+from mega_agentrl.reward.registry import register_reward
 from mega_agentrl.types.records import Role, Score, ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.types.records import Trajectory
 
 MULTI_TOOL_BONUS = 0.1
@@ -77,6 +78,17 @@ def score_strict(trajectory: Trajectory, threshold: float = 1.0) -> Score:
     truths = [truth] if isinstance(truth, str) else truth
     f1 = max((_strict_f1(answer, one) for one in truths), default=0.0)
     return _f1_score(answer, f1, ran.issuperset(_TOOL_NAMES), threshold)
+
+
+@register_reward("arpo_released")
+def _released_part(trajectory: Trajectory, config: RewardConfig) -> Score:
+    truth = trajectory.prompt.ground_truth
+    return score(trajectory.response_text, truth, config.correct_threshold)
+
+
+@register_reward("arpo")
+def _strict_part(trajectory: Trajectory, config: RewardConfig) -> Score:
+    return score_strict(trajectory, config.correct_threshold)
 
 
 def _strict_f1(answer: str, truth: str) -> float:

@@ -18,11 +18,16 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.enums import FunctionCallMatch
 from mega_agentrl.reward.call_parser import CallParseError, FunctionCall, parse_calls
+from mega_agentrl.reward.registry import assistant_text, register_reward
 from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from mega_agentrl.config.sections.reward import RewardConfig
+    from mega_agentrl.types.records import Prompt, Trajectory
 
 MATCH_MODES = ("ast", "string")
 _THINK_START, _THINK_END = "<think>", "</think>"
@@ -68,10 +73,23 @@ def score(
     return _binary_score(False, answer, f"wrong calls: got {names}")
 
 
-def check_ground_truth(ground_truth: str | Sequence[str]) -> None:
-    """Raise `ValueError` if the ground truth cannot be parsed as calls."""
-    for truth in [ground_truth] if isinstance(ground_truth, str) else ground_truth:
-        _parse_ground_truth(truth)
+def _check_prompt(prompt: Prompt, config: RewardConfig) -> None:
+    """Raise `ValueError` if calls are compared and the ground truth cannot be parsed as calls."""
+    if config.function_call_match is not FunctionCallMatch.string:
+        truths = prompt.ground_truth
+        for truth in [truths] if isinstance(truths, str) else truths:
+            _parse_ground_truth(truth)
+
+
+@register_reward("function_call", check=_check_prompt)
+def _function_call_part(trajectory: Trajectory, config: RewardConfig) -> Score:
+    match = config.function_call_match
+    return score(
+        assistant_text(trajectory),
+        trajectory.prompt.ground_truth,
+        match="string" if match is FunctionCallMatch.string else "ast",
+        ordered=match is FunctionCallMatch.ast_ordered,
+    )
 
 
 def _string_score(solution: str, answer: str, truths: Sequence[str]) -> Score:

@@ -4,7 +4,7 @@
 
 The first part of a source determines `correct`, `f1`, `answer` and `reason`. Parts:
 
-    arpo, arpo_released, function_call, accuracy    computed at once
+    arpo, arpo_released, function_call, accuracy    computed at once; `registry` says how to add one
     name of a tool or simulated user                sum of its step rewards and its final reward
     name of a user function                         computed in worker processes (`user_reward`)
     model                                           an LLM judge at a URL (`llm_judge`), or a reward
@@ -12,28 +12,104 @@ The first part of a source determines `correct`, `f1`, `answer` and `reason`. Pa
 
 The score is a future if user functions or a judge are involved. A reward model in a folder reads
 whole batches; its part is added afterwards by `add_model_score`.
+
+`check_rubric_parts` and `check_prompt_rubrics` check the rubrics against the tools and the data of
+a run before anything starts. Worker processes check user functions when they start.
 """
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mega_agentrl.config.enums import FunctionCallMatch
-from mega_agentrl.config.sections.reward import DEFAULT_SOURCE, MODEL_PART
-from mega_agentrl.reward import arpo, function_call
-from mega_agentrl.reward.ares import accuracy
-from mega_agentrl.reward.future_join import gather_futures
-from mega_agentrl.types.records import Role, Score
+from mega_agentrl.config.sections.reward import BUILT_IN_PARTS, DEFAULT_SOURCE, MODEL_PART
+from mega_agentrl.reward import ares, arpo, function_call  # noqa: F401  they register their parts
+from mega_agentrl.reward.registry import REWARDS, assistant_text
+from mega_agentrl.sandbox.worker_main import to_json
+from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from concurrent.futures import Future
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.reward.llm_judge import LLMJudge
     from mega_agentrl.reward.user_reward import UserRewardFunction, UserRewardResult
     from mega_agentrl.types.records import Prompt, Trajectory
+
+_NUM_SUGGESTIONS = 3
+_PENDING_SCORE = Score(
+    value=0.0, correct=False, f1=0.0, answer="", reason="not yet scored by the reward model"
+)
+InputT = TypeVar("InputT")
+ResultT = TypeVar("ResultT")
+
+
+def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
+    """Check that every part of the rubrics exists exactly once.
+
+    Args:
+        config: the rubrics.
+        names: names of the tools and simulated users.
+
+    Raises:
+        ValueError: a part does not exist, or its name is ambiguous.
+    """
+    for name in names:
+        if name in BUILT_IN_PARTS or name in config.functions:
+            if name in config.part_names:
+                raise ValueError(
+                    f"reward.rubric: the part {name} is a tool's or a user's name and that of "
+                    "another part, expected different names; rename the tool, or the function "
+                    "under reward.functions"
+                )
+    known = (*BUILT_IN_PARTS, *config.functions, *names)
+    for source, weights in config.weights_by_source.items():
+        for name, weight in weights.items():
+            if name not in known:
+                near = get_close_matches(name, known, n=_NUM_SUGGESTIONS) or known
+                raise ValueError(
+                    f"reward.rubric.{source}.{name}={weight}: there is no such part, expected one "
+                    f"of {', '.join(near)}; probable cause: a mistyped name, or "
+                    "tool.user_tools_file, "
+                    "rollout.interaction_config_file or reward.functions is not set"
+                )
+
+
+def check_prompt_rubrics(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Check that every prompt has a rubric whose parts can score it.
+
+    Raises:
+        ValueError: a prompt has no rubric, or a part cannot read its ground truth or extra info.
+    """
+    for prompt in prompts:
+        source = prompt.data_source
+        weights = config.weights_for(source)
+        if not weights:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: reward.rubric has neither its data source {source} "
+                f"nor {DEFAULT_SOURCE}, expected one of both beside "
+                f"{', '.join(config.weights_by_source)}; "
+                "probable cause: a mistyped data source, or data of another kind"
+            )
+        try:
+            _check_prompt_parts(config, weights, prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+
+
+def _check_prompt_parts(config: RewardConfig, weights: Collection[str], prompt: Prompt) -> None:
+    for name in weights:
+        if name in REWARDS and (check := REWARDS[name].check) is not None:
+            check(prompt, config)
+    if any(name in config.functions for name in weights):
+        try:
+            to_json(dict(prompt.extra_info))
+        except ValueError as error:
+            raise ValueError(f"extra_info: {error}; reward functions get it as JSON") from error
 
 
 class WeightedRubric:
@@ -92,31 +168,16 @@ class WeightedRubric:
         )
 
     def _part_weights(self, prompt: Prompt) -> Mapping[str, float]:
-        rubric = self._config.weights_by_source
-        weights = rubric.get(prompt.data_source) or rubric.get(DEFAULT_SOURCE)
+        weights = self._config.weights_for(prompt.data_source)
         assert weights, f"check_prompt_rubrics must run first: {prompt.data_source} has no rubric"
         return weights
 
     def _compute_part(self, name: str, trajectory: Trajectory) -> Score:
-        threshold, truth = self._config.correct_threshold, trajectory.prompt.ground_truth
-        match name:
-            case "arpo":
-                return arpo.score_strict(trajectory, threshold)
-            case "arpo_released":
-                return arpo.score(trajectory.response_text, truth, threshold)
-            case "accuracy":
-                return accuracy(_assistant_text(trajectory), truth, threshold=threshold)
-            case "function_call":
-                match = self._config.function_call_match
-                kind = "string" if match is FunctionCallMatch.string else "ast"
-                ordered = match is FunctionCallMatch.ast_ordered
-                return function_call.score(
-                    _assistant_text(trajectory), truth, match=kind, ordered=ordered
-                )
-            case _:
-                steps, final = trajectory.step_rewards, trajectory.tool_rewards
-                value = sum(steps.get(name, ())) + final.get(name, 0.0)
-                return self._numeric_score(value, f"{name} gave {value:.4g}")
+        if name in REWARDS:
+            return REWARDS[name].function(trajectory, self._config)
+        steps, final = trajectory.step_rewards, trajectory.tool_rewards
+        value = sum(steps.get(name, ())) + final.get(name, 0.0)
+        return self._numeric_score(value, f"{name} gave {value:.4g}")
 
     def _submit_user_function(self, name: str, trajectory: Trajectory) -> Future[Score]:
         future = self._functions[name].submit(
@@ -137,7 +198,7 @@ class WeightedRubric:
 
     def _submit_judge(self, judge: LLMJudge, trajectory: Trajectory) -> Future[Score]:
         future = judge.submit(
-            trajectory.prompt.messages, _assistant_text(trajectory), trajectory.prompt.ground_truth
+            trajectory.prompt.messages, assistant_text(trajectory), trajectory.prompt.ground_truth
         )
 
         def to_score(results: Mapping[str, float]) -> Score:
@@ -165,11 +226,46 @@ def _weighted_sum(weights: Mapping[str, float], scores: Mapping[str, Score]) -> 
     )
 
 
-_PENDING_SCORE = Score(
-    value=0.0, correct=False, f1=0.0, answer="", reason="not yet scored by the reward model"
-)
+def gather_futures(
+    futures: Mapping[str, Future[InputT]], make: Callable[[dict[str, InputT]], ResultT]
+) -> Future[ResultT]:
+    """Return the future of `make(results by name)`; nothing here blocks.
+
+    The joined future is resolved in the thread that resolves the last input, or the first that
+    fails. The first error of an input becomes the error of the joined future; a cancelled input
+    counts as `CancelledError`. Cancelling the joined future cancels the inputs.
+    """
+    joined: Future[ResultT] = Future()
+    lock = threading.Lock()
+    missing = set(futures)
+    is_resolved = False
+
+    def on_done(name: str, one: Future[InputT]) -> None:
+        nonlocal is_resolved
+        with lock:
+            missing.discard(name)
+            error = CancelledError() if one.cancelled() else one.exception()
+            if is_resolved or (error is None and missing):
+                return
+            is_resolved = True
+        if not joined.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            joined.set_exception(error)
+            return
+        try:
+            result = make({key: future.result() for key, future in futures.items()})
+        except Exception as make_error:  # noqa: BLE001  a callback: the error would be lost
+            joined.set_exception(make_error)
+        else:
+            joined.set_result(result)
+
+    for name, one in futures.items():
+        one.add_done_callback(partial(on_done, name))
+    joined.add_done_callback(lambda future: _cancel_all(futures) if future.cancelled() else None)
+    return joined
 
 
-def _assistant_text(trajectory: Trajectory) -> str:
-    """Return the text of all assistant turns."""
-    return "".join(turn.text for turn in trajectory.turns if turn.role is Role.assistant)
+def _cancel_all(futures: Mapping[str, Future[Any]]) -> None:
+    for future in futures.values():
+        future.cancel()

@@ -3,7 +3,7 @@
 All prompts run concurrently, and each tree is scored as soon as it is complete. Engine, tools and
 rewards have their own deadlines. Failed trajectories get no score, since they say nothing about
 the policy. With `rollout.branching=released` the prompts advance in lock-step instead (see
-`branching.lockstep_arpo`). Greedy sampling never branches.
+`branching.lockstep_arpo`).
 """
 
 from __future__ import annotations
@@ -12,87 +12,38 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.enums import Branching
 from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
-from mega_agentrl.rollout.branching.policy import NoBranching
-from mega_agentrl.rollout.branching.registry import make_branch_policy
 from mega_agentrl.rollout.groups.scoring import start_scores, wait_for_scores
-from mega_agentrl.rollout.trajectory import RolloutContext
 from mega_agentrl.rollout.tree import sample_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.config.schema import RolloutConfig
-    from mega_agentrl.rollout.branching.policy import BranchPolicy
-    from mega_agentrl.rollout.io.tree_store import TreeStore
-    from mega_agentrl.rollout.tracing import RolloutSpans
-    from mega_agentrl.types.protocols import (
-        Generator,
-        InteractionProvider,
-        Rubric,
-        TextCodec,
-        ToolProvider,
-    )
+    from mega_agentrl.rollout.context import RolloutContext
+    from mega_agentrl.types.protocols import Rubric
     from mega_agentrl.types.records import Prompt, RolloutTree
 
 
 async def collect_rollouts(
-    prompts: Sequence[Prompt],
-    *,
-    generator: Generator,
-    tools: ToolProvider,
-    codec: TextCodec,
-    rubric: Rubric,
-    config: RolloutConfig,
-    max_model_len: int,
-    seed: int,
-    step: int | str,
-    branching: BranchPolicy | None = None,
-    temperature: float | None = None,
-    interactions: InteractionProvider | None = None,
-    spans: RolloutSpans | None = None,
+    prompts: Sequence[Prompt], rubric: Rubric, context: RolloutContext
 ) -> list[RolloutTree]:
-    """Collect one scored tree of `config.group_size` trajectories per prompt, in order.
+    """Collect one scored tree of `rollout.group_size` trajectories per prompt, in order.
 
     Args:
         prompts: The prompts; repeated prompts are sampled independently.
-        generator: The engine.
-        tools: Opens the tool sessions.
-        codec: Encodes and decodes text.
         rubric: Scores the trajectories.
-        config: The rollout settings.
-        max_model_len: Maximum tokens of prompt plus response.
-        seed: Seed of the run.
-        step: Name of the pass. Passes with the same seed and step draw the same samples.
-        branching: Branch policy; None selects the configured one.
-        temperature: Sampling temperature, 0 for greedy; None selects the configured one.
-        interactions: Simulated users of the prompts.
-        spans: Records OpenTelemetry spans of the trajectories.
+        context: The context of the pass. Passes with the same seed and step draw the same samples.
 
     Raises:
         ValueError: A prompt leaves no room for a response.
     """
-    check_prompt_lengths(prompts, max_model_len)
-    context = make_rollout_context(
-        generator=generator,
-        tools=tools,
-        codec=codec,
-        config=config,
-        max_model_len=max_model_len,
-        seed=seed,
-        step=step,
-        branching=branching,
-        temperature=temperature,
-        interactions=interactions,
-        spans=spans,
-    )
+    check_prompt_lengths(prompts, context.max_model_len)
     keys = make_prompt_keys(prompts)
     try:
-        if is_lockstep(context) and branching is None:
+        if context.is_lockstep:
             trees = await LockstepArpoRollout(context, prompts, keys).run()
             await wait_for_scores(
-                [one for tree in trees for one in start_scores(tree, rubric, spans)]
+                [one for tree in trees for one in start_scores(tree, rubric, context.spans)]
             )
             return trees
         async with asyncio.TaskGroup() as group:
@@ -103,48 +54,6 @@ async def collect_rollouts(
     except ExceptionGroup as errors:
         raise unwrap_exception_group(errors) from None
     return [task.result() for task in tasks]
-
-
-def make_rollout_context(
-    *,
-    generator: Generator,
-    tools: ToolProvider,
-    codec: TextCodec,
-    config: RolloutConfig,
-    max_model_len: int,
-    seed: int,
-    step: int | str,
-    branching: BranchPolicy | None = None,
-    temperature: float | None = None,
-    interactions: InteractionProvider | None = None,
-    spans: RolloutSpans | None = None,
-    with_greedy: bool = False,
-    tree_store: TreeStore | None = None,
-) -> RolloutContext:
-    """Build the context of one pass; see `collect_rollouts` and `RolloutContext`."""
-    temperature = config.temperature if temperature is None else temperature
-    if temperature == 0:
-        branching = NoBranching()
-    return RolloutContext(
-        generator=generator,
-        tools=tools,
-        codec=codec,
-        policy=make_branch_policy(config) if branching is None else branching,
-        config=config,
-        temperature=temperature,
-        max_model_len=max_model_len,
-        seed=seed,
-        step=step,
-        interactions=interactions,
-        spans=spans,
-        with_greedy=with_greedy,
-        tree_store=tree_store,
-    )
-
-
-def is_lockstep(context: RolloutContext) -> bool:
-    """Return whether prompts advance in lock-step (`rollout.branching=released`)."""
-    return context.config.branching is Branching.released and context.temperature > 0
 
 
 async def _collect_tree(

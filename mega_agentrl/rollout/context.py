@@ -1,15 +1,17 @@
-"""Shared context of a rollout pass, fork snapshots and trajectory states."""
+"""The shared context of a rollout pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.rollout.branching.policy import NoBranching, make_branch_policy
+from mega_agentrl.rollout.io.nodes import format_path
+
 if TYPE_CHECKING:
-    from mega_agentrl.config.schema import RolloutConfig
+    from mega_agentrl.config.sections.rollout import RolloutConfig
     from mega_agentrl.rollout.branching.policy import BranchPolicy
-    from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
     from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.rollout.tracing import RolloutSpans
     from mega_agentrl.types.protocols import (
@@ -17,24 +19,11 @@ if TYPE_CHECKING:
         InteractionProvider,
         TextCodec,
         ToolProvider,
-        ToolSession,
-        UserSimulatorSession,
     )
-    from mega_agentrl.types.records import ContextReset
+    from mega_agentrl.types.records import Prompt
 
 INFRA_ERRORS = (RuntimeError, OSError)
 """Exceptions of engines and tools that are not the policy's fault (see `types.protocols`)."""
-
-
-class TrajectoryState(StrEnum):
-    """The state of a trajectory."""
-
-    pending = "pending"
-    generating = "generating"
-    tool_calling = "tool_calling"
-    interacting = "interacting"
-    completed = "completed"
-    failed = "failed"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -59,7 +48,7 @@ class RolloutContext:
     spans: RolloutSpans | None = None
     """Recorder of OpenTelemetry spans; None disables tracing."""
     with_greedy: bool = False
-    """Whether each group gets a greedy trajectory in addition (see `groups.greedy`)."""
+    """Whether each group gets a greedy trajectory in addition (see `groups.group`)."""
     emitted_warnings: set[str] = field(default_factory=set)
     """Keys of warnings that were already logged in this pass."""
     tree_store: TreeStore | None = None
@@ -67,24 +56,52 @@ class RolloutContext:
     max_version_lag: int = 0
     """Maximum weight versions by which tokens of a restored tree may lag behind the engine."""
 
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether prompts advance in lock-step (`rollout.branching=released`)."""
+        return self.config.branching is Branching.released and self.temperature > 0
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class ForkSnapshot:
-    """The state of a trajectory at the point where a fork starts."""
+    def trajectory_id(self, prompt_key: str, path: tuple[int, ...]) -> str:
+        """Return the id of a trajectory, unique within the run."""
+        return f"{prompt_key}/{self.step}/{format_path(path)}"
 
-    parent_id: str
-    token_buffer: TokenBuffer
-    """Copy of the parent's tokens up to the fork."""
-    tool_session: ToolSession | RuntimeError | OSError
-    """Forked tools, or the error that forking them raised."""
-    num_calls: int
-    """Tool calls of the parent so far."""
-    baseline_entropy: float
-    """Baseline entropy of the root, nats."""
-    num_consecutive_forks: int
-    """Most recent decisions on the path, without a gap, that forked."""
-    user_session: UserSimulatorSession | RuntimeError | OSError | None = None
-    """Forked user, or the error that forking it raised; None without a user."""
-    deadline_s: float | None = None
-    """Event-loop time at which `rollout.trajectory_timeout_s` is over; None without a limit."""
-    context_resets: tuple[ContextReset, ...] = ()
+    def max_response_tokens(self, prompt: Prompt) -> int:
+        """Return how many tokens a response to the prompt may have."""
+        return min(self.config.max_response_tokens, self.max_model_len - len(prompt.token_ids))
+
+
+def make_rollout_context(
+    *,
+    generator: Generator,
+    tools: ToolProvider,
+    codec: TextCodec,
+    config: RolloutConfig,
+    max_model_len: int,
+    seed: int,
+    step: int | str,
+    temperature: float | None = None,
+    interactions: InteractionProvider | None = None,
+    spans: RolloutSpans | None = None,
+    with_greedy: bool = False,
+    tree_store: TreeStore | None = None,
+) -> RolloutContext:
+    """Build the context of one pass from the configuration (see the fields of `RolloutContext`).
+
+    `temperature` None selects the configured one. Greedy sampling never branches.
+    """
+    temperature = config.temperature if temperature is None else temperature
+    return RolloutContext(
+        generator=generator,
+        tools=tools,
+        codec=codec,
+        policy=NoBranching() if temperature == 0 else make_branch_policy(config),
+        config=config,
+        temperature=temperature,
+        max_model_len=max_model_len,
+        seed=seed,
+        step=step,
+        interactions=interactions,
+        spans=spans,
+        with_greedy=with_greedy,
+        tree_store=tree_store,
+    )

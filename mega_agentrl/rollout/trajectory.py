@@ -8,8 +8,9 @@ A turn samples until a closing tag, the end of the turn or the token budget, run
 the turn makes, and appends their answers with loss mask 0. With the tag protocol an answer
 continues the assistant's turn; otherwise it is a chat message and a new turn begins, and a turn
 without an end-of-turn token gets one, with loss mask 0. A message without a call goes to the
-simulated user if there is one. After tool answers the branch policy may ask for a probe of k
-tokens and fork right behind the answers; the probed tokens stay with this trajectory.
+simulated user if there is one. At the start of a turn, by default after tool answers, the branch
+policy may ask for a probe of k tokens and fork at this position; the probed tokens stay with this
+trajectory.
 
 Budgets are exact. Tool answers count towards the token budget, and answers that do not fit are
 truncated with a note. `rollout.max_tool_calls` counts calls including invalid ones: if a turn
@@ -25,23 +26,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import InvalidCallAction
 from mega_agentrl.rollout.branching.fork import ForkDecider, fork_sessions
-from mega_agentrl.rollout.context import INFRA_ERRORS, ForkSnapshot, RolloutContext, TrajectoryState
-from mega_agentrl.rollout.conversation.tool_calls import (
-    TRUNCATION_NOTE,
-    call_limit_outcome,
-    run_tool_calls,
-)
+from mega_agentrl.rollout.context import INFRA_ERRORS
+from mega_agentrl.rollout.conversation.tool_calls import call_limit_outcome, run_tool_calls
 from mega_agentrl.rollout.conversation.writer import ConversationWriter
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
-from mega_agentrl.rollout.generation.turn_generator import (
-    ABORT_TIMEOUT_S,
-    TurnGenerator,
-    ends_with_partial_stop,
-)
+from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
 from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
     FinishReason,
@@ -56,20 +51,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mega_agentrl.rollout.branching.policy import ForkBudget
+    from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.types.protocols import ToolSession, UserSimulatorSession
-    from mega_agentrl.types.records import Prompt, ToolCall
-
-__all__ = [
-    "ABORT_TIMEOUT_S",
-    "INFRA_ERRORS",
-    "TRUNCATION_NOTE",
-    "RolloutContext",
-    "TrajectoryRunner",
-    "TrajectoryState",
-    "ends_with_partial_stop",
-]
+    from mega_agentrl.types.records import ContextReset, Prompt, ToolCall
 
 _log = logging.getLogger(__name__)
+
+
+class TrajectoryState(StrEnum):
+    """The state of a trajectory."""
+
+    pending = "pending"
+    generating = "generating"
+    tool_calling = "tool_calling"
+    interacting = "interacting"
+    completed = "completed"
+    failed = "failed"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ForkSnapshot:
+    """The state of a trajectory at the point where a fork starts."""
+
+    parent_id: str
+    token_buffer: TokenBuffer
+    """Copy of the parent's tokens up to the fork."""
+    tool_session: ToolSession | RuntimeError | OSError
+    """Forked tools, or the error that forking them raised."""
+    num_calls: int
+    """Tool calls of the parent so far."""
+    baseline_entropy: float
+    """Baseline entropy of the root, nats."""
+    num_consecutive_forks: int
+    """Most recent decisions on the path, without a gap, that forked."""
+    user_session: UserSimulatorSession | RuntimeError | OSError | None = None
+    """Forked user, or the error that forking it raised; None without a user."""
+    deadline_s: float | None = None
+    """Event-loop time at which `rollout.trajectory_timeout_s` is over; None without a limit."""
+    context_resets: tuple[ContextReset, ...] = ()
 
 
 class TrajectoryRunner:
@@ -128,8 +147,6 @@ class TrajectoryRunner:
         self._baseline_entropy = snapshot.baseline_entropy if snapshot else None
         self._tool_rewards: dict[str, float] = {}
         self._num_children = 0
-        # A fork does not probe again behind the answer at which it was forked.
-        self._probe_next_turn = False
 
     @property
     def trajectory_id(self) -> str:
@@ -249,15 +266,12 @@ class TrajectoryRunner:
         """Sample one assistant turn; return how it ended and its text."""
         start = len(self._token_buffer)
         is_first = not self._token_buffer.turns
-        self._turn_generator.start_turn()
+        self._spans.start_turn()
         if self._turn_generator.num_tokens_left < 1:
             return FinishReason.length, ""
-        if (
-            self._probe_next_turn
-            and self._fork_decider.num_slots_left
-            and self._baseline_entropy is not None
-        ):
-            finish = await self._generate_turn_with_probe(start, self._baseline_entropy)
+        num_probe_tokens = self._num_probe_tokens(start)
+        if num_probe_tokens:
+            finish = await self._generate_turn_with_probe(start, num_probe_tokens)
         else:
             finish = await self._turn_generator.sample(self._turn_generator.num_tokens_left)
         text = self._close_turn()
@@ -267,19 +281,28 @@ class TrajectoryRunner:
             )
         return finish, text
 
-    async def _generate_turn_with_probe(self, start: int, baseline: float) -> FinishReason:
+    def _num_probe_tokens(self, start: int) -> int:
+        """Return how many tokens to probe in the turn at token `start`; 0 if it must not fork."""
+        # The first turn of a root sets the baseline; a fork is not forked again where it starts.
+        is_first_of_path = start == self._fork_len
+        if is_first_of_path or self._baseline_entropy is None:
+            return 0
+        if self._user_session is not None and not self._user_session.can_fork:
+            return 0
+        return self._fork_decider.num_probe_tokens(start, self._token_buffer.turns[-1].role)
+
+    async def _generate_turn_with_probe(self, start: int, num_probe_tokens: int) -> FinishReason:
         """Sample the probe, decide about forks, then sample the rest of the turn."""
-        probe_tokens = min(
-            self._context.policy.num_probe_tokens, self._turn_generator.num_tokens_left
-        )
-        finish = await self._turn_generator.sample(probe_tokens)
+        num_tokens = min(num_probe_tokens, self._turn_generator.num_tokens_left)
+        finish = await self._turn_generator.sample(num_tokens)
         if finish is not FinishReason.aborted:
-            await self._maybe_fork(start, baseline)
+            await self._maybe_fork(start)
         return await self._turn_generator.finish_turn(finish, start)
 
-    async def _maybe_fork(self, start: int, baseline: float) -> None:
-        """Ask the branch policy, and fork at token `start`, right behind the tool's answer."""
-        assert self._tool_session is not None
+    async def _maybe_fork(self, start: int) -> None:
+        """Ask the branch policy how many forks to start at token `start`, and start them."""
+        baseline = self._baseline_entropy
+        assert self._tool_session is not None and baseline is not None
         for budget in self._fork_decider.decide(
             start, baseline, self._token_buffer.entropies[start:]
         ):
@@ -336,7 +359,6 @@ class TrajectoryRunner:
             return StopReason.tool_failure if failed else StopReason.invalid_call
         if not writer.write_tool_answers(outcomes, ended=finish is FinishReason.eos):
             return StopReason.length
-        self._probe_next_turn = self._user_session is None or self._user_session.can_fork
         return None
 
     async def _get_user_reply(self, user: UserSimulatorSession) -> StopReason | None:
@@ -358,7 +380,6 @@ class TrajectoryRunner:
         if not self._conversation_writer.write_user_message(outcome):
             return StopReason.length
         user.record_response()
-        self._probe_next_turn = False
         return None
 
     def _close_turn(self) -> str:
@@ -368,19 +389,11 @@ class TrajectoryRunner:
         ).text
 
     def _build_trajectory(self, stop_reason: StopReason) -> Trajectory:
-        buffer, snapshot = self._token_buffer, self._fork_snapshot
+        snapshot = self._fork_snapshot
         return Trajectory(
             trajectory_id=self.trajectory_id,
             prompt=self._prompt,
             path=self.path,
-            token_ids=buffer.token_ids,
-            loss_mask=buffer.loss_mask,
-            logps=buffer.logps,
-            entropies=buffer.entropies,
-            versions=buffer.versions,
-            turn_ids=buffer.turn_ids,
-            turns=buffer.turns,
-            argmax_ids=buffer.argmax_ids,
             stop_reason=stop_reason,
             parent_id=snapshot.parent_id if snapshot else None,
             fork_len=self._fork_len,
@@ -393,4 +406,5 @@ class TrajectoryRunner:
             if stop_reason.is_failure
             else self._conversation_writer.check_template_drift(),
             topk_entropy_error=self._turn_generator.topk_entropy_error,
+            **self._token_buffer.record_fields(),
         )

@@ -12,13 +12,14 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.branching.policy import PathBudget, make_root_budgets
-from mega_agentrl.rollout.trajectory import RolloutContext, TrajectoryRunner
+from mega_agentrl.rollout.trajectory import TrajectoryRunner
 from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.rollout.branching.policy import ForkBudget
+    from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.types.records import Prompt, Trajectory
 
 

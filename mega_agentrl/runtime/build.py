@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -23,6 +23,7 @@ from mega_agentrl.report.trace_export import open_tracer
 from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.runtime.cluster import connect
+from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.runtime.gpu_monitor import ClusterGpuMonitor
 from mega_agentrl.runtime.memory_monitor import MemoryMonitor
@@ -30,7 +31,6 @@ from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedEr
 from mega_agentrl.runtime.rubric import open_rubric
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
 from mega_agentrl.runtime.workers.critic_group import CriticGroup
-from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
@@ -41,7 +41,9 @@ from mega_agentrl.types.monitoring import Monitors
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.runtime.inputs import RunInputs
+    from mega_agentrl.runtime.workers.rank_group import RankGroup
 
+_Group = TypeVar("_Group", bound="RankGroup")
 _logger = logging.getLogger(__name__)
 
 
@@ -76,17 +78,20 @@ def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
 
         if not has_sandbox_hosts:
             start_tools()
-        policy, generator = _start_policy_and_engines(
+        coordinator, policy, generator = _start_policy_and_engines(
             config, stack, run_dir / "logs", start_tools if has_sandbox_hosts else None
         )
-        reward_model = _start_reward_model(config, stack, run_dir / "logs")
+        reward_model = critic = None
+        if config.reward.hosts_reward_model:
+            reward_model = _start_model(RewardModelGroup, config, stack)
         gpu_monitor = ClusterGpuMonitor.launch()
         if gpu_monitor is not None:
             stack.callback(gpu_monitor.close)
-        critic = _start_critic(config, stack, run_dir / "logs")
+        if config.algo.needs_critic and not config.is_eval_only:
+            critic = _start_model(CriticGroup, config, stack)
         yield Components(
             run_dir=run_dir,
-            policy=policy,
+            policy=coordinator,
             generator=generator,
             tools=tools,
             codec=inputs.codec,
@@ -130,30 +135,28 @@ def _start_policy_and_engines(
     stack: ExitStack,
     log_folder: Path,
     start_tools: Callable[[], None] | None,
-) -> tuple[PolicyGroup, GeneratorGroup]:
+) -> tuple[Coordinator, PolicyGroup, GeneratorGroup]:
     on_gpu = connect(config)
     stack.callback(ray.shutdown)
     if start_tools is not None:
         start_tools()
     launch = _launch_colocated if config.cluster.colocated else _launch_disaggregated
-    policy, generator, gpu_time_sharing = launch(config, stack, on_gpu, log_folder)
-    dtype = "bfloat16" if on_gpu else "float32"
+    policy, generator = launch(config, stack, on_gpu, log_folder)
     weight_sync = WeightSynchronizer(
-        policy, generator, config, dtype=dtype, gpu_time_sharing=gpu_time_sharing
+        policy, generator, config, dtype="bfloat16" if on_gpu else "float32"
     )
-    (log_folder / "weights.txt").write_text(weight_sync.connect().summary() + "\n")
-    policy.set_weight_sync(weight_sync)
-    supervisor = EngineSupervisor(generator, weight_sync, gpu_time_sharing=gpu_time_sharing)
-    generator.set_engine_supervisor(supervisor)
-    weight_sync.set_engine_supervisor(supervisor)
-    stack.callback(supervisor.close)
-    supervisor.start()
-    return policy, generator
+    traffic = weight_sync.connect(generator.routable_engines)
+    (log_folder / "weights.txt").write_text(traffic.summary() + "\n")
+    gpus = GpuTimeSharing(policy, generator) if config.cluster.colocated else None
+    coordinator = Coordinator(policy, generator, weight_sync, gpus)
+    stack.callback(coordinator.close)
+    coordinator.start()
+    return coordinator, policy, generator
 
 
 def _launch_disaggregated(
     config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
-) -> tuple[PolicyGroup, GeneratorGroup, None]:
+) -> tuple[PolicyGroup, GeneratorGroup]:
     """Start policy and engines in parallel, each on GPUs of their own."""
     generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(generator.close)
@@ -162,7 +165,7 @@ def _launch_disaggregated(
     starting = generator.submit_start()
     _start_policy(policy)
     _wait_for_engines(generator, starting)
-    return policy, generator, None
+    return policy, generator
 
 
 def _start_policy(policy: PolicyGroup) -> None:
@@ -185,14 +188,14 @@ def _wait_for_engines(generator: GeneratorGroup, starting: dict[str, Any]) -> No
         generator.wait_started(starting)
     except ProcessDiedError as error:
         _logger.warning("restarting an engine: %s", error)
-        index, again = generator.respawn_engine(list(starting).index(error.process_name))
-        generator.wait_started(starting | again)
+        index = list(starting).index(error.process_name)
+        generator.wait_started(starting | generator.respawn_engine(index))
         generator.enable_routing(index)
 
 
 def _launch_colocated(
     config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
-) -> tuple[PolicyGroup, GeneratorGroup, GpuTimeSharing]:
+) -> tuple[PolicyGroup, GeneratorGroup]:
     """Start the engines on the ranks' GPUs and put them to sleep, then load the policy."""
     policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
     stack.callback(policy.close)
@@ -201,29 +204,14 @@ def _launch_colocated(
     )
     stack.callback(generator.close)
     _wait_for_engines(generator, generator.submit_start())
-    gpu_time_sharing = GpuTimeSharing(policy, generator)
-    policy.set_gpu_time_sharing(gpu_time_sharing)
     _start_policy(policy)
-    return policy, generator, gpu_time_sharing
+    return policy, generator
 
 
-def _start_reward_model(
-    config: TrainConfig, stack: ExitStack, log_folder: Path
-) -> RewardModelGroup | None:
-    if not config.reward.hosts_reward_model:
-        return None
+def _start_model(group_class: type[_Group], config: TrainConfig, stack: ExitStack) -> _Group:
+    """Start all ranks of a model besides the policy."""
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    group = RewardModelGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
-    stack.callback(group.close)
-    group.start()
-    return group
-
-
-def _start_critic(config: TrainConfig, stack: ExitStack, log_folder: Path) -> CriticGroup | None:
-    if not config.algo.needs_critic or config.is_eval_only:
-        return None
-    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    group = CriticGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
+    group = group_class.launch(config, on_gpu=on_gpu, log_folder=Path(config.run_dir) / "logs")
     stack.callback(group.close)
     group.start()
     return group

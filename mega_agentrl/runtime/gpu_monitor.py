@@ -14,9 +14,8 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mega_agentrl.report.gpu.metrics import aggregate_gpu_metrics
 from mega_agentrl.report.gpu.nvml_reader import open_nvml_reader
-from mega_agentrl.report.gpu.sampler import GpuSampler
+from mega_agentrl.report.gpu.sampler import GpuSampler, aggregate_gpu_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Branching, CotBlocks
-from mega_agentrl.config.sections.data_files import DataFile, parse_data_files
+from mega_agentrl.config.sections.data import DataFile, parse_data_files
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.encoding.cot_markers import cot_marker_ids
 from mega_agentrl.data.rl_dataset import (
@@ -33,7 +33,6 @@ from mega_agentrl.data.sft_dataset import (
     read_conversations,
 )
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reward.rubric_checks import check_prompt_rubrics, check_rubric_parts
 from mega_agentrl.rollout.interaction.session import load_interaction_registry
 from mega_agentrl.runtime.cluster import check_local_size
 from mega_agentrl.tool.toolkit import build_toolkit
@@ -98,6 +97,9 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     if not config.cluster.ray_address:
         check_local_size(config)
     tables = _read_tables(config)
+    # Its import of sympy takes most of a second.
+    from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
+
     codec = HFCodec(config.model.path)
     tools = _build_toolkit(config, codec)
     _check_tag_tokens(codec, tools.call_markers)

@@ -1,18 +1,13 @@
-"""Synchronize the weights of the policy ranks to the rollout engines.
+"""Send the weights of the policy ranks to the rollout engines.
 
-    connect            layouts and locations of both sides -> one plan, one link of all ranks
-    sync               pause -> transfer -> verify -> probe -> resume; no weights pass the driver
-    sync_new_engines   the same for single new engines over a temporary link, while the others
-                       keep serving; all of them share a link again from the next `sync` on
+    connect           layouts and locations of both sides -> one plan, one link of all ranks
+    sync              pause -> transfer -> verify -> probe -> resume; no weights pass the driver
+    sync_separately   the same for some engines over a temporary link, while the others keep
+                      serving; all of them share a link again from the next `sync` on
 
-An engine that has started an update serves again only after its digests match the trainer's and its
-log-probs of a fixed prompt agree with the policy's. After any failure the link is dropped and the
-engines refuse requests; the next `sync` builds a new link. If an engine is lost during a `sync`, it
-waits for the replacement and starts over.
-
-On GPUs shared by policy and engines, both sides hold weights from before the transfer until they
-are verified; then the policy is offloaded, the KV caches are allocated and the probe runs. A single
-engine cannot be synced alone there: all engines pause and receive the same weights again.
+An engine that has started an update serves again only after its digests match the trainer's and
+its log-probs of a fixed prompt agree with the policy's. After a failure the engines refuse
+requests. Who calls when, and what happens to lost engines, is up to `coordinator`.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.batch.weight_probe import probe_prompt
 from mega_agentrl.reshard.device_location import rank_locations
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -36,16 +30,11 @@ from mega_agentrl.reshard.verify.digest_verifier import (
     regions_of_held_tensors,
     regions_of_layout,
 )
-from mega_agentrl.runtime.remote_calls import (
-    PolicyRankDiedError,
-    RemoteCallError,
-    gather,
-    gather_with_causes,
-)
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
+from mega_agentrl.reshard.verify.weight_probe import probe_prompt
+from mega_agentrl.runtime.remote_calls import RemoteCallError, gather, gather_with_causes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
@@ -53,11 +42,8 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.device_location import DeviceLocation
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
-    from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
-    from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
-    from mega_agentrl.types.protocols import Generator
 
 _ERROR_GRACE_S = 5.0
 """Time in seconds that other processes get to report their errors after a transfer has failed."""
@@ -81,6 +67,8 @@ class _SyncLink:
     """Name under which the ranks know the link."""
     engine_indices: tuple[int, ...]
     """Engines that joined the link."""
+    engine_actors: tuple[Any, ...]
+    """Their processes; one that replaces them has to join a new link."""
     verifier: DigestVerifier
     """Computes the expected digests from those of the trainer ranks."""
     regions_by_engine: dict[int, list[np.ndarray]]
@@ -90,7 +78,7 @@ class _SyncLink:
 
 
 class WeightSynchronizer:
-    """Synchronizes the weights of one policy to its engines."""
+    """Sends the weights of one policy to its engines."""
 
     def __init__(
         self,
@@ -99,7 +87,6 @@ class WeightSynchronizer:
         config: TrainConfig,
         *,
         dtype: str,
-        gpu_time_sharing: GpuTimeSharing | None = None,
     ) -> None:
         """Create a synchronizer without a link.
 
@@ -108,9 +95,7 @@ class WeightSynchronizer:
             engines: destination of the weights.
             config: configuration of the run.
             dtype: dtype of the engines' weights, `bfloat16` or `float32`.
-            gpu_time_sharing: coordinates the GPUs that both sides share; None if each has its own.
         """
-        self._gpu_time_sharing = gpu_time_sharing
         self._policy = policy
         self._engines = engines
         self._config = config
@@ -120,29 +105,33 @@ class WeightSynchronizer:
         self._link_keys = (f"link-{number}" for number in itertools.count())
         self._store_address: tuple[str, int] | None = None
         self._workers_by_actor: dict[Any, EngineWorkers] = {}
-        self._engine_supervisor: EngineSupervisor | None = None
         self._shared_link: _SyncLink | None = None
-        self._version = 0
 
-    def set_engine_supervisor(self, supervisor: EngineSupervisor) -> None:
-        """Set the supervisor, which replaces lost engines and knows the new ones."""
-        self._engine_supervisor = supervisor
-
-    def connect(self) -> TransferTraffic:
-        """Plan the transfer to all engines and open the link; return the plan's traffic.
-
-        `sync` calls this when there is no link.
+    def connect(self, engines: Sequence[int]) -> TransferTraffic:
+        """Plan the transfer to these engines and open the link; return the plan's traffic.
 
         Raises:
             ValueError: the shard layouts of the two sides do not fit together.
             RemoteCallError: a rank did not join; names the rank.
         """
-        self._disconnect()
-        self._shared_link = self._open_link(self._target_engines())
+        self.disconnect()
+        self._shared_link = self._open_link(engines)
         return self._shared_link.traffic
 
-    def sync(self, generator: Generator, version: int) -> Mapping[str, float]:
-        """Send the policy's current weights to every engine and enable routing to them.
+    def sync(
+        self,
+        engines: Sequence[int],
+        version: int,
+        release_policy: Callable[[], None] | None,
+    ) -> dict[str, float]:
+        """Send the policy's current weights to these engines as this version.
+
+        Args:
+            engines: all engines that are to serve; a new link is opened if they or their processes
+                have changed.
+            version: version of the weights.
+            release_policy: called once the engines' weights are verified and the policy has got its
+                last call; None if there is nothing to release.
 
         Returns:
             `bytes_per_worker`: bytes received by the worker with the largest share; `total_s`:
@@ -152,116 +141,29 @@ class WeightSynchronizer:
 
         Raises:
             RemoteCallError: the transfer failed; names ranks, tensor and bucket. The engines then
-                refuse requests.
-            ValueError: the weights that arrived are wrong, or `generator` is not the attached one.
+                refuse requests, and the caller must `disconnect`.
+            ValueError: the weights that arrived are wrong; as above.
         """
-        if generator is not self._engines:
-            raise ValueError("sync_weights: expected the generator that this policy is attached to")
-        with self._policy.lock:
-            if (
-                self._gpu_time_sharing is not None
-                and self._engine_supervisor is not None
-                and self._engine_supervisor.is_replacing
-            ):
-                # Engines can only be replaced while the policy is off the GPUs.
-                self._replace_lost_engines()
-            while True:
-                try:
-                    report = self._sync_all(version)
-                except PolicyRankDiedError:
-                    raise
-                except RemoteCallError:
-                    # Either an engine has been replaced, or the cause was not an engine's death.
-                    if not self._replace_lost_engines():
-                        raise
-                else:
-                    break
-            self._policy.has_unsynced_weights = False
-            self._version = version
-            self._engines.set_version(version)
-            for engine in self._shared_link.engine_indices if self._shared_link is not None else ():
-                self._engines.enable_routing(engine)
-        if self._engine_supervisor is not None:
-            self._engine_supervisor.notify_waiters()
-        return report
+        actors = tuple(self._engines.actor(engine) for engine in engines)
+        if self._shared_link is None or self._shared_link.engine_actors != actors:
+            self.connect(engines)
+        assert self._shared_link is not None, "connect() has made it"
+        return self._sync_over_link(self._shared_link, version, release_policy)
 
-    def resync(self) -> None:
-        """Send the weights of the served version to every engine again, after the engines slept."""
-        self.sync(self._engines, self._version)
-
-    def _replace_lost_engines(self) -> bool:
-        """Wait for the supervisor to replace lost engines; return whether one was replaced."""
-        if self._engine_supervisor is None:
-            return False
-        if self._gpu_time_sharing is not None:
-            self._gpu_time_sharing.offload_policy()
-            self._disconnect()  # the link would lack engines replaced meanwhile
-        return self._engine_supervisor.replace_lost_engines()
-
-    def _sync_all(self, version: int) -> dict[str, float]:
-        if not self._target_engines():
-            raise RemoteCallError("weight transfer: no engine is left to receive the weights")
+    def sync_separately(self, engines: Sequence[int], version: int) -> None:
+        """Send the current weights to some engines without interrupting the others."""
+        link = self._open_link(engines)
         try:
-            if self._gpu_time_sharing is not None:
-                self._gpu_time_sharing.acquire_for_transfer(self._target_engines())
-            if (
-                self._shared_link is None
-                or list(self._shared_link.engine_indices) != self._target_engines()
-            ):
-                self.connect()
-            assert self._shared_link is not None, "connect() has made it"
-            return self._sync_over_link(self._shared_link, version)
-        except (RemoteCallError, ValueError):
-            self._disconnect()
-            raise
-
-    def _target_engines(self) -> list[int]:
-        new_engines = (
-            set() if self._engine_supervisor is None else self._engine_supervisor.new_engines
-        )
-        return sorted(new_engines.union(self._engines.routable_engines))
-
-    def sync_new_engines(self, engines: Sequence[int]) -> bool:
-        """Send the current weights to new engines without interrupting the others.
-
-        Returns:
-            False if the engines have to wait for the next `sync`, because the policy is busy or its
-            weights are newer than the served version.
-        """
-        if not self._policy.lock.acquire(blocking=False):
-            return False  # its holder may be waiting for these engines
-        try:
-            if self._policy.has_unsynced_weights:
-                return False
-            if self._gpu_time_sharing is not None:
-                return self._resync_colocated(self._gpu_time_sharing)
-            link = self._open_link(engines)
-            try:
-                self._sync_over_link(link, self._version)
-            finally:
-                self._close_link(link)
-            self._disconnect()  # its plan is for other workers
+            self._sync_over_link(link, version, None)
         finally:
-            self._policy.lock.release()
-        return True
+            self._close_link(link)
+        self.disconnect()  # its plan is for other workers
 
-    def _resync_colocated(self, gpu_time_sharing: GpuTimeSharing) -> bool:
-        """Send the served weights to all engines again, unless the policy owns the GPUs.
-
-        Returns:
-            Whether the weights were sent.
-        """
-        if gpu_time_sharing.owner is not GpuOwner.engines:
-            return False
-        self._disconnect()  # its plan is for other workers
-        try:
-            self._sync_all(self._version)
-        except (RemoteCallError, ValueError):
-            gpu_time_sharing.offload_policy()  # so that a failed engine can be replaced
-            raise
-        for engine in self._target_engines():
-            self._engines.enable_routing(engine)
-        return True
+    def disconnect(self) -> None:
+        """Close the link, if there is one; the next `sync` opens a new one."""
+        if self._shared_link is not None:
+            self._close_link(self._shared_link)
+            self._shared_link = None
 
     def reset_policy_ranks(self) -> None:
         """Forget the link and the store of the policy's previous ranks, after a restart."""
@@ -269,7 +171,8 @@ class WeightSynchronizer:
 
     def _open_link(self, engines: Sequence[int]) -> _SyncLink:
         """Plan the transfer to some engines and let all ranks involved join."""
-        layouts = self._policy.call_all("layout")
+        actors = tuple(self._engines.actor(engine) for engine in engines)
+        layouts = list(self._gather("layout", self._policy.submit_to_ranks("layout")).values())
         workers = [self._engine_workers(engine) for engine in engines]
         engine_layouts = [layout for group in workers for layout, _ in group]
         rank_locations_by_name = self._gather(
@@ -301,6 +204,7 @@ class WeightSynchronizer:
             plan=plan,
             timeout_s=self._timeout_s / PEER_WAITS_PER_CALL,
             locations=tuple(locations),
+            transport=self._config.weight_sync.transport,
         )
         # Each rank gets its own part of the plan and of the regions: as a whole they are large.
         join_args = [
@@ -329,7 +233,12 @@ class WeightSynchronizer:
             for engine, group in zip(engines, workers, strict=True)
         }
         return _SyncLink(
-            session.key, tuple(engines), verifier, regions_by_engine, count_traffic(plan, locations)
+            session.key,
+            tuple(engines),
+            actors,
+            verifier,
+            regions_by_engine,
+            count_traffic(plan, locations),
         )
 
     def _engine_workers(self, engine: int) -> EngineWorkers:
@@ -340,7 +249,9 @@ class WeightSynchronizer:
             (self._workers_by_actor[actor],) = layouts.values()
         return self._workers_by_actor[actor]
 
-    def _sync_over_link(self, link: _SyncLink, version: int) -> dict[str, float]:
+    def _sync_over_link(
+        self, link: _SyncLink, version: int, release_policy: Callable[[], None] | None
+    ) -> dict[str, float]:
         start_s = time.perf_counter()
         try:
             self._call_engines(link, "pause")
@@ -349,7 +260,7 @@ class WeightSynchronizer:
             moved_s = time.perf_counter()
             self._verify(link, version, source_digests)
             proven_s = time.perf_counter()
-            gap = self._compare_probe_logprobs(link)
+            gap = self._compare_probe_logprobs(link, release_policy)
             self._call_engines(link, "resume")
         except (RemoteCallError, ValueError) as error:
             self._block_engines(link, f"the update to version {version} failed: {error}")
@@ -391,7 +302,9 @@ class WeightSynchronizer:
         calls = self._engines.submit_each("verify_weights", expected)
         self._gather(f"verification of weight version {version}", calls)
 
-    def _compare_probe_logprobs(self, link: _SyncLink) -> float:
+    def _compare_probe_logprobs(
+        self, link: _SyncLink, release_policy: Callable[[], None] | None
+    ) -> float:
         """Return the largest mean log-prob difference of any engine.
 
         Raises:
@@ -399,10 +312,8 @@ class WeightSynchronizer:
         """
         prompt = probe_prompt(self._model_shape.vocab_size, NUM_PROBE_TOKENS)
         calls = self._policy.submit("compute_prompt_log_probs", prompt)
-        if self._gpu_time_sharing is not None:
-            self._gpu_time_sharing.release_to_engines(
-                link.engine_indices
-            )  # after the ranks' own answers
+        if release_policy is not None:
+            release_policy()  # the ranks answer the probe first
         answers = self._gather(
             "probe",
             calls
@@ -436,11 +347,6 @@ class WeightSynchronizer:
 
     def _call_engines(self, link: _SyncLink, method: str, *args: Any) -> None:
         self._gather(method, self._engines.submit(method, *args, only=link.engine_indices))
-
-    def _disconnect(self) -> None:
-        if self._shared_link is not None:
-            self._close_link(self._shared_link)
-            self._shared_link = None
 
     def _close_link(self, link: _SyncLink) -> None:
         self._gather(

@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from mega_agentrl.sandbox.guest.processes import stat_fields
+
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "mega_agentrl"
 _MIB = 1 << 20
@@ -151,7 +153,6 @@ def _create_folder(folder: Path, values: dict[str, int], *, needed: tuple[str, .
 def _process_start_ticks(pid: int) -> int:
     """Return a process's start time in clock ticks since boot, or -1 if it does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return int(stat_fields(pid)[19])
     except OSError:
         return -1
-    return int(text.rpartition(") ")[2].split()[19])

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.cgroup import create_cgroup
-from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
 from mega_agentrl.sandbox.isolation import isolated_command, pre_exec_command, unisolated_command
-from mega_agentrl.sandbox.process import kill_child, start_child
+from mega_agentrl.sandbox.process import kill_child, read_log_tail, start_child
 from mega_agentrl.sandbox.uid_lease import lease_uid
 from mega_agentrl.types.records import ToolStatus
 
@@ -35,7 +35,6 @@ _REPLY_GRACE_S = 5.0
 
 _FORK_TIMEOUT_S = 20.0
 _NUM_GUEST_PROCESSES = 32
-_CONNECTION_ERRORS = (OSError, EOFError, ValueError)
 
 
 class SandboxLostError(RuntimeError):
@@ -173,7 +172,7 @@ class GuestConnection:
         except TimeoutError as error:
             text = f"no answer within {timeout_s:g} s"
             raise SandboxLostError(text, may_have_run=may_have_run) from error
-        except _CONNECTION_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             raise SandboxLostError(str(error), may_have_run=may_have_run) from error
         if message.get("event") == "failed":
             raise OrderRefusedError(str(message["error"]))
@@ -302,8 +301,7 @@ class Sandbox:
         self.kill()
         log_tail = ""
         if not self._log.closed:
-            self._log.seek(0)
-            log_tail = self._log.read()[-2000:].decode("utf-8", "replace").strip()
+            log_tail = read_log_tail(self._log, 2000)
         self.close()
         text = f"sandbox lost: {error}" + (f"; it wrote: {log_tail}" if log_tail else "")
         return SandboxLostError(text, may_have_run=error.may_have_run)

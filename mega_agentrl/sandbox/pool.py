@@ -42,7 +42,7 @@ from mega_agentrl.types.records import ToolStatus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.config.sections.tools import PythonToolConfig
 
 MAX_OUTPUT_CHARS = 4000
 """Longer output is cut with a note: about 1,000 tokens, more than a policy reads."""

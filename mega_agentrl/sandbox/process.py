@@ -9,6 +9,7 @@ This module neither isolates a child (`isolation`) nor talks to it (`client`).
 
 from __future__ import annotations
 
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -45,6 +46,13 @@ def start_child(
         )
 
     return _spawn_executor().submit(start).result()
+
+
+def read_log_tail(log: IO[bytes], max_bytes: int) -> str:
+    """Return the end of a child's log as text, without surrounding white space."""
+    log.seek(0, os.SEEK_END)
+    log.seek(max(0, log.tell() - max_bytes))
+    return log.read(max_bytes).decode("utf-8", "replace").strip()
 
 
 def kill_child(child: Child, *, timeout_s: float = 5.0) -> None:

@@ -36,8 +36,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.sandbox.guest.channel import Channel
-from mega_agentrl.sandbox.process import kill_child, start_child
+from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
+from mega_agentrl.sandbox.process import kill_child, read_log_tail, start_child
 from mega_agentrl.sandbox.worker_main import MAX_JSON_BYTES, to_json
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ class _WorkerProcess:
             doing = "did not return" if may_have_run else "was not imported"
             message = f"{what}: {doing} within {timeout_s:g} s; its worker is killed"
             raise WorkerTimeoutError(message + self._log_tail()) from error
-        except (EOFError, OSError, ValueError) as error:
+        except CONNECTION_ERRORS as error:
             raise self._lost_error(what, may_have_run=may_have_run) from error
 
     def _lost_error(self, what: str, *, may_have_run: bool) -> WorkerLostError:
@@ -359,9 +359,7 @@ class _WorkerProcess:
 
     def _log_tail(self) -> str:
         """Return the end of the call's output as part of a message."""
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - _LOG_TAIL_BYTES))
-        log_tail = self._log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
+        log_tail = read_log_tail(self._log, _LOG_TAIL_BYTES)
         return f"; it wrote: {log_tail}" if log_tail else ""
 
     def _wait_for_exit(self) -> None:

@@ -24,6 +24,10 @@ Example, a tool with a memory::
 
 A plain function becomes a tool with one decorator, see `function`. `user_tools` loads both from a
 yaml file.
+
+To add one to a run: subclass `Tool`, or decorate a function, and name it in the yaml file of
+`tool.user_tools_file`. To add a built-in one: a section in `config/sections/tools.py`, a line in
+`toolkit.build_toolkit`, a test beside `tests/tool/test_python_tool.py`.
 """
 
 from __future__ import annotations
@@ -101,8 +105,8 @@ class Tool(ABC):
         return
 
     async def close(self) -> None:
-        """Release what `start` acquired. Safe to call twice."""
-        return
+        """Release what `start` acquired; by default `close_now`. Safe to call twice."""
+        self.close_now()
 
     def close_now(self) -> None:
         """Close without an event loop: end child processes at once."""

@@ -24,7 +24,7 @@ from mega_agentrl.tool.base import Tool, ToolResponse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.config.sections.tools import PythonToolConfig
     from mega_agentrl.sandbox.client import SandboxResult
 
 EMPTY_OUTPUT_MESSAGE = "Tool(python) returned empty output."

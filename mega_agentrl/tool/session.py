@@ -19,9 +19,11 @@ import asyncio
 import logging
 import math
 import re
+import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from mega_agentrl.tool.base import Tool
-    from mega_agentrl.tool.concurrency_limiter import ConcurrencyLimiter
     from mega_agentrl.tool.function_schema import FunctionSchema
 
 ResultT = TypeVar("ResultT")
@@ -49,6 +50,54 @@ _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 _log = logging.getLogger(__name__)
+
+
+class ConcurrencyLimiter:
+    """A semaphore of `limit` slots over all event loops of the process, None for no limit.
+
+    Slots have no owner: whoever acquired one releases it, from any thread. (`asyncio.Semaphore`
+    belongs to one loop.)
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"max_concurrent={limit}: expected at least 1, or None for no limit")
+        self._lock = threading.Lock()
+        self._num_free = limit
+        self._waiters: deque[Future[None]] = deque()
+
+    async def acquire(self, timeout_s: float | None) -> None:
+        """Take a slot, in order of arrival; raises `TimeoutError` if none becomes free in time."""
+        waiter: Future[None] = Future()
+        with self._lock:
+            if self._num_free is None:
+                return
+            if self._num_free:
+                self._num_free -= 1
+                return
+            self._waiters.append(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wrap_future(waiter)
+        except (TimeoutError, asyncio.CancelledError):
+            # The slot arrived just now: pass it on.
+            if not waiter.cancel():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Return a slot; it goes to the caller that has waited longest."""
+        with self._lock:
+            if self._num_free is None:
+                return
+            while self._waiters:
+                waiter = self._waiters.popleft()
+                if waiter.set_running_or_notify_cancel():
+                    break
+            else:
+                self._num_free += 1
+                return
+        waiter.set_result(None)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -1,9 +1,9 @@
 """Cuts texts to a token budget at word boundaries, with an ellipsis for what is left out.
 
-`truncate_to_tokens` keeps the beginning; `extract_snippet` keeps the window with most of a query's
-words, where each distinct word counts once, weighted by how rare it is in the text. A budget is in
-tokens of the policy. A codec is not thread-safe, so functions that take one belong on the event
-loop's thread; `text_from_best_window`, which reads the whole text, takes none.
+`truncate_to_tokens` keeps the beginning; `text_from_best_window` goes to the window with most of a
+query's words, where each distinct word counts once, weighted by how rare it is in the text. A
+budget is in tokens of the policy. A codec is not thread-safe, so functions that take one belong on
+the event loop's thread; `text_from_best_window`, which reads the whole text, takes none.
 """
 
 from __future__ import annotations
@@ -48,12 +48,6 @@ def truncate_to_tokens(text: str, codec: TextCodec, max_tokens: int) -> str:
         else:
             breaks = middle
     return text[: _word_end(text, fits)].rstrip() + ELLIPSIS
-
-
-def extract_snippet(text: str, query: str, codec: TextCodec, max_tokens: int) -> str:
-    """Return the part of a text most relevant to a query, in at most `max_tokens`."""
-    num_words = estimate_max_words(text, codec, max_tokens)
-    return truncate_to_tokens(text_from_best_window(text, query, num_words), codec, max_tokens)
 
 
 def estimate_max_words(text: str, codec: TextCodec, max_tokens: int) -> int:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, assert_never
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.tool.call_protocol.tags import TagProtocol
-from mega_agentrl.tool.concurrency_limiter import ConcurrencyLimiter
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
 from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.tool.search.search_tool import SearchTool
 from mega_agentrl.tool.session import (
+    ConcurrencyLimiter,
     RegisteredTool,
     SessionLimits,
     TrajectoryToolSession,
@@ -27,7 +27,6 @@ from mega_agentrl.tool.session import (
 )
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.tool.web.disk_cache import CACHE_TTL_S, MAX_CACHE_BYTES, DiskCache
-from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.python import SandboxProvider
     from mega_agentrl.types.protocols import TextCodec
-    from mega_agentrl.types.records import InvalidToolCall, Prompt, ToolOutcome
+    from mega_agentrl.types.records import InvalidToolCall, Prompt, ToolCall, ToolOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -143,11 +142,6 @@ class ToolKit:
     def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
         """Return the calls of an assistant turn in order, including invalid ones."""
         return self._call_protocol.read(turn_text)
-
-    def parse_final_call(self, turn_text: str) -> ToolCall | None:
-        """Return the call at the end of an assistant turn, None if there is none or it is empty."""
-        calls = self.parse_calls(turn_text)
-        return calls[-1] if calls and isinstance(calls[-1], ToolCall) else None
 
     def render_outcome(self, outcome: ToolOutcome) -> str:
         """Return an outcome as text of the turn or content of a message, escaped."""

@@ -1,7 +1,7 @@
 """Advantages of a batch, per token, computed after the policy and the reference have scored it.
 
     reward   r - kl_coef * sum of KL over the trajectory's tokens      algo.kl_placement=reward
-    A        the estimator of algo.advantage within a prompt's group, or a user's function
+    A        the estimator of algo.advantage: a registered one, or a user's function
     A        + lam * clip(H, -|A| / alpha, |A| / alpha)                algo.egpo.lam > 0
     A_t      the trajectory's A, or averaged over shared tokens of the tree (arpo_hard)
     A_t      * (1 + weight * z of the token's entropy)         algo.entropy_advantage_weight > 0
@@ -12,22 +12,28 @@ critic's values, returns the critic's targets, and is whitened under `algo.norm_
 and log-probs are those of the policy's own forward pass at the sampling temperature; if one is
 missing, that is an error.
 
-A trajectory counts once, however many rows it has (`TrainBatch.trajectory_B`): its rows share one
+A trajectory counts once, however many rows it has (`trajectory_rows`): its rows share one
 advantage, one sum of KL and one chain of thought, and their values are read as one sequence, so
 that the value after a row is that of the next row's first token. A failed trajectory has no
 trained token and a group of its own, so it changes nothing.
 
 Shape suffixes: B rows, A trajectories, T response positions, L positions of a whole trajectory.
+
+To add an estimator:
+1. a pure function with its hand-worked test in `algo/advantage.py`
+2. a `@register_advantage` function here, with what it needs
+3. its name in `config.enums.AdvantageEstimator`; combinations to reject in `config/checks/algo.py`
+4. a preset in `configs/algo/`
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from mega_agentrl.algo import advantage as estimators
 from mega_agentrl.algo.aepo import entropy_scaled
@@ -35,16 +41,372 @@ from mega_agentrl.algo.correction import importance_weights, logprob_mismatch
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.kl import apply_kl_penalty, kl_penalty
 from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
-from mega_agentrl.config.enums import AdvantageEstimator, CotBlocks, KlPlacement, RolloutCorrection
-from mega_agentrl.train.user_advantage import compute_user_advantage
+from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
+from mega_agentrl.train.trajectory_rows import TrajectoryRows
+from mega_agentrl.types.user_code import load_user_object
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
     from mega_agentrl.types.batch import TrainBatch
 
 CotMarkerIds = tuple[tuple[int, ...], tuple[int, ...]]
 
 IMPORTANCE_WEIGHT_MODES = {"truncate": "truncated", "mask": "masked"}
+
+DEFAULT_FUNCTION_NAME = "advantage"
+_EXPECTED_SIGNATURE = "a function of (inputs, algo) that returns an AdvantageResult"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """What an estimator computes from."""
+
+    batch: TrainBatch
+    """A batch with rewards, log-probs and entropies, and with a critic also values."""
+    rows: TrajectoryRows
+    """The trajectories of the batch."""
+    kl_BT: torch.Tensor | None = None
+    """[B, T] KL to the reference in nats, 0 on untrained tokens; None unless it is in the reward.
+    """
+    kl_coef: float = 0.0
+    """Current weight of a KL in the reward."""
+
+    @property
+    def group_A(self) -> torch.Tensor:
+        """[A] group of each trajectory."""
+        return self.batch.group_B[self.rows.first_row_A]
+
+    @property
+    def reward_A(self) -> torch.Tensor:
+        """[A] reward of each trajectory, minus the weighted KL of all its tokens."""
+        reward_A = self.batch.reward_B[self.rows.first_row_A]
+        if self.kl_BT is None:
+            return reward_A
+        kl_A = self.rows.sum_rows(masked_sum(self.kl_BT, self.batch.mask_BT, 1))
+        return reward_A - self.kl_coef * kl_A
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageResult:
+    """Advantages of a batch."""
+
+    advantage: torch.Tensor
+    """[A], one per trajectory, or [B, T], one per token, ignored on untrained tokens."""
+    return_BT: torch.Tensor | None = None
+    """[B, T] float32 targets of the critic."""
+
+
+if TYPE_CHECKING:
+    AdvantageFunction = Callable[[AdvantageInputs, AlgoConfig], AdvantageResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredAdvantage:
+    """An advantage estimator and what it needs."""
+
+    compute: AdvantageFunction
+    needs_critic: bool = False
+    """Whether it reads `value_BT` and returns the critic's targets (`AlgoConfig.needs_critic`)."""
+    needs_greedy_baseline: bool = False
+    """Whether a greedy answer is sampled beside each group, which gives `baseline_B`."""
+    averages_shared_tokens: bool = False
+    """Whether a token's advantage is the mean over the trajectories that share it."""
+
+
+ADVANTAGES: dict[str, RegisteredAdvantage] = {}
+"""The built-in estimators by the name in `algo.advantage`."""
+
+
+def register_advantage(
+    name: str,
+    *,
+    needs_critic: bool = False,
+    needs_greedy_baseline: bool = False,
+    averages_shared_tokens: bool = False,
+) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Register an estimator with its needs (see `RegisteredAdvantage`)."""
+
+    def register(function: AdvantageFunction) -> AdvantageFunction:
+        ADVANTAGES[name] = RegisteredAdvantage(
+            compute=function,
+            needs_critic=needs_critic,
+            needs_greedy_baseline=needs_greedy_baseline,
+            averages_shared_tokens=averages_shared_tokens,
+        )
+        return function
+
+    return register
+
+
+def find_advantage(algo: AlgoConfig) -> RegisteredAdvantage:
+    """Return the estimator of `algo.advantage`; a user's function is loaded and has no needs."""
+    if algo.has_user_advantage:
+        return RegisteredAdvantage(compute=load_user_advantage(algo.advantage))
+    return ADVANTAGES[algo.advantage]
+
+
+@cache
+def load_user_advantage(path: str) -> AdvantageFunction:
+    """Load and check a user's function, `algo.advantage=/folder/file.py:function`.
+
+    It runs on the driver, in the process of the training loop.
+
+    Raises:
+        ValueError: There is no such function, or it does not take (inputs, algo).
+    """
+    where = f"algo.advantage={path}"
+    name, loaded = load_user_object(path, where, DEFAULT_FUNCTION_NAME)
+    if not callable(loaded):
+        raise ValueError(  # noqa: TRY004
+            f"{where}: got {loaded!r} for {name}, expected {_EXPECTED_SIGNATURE}; "
+            "probable cause: a mistyped name"
+        )
+    try:
+        inspect.signature(loaded).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: got {name}{inspect.signature(loaded)}, expected {_EXPECTED_SIGNATURE}; "
+            f"{error}"
+        ) from error
+    return cast("AdvantageFunction", loaded)
+
+
+@register_advantage("grpo")
+@register_advantage("arpo_hard", averages_shared_tokens=True)
+def _grpo(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    return AdvantageResult(
+        estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=algo.norm_by_std)
+    )
+
+
+@register_advantage("rloo")
+def _rloo(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    return AdvantageResult(estimators.rloo(inputs.reward_A, inputs.group_A))
+
+
+@register_advantage("remax", needs_greedy_baseline=True)
+def _remax(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    """Return the reward minus that of the greedy answer (ReMax, arXiv 2310.10505).
+
+    If the greedy answer failed, the baseline is the mean of the group's other rewards. Either
+    baseline is independent of what the trajectory itself did.
+    """
+    baseline_B = _require_field(
+        inputs.batch, "baseline_B", "algo.advantage=remax", "a batch without greedy answers"
+    )
+    reward_A, greedy_A = inputs.reward_A, baseline_B[inputs.rows.first_row_A]
+    others_A = reward_A - estimators.rloo(reward_A, inputs.group_A)
+    return AdvantageResult(
+        estimators.remax(reward_A, torch.where(greedy_A.isnan(), others_A, greedy_A))
+    )
+
+
+@register_advantage("reinforce_plus_plus_baseline")
+def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    """Return the advantage of each trajectory, which all of its tokens share."""
+    mask_AL = inputs.rows.concat_rows(inputs.batch.mask_BT, inputs.batch.length_B)
+    white_AL = estimators.reinforce_plus_plus_baseline(inputs.reward_A, inputs.group_A, mask_AL)
+    return AdvantageResult(masked_mean(white_AL, mask_AL, 1))
+
+
+@register_advantage("reinforce_plus_plus")
+def _reinforce_plus_plus(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    """Whiten the returns; those of a row include the KL of the trajectory's later rows."""
+    batch, kl_BT = inputs.batch, inputs.kl_BT
+    reward_B = batch.reward_B
+    if kl_BT is not None:
+        later_kl_B = inputs.rows.sum_later_rows(masked_sum(kl_BT, batch.mask_BT, 1))
+        reward_B = reward_B - inputs.kl_coef * later_kl_B
+    reward_BT = _token_rewards(
+        reward_B, batch.mask_BT, kl_BT, inputs.kl_coef, batch.rollout_logp_BT.dtype
+    )
+    return AdvantageResult(estimators.reinforce_plus_plus(reward_BT, batch.mask_BT))
+
+
+@register_advantage("gae", needs_critic=True)
+def _gae(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    """Compute advantages and returns over the rows of a trajectory as one sequence."""
+    batch, rows = inputs.batch, inputs.rows
+    value_BT = _require_field(
+        batch, "value_BT", "algo.advantage=gae", "a batch that no critic has seen"
+    )
+    mask_AL = rows.concat_rows(batch.mask_BT, batch.length_B)
+    value_AL = rows.concat_rows(value_BT, batch.length_B)
+    kl_AL = None if inputs.kl_BT is None else rows.concat_rows(inputs.kl_BT, batch.length_B)
+    reward_AL = _token_rewards(
+        batch.reward_B[rows.first_row_A], mask_AL, kl_AL, inputs.kl_coef, value_AL.dtype
+    )
+    advantage_AL, return_AL = estimators.gae(
+        reward_AL, value_AL, mask_AL, gamma=algo.gamma, lam=algo.lam
+    )
+    advantage_BT = rows.split_rows(advantage_AL, batch)
+    if algo.norm_by_std:
+        advantage_BT = masked_whiten(advantage_BT, batch.mask_BT)
+    return AdvantageResult(advantage_BT, rows.split_rows(return_AL, batch).float())
+
+
+def _token_rewards(
+    reward_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    kl_BT: torch.Tensor | None,
+    kl_coef: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the reward of each token, [B, T]; its sums from the right are the returns.
+
+    The last trained token of a row carries the row's reward, and each token its own KL.
+    """
+    last_B = mask_BT.size(1) - 1 - mask_BT.flip(1).int().argmax(1)
+    reward_BT = torch.zeros(mask_BT.shape, dtype=dtype)
+    reward_BT = reward_BT.scatter(1, last_B.unsqueeze(1), reward_B.unsqueeze(1))
+    if kl_BT is None:
+        return reward_BT
+    return apply_kl_penalty(reward_BT, kl_BT, mask_BT, coef=kl_coef)
+
+
+def add_advantages(
+    batch: TrainBatch, algo: AlgoConfig, *, kl_coef: float, cot_marker_ids: CotMarkerIds | None
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Fill `advantage_BT` [B, T] float32, 0 on untrained tokens; with `gae` also `return_BT`.
+
+    Args:
+        batch: A batch with rewards, log-probs and entropies.
+        algo: Settings of the algorithm.
+        kl_coef: Weight of a KL in the reward. It replaces `algo.kl_coef`, which is only its start.
+        cot_marker_ids: Token ids that open and close the chain of thought; only read with EGPO.
+
+    Returns:
+        The batch and metrics. Over trained tokens: `advantage/abs_mean`, `advantage/zero_fraction`,
+        `advantage/ref_kl` (nats per token, with a KL in the reward) and `aepo/sign_flip_fraction`
+        (with AEPO's scale). Over trajectories, with EGPO: `egpo/cot_entropy` (nats),
+        `egpo/no_cot_fraction`, `egpo/bonus_mean` and `egpo/clipfrac`, the fraction whose entropy is
+        above the bound.
+
+    Raises:
+        ValueError: A field that the settings need is missing, or a user's function returns
+            something else than finite advantages.
+    """
+    mask_BT, rows, metrics = batch.mask_BT, TrajectoryRows.from_batch(batch), dict[str, float]()
+    kl_BT = None
+    if algo.kl_placement is KlPlacement.reward and algo.kl_coef > 0:
+        kl_BT = _ref_kl(batch, algo)
+        metrics["advantage/ref_kl"] = float(masked_mean(kl_BT, mask_BT))
+    inputs = AdvantageInputs(batch=batch, rows=rows, kl_BT=kl_BT, kl_coef=kl_coef)
+    estimator = find_advantage(algo)
+    result = estimator.compute(inputs, algo)
+    if algo.has_user_advantage:
+        _check_user_result(result, inputs, algo)
+    advantage = result.advantage
+    if algo.egpo.lam:
+        assert advantage.ndim == 1, "check_algo lets EGPO change trajectories' advantages only"
+        advantage, egpo_metrics = _add_egpo_bonus(inputs, advantage, algo.egpo, cot_marker_ids)
+        metrics |= egpo_metrics
+    if advantage.ndim == 1:
+        advantage_B = advantage[rows.trajectory_B]
+        advantage = (
+            estimators.arpo_hard(advantage_B, batch.node_BT, mask_BT)
+            if estimator.averages_shared_tokens
+            else estimators.broadcast(advantage_B, mask_BT)
+        )
+    if algo.has_user_advantage:
+        advantage = _check_user_values(advantage, mask_BT, algo)
+    if algo.entropy_advantage_weight:
+        advantage, aepo_metrics = _scale_by_entropy(batch, advantage, algo.entropy_advantage_weight)
+        metrics |= aepo_metrics
+    metrics["advantage/abs_mean"] = float(masked_mean(advantage.abs(), mask_BT))
+    metrics["advantage/zero_fraction"] = _masked_fraction(advantage == 0, mask_BT)
+    if result.return_BT is not None:
+        batch = batch.with_fields(return_BT=result.return_BT)
+    return batch.with_fields(advantage_BT=advantage.float()), metrics
+
+
+def _ref_kl(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:
+    """Return the KL to the reference, [B, T] nats, 0 on untrained tokens."""
+    why = "algo.kl_placement=reward"
+    logp_BT = _require_field(batch, "old_logp_BT", why)
+    ref_BT = _require_field(batch, "ref_logp_BT", why)
+    return kl_penalty(logp_BT, ref_BT, algo.kl_estimator).masked_fill(~batch.mask_BT, 0.0)
+
+
+def _check_user_result(result: object, inputs: AdvantageInputs, algo: AlgoConfig) -> None:
+    """Raise `ValueError` unless a user's function returned advantages of the right shape."""
+    got: object = type(result).__name__
+    shapes = ((len(inputs.rows.first_row_A),), tuple(inputs.batch.mask_BT.shape))
+    if isinstance(result, AdvantageResult):
+        got = type(result.advantage).__name__
+        if isinstance(result.advantage, torch.Tensor):
+            got = tuple(result.advantage.shape)
+    if got not in shapes:
+        raise ValueError(
+            f"algo.advantage={algo.advantage}: returned {got}, expected an AdvantageResult with a "
+            f"tensor of shape {shapes[0]}, one advantage per trajectory, or {shapes[1]}, one per "
+            "token; probable cause: a tensor in place of an AdvantageResult, or another shape"
+        )
+
+
+def _check_user_values(
+    advantage_BT: torch.Tensor, mask_BT: torch.Tensor, algo: AlgoConfig
+) -> torch.Tensor:
+    """Return a user's advantages, [B, T] float32, 0 on untrained tokens.
+
+    Raises:
+        ValueError: They are not finite on a trained token.
+    """
+    advantage_BT = torch.where(mask_BT, advantage_BT.detach().float(), 0.0)
+    if num_bad := int((~advantage_BT.isfinite()).sum()):
+        raise ValueError(
+            f"algo.advantage={algo.advantage}: returned {num_bad} numbers that are not finite for "
+            "trained tokens, expected none; probable cause: a division by the spread of equal "
+            "rewards"
+        )
+    return advantage_BT
+
+
+def _add_egpo_bonus(
+    inputs: AdvantageInputs,
+    advantage_A: torch.Tensor,
+    settings: EgpoConfig,
+    cot_marker_ids: CotMarkerIds | None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the advantages with EGPO's bonus, [A], and its metrics."""
+    batch, rows = inputs.batch, inputs.rows
+    grid_BT = _require_field(batch, "entropy_BT", f"algo.egpo.lam={settings.lam}")
+    mask_AL = rows.concat_rows(batch.mask_BT, batch.length_B)
+    cot_AL = mask_AL
+    if settings.cot_blocks is not CotBlocks.response:
+        if cot_marker_ids is None:
+            raise ValueError(
+                f"add_advantages: got no cot_marker_ids with "
+                f"algo.egpo.cot_blocks={settings.cot_blocks}; expected the token ids of "
+                "algo.egpo.cot_markers; probable cause: they were not tokenized"
+            )
+        token_AL = rows.concat_rows(batch.response_BT, batch.length_B)
+        start, end = cot_marker_ids
+        cot_AL = cot_mask(
+            token_AL, mask_AL, start_id=start, end_id=end, blocks=str(settings.cot_blocks)
+        )
+    entropy_A = cot_entropy(rows.concat_rows(grid_BT, batch.length_B), cot_AL)
+    egpo_advantage_A = egpo(advantage_A, entropy_A, lam=settings.lam, alpha=settings.alpha)
+    trained_A = mask_AL.any(1)
+    bounded_A = entropy_A > advantage_A.abs() / settings.alpha
+    return egpo_advantage_A, {
+        "egpo/cot_entropy": float(masked_mean(entropy_A, trained_A)),
+        "egpo/no_cot_fraction": _masked_fraction(~cot_AL.any(1), trained_A),
+        "egpo/bonus_mean": float(masked_mean(egpo_advantage_A - advantage_A, trained_A)),
+        "egpo/clipfrac": _masked_fraction(bounded_A, trained_A),
+    }
+
+
+def _scale_by_entropy(
+    batch: TrainBatch, advantage_BT: torch.Tensor, weight: float
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the advantages with AEPO's scale, [B, T], and its metric."""
+    entropy_BT = _require_field(batch, "entropy_BT", f"algo.entropy_advantage_weight={weight}")
+    scaled_BT = entropy_scaled(advantage_BT, entropy_BT, batch.mask_BT, weight=weight)
+    is_flipped_BT = advantage_BT * scaled_BT < 0
+    return scaled_BT, {"aepo/sign_flip_fraction": _masked_fraction(is_flipped_BT, batch.mask_BT)}
 
 
 def add_importance_weights(
@@ -90,288 +452,18 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-def add_advantages(
-    batch: TrainBatch, algo: AlgoConfig, *, kl_coef: float, cot_marker_ids: CotMarkerIds | None
-) -> tuple[TrainBatch, dict[str, float]]:
-    """Fill `advantage_BT` [B, T] float32, 0 on untrained tokens; with `gae` also `return_BT`.
-
-    Args:
-        batch: A batch with rewards, log-probs and entropies.
-        algo: Settings of the algorithm.
-        kl_coef: Weight of a KL in the reward. It replaces `algo.kl_coef`, which is only its start.
-        cot_marker_ids: Token ids that open and close the chain of thought; only read with EGPO.
-
-    Returns:
-        The batch and metrics. Over trained tokens: `advantage/abs_mean`, `advantage/zero_fraction`,
-        `advantage/ref_kl` (nats per token, with a KL in the reward) and `aepo/sign_flip_fraction`
-        (with AEPO's scale). Over trajectories, with EGPO: `egpo/cot_entropy` (nats),
-        `egpo/no_cot_fraction`, `egpo/bonus_mean` and `egpo/clipfrac`, the fraction whose entropy is
-        above the bound.
-
-    Raises:
-        ValueError: A field that the settings need is missing.
-    """
-    mask_BT, trajectory_rows = batch.mask_BT, _TrajectoryRows.from_batch(batch)
-    kl_BT, metrics = None, {}
-    if algo.kl_placement is KlPlacement.reward and algo.kl_coef > 0:
-        why = "algo.kl_placement=reward"
-        logp_BT, ref_BT = (
-            _require_field(batch, "old_logp_BT", why),
-            _require_field(batch, "ref_logp_BT", why),
-        )
-        kl_BT = kl_penalty(logp_BT, ref_BT, algo.kl_estimator).masked_fill(~mask_BT, 0.0)
-        metrics["advantage/ref_kl"] = float(masked_mean(kl_BT, mask_BT))
-    if algo.has_user_advantage:
-        advantage_BT = compute_user_advantage(batch, algo)
-    elif algo.advantage is AdvantageEstimator.gae:
-        assert not algo.egpo.lam, "check_algo lets EGPO change trajectories' advantages only"
-        advantage_BT, return_BT = _gae_advantages(batch, trajectory_rows, kl_BT, kl_coef, algo)
-        batch = batch.with_fields(return_BT=return_BT)
-    elif algo.advantage is AdvantageEstimator.reinforce_plus_plus:
-        assert not algo.egpo.lam, "check_algo lets EGPO change trajectories' advantages only"
-        reward_BT = _token_rewards(batch, trajectory_rows, kl_BT, kl_coef)
-        advantage_BT = estimators.reinforce_plus_plus(reward_BT, mask_BT)
-    else:
-        reward_A = batch.reward_B[trajectory_rows.first_row_A]
-        if kl_BT is not None:
-            reward_A = reward_A - kl_coef * trajectory_rows.sum_rows(masked_sum(kl_BT, mask_BT, 1))
-        advantage_A = _trajectory_advantages(batch, trajectory_rows, reward_A, algo)
-        if algo.egpo.lam:
-            advantage_A, egpo_metrics = _add_egpo_bonus(
-                batch, trajectory_rows, advantage_A, algo.egpo, cot_marker_ids
-            )
-            metrics |= egpo_metrics
-        advantage_BT = _broadcast_to_tokens(batch, advantage_A[trajectory_rows.trajectory_B], algo)
-    if algo.entropy_advantage_weight:
-        entropy_BT = _require_field(
-            batch, "entropy_BT", f"algo.entropy_advantage_weight={algo.entropy_advantage_weight}"
-        )
-        before_BT, weight = advantage_BT, algo.entropy_advantage_weight
-        advantage_BT = entropy_scaled(before_BT, entropy_BT, mask_BT, weight=weight)
-        metrics["aepo/sign_flip_fraction"] = _masked_fraction(before_BT * advantage_BT < 0, mask_BT)
-    metrics["advantage/abs_mean"] = float(masked_mean(advantage_BT.abs(), mask_BT))
-    metrics["advantage/zero_fraction"] = _masked_fraction(advantage_BT == 0, mask_BT)
-    return batch.with_fields(advantage_BT=advantage_BT.float()), metrics
-
-
-@dataclass(frozen=True, slots=True)
-class _TrajectoryRows:
-    """Assignment of the rows of a batch to trajectories."""
-
-    first_row_A: torch.Tensor
-    """[A] int64, the first row of each trajectory."""
-    trajectory_B: torch.Tensor
-    """[B] int64, the number of each row's trajectory."""
-    is_one_row_each: bool
-    """Whether every trajectory is a single row."""
-
-    @classmethod
-    def from_batch(cls, batch: TrainBatch) -> _TrajectoryRows:
-        """Number the trajectories in the order of their first rows."""
-        if batch.trajectory_B is None:
-            row_B = torch.arange(batch.num_rows)
-            return cls(row_B, row_B, is_one_row_each=True)
-        first: dict[int, int] = {}
-        for row, owner in enumerate(batch.trajectory_B.tolist()):
-            first.setdefault(owner, row)
-        place = {owner: number for number, owner in enumerate(first)}
-        trajectory_B = torch.tensor([place[owner] for owner in batch.trajectory_B.tolist()])
-        return cls(torch.tensor(list(first.values())), trajectory_B, is_one_row_each=False)
-
-    def sum_rows(self, value_B: torch.Tensor) -> torch.Tensor:
-        """Return the sum over each trajectory's rows, [A]."""
-        return value_B.new_zeros(len(self.first_row_A)).index_add(0, self.trajectory_B, value_B)
-
-    def sum_later_rows(self, value_B: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the later rows of the same trajectory, [B]."""
-        if self.is_one_row_each:
-            return torch.zeros_like(value_B)
-        so_far = [0.0] * len(self.first_row_A)
-        sums: list[float] = []
-        for place, value in zip(
-            self.trajectory_B.flip(0).tolist(), value_B.flip(0).tolist(), strict=True
-        ):
-            sums.append(so_far[place])
-            so_far[place] += value
-        return value_B.new_tensor(sums).flip(0)
-
-    def concat_rows(self, grid_BT: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
-        """Concatenate the rows of each trajectory, each followed by one zero position, [A, L]."""
-        if self.is_one_row_each:
-            return grid_BT
-        pieces: list[list[torch.Tensor]] = [[] for _ in self.first_row_A]
-        for row, place in enumerate(self.trajectory_B.tolist()):
-            pieces[place].append(pad(grid_BT[row, : int(length_B[row])], (0, 1)))
-        return pad_sequence([torch.cat(rows) for rows in pieces], batch_first=True)
-
-    def split_rows(self, grid_AL: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-        """Undo `concat_rows`: [B, T] with 0 after the end of each row."""
-        if self.is_one_row_each:
-            return grid_AL
-        grid_BT = grid_AL.new_zeros(batch.response_BT.shape)
-        start = [0] * len(self.first_row_A)
-        lengths = batch.length_B.tolist()
-        for row, place in enumerate(self.trajectory_B.tolist()):
-            stop = start[place] + lengths[row]
-            grid_BT[row, : lengths[row]] = grid_AL[place, start[place] : stop]
-            start[place] = stop + 1
-        return grid_BT
-
-
-def _trajectory_advantages(
-    batch: TrainBatch, trajectory_rows: _TrajectoryRows, reward_A: torch.Tensor, algo: AlgoConfig
-) -> torch.Tensor:
-    """Return the advantage of each trajectory, [A]."""
-    group_A = batch.group_B[trajectory_rows.first_row_A]
-    kind = AdvantageEstimator(algo.advantage)
-    match kind:
-        case AdvantageEstimator.grpo | AdvantageEstimator.arpo_hard:
-            return estimators.grpo(reward_A, group_A, norm_by_std=algo.norm_by_std)
-        case AdvantageEstimator.rloo:
-            return estimators.rloo(reward_A, group_A)
-        case AdvantageEstimator.remax:
-            return _remax_advantages(batch, trajectory_rows, reward_A)
-        case AdvantageEstimator.reinforce_plus_plus_baseline:
-            # The mean of a group is over its trajectories, the whitening over tokens of all rows.
-            centred_A = estimators.grpo(reward_A, group_A, norm_by_std=False)
-            grid_BT = estimators.broadcast(centred_A[trajectory_rows.trajectory_B], batch.mask_BT)
-            white_BT = masked_whiten(grid_BT, batch.mask_BT)
-            num_A = trajectory_rows.sum_rows(batch.mask_BT.sum(1)).clamp(min=1)
-            return trajectory_rows.sum_rows(masked_sum(white_BT, batch.mask_BT, 1)) / num_A
-        case AdvantageEstimator.reinforce_plus_plus | AdvantageEstimator.gae:
-            raise AssertionError(f"{algo.advantage} has no advantage of whole trajectories")
-        case _:
-            assert_never(kind)
-
-
-def _remax_advantages(
-    batch: TrainBatch, trajectory_rows: _TrajectoryRows, reward_A: torch.Tensor
-) -> torch.Tensor:
-    """Return the reward minus that of the greedy answer, [A] (ReMax, arXiv 2310.10505).
-
-    If the greedy answer failed, the baseline is the mean of the group's other rewards. Either
-    baseline is independent of what the trajectory itself did.
-    """
-    if batch.baseline_B is None:
-        raise ValueError(
-            "baseline_B: got None, expected the rewards of greedy answers with "
-            "algo.advantage=remax; probable cause: groups that were collected without them"
-        )
-    greedy_A = batch.baseline_B[trajectory_rows.first_row_A]
-    others_A = reward_A - estimators.rloo(reward_A, batch.group_B[trajectory_rows.first_row_A])
-    return estimators.remax(reward_A, torch.where(greedy_A.isnan(), others_A, greedy_A))
-
-
-def _gae_advantages(
-    batch: TrainBatch,
-    trajectory_rows: _TrajectoryRows,
-    kl_BT: torch.Tensor | None,
-    kl_coef: float,
-    algo: AlgoConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantage and return, [B, T] each.
-
-    The last trained token of a trajectory carries its reward.
-    """
-    if batch.value_BT is None:
-        raise ValueError(
-            "value_BT: got None, expected a critic's values with algo.advantage=gae; probable "
-            "cause: a batch that no critic has seen"
-        )
-    mask_AL = trajectory_rows.concat_rows(batch.mask_BT, batch.length_B)
-    value_AL = trajectory_rows.concat_rows(batch.value_BT, batch.length_B)
-    reward_A = batch.reward_B[trajectory_rows.first_row_A]
-    last_A = mask_AL.size(1) - 1 - mask_AL.flip(1).int().argmax(1)
-    reward_AL = torch.zeros_like(value_AL).scatter(1, last_A.unsqueeze(1), reward_A.unsqueeze(1))
-    if kl_BT is not None:
-        kl_AL = trajectory_rows.concat_rows(kl_BT, batch.length_B)
-        reward_AL = apply_kl_penalty(reward_AL, kl_AL, mask_AL, coef=kl_coef)
-    advantage_AL, return_AL = estimators.gae(
-        reward_AL, value_AL, mask_AL, gamma=algo.gamma, lam=algo.lam
-    )
-    advantage_BT = trajectory_rows.split_rows(advantage_AL, batch)
-    if algo.norm_by_std:
-        advantage_BT = masked_whiten(advantage_BT, batch.mask_BT)
-    return advantage_BT, trajectory_rows.split_rows(return_AL, batch).float()
-
-
-def _broadcast_to_tokens(
-    batch: TrainBatch, advantage_B: torch.Tensor, algo: AlgoConfig
-) -> torch.Tensor:
-    """Return the advantage of each token, [B, T].
-
-    It is the trajectory's, or with `arpo_hard` the mean over the trajectories that share the token.
-    """
-    if algo.advantage is AdvantageEstimator.arpo_hard:
-        return estimators.arpo_hard(advantage_B, batch.node_BT, batch.mask_BT)
-    return estimators.broadcast(advantage_B, batch.mask_BT)
-
-
-def _token_rewards(
-    batch: TrainBatch, trajectory_rows: _TrajectoryRows, kl_BT: torch.Tensor | None, kl_coef: float
-) -> torch.Tensor:
-    """Return the reward of each token, [B, T]; its sums from the right are the returns.
-
-    The last trained token of a row carries the trajectory's reward minus the KL of the later rows.
-    """
-    mask_BT, reward_B = batch.mask_BT, batch.reward_B
-    if kl_BT is not None:
-        reward_B = reward_B - kl_coef * trajectory_rows.sum_later_rows(
-            masked_sum(kl_BT, mask_BT, 1)
-        )
-    last_B = mask_BT.size(1) - 1 - mask_BT.flip(1).int().argmax(1)
-    empty_BT = torch.zeros_like(batch.rollout_logp_BT)
-    reward_BT = empty_BT.scatter(1, last_B.unsqueeze(1), reward_B.unsqueeze(1))
-    if kl_BT is None:
-        return reward_BT
-    return apply_kl_penalty(reward_BT, kl_BT, mask_BT, coef=kl_coef)
-
-
-def _add_egpo_bonus(
-    batch: TrainBatch,
-    trajectory_rows: _TrajectoryRows,
-    advantage_A: torch.Tensor,
-    settings: EgpoConfig,
-    cot_marker_ids: CotMarkerIds | None,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return the advantages with EGPO's bonus, [A], and its metrics."""
-    grid_BT = _require_field(batch, "entropy_BT", f"algo.egpo.lam={settings.lam}")
-    mask_AL = trajectory_rows.concat_rows(batch.mask_BT, batch.length_B)
-    cot_AL = mask_AL
-    if settings.cot_blocks is not CotBlocks.response:
-        if cot_marker_ids is None:
-            raise ValueError(
-                f"add_advantages: got no cot_marker_ids with "
-                f"algo.egpo.cot_blocks={settings.cot_blocks}; expected the token ids of "
-                "algo.egpo.cot_markers; probable cause: they were not tokenized"
-            )
-        token_AL = trajectory_rows.concat_rows(batch.response_BT, batch.length_B)
-        start, end = cot_marker_ids
-        cot_AL = cot_mask(
-            token_AL, mask_AL, start_id=start, end_id=end, blocks=str(settings.cot_blocks)
-        )
-    entropy_A = cot_entropy(trajectory_rows.concat_rows(grid_BT, batch.length_B), cot_AL)
-    egpo_advantage_A = egpo(advantage_A, entropy_A, lam=settings.lam, alpha=settings.alpha)
-    trained_A = mask_AL.any(1)
-    bounded_A = entropy_A > advantage_A.abs() / settings.alpha
-    return egpo_advantage_A, {
-        "egpo/cot_entropy": float(masked_mean(entropy_A, trained_A)),
-        "egpo/no_cot_fraction": _masked_fraction(~cot_AL.any(1), trained_A),
-        "egpo/bonus_mean": float(masked_mean(egpo_advantage_A - advantage_A, trained_A)),
-        "egpo/clipfrac": _masked_fraction(bounded_A, trained_A),
-    }
-
-
 def _masked_fraction(condition: torch.Tensor, mask: torch.Tensor) -> float:
     return float(masked_mean(condition.float(), mask))
 
 
-def _require_field(batch: TrainBatch, name: str, why: str) -> torch.Tensor:
-    """Return a field that the log-prob pass fills; raise `ValueError` if it is None."""
+def _require_field(
+    batch: TrainBatch,
+    name: str,
+    why: str,
+    cause: str = "compute_log_probs was not called, or there is no reference",
+) -> torch.Tensor:
+    """Return an optional field of the batch; raise `ValueError` if it is None."""
     value: torch.Tensor | None = getattr(batch, name)
     if value is None:
-        raise ValueError(
-            f"{name}: got None, expected the values of the log-prob pass with {why}; probable "
-            "cause: compute_log_probs was not called, or there is no reference"
-        )
+        raise ValueError(f"{name}: got None, expected values with {why}; probable cause: {cause}")
     return value

@@ -19,7 +19,7 @@ from mega_agentrl.train.evaluate import ValidationResult
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.run_dir import TREE_STORE_FILE, WARM_START_DIR
 from mega_agentrl.train.resume.run_state import RunState
-from mega_agentrl.train.rollout_collection import rollout_stream_name
+from mega_agentrl.train.scheduler import rollout_stream_name
 from mega_agentrl.train.signals import RunInterrupted
 from mega_agentrl.train.warm_start import WarmStartCheckpointing, WarmStartProgress
 

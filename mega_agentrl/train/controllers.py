@@ -88,8 +88,7 @@ def update_kl(
     Args:
         controllers: State before the update.
         ref_kl_mean: Measured KL in nats per token. If it is not finite, as after a skipped step,
-        the
-            state stays as it is.
+            the state stays as it is.
         num_optimizer_steps: Optimizer steps of the update.
     """
     if controllers.adaptive_kl is None or not isfinite(ref_kl_mean):

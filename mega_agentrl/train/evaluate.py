@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import sqrt
-from statistics import stdev
+from math import comb, sqrt
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
-from mega_agentrl.train.pass_at_k import pass_at_k_metrics
 from mega_agentrl.train.rewards import add_reward_model_scores, warn_missing_rewards
 
 if TYPE_CHECKING:
@@ -162,27 +162,47 @@ def evaluate(
         top_p=1.0,
         top_k=0,
     )
-    trees = components.run_coroutine(
-        collect_rollouts(
-            questions,
-            generator=components.generator,
-            tools=components.tools,
-            codec=components.codec,
-            interactions=components.interactions,
-            rubric=components.rubric,
-            config=rollout,
-            max_model_len=config.engine.max_model_len,
-            seed=config.seed,
-            step=name,
-            temperature=temperature,
-            spans=components.monitors.rollout_spans,
-        )
+    trees = sample_trees(
+        components, replace(config, rollout=rollout), questions, step=name, temperature=temperature
     )
-    add_reward_model_scores(components, trees)
     warn_missing_rewards(trees)
     if save_trees is not None:
         save_trees(trees)
     return compute_eval_result(trees, num_samples=num_samples)
+
+
+def sample_trees(
+    components: Components,
+    config: TrainConfig,
+    prompts: Sequence[Prompt],
+    *,
+    step: str,
+    temperature: float | None = None,
+) -> list[RolloutTree]:
+    """Return a scored tree for each prompt, with `rollout.group_size` trajectories.
+
+    Args:
+        components: The parts of the run.
+        config: Settings of the run.
+        prompts: The prompts.
+        step: Key of the random streams.
+        temperature: Sampling temperature; None is `rollout.temperature`.
+    """
+    context = make_rollout_context(
+        generator=components.generator,
+        tools=components.tools,
+        codec=components.codec,
+        interactions=components.interactions,
+        config=config.rollout,
+        max_model_len=config.engine.max_model_len,
+        seed=config.seed,
+        step=step,
+        temperature=temperature,
+        spans=components.monitors.rollout_spans,
+    )
+    trees = components.run_coroutine(collect_rollouts(prompts, components.rubric, context))
+    add_reward_model_scores(components, trees)
+    return trees
 
 
 def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> EvalResult:
@@ -222,6 +242,41 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
             for measure, value in pass_at_k_metrics(questions, num_samples).items()
         },
     )
+
+
+def pass_at_k(num_correct: int, num_answers: int, k: int) -> float:
+    """Return the probability that one of k of the answers is right; 1 <= k <= num_answers.
+
+    If c of n answers are right, k of them drawn without replacement contain no right one with
+    probability C(n - c, k) / C(n, k), so 1 minus it is unbiased (Chen et al., arXiv 2107.03374).
+    """
+    return 1.0 - comb(num_answers - num_correct, k) / comb(num_answers, k)
+
+
+def pass_at_k_metrics(is_correct: Sequence[Sequence[bool]], num_samples: int) -> dict[str, float]:
+    """Return `pass@1`, `pass@2`, `pass@4`, ... up to num_samples, and `mean@<num_samples>`.
+
+    They are means over questions. A question with fewer than k valid answers, because others failed
+    for reasons of our own, is left out of pass@k.
+
+    Args:
+        is_correct: For each question, whether each valid answer is right.
+        num_samples: Answers per question. For a single one the result is empty, as success says the
+            same.
+    """
+    if num_samples < 2:
+        return {}
+    metrics: dict[str, float] = {}
+    k = 1
+    while k <= num_samples:
+        values = [pass_at_k(sum(one), len(one), k) for one in is_correct if len(one) >= k]
+        if values:
+            metrics[f"pass@{k}"] = fmean(values)
+        k *= 2
+    means = [fmean(map(float, one)) for one in is_correct if one]
+    if means:
+        metrics[f"mean@{num_samples}"] = fmean(means)
+    return metrics
 
 
 def _source_names(prompt: Prompt) -> list[str]:

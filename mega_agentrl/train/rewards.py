@@ -1,7 +1,7 @@
 """Rewards that arrive after the rollout, from functions and models that run elsewhere.
 
 Without a group filter, a step does not wait for them: they are computed while the policy does its
-log-prob pass. `resolve_rewards` waits for them, fills `reward_B` and the trees' scores, and adds
+log-prob pass. `RewardResolver` waits for them, fills `reward_B` and the trees' scores, and adds
 the score of a local reward model, which reads whole batches. A trajectory without a reward is
 masked from the loss and counted in `reward/failed_fraction`.
 """
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.packing import fill_rewards, pack_trees
 from mega_agentrl.rollout.groups.scoring import resolve_scores
+from mega_agentrl.train.trajectory_rows import row_owners
 from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
+    from mega_agentrl.rollout.groups.collector import RolloutBatch
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.components import Components
     from mega_agentrl.types.records import Trajectory
@@ -27,34 +28,37 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def resolve_rewards(
-    components: Components, rollout_batch: RolloutBatch, batch: TrainBatch
-) -> tuple[RolloutBatch, TrainBatch]:
-    """Return the step with all of its rewards.
+class RewardResolver:
+    """Waits for the rewards of a step."""
 
-    Waits for the reward workers, which have deadlines. The trees are scored in place.
+    def __init__(self, components: Components) -> None:
+        self._components = components
 
-    Args:
-        components: The parts of the run.
-        rollout_batch: The rollouts of the step.
-        batch: Packed from `rollout_batch.trees`.
+    def resolve(self, rollout_batch: RolloutBatch, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with all of its rewards; the trees are scored in place.
 
-    Raises:
-        ValueError: No trajectory is left to train on.
-    """
-    resolve_scores(rollout_batch.pending_scores)
-    is_unfiltered = len(rollout_batch.finished_trees) == len(rollout_batch.trees)
-    add_reward_model_scores(
-        components, rollout_batch.finished_trees, batch if is_unfiltered else None
-    )
-    greedy = [
-        _as_single_tree(tree.greedy_trajectory)
-        for tree in rollout_batch.finished_trees
-        if tree.greedy_trajectory is not None
-    ]
-    add_reward_model_scores(components, greedy)
-    warn_missing_rewards(rollout_batch.finished_trees)
-    return rollout_batch, fill_rewards(batch, rollout_batch.trees)
+        Waits for the reward workers, which have deadlines.
+
+        Args:
+            rollout_batch: The rollouts of the step.
+            batch: Packed from `rollout_batch.trees`.
+
+        Raises:
+            ValueError: No trajectory is left to train on.
+        """
+        resolve_scores(rollout_batch.pending_scores)
+        is_unfiltered = len(rollout_batch.finished_trees) == len(rollout_batch.trees)
+        add_reward_model_scores(
+            self._components, rollout_batch.finished_trees, batch if is_unfiltered else None
+        )
+        greedy = [
+            RolloutTree(prompt=answer.prompt, trajectories=[answer])
+            for tree in rollout_batch.finished_trees
+            if (answer := tree.greedy_trajectory) is not None
+        ]
+        add_reward_model_scores(self._components, greedy)
+        warn_missing_rewards(rollout_batch.finished_trees)
+        return fill_rewards(batch, rollout_batch.trees)
 
 
 def add_reward_model_scores(
@@ -80,9 +84,8 @@ def add_reward_model_scores(
             return
         batch = pack_trees(trees)
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
-    owners = range(len(trajectories)) if batch.trajectory_B is None else batch.trajectory_B.tolist()
     # A trajectory with several rows is scored by its last one, which has its end.
-    last_row = {owner: row for row, owner in enumerate(owners)}
+    last_row = {owner: row for row, owner in enumerate(row_owners(batch))}
     model_score_B = model.compute_scores(batch).tolist()
     for owner, trajectory in enumerate(trajectories):
         if trajectory.score is None or not components.rubric.needs_reward_model(trajectory.prompt):
@@ -106,10 +109,6 @@ def warn_missing_rewards(trees: Sequence[RolloutTree]) -> None:
             first.trajectory_id,
             first.reward_error,
         )
-
-
-def _as_single_tree(answer: Trajectory) -> RolloutTree:
-    return RolloutTree(prompt=answer.prompt, trajectories=[answer])
 
 
 def _scored_trajectories(tree: RolloutTree) -> list[Trajectory]:

@@ -2,8 +2,8 @@
 
 `RunLogger` receives records from the loop and passes them on to `report` and `output`; the loop
 does not depend on anything it computes. Files in the run folder: `metrics.jsonl`, `summary.json`,
-`reward.png`, `rollouts.txt`, `rollouts/` and `report.html` (for an interrupted run, see
-`output.interrupted_report`). The trackers are owned and closed by the caller.
+`reward.png`, `rollouts.txt`, `rollouts/` and `report.html` (`output.report_page`). The trackers are
+owned and closed by the caller.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mega_agentrl.batch.micro_batching import token_imbalance
-from mega_agentrl.batch.minibatches import minibatch_row_lengths
+from mega_agentrl.batch.micro_batching import minibatch_row_lengths, token_imbalance
 from mega_agentrl.report.progress import StageProgress, StepSummary, format_duration
 from mega_agentrl.report.reward_curve import EvalPoint, StepPoint, write_reward_curve
 from mega_agentrl.report.validation_console import (
@@ -32,16 +31,15 @@ from mega_agentrl.rollout.io.render import render_trajectory
 from mega_agentrl.rollout.metrics.entropy import EntropyCurves, collect_entropy_curves
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.train.advantages import mismatch_metrics
-from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer
+from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer, ThroughputMeter
 from mega_agentrl.train.output.report_page import write_report
 from mega_agentrl.train.output.rollout_files import RolloutWriter
-from mega_agentrl.train.output.throughput import ThroughputMeter
 from mega_agentrl.train.resume.run_dir import SUMMARY_FILE, write_atomic
 from mega_agentrl.types.monitoring import Monitors
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
+    from mega_agentrl.rollout.groups.collector import RolloutBatch
     from mega_agentrl.train.evaluate import ValidationResult
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.records import RolloutTree

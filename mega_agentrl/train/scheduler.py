@@ -31,21 +31,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
+from mega_agentrl.rollout.groups.collector import RolloutCollector
 from mega_agentrl.rollout.groups.scoring import cancel_scores
-from mega_agentrl.train.rollout_collection import (
-    collect_rollouts,
-    open_rollout_collector,
-    rollout_stream_name,
-)
+from mega_agentrl.train.advantages import find_advantage
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.collector import RolloutCollector
-    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
-    from mega_agentrl.train.checkpoints import CheckpointManager
+    from mega_agentrl.rollout.groups.collector import RolloutBatch
+    from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.train.signals import SignalHandler
     from mega_agentrl.types.components import Components
+    from mega_agentrl.types.protocols import Generator
 
 INTERRUPT_TIMEOUT_S = 2.0
 """Seconds for running requests to stop before a weight sync; the engine waits for the others."""
@@ -66,40 +64,22 @@ class RolloutScheduler(Protocol):
         """Note that the engines serve the weights that this step's update produced."""
 
 
-class SyncRolloutScheduler:
-    """Collects rollouts on demand, with the weights that the step updates."""
-
-    def __init__(self, components: Components, collector: RolloutCollector) -> None:
-        self._components = components
-        self._collector = collector
-
-    def collect(self, step: int) -> RolloutBatch:
-        """Collect the groups of the step now."""
-        return collect_rollouts(self._components, self._collector, step)
-
-    def wait_before_weight_sync(self) -> None:
-        """Return at once: nothing is being collected."""
-        pass
-
-    def on_weights_synced(self, step: int) -> None:
-        """Do nothing: the next collection starts when it is asked for."""
-        pass
-
-
 @contextmanager
 def open_rollout_scheduler(
     components: Components,
     config: TrainConfig,
-    checkpoints: CheckpointManager,
     signal_handler: SignalHandler,
+    *,
+    num_done: int = 0,
+    tree_store: TreeStore | None = None,
 ) -> Iterator[RolloutScheduler]:
-    """Yield the scheduler of all remaining steps; cancel unused rollouts on exit."""
+    """Yield the scheduler of the steps after `num_done`; cancel unused rollouts on exit."""
     staleness = config.rollout.max_staleness
     interruptible_generator = (
         InterruptibleGenerator(components.generator, components.codec) if staleness > 1 else None
     )
     with open_rollout_collector(
-        components, config, checkpoints.tree_store, interruptible_generator
+        components, config, tree_store, interruptible_generator
     ) as collector:
         if not staleness:
             yield SyncRolloutScheduler(components, collector)
@@ -109,7 +89,7 @@ def open_rollout_scheduler(
             collector,
             signal_handler,
             staleness=staleness,
-            num_done=checkpoints.step,
+            num_done=num_done,
             num_steps=config.total_steps,
             interruptible_generator=interruptible_generator,
         )
@@ -117,6 +97,72 @@ def open_rollout_scheduler(
             yield scheduler
         finally:
             scheduler.close()
+
+
+@contextmanager
+def open_rollout_collector(
+    components: Components,
+    config: TrainConfig,
+    tree_store: TreeStore | None = None,
+    generator: Generator | None = None,
+) -> Iterator[RolloutCollector]:
+    """Yield the collector of the training groups; cancel carried-over groups on exit.
+
+    Args:
+        components: The parts of the run.
+        config: Settings of the run.
+        tree_store: Keeps finished trees until a checkpoint includes them.
+        generator: Used in place of `components.generator`.
+    """
+    context = make_rollout_context(
+        generator=generator or components.generator,
+        tools=components.tools,
+        codec=components.codec,
+        interactions=components.interactions,
+        config=config.rollout,
+        max_model_len=config.engine.max_model_len,
+        seed=config.seed,
+        step="train",
+        spans=components.monitors.rollout_spans,
+        with_greedy=find_advantage(config.algo).needs_greedy_baseline,
+        tree_store=tree_store,
+    )
+    collector = RolloutCollector(
+        components.prompt_source,
+        context,
+        components.rubric,
+        num_groups=config.data.prompts_per_step,
+    )
+    try:
+        yield collector
+    finally:
+        components.run_coroutine(collector.close())
+
+
+def rollout_stream_name(step: int) -> str:
+    """Return the key of a step's random streams, and of its trees in the store."""
+    return f"train-{step}"
+
+
+class SyncRolloutScheduler:
+    """Collects rollouts on demand, with the weights that the step updates."""
+
+    def __init__(self, components: Components, collector: RolloutCollector) -> None:
+        self._components = components
+        self._collector = collector
+
+    def collect(self, step: int) -> RolloutBatch:
+        """Collect the groups of the step now.
+
+        Scores that are computed elsewhere may still be pending (`RolloutBatch.pending_scores`).
+        """
+        return self._components.run_coroutine(self._collector.collect(rollout_stream_name(step)))
+
+    def wait_before_weight_sync(self) -> None:
+        """Return at once: nothing is being collected."""
+
+    def on_weights_synced(self, step: int) -> None:
+        """Do nothing: the next collection starts when it is asked for."""
 
 
 class AsyncRolloutScheduler:

@@ -5,7 +5,8 @@
 
 A signal raises `RunInterrupted` in the main thread; the coroutine that the run waits for is
 cancelled first, so that engines and tools are left in order. Within `defer_signals` it waits for
-the end of the body, in which the state is neither that of the step before nor of the one after.
+the end of the body, in which the state is neither that of the step before nor of the one after;
+`allow_signals` lets it through again in the parts of the body that change nothing.
 Between `enable_save_timeout` and `disable_save_timeout` the run saves at a signal, for which it has
 `SAVE_TIMEOUTS_S`; after that it exits as at a second signal.
 
@@ -118,6 +119,17 @@ class SignalHandler:
         finally:
             self._num_deferrals -= 1
         self.raise_if_signalled()
+
+    @contextmanager
+    def allow_signals(self) -> Iterator[None]:
+        """Let signals interrupt the body, inside `defer_signals`; a pending one is raised first."""
+        num_deferrals = self._num_deferrals
+        try:
+            self._num_deferrals = 0
+            self.raise_if_signalled()
+            yield
+        finally:
+            self._num_deferrals = num_deferrals
 
     def make_cancellable(
         self, wait: Callable[[Coroutine[Any, Any, ResultT]], ResultT]

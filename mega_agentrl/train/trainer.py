@@ -1,47 +1,163 @@
 """The training run: warm start, evaluation, RL steps with evaluations in between, evaluation.
 
+`Trainer.step` is the algorithm. `open_trainer` wraps the methods of its components once, with
+signals, timing and profiling. `run_rl_steps` evaluates and saves between steps.
+
 With `rollout.max_staleness=0` every trajectory of a step is sampled with the weights that the step
 updates, except for the beginnings that `rollout.partial_rollout` carries over. Otherwise
 trajectories come from weights that are a few updates older, collected while earlier steps train
-(`scheduler`). The parts of a step are in `rollout_collection`, `rewards`, `train_inputs` and
-`critic_steps`, evaluation is in `evaluate`, the warm start in `warm_start`, metrics and other
-output in `run_logger`. `signals`, `checkpoints` and `resume` interrupt, save and continue a run.
+(`scheduler`).
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.batch.packing import pack_trees
+from mega_agentrl.train.algorithm import Algorithm, bootstrap_controllers
 from mega_agentrl.train.checkpoints import CheckpointManager
-from mega_agentrl.train.critic_steps import add_values, update_models
 from mega_agentrl.train.evaluate import ValidationResult, evaluate_validation_set
-from mega_agentrl.train.output.profiling import start_profile, stop_profile
+from mega_agentrl.train.policy_trainer import PolicyTrainer, Profiler
+from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.restore import restore
-from mega_agentrl.train.rewards import resolve_rewards
+from mega_agentrl.train.rewards import RewardResolver
 from mega_agentrl.train.run_logger import RunLogger
-from mega_agentrl.train.scheduler import SyncRolloutScheduler, open_rollout_scheduler
+from mega_agentrl.train.scheduler import RolloutScheduler, open_rollout_scheduler
 from mega_agentrl.train.signals import SignalHandler
-from mega_agentrl.train.train_inputs import (
-    TrainInputs,
-    advance_controllers,
-    bootstrap_controllers,
-    exclude_mastered_prompts,
-    prepare_train_batch,
-    record_prompt_accuracies,
-)
 from mega_agentrl.train.warm_start import run_warm_start
+from mega_agentrl.types.errors import RankLostError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.collector import RolloutCollector
-    from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
+    from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.train.controllers import Controllers
-    from mega_agentrl.train.scheduler import RolloutScheduler
     from mega_agentrl.types.components import Components
+
+MAX_FAILURES_WITHOUT_PROGRESS = 3
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """The components of an RL step, and their order."""
+
+    rollouts: RolloutScheduler
+    """Collects the groups of each step, synchronously or ahead of training."""
+    policy: PolicyTrainer
+    """Scores and updates the policy and the critic, and sends the weights to the engines."""
+    rewards: RewardResolver
+    """Waits for rewards that are computed elsewhere, and asks the reward model for its scores."""
+    algorithm: Algorithm
+    """Computes advantages, and keeps the state that lasts across steps."""
+    logger: RunLogger
+    """Writes and shows the metrics of the step."""
+
+    def step(self, step: int) -> None:
+        """Run one RL step; until its update, nothing changes but the position in the prompts."""
+        rollouts = self.rollouts.collect(step)
+        batch = self.policy.score(self.policy.pack(rollouts.trees))
+        batch = self.rewards.resolve(rollouts, batch)
+        inputs = self.algorithm.compute_advantages(rollouts, batch)
+        stats, critic_metrics = self.policy.update(inputs, step)
+        self.rollouts.wait_before_weight_sync()
+        controller_metrics = self.algorithm.observe(rollouts, inputs, stats)
+        sync_metrics = self.policy.sync_weights()
+        self.rollouts.on_weights_synced(step)
+        metrics = inputs.metrics | controller_metrics | critic_metrics
+        self.logger.log_step(step, rollouts, inputs.batch, stats, metrics, sync_metrics)
+
+
+@contextmanager
+def open_trainer(
+    components: Components,
+    config: TrainConfig,
+    logger: RunLogger,
+    controllers: Controllers,
+    *,
+    signal_handler: SignalHandler | None = None,
+    num_done: int = 0,
+    tree_store: TreeStore | None = None,
+) -> Iterator[Trainer]:
+    """Yield the trainer of the remaining steps; cancel unused rollouts on exit.
+
+    Args:
+        components: The parts of the run.
+        config: Settings of the run.
+        logger: Logs the steps; its `phase_timer` times their phases.
+        controllers: State of the algorithm before the first of these steps.
+        signal_handler: Handler whose `defer_signals` the caller runs each step in; signals then
+            interrupt the step only before its update. None if signals are not handled.
+        num_done: Number of finished RL steps.
+        tree_store: Keeps finished trees until a checkpoint includes them.
+    """
+    signal_handler = signal_handler or SignalHandler()
+    algorithm = Algorithm(components, config, controllers)
+    with open_rollout_scheduler(
+        components, config, signal_handler, num_done=num_done, tree_store=tree_store
+    ) as rollouts:
+        trainer = Trainer(
+            rollouts=rollouts,
+            policy=PolicyTrainer(components, config),
+            rewards=RewardResolver(components),
+            algorithm=algorithm,
+            logger=logger,
+        )
+        _wrap_components(trainer, logger, signal_handler, Profiler(components, config))
+        yield trainer
+
+
+def _wrap_components(
+    trainer: Trainer, logger: RunLogger, signal_handler: SignalHandler, profiler: Profiler
+) -> None:
+    """Time and profile the methods of a step, and let signals interrupt those before the update.
+
+    The interruptible methods change nothing but the position in the prompts. A checkpoint has the
+    position at the last boundary, so a resumed run repeats them.
+    """
+    # Object, name of its method, `time/<phase>_s` that the method counts under, interruptible.
+    for component, method, phase, is_interruptible in (
+        (trainer.rollouts, "collect", "rollout", True),
+        (trainer.policy, "pack", "rollout", True),
+        (trainer.policy, "score", "logprob", True),
+        (trainer.rewards, "resolve", "reward", True),
+        (trainer.algorithm, "compute_advantages", "advantage", True),
+        (trainer.policy, "update", "update", False),
+        (trainer.rollouts, "wait_before_weight_sync", "rollout", False),
+        (trainer.algorithm, "observe", "advantage", False),
+        (trainer.policy, "sync_weights", "weight_sync", False),
+    ):
+        _wrap_method(component, method, partial(logger.phase_timer.phase, phase))
+        if is_interruptible:
+            _wrap_method(component, method, signal_handler.allow_signals)
+    for component, method, wrap in (
+        (trainer.rollouts, "collect", profiler.start_after),
+        (trainer.policy, "update", profiler.stop_after),
+    ):
+        setattr(component, method, wrap(getattr(component, method)))
+
+
+def _wrap_method(
+    component: object, method: str, open_context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Replace a method of one object by one that runs inside a context."""
+    inner = getattr(component, method)
+
+    @wraps(inner)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with open_context():
+            return inner(*args, **kwargs)
+
+    setattr(component, method, wrapped)
 
 
 def train(
@@ -96,24 +212,31 @@ def initialize_policy(
 def run_rl_steps(
     components: Components, config: TrainConfig, logger: RunLogger, checkpoints: CheckpointManager
 ) -> ValidationResult:
-    """Run the remaining RL steps and the final validation."""
+    """Run the remaining RL steps and the final validation.
+
+    A signal interrupts a step only before its update. After that it waits until the boundary is
+    recorded, because the models then belong to neither of the two boundaries.
+    """
     controllers = checkpoints.controllers or bootstrap_controllers(components, config, logger)
     with (
         logger.stage("RL", config.total_steps, num_done=checkpoints.step),
-        open_rollout_scheduler(
-            components, config, checkpoints, checkpoints.signal_handler
-        ) as scheduler,
+        open_trainer(
+            components,
+            config,
+            logger,
+            controllers,
+            signal_handler=checkpoints.signal_handler,
+            num_done=checkpoints.step,
+            tree_store=checkpoints.tree_store,
+        ) as trainer,
     ):
         for step in range(checkpoints.step + 1, config.total_steps + 1):
             if checkpoints.is_validation_due:
                 _run_validation(components, config, logger, "during")
                 checkpoints.record_validation()
-            prepared = prepare_update(components, config, logger, scheduler, controllers, step)
             with checkpoints.signal_handler.defer_signals():
-                controllers = apply_update(
-                    components, config, logger, scheduler, controllers, step, prepared
-                )
-                checkpoints.record_step(step, controllers)
+                trainer.step(step)
+                checkpoints.record_step(step, trainer.algorithm.controllers)
     with logger.stage("held out after", 1):
         return _run_validation(components, config, logger, "after")
 
@@ -128,90 +251,40 @@ def _run_validation(
     return logger.log_validation(when, held_out)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """A batch that is ready for the update, and the rollouts it was made from."""
+def train_with_restarts(
+    components: Components, config: TrainConfig, signal_handler: SignalHandler
+) -> float:
+    """Call `train`, and restart a lost policy in place from the last checkpoint.
 
-    rollout_batch: RolloutBatch
-    train_inputs: TrainInputs
+    The engines, the sandboxes and Ray keep running. Everything else is what a new start of the same
+    command would do (`restore`), so both give the same result.
 
-
-def train_step(
-    components: Components,
-    config: TrainConfig,
-    logger: RunLogger,
-    collector: RolloutCollector,
-    controllers: Controllers,
-    step: int,
-) -> Controllers:
-    """Run one synchronous RL step and return the controllers for the next one."""
-    scheduler = SyncRolloutScheduler(components, collector)
-    prepared = prepare_update(components, config, logger, scheduler, controllers, step)
-    return apply_update(components, config, logger, scheduler, controllers, step, prepared)
-
-
-def prepare_update(
-    components: Components,
-    config: TrainConfig,
-    logger: RunLogger,
-    scheduler: RolloutScheduler,
-    controllers: Controllers,
-    step: int,
-) -> PreparedStep:
-    """Collect and score rollouts and compute everything that the update needs.
-
-    Changes no state except which prompts are acknowledged, so it may be interrupted and repeated.
+    Raises:
+        RankLostError: The policy was lost `MAX_FAILURES_WITHOUT_PROGRESS` times between two
+            checkpoints.
     """
-    phase = logger.phase_timer.phase
-    exclude_mastered_prompts(components, config, controllers)
-    with phase("rollout"):
-        rollout_batch = scheduler.collect(step)
-        batch = pack_trees(rollout_batch.trees)
-    start_profile(components, config, step)
-    with phase("logprob"):
-        batch = add_values(components, components.policy.compute_log_probs(batch))
-    with phase("reward"):
-        rollout_batch, batch = resolve_rewards(components, rollout_batch, batch)
-    with phase("advantage"):
-        train_inputs = prepare_train_batch(components, config, controllers, rollout_batch, batch)
-    return PreparedStep(rollout_batch, train_inputs)
+    initial_sampler_state = components.prompt_source.state_dict()
+    newest_checkpoint, num_failures = _newest_checkpoint(config), 0
+    while True:
+        try:
+            return train(components, config, signal_handler)
+        except RankLostError as error:
+            previous_checkpoint, newest_checkpoint = newest_checkpoint, _newest_checkpoint(config)
+            num_failures = num_failures + 1 if previous_checkpoint == newest_checkpoint else 1
+            _logger.warning("the policy is lost (%d): %s", num_failures, error)
+            if num_failures >= MAX_FAILURES_WITHOUT_PROGRESS:
+                raise
+            where = "the beginning" if newest_checkpoint is None else newest_checkpoint
+            print(f"the policy is restarted from {where}: {error}", file=sys.stderr)
+        signal_handler.raise_if_signalled()
+        start_s = time.perf_counter()
+        components.policy.restart()
+        components.prompt_source.exclude(None)
+        components.prompt_source.load_state_dict(initial_sampler_state)
+        if newest_checkpoint is None:
+            components.policy.sync_weights(components.generator, version=0)
+        components = replace(components, startup_s=time.perf_counter() - start_s)
 
 
-def apply_update(
-    components: Components,
-    config: TrainConfig,
-    logger: RunLogger,
-    scheduler: RolloutScheduler,
-    controllers: Controllers,
-    step: int,
-    prepared: PreparedStep,
-) -> Controllers:
-    """Update the models, advance the controllers, sync the weights and log the step.
-
-    The run must not be saved while this is under way.
-    """
-    phase, train_inputs, rollout_batch = (
-        logger.phase_timer.phase,
-        prepared.train_inputs,
-        prepared.rollout_batch,
-    )
-    with phase("update"):
-        stats, critic_metrics = update_models(components, config, train_inputs, step)
-    stop_profile(components, config, step)
-    with phase("rollout"):
-        scheduler.wait_before_weight_sync()
-    with phase("advantage"):
-        controllers, controller_metrics = advance_controllers(
-            components, config, controllers, train_inputs, rollout_batch, stats
-        )
-        record_prompt_accuracies(components, rollout_batch)
-        # Once more, because the sync may start the rollouts of a coming step.
-        exclude_mastered_prompts(components, config, controllers)
-    with phase("weight_sync"):
-        sync_metrics = components.policy.sync_weights(
-            components.generator, components.generator.version + 1
-        )
-    scheduler.on_weights_synced(step)
-    metrics = {**train_inputs.metrics, **controller_metrics, **critic_metrics}
-    logger.log_step(step, rollout_batch, train_inputs.batch, stats, metrics, sync_metrics)
-    return controllers
+def _newest_checkpoint(config: TrainConfig) -> Path | None:
+    return next(iter(run_state.valid_checkpoints(Path(config.run_dir))), None)

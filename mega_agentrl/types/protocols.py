@@ -114,9 +114,6 @@ class ToolProvider(Protocol):
     def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
         """Return the calls of an assistant turn in order, including invalid ones."""
 
-    def parse_final_call(self, turn_text: str) -> ToolCall | None:
-        """Return the call at the end of an assistant turn; None if there is none or it is empty."""
-
     def render_outcome(self, outcome: ToolOutcome) -> str:
         """Return an outcome as text for the policy, control tags escaped."""
 

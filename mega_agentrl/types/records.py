@@ -23,6 +23,8 @@ from typing import Any
 Message = dict[str, Any]
 """A chat message: ``{"role": str, "content": str}``."""
 
+_MAX_REPR_CHARS = 60
+
 
 class StopReason(StrEnum):
     """Why a trajectory ended."""
@@ -381,6 +383,16 @@ class Trajectory:
                 f"0..{len(self.token_ids)}, the number of its response tokens"
             )
 
+    def __repr__(self) -> str:
+        """Return id, size, end and the beginning of the text on one line, without the tokens."""
+        text = self.response_text
+        text = text if len(text) <= _MAX_REPR_CHARS else f"{text[:_MAX_REPR_CHARS]}..."
+        forked = "" if self.parent_id is None else f"forked at token {self.fork_len}, "
+        return (
+            f"<Trajectory {self.trajectory_id}: {len(self.token_ids)} tokens, {forked}"
+            f"stop {self.stop_reason}, {text!r}>"
+        )
+
     @property
     def failed(self) -> bool:
         """Whether the infrastructure ended the trajectory or it has no reward.
@@ -423,6 +435,10 @@ class RolloutTree:
     """Number of additional roots that filled the group up after the forks."""
     greedy_trajectory: Trajectory | None = None
     """Greedy answer to the prompt, if requested; not a member of the group."""
+
+    def __repr__(self) -> str:
+        """Return the id of the prompt and the short forms of the trajectories on one line."""
+        return f"<RolloutTree {self.prompt.prompt_id}: {self.all_trajectories!r}>"
 
     @property
     def all_trajectories(self) -> list[Trajectory]:

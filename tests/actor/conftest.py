@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from tests.parallel.pool import free_port
 from tests.parallel.reference import make_batch
 from tests.tiny_models import make_tiny_model
@@ -39,6 +40,18 @@ def train_config():
         return config
 
     return make
+
+
+@pytest.fixture
+def lone_rank():
+    """Return the `RankInfo` of the only rank of a job, in this process."""
+    from mega_agentrl.actor.megatron_model import RankInfo
+
+    threads = torch.get_num_threads()
+    yield RankInfo(
+        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), timeout_s=30.0
+    )
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

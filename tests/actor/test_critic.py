@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mega_agentrl.actor.critic import CriticRank, ValueObjective
-from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.algo.policy_loss import AGGREGATION_MODES, aggregate
 from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
@@ -16,7 +15,6 @@ from mega_agentrl.reshard.mapping.model_mapping import HF_SCORE_HEAD, hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.role_jobs import run_role
 from tests.parallel.merge import assemble, relative_errors
-from tests.parallel.pool import free_port
 from tests.tiny_models import make_tiny_model
 
 CLIP = 0.5
@@ -225,14 +223,10 @@ def test_updates_learn_the_returns(rank_pool, train_config, tmp_path, batch):
     assert stats[-1].metrics["value_loss"] < 0.5 * stats[0].metrics["value_loss"]
 
 
-def test_another_body_is_an_error(tmp_path, train_config):
-    threads = torch.get_num_threads()
+def test_another_body_is_an_error(tmp_path, train_config, lone_rank):
     folder = make_tiny_model("qwen3", tmp_path / "four")
     other = make_tiny_model("qwen3", tmp_path / "two", num_hidden_layers=2)
-    rank_info = RankInfo(
-        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), timeout_s=30.0
-    )
-    critic = CriticRank(train_config(str(folder)), rank_info, model_path=str(folder))
+    critic = CriticRank(train_config(str(folder)), lone_rank, model_path=str(folder))
     try:
         with pytest.raises(ValueError, match=r"another model than model\.path names"):
             critic.load_hf(str(other))
@@ -242,7 +236,6 @@ def test_another_body_is_an_error(tmp_path, train_config):
         assert critic.megatron_model.parameters["output_layer.weight"].abs().max() == 0
     finally:
         critic.close()
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)

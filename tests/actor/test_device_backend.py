@@ -5,6 +5,9 @@ import torch
 
 from mega_agentrl.actor import device
 from mega_agentrl.config.enums import Dtype
+from tests.actor.gloo_ranks import run_ranks
+
+ROWS = (3, 0, 2)
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="redirections are for CPUs")
 
@@ -78,7 +81,6 @@ def test_a_cpu_trains_over_gloo_without_optional_kernels():
     assert device.current_device() == torch.device("cpu")
     assert not device.has_transformer_engine()
     assert not device.has_fused_grad_accumulation()
-    assert set(device.describe_kernels().values()) == {"not in use"}
 
 
 def test_the_dtype_is_the_chosen_one_and_by_default_that_of_the_device():
@@ -86,3 +88,31 @@ def test_the_dtype_is_the_chosen_one_and_by_default_that_of_the_device():
     assert device.resolve_train_dtype(Dtype.bfloat16) == torch.bfloat16
     default = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     assert device.resolve_train_dtype(Dtype.auto) == default
+
+
+def gather_and_scatter(rank, group):
+    """Gather ROWS[r] rows of r + 1 from each rank r, then reduce-scatter 10 * r + target rank."""
+    parts = [torch.zeros(rows, 2) for rows in ROWS]
+    device.all_gather_uneven(parts, torch.full((ROWS[rank], 2), rank + 1.0), group=group)
+    mine = torch.full((ROWS[rank], 2), -1.0)
+    shares = [torch.full((rows, 2), 10.0 * rank + to) for to, rows in enumerate(ROWS)]
+    device.reduce_scatter_uneven(mine, shares, group=group)
+    assert all((share == 10.0 * rank + to).all() for to, share in enumerate(shares))
+    return torch.cat(parts), mine
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pool):
+    return run_ranks(rank_pool, gather_and_scatter, 3)
+
+
+def test_all_ranks_get_all_parts_in_rank_order(ranks):
+    expected = torch.tensor([1.0, 1.0, 1.0, 3.0, 3.0])[:, None].expand(5, 2)
+    for gathered, _ in ranks:
+        assert torch.equal(gathered, expected)
+
+
+def test_each_rank_gets_the_sum_of_its_own_part(ranks):
+    # 0 + 10 + 20, and its own number three times over.
+    for rank, (_, mine) in enumerate(ranks):
+        assert torch.equal(mine, torch.full((ROWS[rank], 2), 30.0 + 3 * rank))

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from mega_agentrl.actor.megatron_model import RankInfo
-from mega_agentrl.actor.policy import PolicyRank
+from mega_agentrl.actor.policy import PolicyRank, StepProfiler
 from mega_agentrl.config.sections.algo import AlgoConfig
 from tests.parallel.merge import scores_by_row
 from tests.parallel.policy_jobs import run_calls
-from tests.parallel.pool import free_port
 from tests.tiny_models import make_tiny_model
 
 LR = 1e-2
@@ -101,6 +100,10 @@ def test_scores_are_zero_after_a_rows_end_and_at_the_rollouts_temperature(run, b
     assert not torch.allclose(cooler_BT, logp_BT)
 
 
+def event_names(file):
+    return {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+
+
 def test_a_trace_holds_the_pass_and_the_update(run, batch, tmp_path):
     file = tmp_path / "step-1-rank0.json"
     run(
@@ -111,9 +114,23 @@ def test_a_trace_holds_the_pass_and_the_update(run, batch, tmp_path):
             ("stop_profile", str(file)),
         ]
     )
-    names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+    names = event_names(file)
     assert "aten::mm" in names or "aten::linear" in names
     assert any("Backward" in name for name in names), "the update is not in the trace"
+
+
+def test_an_unfinished_trace_is_dropped_by_the_next_start(tmp_path):
+    profiler, one, file = StepProfiler(), torch.ones(8, 8), tmp_path / "profile" / "trace.json"
+    profiler.start()
+    torch.tanh(one)
+    profiler.start()
+    one @ one
+    profiler.stop(file)
+    assert "aten::mm" in event_names(file)
+    assert "aten::tanh" not in event_names(file)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    with pytest.raises(ValueError, match="expected start_profile"):
+        profiler.stop(file)
 
 
 def test_a_reference_that_was_never_kept_is_an_error(batch, checkpoints, train_config):
@@ -145,17 +162,10 @@ def test_a_given_reference_is_that_model_whatever_the_policy_does(run, batch, tm
     assert not torch.allclose(own, given, atol=1e-2)
 
 
-def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config):
+def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config, lone_rank):
     config = train_config(checkpoints[True])
     config.total_steps, config.algo.kl_coef = 0, 0.1
-    rank_info = RankInfo(
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        timeout_s=30.0,
-    )
-    policy = PolicyRank(config, rank_info)
+    policy = PolicyRank(config, lone_rank)
     try:
         policy.load_hf(str(checkpoints[True]))
         assert not policy.megatron_model.is_trainable

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.reward_model import RewardModelRank, _append_placeholder_token
 from tests.actor.role_jobs import run_role
-from tests.parallel.pool import free_port
 from tests.tiny_models import REWARDS, make_tiny_model
 
 LAYOUTS = {
@@ -77,24 +75,19 @@ def test_a_row_gets_one_more_place_and_nothing_else_changes(batch):
     assert wider.prompt_ids == batch.prompt_ids
 
 
-def rank_info():
-    return RankInfo(
-        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), timeout_s=30.0
-    )
-
-
-def test_a_policy_is_no_reward_model(tmp_path, train_config):
+def test_a_policy_is_no_reward_model(tmp_path, train_config, lone_rank):
     folder = str(make_tiny_model("qwen3", tmp_path / "policy"))
     with pytest.raises(ValueError, match="got architecture Qwen3ForCausalLM, expected one of"):
-        RewardModelRank(train_config(folder), rank_info(), model_path=folder)
+        RewardModelRank(train_config(folder), lone_rank, model_path=folder)
 
 
-def test_nothing_is_kept_for_training_and_a_lacking_head_is_an_error(tmp_path, train_config):
-    threads = torch.get_num_threads()
+def test_nothing_is_kept_for_training_and_a_lacking_head_is_an_error(
+    tmp_path, train_config, lone_rank
+):
     folder = str(make_tiny_model("qwen3_reward", tmp_path / "reward"))
     bare = make_tiny_model("qwen3_reward", tmp_path / "bare")
     drop_head(bare / "model.safetensors")
-    reward = RewardModelRank(train_config(folder), rank_info(), model_path=folder)
+    reward = RewardModelRank(train_config(folder), lone_rank, model_path=folder)
     try:
         assert not any(weight.requires_grad for weight in reward.megatron_model.parameters.values())
         assert all(not chunk.buffers for chunk in reward.megatron_model.chunks)
@@ -104,7 +97,6 @@ def test_nothing_is_kept_for_training_and_a_lacking_head_is_an_error(tmp_path, t
             reward.load_hf(str(bare))
     finally:
         reward.close()
-        torch.set_num_threads(threads)
 
 
 def drop_head(file):

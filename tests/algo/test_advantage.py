@@ -1,16 +1,18 @@
-"""`algo.advantage`: golden rows, hand-worked cases, and permutation properties."""
+"""`algo.advantage`: golden rows, hand-worked cases, permutations, discounted sums."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.algo import advantage
+from mega_agentrl.algo.masking import ROWS_PER_CHUNK, shift
 
 FOLDER = Path(__file__).parents[1] / "golden"
 GROUPS = json.loads((FOLDER / "group_advantages.json").read_text(encoding="utf-8"))
@@ -255,3 +257,69 @@ def test_bad_input():
         advantage.rloo(torch.zeros(2, 2), torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"node_BT \(2, 2\), mask_BT \(2, 3\)"):
         advantage.arpo_hard(torch.zeros(2), torch.zeros(2, 2), torch.zeros(2, 3))
+
+
+def plain_recursion(row, factor):
+    out, running = [], 0.0
+    for value in reversed(row):
+        running = value + factor * running
+        out.append(running)
+    return out[::-1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    factor=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    width=st.sampled_from(
+        [
+            0,
+            1,
+            2,
+            advantage.BLOCK_TOKENS - 1,
+            advantage.BLOCK_TOKENS,
+            advantage.BLOCK_TOKENS + 1,
+            3 * advantage.BLOCK_TOKENS,
+        ]
+    ),
+)
+def test_blockwise_is_the_recursion(seed, factor, width):
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    want = torch.tensor([plain_recursion(row, factor) for row in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(advantage.discounted_sum(x, factor), want.view(3, width))
+
+
+def test_discounted_sums_skip_masked_positions():
+    x = torch.tensor([[1.0, math.nan, 2.0, 4.0], [math.inf, 8.0, 1.0, math.nan]])
+    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0]])
+    total = advantage.apply_to_sampled_tokens(
+        lambda row: advantage.discounted_sum(row, 0.5), mask, x
+    )
+    assert total.tolist() == [[3.0, 0.0, 4.0, 4.0], [0.0, 8.5, 1.0, 0.0]]
+    pairs = advantage.apply_to_sampled_tokens(lambda row, other: shift(row, -1) + other, mask, x, x)
+    assert pairs.tolist() == [[3.0, 0.0, 6.0, 4.0], [0.0, 9.0, 1.0, 0.0]]
+
+
+def test_discounted_sums_of_more_rows_than_a_chunk():
+    num_rows = ROWS_PER_CHUNK + 3
+    x = torch.arange(num_rows, dtype=torch.float64)[:, None].expand(num_rows, 2)
+    total = advantage.apply_to_sampled_tokens(
+        lambda row: advantage.discounted_sum(row, 1.0), torch.ones(num_rows, 2), x
+    )
+    assert torch.equal(total[:, 0], 2 * x[:, 0]) and torch.equal(total[:, 1], x[:, 0])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_discounted_sums_of_an_empty_batch(shape):
+    empty = torch.zeros(shape)
+    assert (
+        advantage.apply_to_sampled_tokens(
+            lambda row: advantage.discounted_sum(row, 0.9), empty, empty
+        ).shape
+        == shape
+    )
+
+
+def test_shapes_of_discounted_sums_must_agree():
+    with pytest.raises(ValueError, match=r"grid_BT \(1, 2\), mask_BT \(1, 3\)"):
+        advantage.apply_to_sampled_tokens(lambda row: row, torch.ones(1, 3), torch.ones(1, 2))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.algo import advantage
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
-from mega_agentrl.algo.masked_scan import ROWS_PER_CHUNK
+from mega_agentrl.algo.masking import ROWS_PER_CHUNK
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "egpo.json").read_text(encoding="utf-8")

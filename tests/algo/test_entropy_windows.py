@@ -21,7 +21,7 @@ from mega_agentrl.algo.ares.entropy_windows import (
     window_entropy,
 )
 from mega_agentrl.algo.branching import token_entropy_topk
-from mega_agentrl.algo.masked_scan import ROWS_PER_CHUNK
+from mega_agentrl.algo.masking import ROWS_PER_CHUNK
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "ares_window_entropy.json").read_text(encoding="utf-8")

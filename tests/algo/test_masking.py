@@ -1,11 +1,11 @@
-"""`algo.masking`: hand-worked sums and mask invariance."""
+"""`algo.masking`: hand-worked sums and shifts, mask invariance, precision."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
+from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten, shift, upcast
 
 
 def test_sum_and_mean_by_hand():
@@ -50,3 +50,31 @@ def test_whitened_values_have_mean_zero_and_unbiased_variance_one():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"mask: got shape \(2,\), expected that of x, \(3,\)"):
         masked_mean(torch.zeros(3), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("by", "row"),
+    [
+        (0, [1.0, 2.0, 3.0]),
+        (1, [0.0, 1.0, 2.0]),
+        (-1, [2.0, 3.0, 0.0]),
+        (-3, [0.0] * 3),
+        (5, [0.0] * 3),
+    ],
+)
+def test_shift_by_hand(by, row):
+    assert shift(torch.tensor([[1.0, 2.0, 3.0]]), by).tolist() == [row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_upcast_to_float32(dtype):
+    x = torch.ones(2, 3, dtype=dtype)
+    assert upcast(x).dtype == torch.float32
+    assert upcast(x).tolist() == [[1.0] * 3] * 2
+
+
+def test_float64_is_unchanged():
+    x = torch.tensor([0.1], dtype=torch.float64, requires_grad=True)
+    upcast(x).sum().backward()
+    assert upcast(x).item() == 0.1
+    assert x.grad is not None and x.grad.item() == 1.0

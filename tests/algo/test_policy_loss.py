@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from mega_agentrl.algo import advantage
 from mega_agentrl.algo.policy_loss import (
     AGGREGATION_MODES,
+    LOSSES,
     aggregate,
     cispo,
     clipped,
     dapo,
     dr_grpo,
+    find_loss,
     gspo,
     loss_denominator,
 )
@@ -299,6 +302,26 @@ def test_soft_is_hard_on_shared_tokens_under_token_mean_with_equal_ratios(seed):
         loss, _ = clipped(logp[node], shared_logp[node], grid, mask, **RANGE)
         gradients.append(torch.autograd.grad(aggregate(loss, mask, "token_mean"), logp)[0])
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_registered_loss_has_the_options_and_metrics_of_its_record(name):
+    loss = find_loss(name)
+    parameters = signature(loss.function).parameters.values()
+    keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+    assert set(loss.options) == keywords - {"balanced"}
+    options = {key: 0.2 if key != "clip_dual" else 3.0 for key in loss.options}
+    grid = torch.tensor([[0.5, -0.5]])
+    loss_BT, info = loss(grid, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2), **options)
+    assert loss_BT.shape == (1, 2)
+    assert tuple(info) == loss.metrics
+    with pytest.raises(ValueError, match="got temperature"):
+        loss(grid, grid, grid, torch.ones(1, 2), **options, temperature=1.0)
+
+
+def test_an_unknown_loss_is_refused():
+    with pytest.raises(ValueError, match="loss=clip: expected one of clipped"):
+        find_loss("clip")
 
 
 def test_bad_input():

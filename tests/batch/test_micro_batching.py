@@ -3,10 +3,17 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.batch.micro_batching import plan_micro_batches, token_imbalance
+from mega_agentrl.batch.micro_batching import (
+    minibatch_masks,
+    minibatch_row_lengths,
+    plan_micro_batches,
+    token_imbalance,
+)
+from mega_agentrl.reshard.verify.weight_probe import probe_batch
 
 
 def test_longest_rows_are_dealt_first():
@@ -95,3 +102,40 @@ def test_imbalance_is_that_of_the_plan(lengths, num_data):
     assert found == pytest.approx(max(loads) * num_data / sum(loads))
     # Longest first is never off by more than one row.
     assert 1 <= found <= 1 + max(lengths) * num_data / sum(lengths)
+
+
+def test_five_rows_in_two_steps_by_hand():
+    mask_BT = torch.tensor([[1, 0], [1, 1], [0, 1], [0, 0], [1, 1]])
+    first, second = minibatch_masks(mask_BT, 2)
+    assert first.tolist() == [[1, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
+    assert second.tolist() == [[0, 0], [0, 0], [0, 1], [0, 0], [1, 1]]
+    assert first.dtype == torch.bool
+
+
+def test_lengths_are_those_of_rows_that_are_trained_on():
+    given = probe_batch([7, 1, 2, 3], 4)  # a prompt of one token and a response of three
+    mask_BT = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]]).bool()
+    given = given.with_fields(
+        mask_BT=mask_BT,
+        prompt_ids=((1,), (1,), (1, 2, 3), (1,)),
+        length_B=torch.tensor([3, 3, 3, 1]),
+    )
+    assert minibatch_row_lengths(given, 2) == [[3], [5, 1]]
+    assert minibatch_row_lengths(given, 1) == [[3, 5, 1]]
+
+
+@settings(deadline=None)
+@given(num_rows=st.integers(1, 9), num_steps=st.integers(1, 12))
+def test_every_token_is_trained_on_once(num_rows, num_steps):
+    mask_BT = torch.arange(num_rows * 3).reshape(num_rows, 3) % 2 == 0
+    masks = list(minibatch_masks(mask_BT, num_steps))
+    assert len(masks) == min(num_steps, num_rows)
+    assert torch.equal(sum(mask.int() for mask in masks), mask_BT.int())
+    # Even: the numbers of rows differ by at most one.
+    whole = [mask.any(dim=1).sum().item() for mask in minibatch_masks(torch.ones(num_rows, 1), 3)]
+    assert max(whole) - min(whole) <= 1
+
+
+def test_an_empty_batch_is_one_empty_step():
+    (mask_BT,) = minibatch_masks(torch.zeros(0, 4), 2)
+    assert mask_BT.shape == (0, 4)

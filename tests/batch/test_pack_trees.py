@@ -10,9 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.batch.packing import PAD_NODE_ID, fill_rewards, pack_trees
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.batch.packing import (
+    PAD_NODE_ID,
+    fill_rewards,
+    pack_trees,
+    pad_response_length,
+)
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.types.records import ContextReset, RolloutTree, Score, StopReason, Trajectory
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
 
@@ -89,14 +95,16 @@ def test_equal_nodes_are_exactly_the_shared_prefixes(seed, num_trajectories):
     trees = asyncio.run(
         collect_rollouts(
             [make_prompt("p0"), make_prompt("p1")],
-            generator=FakeGenerator(),
-            tools=FakeTools(),
-            codec=CharCodec(),
-            rubric=FakeRubric(),
-            config=config,
-            max_model_len=500,
-            seed=seed,
-            step=0,
+            FakeRubric(),
+            make_rollout_context(
+                generator=FakeGenerator(),
+                tools=FakeTools(),
+                codec=CharCodec(),
+                config=config,
+                max_model_len=500,
+                seed=seed,
+                step=0,
+            ),
         )
     )
     rows = [row for tree in trees for row in tree.trajectories]
@@ -203,3 +211,15 @@ def test_baselines_are_the_rewards_of_greedy_answers():
     found = fill_rewards(batch, trees).baseline_B.tolist()
     assert found[:3] == [0.25] * 3
     assert all(math.isnan(value) for value in found[3:])
+
+
+def test_more_positions_are_padding():
+    batch = pack_trees([_tree(_row("a", [1, 2, 3], [1, 0, 1], 1.0), _row("b", [4], [1], 0.5))])
+    wide = pad_response_length(batch.with_fields(advantage_BT=batch.rollout_logp_BT), 5)
+    assert wide.response_BT.tolist() == [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]]
+    assert wide.mask_BT.tolist() == [[True, False, True, False, False], [True, *[False] * 4]]
+    assert wide.node_BT[:, 3:].eq(PAD_NODE_ID).all()
+    assert wide.advantage_BT.tolist() == [[-0.5, -0.5, -0.5, 0, 0], [-0.5, 0, 0, 0, 0]]
+    assert wide.length_B.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="width=2, expected at least 3"):
+        pad_response_length(batch, 2)

@@ -1,5 +1,7 @@
 """Prompts come once an epoch; the state belongs to one dataset."""
 
+from __future__ import annotations
+
 import json
 import threading
 from collections import Counter
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import PromptOrder
-from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.data.prompt_sampler import MIN_LEARNABILITY, PromptSampler, learnability_weights
 from mega_agentrl.types.protocols import Stateful
 from mega_agentrl.types.records import Prompt
 
@@ -299,3 +301,34 @@ def test_concurrent_threads_lose_no_prompt():
     assert max(counts.values()) - min(counts.values()) <= 2
     assert not sampler.state_dict()["in_flight"]
     assert all(len(set(state)) == 6 for state in states[-1:])
+
+
+def test_learnability_by_hand():
+    # f: 1 (not seen), 1 (1/2), .75 (1/4 or 3/4), .1 (never, always); the sum 3.6 becomes 6.
+    accuracies = {1: 0.5, 2: 0.25, 3: 0.75, 4: 0.0, 5: 1.0}
+    weights = learnability_weights([1.0] * 6, accuracies)
+    expected = [1, 1, 0.75, 0.75, 0.1, 0.1]
+    assert weights == pytest.approx([value * 6 / 3.7 for value in expected])
+
+
+def test_files_keep_their_say_and_nothing_seen_is_nothing_changed():
+    assert learnability_weights([2.0, 0.5], {}) == [2.0, 0.5]
+    assert learnability_weights([3.0, 1.0], {0: 0.0, 1: 0.0}) == pytest.approx([3.0, 1.0])
+
+
+@given(
+    st.lists(st.floats(0.1, 5), min_size=3, max_size=8),
+    st.dictionaries(st.integers(0, 2), st.floats(0, 1)),
+)
+def test_an_epoch_stays_as_long_and_nothing_starves(base, accuracies):
+    weights = learnability_weights(base, accuracies)
+    assert sum(weights) == pytest.approx(sum(base))
+    shares = [weight / given for weight, given in zip(weights, base, strict=True)]
+    assert min(shares) >= MIN_LEARNABILITY * max(shares) * (1 - 1e-9)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_nearer_to_one_half_is_not_less(one, other):
+    weights = learnability_weights([1.0, 1.0], {0: one, 1: other})
+    if abs(one - 0.5) <= abs(other - 0.5):
+        assert weights[0] >= weights[1] * (1 - 1e-9)

@@ -10,7 +10,8 @@ from mega_agentrl.data.sft_dataset import (
     DemonstrationSampler,
     collate_demonstrations,
     encode_demonstration,
-    load_demonstrations,
+    encode_demonstrations,
+    read_conversations,
 )
 
 
@@ -61,21 +62,22 @@ def write(tmp_path, *conversations):
     return path
 
 
-def test_load_reads_every_row_and_checks_the_length(tmp_path):
+def test_reads_every_row_and_checks_the_length(tmp_path):
     path = write(tmp_path, chat("uQ", "aA"), chat("uQ", "aABC"))
-    found = load_demonstrations(path, LetterCodec(), max_tokens=7)
+    conversations = read_conversations(path)
+    found = encode_demonstrations(conversations, LetterCodec(), max_tokens=7)
     assert [len(item.response_ids) for item in found] == [2, 4]
     with pytest.raises(
         ValueError, match=r"sft\.train_data=.* row 1: the conversation has 7 tokens"
     ):
-        load_demonstrations(path, LetterCodec(), max_tokens=6)
+        encode_demonstrations(conversations, LetterCodec(), max_tokens=6)
 
 
 def test_a_file_without_the_column_names_it(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"prompt": ["x"]}), path)
     with pytest.raises(ValueError, match=r"sft\.train_data=.*missing column messages"):
-        load_demonstrations(path, LetterCodec())
+        read_conversations(path)
 
 
 SHORT = Demonstration((1, 2), (5, 6, 0), (1, 0, 1))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.types.batch import TrainBatch
 from tests.actor.checkpoint.checkpoint_jobs import call_all
 from tests.tiny_models import make_tiny_model

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.packing import pack_trees
-from mega_agentrl.config.schema import RewardConfig, RolloutConfig
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.config.sections.reward import RewardConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
 from mega_agentrl.reward.rubric import WeightedRubric
-from mega_agentrl.rollout.branching.policy import NoBranching
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
 from mega_agentrl.tool.toolkit import ToolKit
@@ -111,15 +113,18 @@ def run(codec, end, text, *, fails=False, rule="arpo"):
     (tree,) = asyncio.run(
         collect_rollouts(
             [make_prompt(ground_truth="42", token_ids=tuple(codec.encode("What?")))],
-            generator=Script(codec, [*CALLS, ENDS[end]]),
-            tools=make_kit(codec, text, fails=fails),
-            codec=codec,
-            rubric=WeightedRubric(RewardConfig(rubric={"default": {rule: 1.0}})),
-            config=RolloutConfig(group_size=1, max_response_tokens=20_000),
-            max_model_len=30_000,
-            seed=1,
-            step=0,
-            branching=NoBranching(),
+            WeightedRubric(RewardConfig(rubric={"default": {rule: 1.0}})),
+            make_rollout_context(
+                generator=Script(codec, [*CALLS, ENDS[end]]),
+                tools=make_kit(codec, text, fails=fails),
+                codec=codec,
+                config=RolloutConfig(
+                    group_size=1, branching=Branching.none, max_response_tokens=20_000
+                ),
+                max_model_len=30_000,
+                seed=1,
+                step=0,
+            ),
         )
     )
     return tree
@@ -192,7 +197,7 @@ def test_no_token_of_a_marker_gets_into_the_context(codec, page, cut):
     encoded = codec.encode(kit.render_outcome(outcome))
     assert encoded.count(ids.pop("<result>")) == encoded.count(ids.pop("</result>")) == 1
     assert not set(ids.values()) & set(encoded)
-    assert kit.parse_final_call(kit.render_outcome(outcome)) is None
+    assert not kit.parse_calls(kit.render_outcome(outcome))
 
 
 def test_the_attack_works_on_unescaped_text(codec, monkeypatch):

@@ -22,7 +22,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
 from mega_agentrl.types.records import GenerateRequest
 from tests.generator import worker_probe

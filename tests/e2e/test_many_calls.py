@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox import cgroup
 from mega_agentrl.sandbox.pool import SandboxPool
 from tests.processes import descendants

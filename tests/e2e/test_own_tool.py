@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.batch.packing import pack_trees
-from mega_agentrl.config.schema import RewardConfig, RolloutConfig
+from mega_agentrl.config.enums import Branching
+from mega_agentrl.config.sections.reward import RewardConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.reward.rubric import WeightedRubric
-from mega_agentrl.rollout.branching.policy import NoBranching
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.rollout.io.render import render_trajectory
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.tool.base import Tool, ToolResponse
@@ -29,15 +31,20 @@ def grow(tools, texts, *, reward=None, num_trajectories=1, **prompt):
     (tree,) = asyncio.run(
         collect_rollouts(
             [make_prompt(**prompt)],
-            generator=FakeGenerator(turns(*texts)),
-            tools=ToolKit(tools),
-            codec=CharCodec(),
-            rubric=WeightedRubric(reward or RewardConfig()),
-            config=RolloutConfig(group_size=num_trajectories, max_response_tokens=2000),
-            max_model_len=4000,
-            seed=1,
-            step=0,
-            branching=NoBranching(),
+            WeightedRubric(reward or RewardConfig()),
+            make_rollout_context(
+                generator=FakeGenerator(turns(*texts)),
+                tools=ToolKit(tools),
+                codec=CharCodec(),
+                config=RolloutConfig(
+                    group_size=num_trajectories,
+                    branching=Branching.none,
+                    max_response_tokens=2000,
+                ),
+                max_model_len=4000,
+                seed=1,
+                step=0,
+            ),
         )
     )
     return tree
@@ -169,14 +176,16 @@ async def test_whenever_a_collection_is_cancelled_no_state_stays_open(seed):
     collecting = asyncio.create_task(
         collect_rollouts(
             [make_prompt("a"), make_prompt("b")],
-            generator=FakeGenerator(delays=seed),
-            tools=kit,
-            codec=CharCodec(),
-            rubric=WeightedRubric(RewardConfig()),
-            config=config,
-            max_model_len=1000,
-            seed=seed,
-            step=0,
+            WeightedRubric(RewardConfig()),
+            make_rollout_context(
+                generator=FakeGenerator(delays=seed),
+                tools=kit,
+                codec=CharCodec(),
+                config=config,
+                max_model_len=1000,
+                seed=seed,
+                step=0,
+            ),
         )
     )
     while not tools[0].num_opened and not collecting.done():

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 LIMIT_S = 30.0

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
-from mega_agentrl.estimate.memory.rank_parameters import rank_parameters
+from mega_agentrl.estimate.memory.model_state import rank_parameters
 
 
 def configured(*, prompt=2048, response=6144, tokens=8192, engine=1, engines=1, **cut):

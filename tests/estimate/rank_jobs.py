@@ -8,10 +8,11 @@ from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
-from mega_agentrl.actor.training import optimizer_state
+from mega_agentrl.actor.training import optimizer
 from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.config.enums import Dtype
-from mega_agentrl.config.schema import ModelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.types.batch import TrainBatch
 
@@ -36,7 +37,7 @@ def held_bytes(rank_info, folder, layout, dtype):
     config = TrainConfig(model=ModelConfig(path=folder, dtype=Dtype(dtype)), parallel=layout)
     model = MegatronModel(config, ModelShape.from_folder(folder), RankInfo(**rank_info))
     for part in model.optimizer._chained_optimizers:
-        optimizer_state._init_missing_moments(part)
+        optimizer._init_missing_moments(part)
     weights = list(model.parameters.values())
     weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
     # In float32 without the distributed optimizer, the optimizer steps the weights themselves.

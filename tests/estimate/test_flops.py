@@ -1,11 +1,18 @@
 """Numbers by hand, and torch's own count over transformers' model."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from mega_agentrl.estimate.flops import forward_flops, layer_flops_per_token, train_flops
+from mega_agentrl.estimate.flops import (
+    forward_flops,
+    layer_flops_per_token,
+    peak_flops,
+    train_flops,
+)
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.estimate.shapes import released
 
@@ -76,3 +83,27 @@ def test_torch_counts_the_same(config, tmp_path):
     counted = ours.linears + ours.attention_scores * 24 * 24 / (24 * 25 / 2) + ours.output_layer
     assert forward == pytest.approx(counted, rel=0.01)
     assert counter.get_total_flops() == pytest.approx(3 * counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 836),
+        ("NVIDIA B200", 2250),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets(name, tera):
+    assert peak_flops(name) == tera * 1e12
+
+
+@pytest.mark.parametrize(
+    "name", ["", "NVIDIA A10G", "NVIDIA GB10", "NVIDIA A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
+def test_other_gpus_have_no_known_peak(name):
+    assert peak_flops(name) is None

@@ -11,7 +11,7 @@ from mega_agentrl.estimate.device import DeviceSpec
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
 from mega_agentrl.estimate.weight_transfer import estimate_transfer, rank_locations, trainer_cut
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.planner.traffic import count_traffic
 from mega_agentrl.reshard.topology import LinkSpeeds, RankLocation

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mega_agentrl.config.sections.data import DataConfig, DataFile
+from mega_agentrl.data.rl_dataset import read_prompts
 from mega_agentrl.reward.user_reward import run
 from mega_agentrl.tool.user_tools import load_user_tools
 
@@ -38,6 +40,20 @@ def test_the_reward(said, score):
     found = run(path, values)
     assert found["score"] == pytest.approx(score)
     assert found["fields"]["length"] == len(said)
+
+
+def test_the_dataset(tmp_path):
+    for name, lines in (("a", ['"2, or 1+1?",2', "3?,3"]), ("b", ["4?,4"])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["question,answer", *lines]))
+    files = [DataFile(str(tmp_path / f"{name}.csv")) for name in "ab"]
+    config = DataConfig(dataset_class="examples.my_dataset:CsvRows")
+    prompts = [one.prompt for one in read_prompts(files, config, key="data.train")]
+    assert [one.prompt_id for one in prompts] == [f"my_questions/{index}" for index in range(3)]
+    assert prompts[0].messages == ({"role": "user", "content": "2, or 1+1?"},)
+    assert [one.ground_truth for one in prompts] == ["2", "3", "4"]
+    (tmp_path / "a.csv").write_text("text\n1")
+    with pytest.raises(ValueError, match=r"data\.train=.*a\.csv: got \['text'\]"):
+        read_prompts(files, config, key="data.train")
 
 
 def test_every_link_of_the_documentation_leads_somewhere():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
 from tests.generator.engine_host import EngineHost
 from tests.generator.tiny_model import write_model
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
 
 DEADLINE_S = 240.0
 
@@ -116,6 +116,7 @@ async def _answer_calls(
     extra = {"version": lambda: _value(engine.version), "ready": lambda: _value(None)}
     extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
     extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)
+    extra["generate_many"] = lambda requests: _generate_many(engine, requests)
     tasks = set()
     while (call := await calls.get())[1] != "exit":
         number, method, args = call
@@ -131,6 +132,10 @@ async def _start_and_cancel(engine: Any, request: Any) -> bool:
     task = asyncio.create_task(engine.generate(request))
     await asyncio.sleep(0.05)
     return task.cancel()
+
+
+async def _generate_many(engine: Any, requests: Any) -> list[Any]:
+    return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
 async def _value(value: Any) -> Any:

@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.generator import engine as engine_module
-from mega_agentrl.generator.engine import Engine
+from mega_agentrl.generator.engine import STUCK_TIMEOUT_S, Engine, TokenProgress, to_start_error
+from mega_agentrl.types.errors import EngineLostError
 
 
 class Vllm:
@@ -76,3 +77,31 @@ async def test_errors_of_our_own_are_not_taken_for_death(hollow):
     with pytest.raises(ValueError, match="engine 3, worker 0: no rectangle"):
         await hollow.layout()
     assert hollow._refusal_reason is None
+
+
+def test_stuck_is_no_token_while_requests_run():
+    now = [0.0]
+    progress = TokenProgress(lambda: now[0])
+    assert progress.stuck_s(0, 1) is None
+    now[0] = STUCK_TIMEOUT_S
+    assert progress.stuck_s(0, 1) is None
+    now[0] = STUCK_TIMEOUT_S + 1
+    assert progress.stuck_s(0, 1) == STUCK_TIMEOUT_S + 1
+    assert progress.stuck_s(1, 1) is None, "a token came"
+    now[0] += 2 * STUCK_TIMEOUT_S
+    assert progress.stuck_s(1, 0) is None, "nothing runs"
+    now[0] += STUCK_TIMEOUT_S
+    assert progress.stuck_s(1, 1) is None, "it has just begun"
+
+
+def test_a_start_that_a_signal_ended_is_a_lost_engine():
+    message = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    for codes, is_lost in (
+        ("{'EngineCore': -9}", True),
+        ("{'EngineCore': 1}", False),
+        ("{}", True),
+    ):
+        failure = to_start_error("engine 3", RuntimeError(message.format(codes)))
+        assert isinstance(failure, EngineLostError) is is_lost, codes
+        assert str(failure).startswith("engine 3 did not start")
+        assert codes in str(failure)

@@ -2,7 +2,7 @@
 
 import torch
 
-from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.engine_args import engine_args
 
 

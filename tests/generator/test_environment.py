@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mega_agentrl.config.schema import EngineConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.environment import HOST_PID_VARIABLE, set_vllm_environment
 
 

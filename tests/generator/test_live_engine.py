@@ -17,12 +17,13 @@ import torch
 
 pytest.importorskip("vllm")
 
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.generator.engine_args import CPU_BLOCK_TOKENS
 from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
-from mega_agentrl.rollout.branching.topk_entropy import TopkEntropyGap
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
+from mega_agentrl.rollout.generation.turn_generator import TopkEntropyGap
 from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.fakes import FakeRubric, FakeTools, make_prompt
 from tests.generator.live_transfer import LiveTransfer
@@ -252,15 +253,17 @@ async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(en
         config = RolloutConfig(group_size=4, max_response_tokens=24)
         trees = await collect_rollouts(
             asked,
-            generator=Remote(engine),
-            tools=FakeTools(),
-            codec=Words(),
-            rubric=FakeRubric(),
-            config=config,
-            max_model_len=512,
-            seed=3,
-            step=1,
-            temperature=temperature,
+            FakeRubric(),
+            make_rollout_context(
+                generator=Remote(engine),
+                tools=FakeTools(),
+                codec=Words(),
+                config=config,
+                max_model_len=512,
+                seed=3,
+                step=1,
+                temperature=temperature,
+            ),
         )
         return [[one.token_ids for one in tree.trajectories] for tree in trees]
 

@@ -16,7 +16,9 @@ import torch
 pytest.importorskip("vllm")
 
 from mega_agentrl.config.enums import Dtype
-from mega_agentrl.config.schema import EngineConfig, ModelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.reshard.device_location import rank_locations
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape

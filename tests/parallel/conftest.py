@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from tests.parallel import layouts, policy_jobs
 from tests.parallel.reference import TEMPERATURE, make_reference
 

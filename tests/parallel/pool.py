@@ -16,27 +16,29 @@ with the stack of each that hangs, and the next job starts new processes.
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import signal
 import socket
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.parallel.fork_server import fork_server
-
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.context import ForkServerProcess
-    from pathlib import Path
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 START_DEADLINE_S = 300.0
 COLLECTIVE_DEADLINE_S = 60.0
 STACK_WAIT_S = 10.0
 LOG_TAIL = 4000
+LIBRARIES = ["torch", "safetensors.torch", "mega_agentrl.reshard.session"]
+ACTOR = ["mega_agentrl.actor.policy", "mega_agentrl.actor.critic"]
+"""Modules that the server imports once (5 s); a fork then takes milliseconds."""
 
 
 class RankError(RuntimeError):
@@ -139,6 +141,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context to start rank processes with; a test run has one server.
+
+    They are not forked from the tests' own process: that has threads.
+    On a machine with a GPU the actor is imported by each rank instead: a fork of a process
+    that has touched the device cannot use it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    has_gpu = Path("/dev/nvidiactl").exists()
+    context.set_forkserver_preload(LIBRARIES if has_gpu else LIBRARIES + ACTOR)
+    return context
 
 
 def packed(value: Any) -> bytes:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from tests.actor.gloo_ranks import join_gloo
+
 
 def sum_of_ranks(rank_info, offset):
     """Sum of rank + offset over all ranks."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{rank_info['master_address']}:{rank_info['master_port']}",
-        rank=rank_info["rank"],
-        world_size=rank_info["world_size"],
-        timeout=timedelta(seconds=rank_info["timeout_s"]),
-    )
+    group = join_gloo(rank_info)
     total = torch.tensor(rank_info["rank"] + offset)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return int(total)
 
 

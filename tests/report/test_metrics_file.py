@@ -1,11 +1,15 @@
-"""Metrics read back, from runs in any state."""
+"""Metrics read back, from runs in any state, and their running mean."""
 
 from __future__ import annotations
 
 import json
 import math
 
-from mega_agentrl.report.metrics_file import parse_metrics, read_metrics
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.report.metrics_file import parse_metrics, read_metrics, running_mean
 
 LINES = [
     '{"stage": "sft", "step": 1, "loss": 2.0}',
@@ -54,3 +58,21 @@ def test_files(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(LINES))
     assert read_metrics(path).series("rl", "a") == [(1, 1.0), (2, 2.0)]
+
+
+def test_running_mean_by_hand():
+    assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+    assert running_mean([1.0, 3.0], 10) == [1.0, 2.0]
+    assert running_mean([], 3) == []
+
+
+@given(st.lists(st.floats(-10, 10), max_size=40), st.integers(1, 12))
+def test_running_mean_stays_between_the_values_it_averages(values, window):
+    for index, mean in enumerate(running_mean(values, window)):
+        seen = values[max(0, index - window + 1) : index + 1]
+        assert min(seen) - 1e-9 <= mean <= max(seen) + 1e-9
+
+
+def test_running_mean_needs_a_window():
+    with pytest.raises(ValueError, match="window=0"):
+        running_mean([1.0], 0)

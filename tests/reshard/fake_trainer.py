@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.session import TransferSession, join_session, open_store
 from mega_agentrl.reshard.topology import RankLocation
@@ -30,7 +30,7 @@ from mega_agentrl.reshard.verify.digest_verifier import (
     SourceDigests,
     collect_regions,
 )
-from tests.parallel.fork_server import fork_server
+from tests.parallel.pool import fork_server
 from tests.reshard.faults import TOLD_FAULTS, Fault, Hit, cut, inject, told_hit
 
 if TYPE_CHECKING:

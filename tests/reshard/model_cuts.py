@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape, MoeShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 
 BIASES = {"qkv_bias": True, "o_proj_bias": True, "mlp_bias": True}

@@ -10,7 +10,7 @@ from mega_agentrl.reshard.device_location import (
     rank_locations,
 )
 from mega_agentrl.reshard.topology import LinkType, RankLocation, link_type_between
-from tests.parallel.fork_server import fork_server
+from tests.parallel.pool import fork_server
 
 
 def test_numbers_go_by_first_appearance():

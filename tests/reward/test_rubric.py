@@ -1,15 +1,29 @@
-"""The rubric: parts by data source, their weighted sum, futures, and a model's part afterwards."""
+"""The rubric: parts by data source, their weighted sum, futures, late model scores, and checks."""
 
-from concurrent.futures import Future
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import FunctionCallMatch
-from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
-from mega_agentrl.reward.rubric import WeightedRubric
+from mega_agentrl.config.sections.reward import (
+    BUILT_IN_PARTS,
+    MODEL_PART,
+    RewardConfig,
+    RewardModelConfig,
+)
+from mega_agentrl.reward.registry import REWARDS
+from mega_agentrl.reward.rubric import (
+    WeightedRubric,
+    check_prompt_rubrics,
+    check_rubric_parts,
+    gather_futures,
+)
 from mega_agentrl.reward.user_reward import UserRewardError, UserRewardResult
 from mega_agentrl.types.records import Role, StopReason, ToolOutcome, ToolStatus, Trajectory, Turn
 from tests.fakes import make_prompt
@@ -69,6 +83,10 @@ class Judge:
     def submit(self, *values):
         self.calls.append(values)
         return self.future
+
+
+def test_the_registered_parts_are_the_built_in_ones():
+    assert {*REWARDS, MODEL_PART} == set(BUILT_IN_PARTS)
 
 
 def test_the_built_in_parts():
@@ -227,3 +245,100 @@ def test_a_model_alone():
     assert record.score.value == 0.0
     got = weighted.add_model_score(record, 0.5)
     assert (got.value, got.parts, got.correct) == (-1.0, {}, False)
+
+
+NAMES = ("python", "gsm8k")
+
+
+def config(weights, source="default", **changes):
+    return RewardConfig(rubric={source: weights}, **changes)
+
+
+def test_parts_are_built_in_or_the_runs_own():
+    check_rubric_parts(config({"arpo": 1.0, "gsm8k": 0.5}), NAMES)
+    check_rubric_parts(config({"mine": 1.0}, functions={"mine": "m:f"}), NAMES)
+    with pytest.raises(ValueError, match=r"rubric\.default\.gsm9k=0\.5: .* one of gsm8k; probable"):
+        check_rubric_parts(config({"gsm9k": 0.5}), NAMES)
+    with pytest.raises(ValueError, match="expected one of accuracy;"):
+        check_rubric_parts(config({"accurracy": 0.5}), NAMES)
+    with pytest.raises(ValueError, match=r"one of arpo, arpo_released, .*, model, python, gsm8k;"):
+        check_rubric_parts(config({"zzz": 0.5}), NAMES)
+
+
+def test_a_name_means_one_part():
+    with pytest.raises(ValueError, match="the part accuracy is a tool's or a user's name and"):
+        check_rubric_parts(config({"accuracy": 1.0}), ("accuracy",))
+    check_rubric_parts(config({"arpo": 1.0}), ("accuracy",))
+
+
+def test_every_prompt_has_a_rubric():
+    prompts = [make_prompt("a/1", data_source="math"), make_prompt("b/1", data_source="qa")]
+    check_prompt_rubrics(config({"arpo": 1.0}), prompts)
+    only = config({"arpo": 1.0}, "math")
+    check_prompt_rubrics(only, prompts[:1])
+    with pytest.raises(ValueError, match=r"prompt b/1: .* its data source qa nor default"):
+        check_prompt_rubrics(only, prompts)
+
+
+def test_what_a_part_reads_of_a_prompt():
+    calls = make_prompt("p", ground_truth="no calls here")
+    with pytest.raises(ValueError, match="prompt p: ground_truth: got 'no calls here'"):
+        check_prompt_rubrics(config({"function_call": 1.0}), [calls])
+    check_prompt_rubrics(
+        config({"function_call": 1.0}, function_call_match=FunctionCallMatch.string), [calls]
+    )
+    check_prompt_rubrics(config({"arpo": 1.0}), [calls])
+    odd = make_prompt("p", extra_info={"when": object()})
+    with pytest.raises(ValueError, match="prompt p: extra_info: a value of type object"):
+        check_prompt_rubrics(config({"mine": 1.0}, functions={"mine": "m:f"}), [odd])
+    check_prompt_rubrics(config({"arpo": 1.0}), [odd])
+
+
+@given(st.permutations(range(4)))
+def test_made_of_all_results_whatever_comes_first(order):
+    parts = {str(index): Future() for index in range(4)}
+    whole = gather_futures(parts, lambda came: [came[name] for name in parts])
+    for place, index in enumerate(order):
+        assert not whole.done(), place
+        parts[str(index)].set_result(index * 10)
+    assert whole.result(0) == [0, 10, 20, 30]
+
+
+def test_results_that_are_there_already():
+    done = Future()
+    done.set_result(3)
+    assert gather_futures({"a": done}, lambda came: came["a"] + 1).result(0) == 4
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_the_first_error_is_the_result_and_what_comes_later_changes_nothing(order):
+    parts = {str(index): Future() for index in range(3)}
+    whole = gather_futures(parts, dict)
+    settle = [
+        lambda: parts["0"].set_exception(KeyError("zero")),
+        lambda: parts["1"].set_result(1),
+        lambda: parts["2"].set_exception(OSError("two")),
+    ]
+    for index in order:
+        settle[index]()
+    expected = KeyError if order.index(0) < order.index(2) else OSError
+    assert isinstance(whole.exception(0), expected)
+
+
+def test_cancelling_reaches_the_parts():
+    parts = {"a": Future(), "b": Future()}
+    whole = gather_futures(parts, dict)
+    assert whole.cancel()
+    assert parts["a"].cancelled() and parts["b"].cancelled()
+
+
+def test_a_part_that_is_cancelled_and_a_bug_are_errors():
+    parts = {"a": Future(), "b": Future()}
+    whole = gather_futures(parts, dict)
+    parts["a"].cancel()
+    assert isinstance(whole.exception(0), CancelledError)
+    done = Future()
+    done.set_result(0)
+    assert isinstance(
+        gather_futures({"a": done}, lambda came: 1 / 0).exception(0), ZeroDivisionError
+    )

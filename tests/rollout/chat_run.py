@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from mega_agentrl.config.enums import Branching, CallProtocol
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.tool.function import tool
 from mega_agentrl.tool.toolkit import ToolKit
 from tests.chat_models import Script
-from tests.fakes import FakeRubric, make_prompt
+from tests.fakes import FakeRubric, make_context, make_prompt
 
 
 @tool
@@ -58,14 +58,14 @@ async def converse(codec, turns, *, kit=None, prompt=None, interactions=None, **
     }
     (tree,) = await collect_rollouts(
         [prompt or prompt_for(codec, kit)],
-        generator=script,
-        tools=kit,
-        codec=codec,
-        rubric=FakeRubric(),
-        config=RolloutConfig(**(defaults | options)),
-        max_model_len=max_model_len,
-        seed=1,
-        step=0,
-        interactions=interactions,
+        FakeRubric(),
+        make_context(
+            RolloutConfig(**(defaults | options)),
+            generator=script,
+            tools=kit,
+            codec=codec,
+            max_model_len=max_model_len,
+            interactions=interactions,
+        ),
     )
     return tree.trajectories[0], script

@@ -9,11 +9,17 @@ from __future__ import annotations
 import asyncio
 
 from mega_agentrl.config.enums import Branching, FilterMetric, PromptOrder
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
-from mega_agentrl.rollout.collector import make_rollout_context
 from mega_agentrl.rollout.groups.collector import RolloutCollector
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+from tests.fakes import (
+    EOS,
+    FakeGenerator,
+    FakeRubric,
+    FakeTools,
+    make_context,
+    make_prompt,
+)
 from tests.rollout.virtual_time import run_virtually
 
 
@@ -82,13 +88,10 @@ def make_config(**changes):
 
 def make_collector(source, config, generator, tools, *, num_groups, rubric=None):
     """A collector over scripted ports."""
-    context = make_rollout_context(
+    context = make_context(
+        config,
         generator=generator,
         tools=tools,
-        codec=CharCodec(),
-        config=config,
-        max_model_len=500,
-        seed=1,
         step="none",
     )
     return RolloutCollector(source, context, rubric or FakeRubric(), num_groups=num_groups)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from dataclasses import replace
 from itertools import islice
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.types.records import ToolStatus
+from mega_agentrl.types.records import Role, ToolStatus
 from tests.fakes import (
     EOS,
-    CharCodec,
     FakeGenerator,
     FakeRubric,
     FakeTools,
+    make_context,
     make_prompt,
     random_text,
     turns,
@@ -55,14 +58,14 @@ def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1):
         asyncio.wait_for(
             collect_rollouts(
                 prompts,
-                generator=generator or FakeGenerator(),
-                tools=tools or FakeTools(),
-                codec=CharCodec(),
-                rubric=FakeRubric(),
-                config=config,
-                max_model_len=140,
-                seed=seed,
-                step=0,
+                FakeRubric(),
+                make_context(
+                    config,
+                    generator=generator or FakeGenerator(),
+                    tools=tools or FakeTools(),
+                    max_model_len=140,
+                    seed=seed,
+                ),
             ),
             20,
         )
@@ -98,6 +101,53 @@ def grown(draw, *, rounds=True):
     return tree
 
 
+@st.composite
+def parted(draw):
+    """A grown tree in which more paths leave others, each inside of an assistant turn.
+
+    The scripted engine never makes such forks.
+    """
+    tree = draw(grown())
+    for _ in range(draw(st.integers(1, 3))):
+        spots = [
+            (one, turn)
+            for one in tree.trajectories
+            for turn in one.turns
+            if turn.role is Role.assistant and turn.stop > max(turn.start, one.fork_len)
+        ]
+        assume(spots)
+        one, turn = draw(st.sampled_from(spots))
+        position = draw(st.integers(max(turn.start + 1, one.fork_len), turn.stop))
+        tree = part(tree, one, turn, position, num_new=draw(st.integers(0, 3)))
+    return tree
+
+
+def part(tree, one, turn, position, *, num_new):
+    """The tree with one more path: it leaves `one` inside of `turn` and adds `num_new` tokens."""
+    num_forks = sum(other.path[:-1] == one.path for other in tree.trajectories)
+    path = (*one.path, num_forks)
+    new = [num_new + number for number in range(num_new)]
+    size = position + num_new
+    fork = replace(
+        one,
+        trajectory_id=f"{one.trajectory_id}.{num_forks}",
+        path=path,
+        parent_id=one.trajectory_id,
+        fork_len=position,
+        token_ids=[*one.token_ids[:position], *new],
+        loss_mask=[*one.loss_mask[:position], *[1] * num_new],
+        logps=[*one.logps[:position], *[-0.25] * num_new],
+        entropies=[*one.entropies[:position], *[0.125] * num_new],
+        versions=[*one.versions[:position], *[1] * num_new],
+        turn_ids=[*one.turn_ids[:position], *[turn.index] * num_new],
+        turns=[*one.turns[: turn.index], replace(turn, stop=size, text=f"part {path}")],
+        argmax_ids=one.argmax_ids[:position] + array("i", new if one.argmax_ids else ()),
+        decisions=[],
+    )
+    paths = sorted([*tree.trajectories, fork], key=lambda other: other.path)
+    return replace(tree, trajectories=paths, num_forks=tree.num_forks + 1)
+
+
 def nested_tree(*, after=2.0):
     """One root with 3 slots; entropy 1 before the first answer, `after` behind it.
 
@@ -112,3 +162,12 @@ def nested_tree(*, after=2.0):
     )
     (tree,) = grow(config, generator=FakeGenerator(writes, entropy=entropy))
     return tree
+
+
+def find_fork_decision(tree, path):
+    """The decision that made `path`; None for a root, or if no decisions were recorded."""
+    by_path = {one.path: one for one in tree.trajectories}
+    if by_path[path].parent_id is None:
+        return None
+    made = [one for one in by_path[path[:-1]].decisions for _ in range(one.num_forks)]
+    return made[path[-1]] if path[-1] < len(made) else None

@@ -12,9 +12,8 @@ from itertools import groupby
 from pathlib import Path
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.branching.policy import NoBranching
-from mega_agentrl.rollout.context import RolloutContext
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
 from mega_agentrl.tool.call_protocol.tags import TagProtocol
 from mega_agentrl.types.records import (
     FinishReason,
@@ -22,7 +21,7 @@ from mega_agentrl.types.records import (
     ToolOutcome,
     ToolStatus,
 )
-from tests.fakes import EOS, CharCodec, FakeSession, FakeTools
+from tests.fakes import EOS, CharCodec, FakeSession, FakeTools, make_context
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "arpo_rollout_traces.json").read_text(encoding="utf-8")
@@ -31,7 +30,7 @@ GOLDEN = json.loads(
 
 @dataclass
 class ScriptedEngine:
-    """Answers requests with the rows of a trace; `batch` is told which path is which number."""
+    """Answers requests with the rows of a trace; `batch` is the `ReleasedCodeRollout` that asks."""
 
     rounds: list
     batch: object = None
@@ -65,6 +64,45 @@ class ScriptedEngine:
             version=1,
             top_logps=(tuple(row["logprobs"]),) * len(text),
         )
+
+
+@dataclass(kw_only=True)
+class Round:
+    """What happened in one round. Numbers are in the order of creation in the batch."""
+
+    active: list
+    """Paths that sent a request."""
+    decisions: list
+    """Number of the path and decision, in order."""
+    created: list
+    """Paths created at the end of the round."""
+
+
+class ReleasedCodeRollout(LockstepArpoRollout):
+    """The rollout with two bugs of the released code, and a record of its rounds.
+
+    baselines: by number of the path; kept from batch to batch. draw: one stream for all prompts.
+    """
+
+    def __init__(self, context, prompts, keys, *, baselines, draw):
+        super().__init__(context, prompts, keys)
+        self._baselines, self._draw = baselines, draw
+        self.rounds, self._decisions = [], []
+
+    def _draw_uniform(self, path):
+        return self._draw()
+
+    def _decide(self, path):
+        decision = super()._decide(path)
+        self._decisions.append((path.trajectory_index, decision))
+        return decision
+
+    async def _run_round(self):
+        active, before = [one.trajectory_index for one in self._active], len(self.trajectories)
+        self._decisions = []
+        await super()._run_round()
+        created = list(range(before, len(self.trajectories)))
+        self.rounds.append(Round(active=active, decisions=self._decisions, created=created))
 
 
 class ScriptedSession(FakeSession):
@@ -115,12 +153,8 @@ class ScriptedCodec(CharCodec):
 def context_of(scenario, engine, tools):
     """The settings of a scenario; beam_size is one more than the forks of a decision."""
     config = scenario["config"]
-    return RolloutContext(
-        generator=engine,
-        tools=tools,
-        codec=ScriptedCodec(scenario["vocab_size"]),
-        policy=NoBranching(),
-        config=RolloutConfig(
+    return make_context(
+        RolloutConfig(
             group_size=config["n"],
             branching=Branching.released,
             branch=BranchConfig(
@@ -133,10 +167,10 @@ def context_of(scenario, engine, tools):
             max_tool_calls=config["call_limit"],
             max_turns=1000,
         ),
-        temperature=1.0,
+        generator=engine,
+        tools=tools,
+        codec=ScriptedCodec(scenario["vocab_size"]),
         max_model_len=100_000,
-        seed=1,
-        step=0,
     )
 
 

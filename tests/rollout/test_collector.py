@@ -7,10 +7,17 @@ import asyncio
 import pytest
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.rollout.branching.policy import NoBranching
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts, make_prompt_keys
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, turns
+from tests.fakes import (
+    EOS,
+    FakeGenerator,
+    FakeRubric,
+    FakeTools,
+    make_context,
+    make_prompt,
+    turns,
+)
 
 END = f"<answer>1</answer>{EOS}"
 PROMPTS = [make_prompt(f"set/{index}", question=f"Q{index}") for index in range(5)]
@@ -21,15 +28,16 @@ def _collect(prompts=PROMPTS, *, generator=None, tools=None, rubric=None, **opti
     return asyncio.run(
         collect_rollouts(
             prompts,
-            generator=generator or FakeGenerator(),
-            tools=tools or FakeTools(),
-            codec=CharCodec(),
-            rubric=rubric or FakeRubric(),
-            config=config,
-            max_model_len=options.pop("max_model_len", 500),
-            seed=options.pop("seed", 1),
-            step=options.pop("step", 0),
-            **options,
+            rubric or FakeRubric(),
+            make_context(
+                config,
+                generator=generator or FakeGenerator(),
+                tools=tools or FakeTools(),
+                max_model_len=options.pop("max_model_len", 500),
+                seed=options.pop("seed", 1),
+                step=options.pop("step", 0),
+                **options,
+            ),
         )
     )
 
@@ -71,12 +79,6 @@ def test_sampling_settings_reach_the_engine():
     assert (request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 5)
     assert request.stop == ("</search>", "</python>")
     assert request.request_id.split("/")[0] == "set_0", "requests of a prompt share a first part"
-
-
-def test_a_given_policy_overrides_the_configured_one():
-    trees = _collect(branching=NoBranching())
-    assert sum(tree.num_forks for tree in trees) == 0
-    assert sum(tree.num_forks for tree in _collect()) > 0
 
 
 def test_a_repeated_prompt_is_sampled_anew():

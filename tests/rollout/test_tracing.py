@@ -13,13 +13,21 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.groups.scoring import cancel_scores, start_scores
 from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.types.records import RolloutTree, ToolStatus
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, turns
-from tests.rollout.bare_trajectory import bare_trajectory
+from tests.fakes import (
+    EOS,
+    FakeGenerator,
+    FakeRubric,
+    FakeTools,
+    make_context,
+    make_prompt,
+    make_trajectory,
+    turns,
+)
 
 PROMPTS = [make_prompt(f"p{index}", question=f"Q{index}") for index in range(3)]
 CALL_THEN_ANSWER = turns("<search>q</search>", f"<answer>1</answer>{EOS}")
@@ -43,15 +51,14 @@ def run(spans, prompts=PROMPTS[:1], generator=None, tools=None, **config):
     return asyncio.run(
         collect_rollouts(
             prompts,
-            generator=generator or FakeGenerator(CALL_THEN_ANSWER),
-            tools=tools or FakeTools(),
-            codec=CharCodec(),
-            rubric=FakeRubric(),
-            config=RolloutConfig(**(values | config)),
-            max_model_len=500,
-            seed=1,
-            step="train-1",
-            spans=spans,
+            FakeRubric(),
+            make_context(
+                RolloutConfig(**(values | config)),
+                generator=generator or FakeGenerator(CALL_THEN_ANSWER),
+                tools=tools or FakeTools(),
+                step="train-1",
+                spans=spans,
+            ),
         )
     )
 
@@ -194,15 +201,12 @@ def test_a_cancelled_pass_leaves_no_open_span(memory, spans):
         config = RolloutConfig(group_size=2, branching=Branching.none)
         work = collect_rollouts(
             PROMPTS[:1],
-            generator=generator,
-            tools=FakeTools(),
-            codec=CharCodec(),
-            rubric=FakeRubric(),
-            config=config,
-            max_model_len=500,
-            seed=1,
-            step=0,
-            spans=spans,
+            FakeRubric(),
+            make_context(
+                config,
+                generator=generator,
+                spans=spans,
+            ),
         )
         task = asyncio.create_task(work)
         while len(generator.requests) < 2:
@@ -226,7 +230,7 @@ def test_a_score_that_comes_late_or_never_ends_the_span(memory, spans):
         spans.mark_ended(name)
         tree = RolloutTree(
             prompt=PROMPTS[0],
-            trajectories=[bare_trajectory(trajectory_id=name)],
+            trajectories=[make_trajectory(trajectory_id=name)],
             num_forks=0,
             num_top_ups=0,
         )

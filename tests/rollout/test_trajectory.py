@@ -6,17 +6,22 @@ import asyncio
 
 import pytest
 
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching.policy import ArpoBranching, NoBranching, PathBudget
 from mega_agentrl.rollout.trajectory import (
-    RolloutContext,
     TrajectoryRunner,
     TrajectoryState,
-    ends_with_partial_stop,
 )
-from mega_agentrl.types.errors import RankLostError, ToolSessionError
-from mega_agentrl.types.records import Role, StopReason, ToolOutcome, ToolStatus
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeSession, FakeTools, make_prompt, turns
+from mega_agentrl.types.errors import RankLostError
+from mega_agentrl.types.records import Role, StopReason, ToolStatus
+from tests.fakes import (
+    EOS,
+    FakeGenerator,
+    FakeTools,
+    make_context,
+    make_prompt,
+    turns,
+)
 
 CALL = "<search>q1</search>"
 RESULT = "<result>ok:q1</result>"
@@ -25,16 +30,12 @@ END = f"<answer>1</answer>{EOS}"
 
 def _run(write, *, tools=None, policy=None, max_model_len=1000, slots=0, on_fork=None, **options):
     generator = write if isinstance(write, FakeGenerator) else FakeGenerator(write)
-    context = RolloutContext(
+    context = make_context(
+        RolloutConfig(**({"max_response_tokens": 200} | options)),
         generator=generator,
         tools=tools or FakeTools(),
-        codec=CharCodec(),
         policy=policy or NoBranching(),
-        config=RolloutConfig(**({"max_response_tokens": 200} | options)),
-        temperature=1.0,
         max_model_len=max_model_len,
-        seed=1,
-        step=0,
     )
     forks = []
     return TrajectoryRunner(
@@ -118,48 +119,9 @@ async def test_an_infra_error_of_a_tool_fails_the_trajectory():
     assert got.tool_rewards == {} and got.num_tool_calls == 1
 
 
-class FaultySession(FakeSession):
-    """Fails at one step of its life."""
-
-    step = ""
-
-    def _fail(self, step):
-        if step == self.step:
-            answer = f"{step}: no disk"
-            raise ToolSessionError(
-                ToolOutcome(
-                    tool="python", status=ToolStatus.infra_error, answer=answer, latency_s=0.1
-                )
-            )
-
-    async def create(self, tools_kwargs):
-        await super().create(tools_kwargs)
-        self._fail("create")
-
-    async def fork(self):
-        self._fail("fork")
-
-    async def calc_reward(self):
-        self._fail("calc_reward")
-        return {}
-
-    async def release(self):
-        await super().release()
-        self._fail("release")
-
-
-class FaultyTools(FakeTools):
-    def __init__(self, step):
-        super().__init__()
-        self.session = type("Session", (FaultySession,), {"step": step})
-
-    def open_session(self):
-        return self.session(self)
-
-
 @pytest.mark.parametrize("step", ["create", "calc_reward"])
 async def test_a_tool_error_outside_of_a_call_fails_the_trajectory_and_is_its_last_turn(step):
-    tools = FaultyTools(step)
+    tools = FakeTools(fails_at=step)
     got = await _run(turns(CALL, END), tools=tools).run()
     assert got.stop_reason is StopReason.tool_failure and got.failed
     assert got.turns[-1].outcome.answer == f"{step}: no disk"
@@ -169,7 +131,7 @@ async def test_a_tool_error_outside_of_a_call_fails_the_trajectory_and_is_its_la
 
 
 async def test_an_error_in_release_does_not_fail_the_trajectory():
-    tools = FaultyTools("release")
+    tools = FakeTools(fails_at="release")
     got = await _run(turns(CALL, END), tools=tools).run()
     assert not got.failed and tools.sessions[0].released == 1
 
@@ -179,7 +141,7 @@ async def test_an_error_in_forking_tools_is_the_last_turn_of_the_fork():
     forks = []
     run = _run(
         generator,
-        tools=FaultyTools("fork"),
+        tools=FakeTools(fails_at="fork"),
         policy=ArpoBranching(BranchConfig()),
         slots=1,
         on_fork=forks.append,
@@ -303,12 +265,6 @@ async def test_tools_that_cannot_fork_fail_the_fork_alone():
     child = await forks[0].run()
     assert child.stop_reason is StopReason.tool_failure
     assert len(child.token_ids) == child.fork_len
-
-
-def test_beginnings_of_tags():
-    stops = ("</search>", "</python>")
-    assert ends_with_partial_stop("x</se", stops) and ends_with_partial_stop("<", stops)
-    assert not ends_with_partial_stop("x", stops) and not ends_with_partial_stop("</search>", stops)
 
 
 async def test_the_timeout_ends_a_trajectory_in_any_state():

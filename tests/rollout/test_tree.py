@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.branching.registry import make_branch_policy
-from mega_agentrl.rollout.trajectory import RolloutContext
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.tree import sample_tree
 from mega_agentrl.types.records import Role
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_prompt, turns
+from tests.fakes import EOS, FakeGenerator, FakeTools, make_context, make_prompt, turns
 from tests.rollout.virtual_time import run_virtually
 
 CALL = "<search>q1</search>"
@@ -38,16 +36,12 @@ configs = st.builds(
 
 
 def _context(config, generator, tools, *, seed=1, max_model_len=140):
-    return RolloutContext(
+    return make_context(
+        config,
         generator=generator,
         tools=tools,
-        codec=CharCodec(),
-        policy=make_branch_policy(config),
-        config=config,
-        temperature=1.0,
         max_model_len=max_model_len,
         seed=seed,
-        step=0,
     )
 
 

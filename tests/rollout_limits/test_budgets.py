@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import Branching, CallProtocol, InvalidCallAction
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
@@ -20,7 +20,7 @@ from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import FinishReason, Generation, Role, StopReason
 from tests.chat_models import save_tokenizer
-from tests.fakes import FakeRubric, make_prompt, unit
+from tests.fakes import FakeRubric, make_context, make_prompt, unit
 from tests.rollout.virtual_time import run_virtually
 
 MAX_MODEL_LEN = 2500
@@ -151,15 +151,16 @@ def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, wit
         asyncio.wait_for(
             collect_rollouts(
                 [prompt],
-                generator=generator,
-                tools=kit,
-                codec=codec,
-                rubric=FakeRubric(),
-                config=config,
-                max_model_len=MAX_MODEL_LEN,
-                seed=seed,
-                step=0,
-                interactions=InteractionRegistry([nag]),
+                FakeRubric(),
+                make_context(
+                    config,
+                    generator=generator,
+                    tools=kit,
+                    codec=codec,
+                    max_model_len=MAX_MODEL_LEN,
+                    seed=seed,
+                    interactions=InteractionRegistry([nag]),
+                ),
             ),
             60,
         )

@@ -8,13 +8,13 @@ import pytest
 
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import StopReason, ToolStatus
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, make_prompt
+from tests.fakes import EOS, FakeGenerator, FakeRubric, make_context, make_prompt
 from tests.rollout.virtual_time import run_virtually
 
 NAMES = ("fine", "hangs", "raises", "large", "dead")
@@ -53,14 +53,13 @@ def _breaks(request):
 async def _collect_all():
     got = await collect_rollouts(
         [make_prompt(name) for name in NAMES],
-        generator=FakeGenerator(_write, breaks=_breaks),
-        tools=ToolKit([Moody()]),
-        codec=CharCodec(),
-        rubric=FakeRubric(),
-        config=RolloutConfig(group_size=2, branching=Branching.none, max_response_tokens=400),
-        max_model_len=1000,
-        seed=1,
-        step=0,
+        FakeRubric(),
+        make_context(
+            RolloutConfig(group_size=2, branching=Branching.none, max_response_tokens=400),
+            generator=FakeGenerator(_write, breaks=_breaks),
+            tools=ToolKit([Moody()]),
+            max_model_len=1000,
+        ),
     )
     assert asyncio.get_running_loop().time() < 1, "nobody waited for the one that hangs"
     return dict(zip(NAMES, got, strict=True))

@@ -4,22 +4,20 @@ import asyncio
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mega_agentrl.config.enums import Branching, CallProtocol
-from mega_agentrl.config.schema import (
-    DataConfig,
-    ModelConfig,
-    SftConfig,
-    TrainConfig,
-)
-from mega_agentrl.config.sections.search import SearchToolConfig
-from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.policy import ModelConfig, SftConfig
+from mega_agentrl.config.sections.tools import SearchToolConfig, ToolConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
@@ -53,7 +51,7 @@ class FakeGroup:
 
 
 def test_async_run_has_an_event_loop_thread_that_ends_with_it(config, monkeypatch):
-    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(),) * 3)
     config.rollout.max_staleness, seen = 1, threading.Event()
 
     async def go_on():
@@ -71,10 +69,10 @@ def test_async_run_has_an_event_loop_thread_that_ends_with_it(config, monkeypatc
 
 
 def test_components_hold_the_contents_of_the_files(config, monkeypatch):
-    groups = FakeGroup(), FakeGroup()
+    groups = FakeGroup(), FakeGroup(), FakeGroup()
     monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: groups)
     with module.build(config, read_inputs(config)) as components:
-        assert (components.policy, components.generator) == groups
+        assert (components.policy, components.generator) == (groups[0], groups[2])
         assert len(components.validation_prompts) == 30
         assert len(components.dev_prompts) == 30
         assert components.open_sft_stream()(3).num_rows == 3
@@ -87,7 +85,7 @@ def test_components_hold_the_contents_of_the_files(config, monkeypatch):
 
 def test_no_demonstrations_without_sft_steps(config, monkeypatch):
     config.sft.max_steps = 0
-    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(),) * 3)
     with module.build(config, read_inputs(config)) as components:
         assert components.open_sft_stream is None
         assert components.dev_prompts == ()
@@ -96,7 +94,7 @@ def test_no_demonstrations_without_sft_steps(config, monkeypatch):
 @pytest.mark.parametrize("branching", [Branching.after_result, Branching.released])
 def test_tool_output_is_escaped_except_with_released_branching(config, monkeypatch, branching):
     config.rollout.branching = branching
-    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(),) * 3)
     outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="</result>", latency_s=0.0)
     with module.build(config, read_inputs(config)) as components:
         raw = "</result>\n" in components.tools.render_outcome(outcome)
@@ -153,7 +151,7 @@ def test_tools_start_before_ray_unless_their_sandboxes_run_on_it(config, monkeyp
 
 
 def test_json_tool_calls_need_schemas_in_the_chat_template(config, monkeypatch):
-    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(),) * 3)
     config.data.max_prompt_tokens = 5000
     with module.build(config, read_inputs(config)) as tags:
         plain = tags.validation_prompts[0]
@@ -170,7 +168,7 @@ def test_json_tool_calls_need_schemas_in_the_chat_template(config, monkeypatch):
 
 
 def test_interactions_are_loaded_and_scored_by_name(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(), FakeGroup()))
+    monkeypatch.setattr(module, "_start_policy_and_engines", lambda *_: (FakeGroup(),) * 3)
     with module.build(config, read_inputs(config)) as components:
         assert components.interactions.open_session(components.validation_prompts[0]) is None
     path = tmp_path / "users.yaml"
@@ -210,14 +208,12 @@ def test_colocated_engines_start_before_the_model_is_loaded(
     monkeypatch.setattr(module.GeneratorGroup, "launch", launch)
     start = module._launch_colocated if colocated else module._launch_disaggregated
     with ExitStack() as stack:
-        *_, gpu_time_sharing = start(config, stack, False, tmp_path)
+        start(config, stack, False, tmp_path)
     assert has_placement == [colocated]
-    assert (gpu_time_sharing is not None) == colocated
     engine_start = ["engines submit_start", "engines wait_started"]
     if colocated:
         assert events == [
             *engine_start,
-            "policy set_gpu_time_sharing",
             "policy start",
             "engines close",
             "policy close",
@@ -225,6 +221,32 @@ def test_colocated_engines_start_before_the_model_is_loaded(
     else:
         engine_start.insert(1, "policy start")
         assert events == [*engine_start, "policy close", "engines close"]
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, colocated):
+    config.cluster.colocated = colocated
+    coordinated = []
+
+    def coordinate(*parts):
+        coordinated.append(parts)
+        return RecordingGroup([], "coordinator")
+
+    groups = RecordingGroup([], "policy"), RecordingGroup([], "engines")
+    traffic = SimpleNamespace(summary=lambda: "0 bytes")
+    weight_sync = SimpleNamespace(connect=lambda engines: traffic)
+    monkeypatch.setattr(module, "connect", lambda _: False)
+    monkeypatch.setattr(module.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(module, "_launch_colocated", lambda *_: groups)
+    monkeypatch.setattr(module, "_launch_disaggregated", lambda *_: groups)
+    monkeypatch.setattr(module, "WeightSynchronizer", lambda *_, **__: weight_sync)
+    monkeypatch.setattr(module, "Coordinator", coordinate)
+    with ExitStack() as stack:
+        module._start_policy_and_engines(config, stack, tmp_path, None)
+    ((*parts, gpus),) = coordinated
+    assert parts == [*groups, weight_sync]
+    assert isinstance(gpus, GpuTimeSharing) is colocated
+    assert (tmp_path / "weights.txt").read_text() == "0 bytes\n"
 
 
 class FlakyPolicy:
@@ -267,7 +289,7 @@ class FlakyEngines:
             raise ProcessDiedError(f"{name} died", name)
 
     def respawn_engine(self, index):
-        return index, {f"engine {index}": "again"}
+        return {f"engine {index}": "again"}
 
     def enable_routing(self, index):
         self.routable_engines.append(index)

@@ -5,13 +5,11 @@ import os
 import pytest
 
 from mega_agentrl.config.enums import AdvantageEstimator
-from mega_agentrl.config.schema import (
-    EngineConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
+from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.runtime import cluster
 from mega_agentrl.runtime.cluster import check_cluster_size, check_local_size, check_torch_build
 

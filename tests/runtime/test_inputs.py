@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 
 from mega_agentrl.config.enums import AresMode, CotBlocks, Truncation
-from mega_agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
-from mega_agentrl.config.sections.search import SearchToolConfig
-from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.policy import ModelConfig
+from mega_agentrl.config.sections.tools import SearchToolConfig, ToolConfig
 from mega_agentrl.runtime.inputs import data_cache_folder, read_inputs
 from mega_agentrl.tool.toolkit import ToolKit
 

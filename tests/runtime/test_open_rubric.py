@@ -8,7 +8,7 @@ import pytest
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.runtime import rubric as module
 from mega_agentrl.runtime.rubric import open_rubric
-from tests.rollout.bare_trajectory import bare_trajectory
+from tests.fakes import make_trajectory
 
 MINE = """
 import os
@@ -34,17 +34,17 @@ def test_nothing_is_started_without_user_functions(monkeypatch):
     monkeypatch.setattr(module, "WorkerPool", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(module, "LLMJudge", lambda *_, **__: pytest.fail("started"))
     with open_rubric(RewardConfig()) as rubric:
-        assert not isinstance(rubric.score(bare_trajectory()), Future)
+        assert not isinstance(rubric.score(make_trajectory()), Future)
 
 
 def test_user_functions_see_only_the_named_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("MINE_KEY", "secret")
     monkeypatch.setenv("OTHER", "other")
     with open_rubric(mine(tmp_path)) as rubric:
-        score = rubric.score(bare_trajectory()).result(WAIT_S)
+        score = rubric.score(make_trajectory()).result(WAIT_S)
         assert score.extra_info == {"mine": {"key": "secret", "other": None}}
     with pytest.raises(RuntimeError, match="closed"):
-        rubric.score(bare_trajectory())
+        rubric.score(make_trajectory())
 
 
 def test_errors_are_found_at_the_start(tmp_path, monkeypatch):

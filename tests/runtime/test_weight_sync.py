@@ -2,13 +2,19 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import ray
 import torch
 
-from mega_agentrl.config.schema import ClusterConfig, EngineConfig, ModelConfig, TrainConfig
+from mega_agentrl.config.enums import TransportKind
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig, WeightSyncConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
@@ -99,7 +105,10 @@ def sides(processes):
     ranks, sinks = processes.start_all()
     config = processes.config
     policy, engines = PolicyGroup(ranks, config), GeneratorGroup(sinks, config, processes.spawn)
-    yield policy, engines, WeightSynchronizer(policy, engines, config, dtype="float32")
+    weight_sync = WeightSynchronizer(policy, engines, config, dtype="float32")
+    coordinator = Coordinator(policy, engines, weight_sync, None)
+    yield policy, engines, coordinator
+    coordinator._supervisor.close()
     processes.drop_replaced(engines)
 
 
@@ -119,11 +128,11 @@ def check_received(engines, folder, version, only=(0, 1)):
 
 
 def test_every_engine_receives_its_shard_of_each_version(sides, folder):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     own = sum(4 * t.numel() for t in hf_tensors(folder, 1).values())
     for version in (1, 2):
         policy.call_all("set_version", version)
-        sent = weight_sync.sync(engines, version)
+        sent = coordinator.sync_weights(engines, version)
         assert engines.version == version
         assert sent["bytes_per_worker"] == own
         assert sent["probe_gap"] == 0
@@ -137,163 +146,158 @@ def test_every_engine_receives_its_shard_of_each_version(sides, folder):
         "compute_prompt_log_probs",
         "resume",
     ] * 2
-    assert [word for word in call_engine(engines, 0, "history") if word != "received"] == order
+    assert call_engine(engines, 0, "history") == order
+
+
+def test_a_transport_that_cannot_connect_the_ranks_is_refused(sides, processes):
+    policy, engines, _ = sides
+    config = replace(processes.config, weight_sync=WeightSyncConfig(transport=TransportKind.nccl))
+    with pytest.raises(ConfigError) as raised:
+        WeightSynchronizer(policy, engines, config, dtype="float32").connect([0, 1])
+    assert (raised.value.key, raised.value.got) == ("weight_sync.transport", "nccl")
 
 
 def test_corrupted_engine_fails_verification_and_recovers(sides, folder):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
+    coordinator.sync_weights(engines, 1)
     call_engine(engines, 1, "corrupt", "model.layers.1.mlp.down_proj.weight")
     with pytest.raises(
         RemoteCallError, match=r"version 2 failed on engine 1.*layers\.1\.mlp\.down"
     ):
-        weight_sync.sync(engines, 2)
+        coordinator.sync_weights(engines, 2)
     assert engines.version == 1
     for index in (0, 1):
         assert "the update to version 2 failed" in call_engine(engines, index, "history")[-1]
     call_engine(engines, 1, "corrupt", None)
     policy.call_all("set_version", 3)
-    weight_sync.sync(engines, 3)
+    coordinator.sync_weights(engines, 3)
     check_received(engines, folder, 3)
 
 
 def test_diverged_replicas_are_named(sides):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1, True)
     with pytest.raises(ValueError, match=r"model\.norm\.weight.* trainer ranks 0 and 1"):
-        weight_sync.sync(engines, 1)
+        coordinator.sync_weights(engines, 1)
     assert "drifted apart" in call_engine(engines, 0, "history")[-1]
 
 
 def test_probe_detects_errors_that_digests_cannot(sides):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1)
     policy.call_all("shift_embedding_rows", 1)
     with pytest.raises(ValueError, match=r"probe: engine [01] and the policy disagree"):
-        weight_sync.sync(engines, 1)
+        coordinator.sync_weights(engines, 1)
     assert "probe: engine" in call_engine(engines, 0, "history")[-1]
     assert call_engine(engines, 0, "history").count("resume") == 0
     policy.call_all("shift_embedding_rows", 0)
-    assert weight_sync.sync(engines, 1)["probe_gap"] == 0
+    assert coordinator.sync_weights(engines, 1)["probe_gap"] == 0
 
 
 def test_new_and_replaced_engines_get_the_current_version_without_pausing_others(sides, folder):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
+    coordinator.sync_weights(engines, 1)
     before = call_engine(engines, 0, "history")
-    replaced, starting = engines.respawn_engine(1)
-    assert (replaced, engines.routable_engines) == (1, [0])
-    engines.wait_started(starting)
-    added, starting = engines.respawn_engine()
-    engines.wait_started(starting)
-    weight_sync.sync_new_engines([replaced, added])
-    check_received(engines, folder, 1, only=(1, 2))
+    engines.wait_started(engines.respawn_engine(1))
+    assert engines.routable_engines == [0]
+    assert coordinator.sync_new_engines([1])
+    check_received(engines, folder, 1)
     assert call_engine(engines, 0, "history") == before
-    engines.enable_routing(replaced)
-    engines.enable_routing(added)
+    engines.enable_routing(1)
     policy.call_all("set_version", 2)
-    weight_sync.sync(engines, 2)
-    check_received(engines, folder, 2, only=(0, 1, 2))
+    coordinator.sync_weights(engines, 2)
+    check_received(engines, folder, 2)
 
 
-class Supervisor:
-    """Replaces engine 1 whenever it is asked to."""
-
-    def __init__(self, engines):
-        self.new_engines, self.engines, self.num_replacements = set(), engines, 0
-        self.is_replacing = False
-
-    def report_lost(self, index, actor, reason):
-        self.engines.disable_routing(index)
-
-    def replace_lost_engines(self):
-        self.num_replacements += 1
-        index, starting = self.engines.respawn_engine(1)
-        self.engines.wait_started(starting)
-        self.new_engines = {index}
-        return True
-
-    def notify_waiters(self):
-        self.new_engines.difference_update(self.engines.routable_engines)
+def test_engine_replaced_while_the_policy_is_ahead_joins_a_new_link(sides, folder):
+    policy, engines, coordinator = sides
+    policy.call_all("set_version", 1)
+    coordinator.sync_weights(engines, 1)
+    coordinator._has_unsynced_weights = True
+    engines.report_lost(1, engines.actor(1), "lost")
+    engines.wait_started(engines.respawn_engine(1))
+    engines.registry.mark_started(1)
+    assert not coordinator.sync_new_engines([1])
+    policy.call_all("set_version", 2)
+    coordinator.sync_weights(engines, 2)
+    assert engines.routable_engines == [0, 1]
+    check_received(engines, folder, 2)
 
 
 def test_engine_that_died_before_a_sync_is_replaced_and_gets_the_weights(sides, processes, folder):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
-    supervisor = Supervisor(engines)
-    weight_sync.set_engine_supervisor(supervisor)
+    coordinator.sync_weights(engines, 1)
+    coordinator.start()
     processes.kill(engines._actors[1])
     policy.call_all("set_version", 2)
-    weight_sync.sync(engines, 2)
-    assert supervisor.num_replacements == 1
+    coordinator.sync_weights(engines, 2)
+    assert engines.registry.num_replaced == 1
     assert engines.routable_engines == [0, 1]
     check_received(engines, folder, 2)
 
 
 def test_sync_waits_for_a_replacement_when_all_engines_are_lost(sides, folder):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1)
     for index in (0, 1):
-        engines.disable_routing(index)
+        engines.report_lost(index, engines.actor(index), "lost")
     with pytest.raises(RemoteCallError, match="no engine is left"):
-        weight_sync.sync(engines, 1)
-    supervisor = Supervisor(engines)
-    weight_sync.set_engine_supervisor(supervisor)
-    weight_sync.sync(engines, 1)
-    assert (supervisor.num_replacements, engines.routable_engines) == (1, [1])
-    check_received(engines, folder, 1, only=(1,))
+        coordinator.sync_weights(engines, 1)
+    coordinator.start()
+    coordinator.sync_weights(engines, 1)
+    assert (engines.registry.num_replaced, engines.routable_engines) == (2, [0, 1])
+    check_received(engines, folder, 1)
 
 
 def test_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, folder):
-    policy, engines, weight_sync = sides
+    policy, engines, coordinator = sides
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
-    policy.has_unsynced_weights = True
-    assert not weight_sync.sync_new_engines([1])
-    weight_sync.sync(engines, 2)
-    with policy.lock, ThreadPoolExecutor(1) as other:
-        assert not other.submit(weight_sync.sync_new_engines, [1]).result()
-    assert weight_sync.sync_new_engines([1])
+    coordinator.sync_weights(engines, 1)
+    coordinator._has_unsynced_weights = True
+    assert not coordinator.sync_new_engines([1])
+    coordinator.sync_weights(engines, 2)
+    with coordinator._lock, ThreadPoolExecutor(1) as other:
+        assert not other.submit(coordinator.sync_new_engines, [1]).result()
+    assert coordinator.sync_new_engines([1])
 
 
 def test_dead_policy_rank_is_named(sides, processes):
-    policy, engines, weight_sync = sides
-    weight_sync.connect()
+    policy, engines, coordinator = sides
+    coordinator._weight_sync.connect([0, 1])
     processes.kill(policy._actors[1])
     with pytest.raises(RemoteCallError, match=r"rank 1"):
-        weight_sync.sync(engines, 1)
+        coordinator.sync_weights(engines, 1)
 
 
 def test_dead_engine_is_named_and_other_engines_refuse_with_the_reason(sides, processes):
-    _, engines, weight_sync = sides
-    weight_sync.connect()
+    _, engines, coordinator = sides
+    coordinator._weight_sync.connect([0, 1])
     processes.kill(engines._actors[1])
     with pytest.raises(ray.exceptions.RayActorError):
         while True:  # calls still get through for a moment
             call_engine(engines, 1, "history")
     with pytest.raises(RemoteCallError, match="pause: engine 1 died"):
-        weight_sync.sync(engines, 1)
+        coordinator.sync_weights(engines, 1)
     assert "engine 1 died" in call_engine(engines, 0, "history")[-1]
 
 
 def test_unattached_generator_is_rejected(sides):
-    _, _, weight_sync = sides
+    _, _, coordinator = sides
     with pytest.raises(ValueError, match="attached to"):
-        weight_sync.sync(object(), 1)
+        coordinator.sync_weights(object(), 1)
 
 
 @pytest.fixture
 def shared(sides):
     """Policy and engines on the same GPUs, which the policy holds at first."""
-    policy, engines, weight_sync = sides
-    gpu_time_sharing = GpuTimeSharing(policy, engines)
-    policy.set_gpu_time_sharing(gpu_time_sharing)
-    policy.set_weight_sync(weight_sync)
-    weight_sync._gpu_time_sharing = gpu_time_sharing
-    return policy, engines, weight_sync, gpu_time_sharing
+    policy, engines, separate = sides
+    gpus = GpuTimeSharing(policy, engines)
+    coordinator = Coordinator(policy, engines, separate._weight_sync, gpus)
+    yield policy, engines, coordinator, gpus
+    coordinator._supervisor.close()
 
 
 UPDATE = ["wake_up", "weights", "pause", "receive_weights", "verify_weights"]
@@ -301,35 +305,34 @@ SERVE = ["wake_up", "cache", "compute_prompt_log_probs", "resume"]
 
 
 def history_since(engines, index, before):
-    new = [word for word in call_engine(engines, index, "history") if word != "received"]
+    new = call_engine(engines, index, "history")
     return new[len(before) :]
 
 
 def test_colocated_policy_is_offloaded_before_the_kv_cache_wakes(shared, folder):
-    policy, engines, weight_sync, gpu_time_sharing = shared
+    policy, engines, coordinator, gpus = shared
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
+    coordinator.sync_weights(engines, 1)
     check_received(engines, folder, 1)
-    history = [word for word in call_engine(engines, 0, "history") if word != "received"]
+    history = call_engine(engines, 0, "history")
     assert history == ["wake_up", "weights", "layout", "join_weight_transfer", *UPDATE[2:], *SERVE]
     assert policy.call_all("gpu_resident_parts") == [frozenset(), frozenset()]
-    assert gpu_time_sharing.owner is GpuOwner.engines
-    weight_sync.resync()
+    assert gpus.owner is GpuOwner.engines
+    coordinator.sync_weights(engines, 1)
     check_received(engines, folder, 1)
     assert history_since(engines, 0, history) == ["sleep", *UPDATE, *SERVE]
 
 
 def test_colocated_new_engine_is_synced_together_with_all_others(shared, folder):
-    policy, engines, weight_sync, gpu_time_sharing = shared
+    policy, engines, coordinator, gpus = shared
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
-    before = [word for word in call_engine(engines, 0, "history") if word != "received"]
-    supervisor = Supervisor(engines)
-    engines.set_engine_supervisor(supervisor)
-    weight_sync.set_engine_supervisor(supervisor)
-    with gpu_time_sharing.reserve_for_engine_start():
-        supervisor.replace_lost_engines()
-    assert weight_sync.sync_new_engines([1])
+    coordinator.sync_weights(engines, 1)
+    before = call_engine(engines, 0, "history")
+    engines.report_lost(1, engines.actor(1), "lost")
+    with gpus.reserve_for_engine_start():
+        engines.wait_started(engines.respawn_engine(1))
+    engines.registry.mark_started(1)
+    assert coordinator.sync_new_engines([1])
     assert engines.routable_engines == [0, 1]
     check_received(engines, folder, 1)
     assert history_since(engines, 0, before) == [
@@ -340,29 +343,26 @@ def test_colocated_new_engine_is_synced_together_with_all_others(shared, folder)
         *UPDATE[2:],
         *SERVE,
     ]
-    gpu_time_sharing.acquire_for_policy()
-    assert not weight_sync.sync_new_engines([1]), "the policy has the GPUs"
+    gpus.acquire_for_policy()
+    assert not coordinator.sync_new_engines([1]), "the policy has the GPUs"
 
 
 def test_colocated_policy_is_offloaded_while_an_engine_starts(shared, processes, folder):
-    policy, engines, weight_sync, gpu_time_sharing = shared
+    policy, engines, coordinator, gpus = shared
     policy.call_all("set_version", 1)
-    weight_sync.sync(engines, 1)
-    gpu_time_sharing.acquire_for_policy()
-    supervisor, seen = Supervisor(engines), []
-    engines.set_engine_supervisor(supervisor)
-    weight_sync.set_engine_supervisor(supervisor)
-    replace = supervisor.replace_lost_engines
+    coordinator.sync_weights(engines, 1)
+    gpus.acquire_for_policy()
+    seen, respawn = [], engines.respawn_engine
 
-    def watched():
-        with gpu_time_sharing.reserve_for_engine_start():
-            seen.extend(policy.call_all("gpu_resident_parts"))
-            return replace()
+    def watched(index):
+        seen.extend(policy.call_all("gpu_resident_parts"))
+        return respawn(index)
 
-    supervisor.replace_lost_engines = watched
+    engines.respawn_engine = watched
+    coordinator.start()
     processes.kill(engines._actors[1])
     policy.call_all("set_version", 2)
-    weight_sync.sync(engines, 2)
+    coordinator.sync_weights(engines, 2)
     assert seen == [frozenset(), frozenset()]
     assert engines.routable_engines == [0, 1]
     check_received(engines, folder, 2)

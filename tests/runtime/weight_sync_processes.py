@@ -5,8 +5,8 @@ import torch
 
 from mega_agentrl.reshard.device_location import current_device_location
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes, megatron_layout
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.session import join_session
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
 from mega_agentrl.runtime.workers.policy_group import PolicyActor
@@ -77,6 +77,10 @@ class FakeRank(PolicyActor):
             self.leave_transfer_group(key)
         self._policy = FakePolicyRank(self._config.model.path, self._rank)
 
+    def call(self, method, *args):
+        """Call a method that only tests have, too."""
+        return getattr(self._policy, method)(*args)
+
 
 @ray.remote(num_cpus=0)
 class FakeEngine:
@@ -132,6 +136,9 @@ class FakeEngine:
     def corrupt(self, name):
         self.corrupted_name = name
 
+    def check_health(self):
+        pass
+
     def pause(self):
         pass
 
@@ -151,4 +158,4 @@ class FakeEngine:
         return self.writer.params
 
     def history(self):
-        return [word for word in self.calls if word != "history"]
+        return [word for word in self.calls if word not in ("history", "check_health", "received")]

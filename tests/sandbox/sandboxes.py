@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 

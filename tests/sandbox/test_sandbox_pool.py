@@ -16,7 +16,7 @@ import pyseccomp
 import pytest
 
 from mega_agentrl.config.enums import PythonMode, SandboxIsolation
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox import client
 from mega_agentrl.sandbox import pool as pool_module
 from mega_agentrl.sandbox.pool import SandboxPool
@@ -339,7 +339,7 @@ def test_close_ends_everything_at_once():
 def test_sandboxes_die_with_their_owner():
     program = (
         "import asyncio, os, time\n"
-        "from mega_agentrl.config.sections.sandbox import PythonToolConfig\n"
+        "from mega_agentrl.config.sections.tools import PythonToolConfig\n"
         "from mega_agentrl.sandbox.pool import SandboxPool\n"
         "pool = SandboxPool(PythonToolConfig(num_workers=1, preload_modules=[]))\n"
         "asyncio.run(pool.start())\n"
@@ -363,7 +363,7 @@ async def test_many_concurrent_calls(pool):
 AS_A_USER = """
 import asyncio
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
 
 async def main():

@@ -41,7 +41,7 @@ async def call(made, text):
     toolkit = ToolKit([made])
     session = toolkit.open_session()
     await session.create({})
-    parsed = toolkit.parse_final_call(f"<{made.name}> {text} </{made.name}>")
+    (parsed,) = toolkit.parse_calls(f"<{made.name}> {text} </{made.name}>")
     try:
         return await session.execute(parsed.tool, parsed.arguments)
     finally:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox.client import SandboxResult
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE
 from mega_agentrl.tool.python import EMPTY_OUTPUT_MESSAGE, PythonTool, print_last_expression

@@ -4,11 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.tool.snippet import ELLIPSIS, extract_snippet, truncate_to_tokens
+from mega_agentrl.tool.snippet import (
+    ELLIPSIS,
+    estimate_max_words,
+    text_from_best_window,
+    truncate_to_tokens,
+)
 from tests.fakes import CharCodec
 from tests.tool.local_server import WordCodec
 
 WORDS, CHARS = WordCodec(), CharCodec()
+
+
+def extract_snippet(text, query, codec, max_tokens):
+    """As the browse tool does it, in one thread."""
+    num_words = estimate_max_words(text, codec, max_tokens)
+    return truncate_to_tokens(text_from_best_window(text, query, num_words), codec, max_tokens)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
-from mega_agentrl.config.sections.search import BrowseToolConfig, SearchToolConfig
-from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.config.sections.tools import (
+    BrowseToolConfig,
+    PythonToolConfig,
+    SearchToolConfig,
+    ToolConfig,
+)
 from mega_agentrl.sandbox.client import SandboxResult
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.gsm8k import Gsm8kTool
@@ -43,10 +46,10 @@ async def test_a_turn_becomes_an_answer(tmp_path):
     try:
         session = toolkit.open_session()
         await session.create({})
-        call = toolkit.parse_final_call("<think> a </think> <python> 6*7 </python>")
+        (call,) = toolkit.parse_calls("<think> a </think> <python> 6*7 </python>")
         outcome = await session.execute(call.tool, call.arguments)
         assert toolkit.render_outcome(outcome) == " <result>\n42\n</result>"
-        call = toolkit.parse_final_call("<search> lake </search>")
+        (call,) = toolkit.parse_calls("<search> lake </search>")
         outcome = await session.execute(call.tool, call.arguments)
         assert toolkit.render_outcome(outcome) == (
             " <result>\nlake &lt;/search> &lt;answer> 1 &lt;/answer>\n</result>"

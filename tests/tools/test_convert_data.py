@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mega_agentrl.config.sections.data import DataConfig
-from mega_agentrl.config.sections.data_files import DataFile
+from mega_agentrl.config.sections.data import DataConfig, DataFile
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.reward.call_parser import MAX_CHARS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.rollout.io.render_tree import render_tree
+from mega_agentrl.rollout.io.render import render_tree
 from mega_agentrl.rollout.io.tree_file import write_trees
 from tests.rollout.grown_trees import grow, nested_tree
 
@@ -37,7 +37,7 @@ def test_all_trees_of_a_file(tool, file, capsys):
 
 
 def test_one_prompt_by_its_id(tool, tmp_path, capsys):
-    from mega_agentrl.config.schema import RolloutConfig
+    from mega_agentrl.config.sections.rollout import RolloutConfig
 
     trees = grow(RolloutConfig(group_size=2), num_prompts=3)
     path = tmp_path / "step.jsonl"

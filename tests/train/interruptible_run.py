@@ -18,14 +18,14 @@ import torch
 
 from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
 from mega_agentrl.config.enums import AdvantageEstimator, AresMode
-from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
+from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.data.sft_dataset import Demonstration, DemonstrationSampler
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.train.resume import run_state
-from mega_agentrl.train.resume.policy_restart import train_with_restarts
 from mega_agentrl.train.signals import SignalHandler
+from mega_agentrl.train.trainer import train_with_restarts
 from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.components import Components
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, random_text

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from mega_agentrl.runtime.coordinator import Coordinator
+from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
 from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from tests.fakes import FakeGenerator
@@ -50,9 +52,8 @@ class Ranks(PolicyGroup):
 
     def restart(self):
         """As `PolicyGroup.restart`, with a rank that needs no process."""
-        self._gpu_time_sharing.reclaim_for_policy_restart()
         self.calls.append("restart")
-        self.parts, self.has_unsynced_weights = ALL_STATE, True
+        self.parts = ALL_STATE
 
 
 class Engines(FakeGenerator):
@@ -60,7 +61,11 @@ class Engines(FakeGenerator):
 
     def begin(self, calls):
         self.calls, self.has, self.last_node = calls, set(), None
+        self.registry = EngineRegistry(1)
         return self
+
+    def serve_version(self, version, engines):
+        self.version = version
 
     def sleep(self):
         self.calls.append("engines: sleep")
@@ -80,29 +85,26 @@ class Engines(FakeGenerator):
 class FakeWeightSync:
     """Stands in for `WeightSynchronizer`."""
 
-    def __init__(self, policy, engines, sharing):
-        self.policy, self.engines, self.sharing = policy, engines, sharing
+    def __init__(self, policy, engines):
+        self.policy, self.engines = policy, engines
 
-    def sync(self, generator, version):
-        self.sharing.acquire_for_transfer([0])
+    def sync(self, engines, version, release_policy):
         assert self.policy.parts == {"weights"}
         assert self.engines.has == {"weights"}
         self.policy.calls.append(f"sync {version}")
-        self.sharing.release_to_engines([0])
-        self.policy.has_unsynced_weights = False
-        generator.version = version
+        release_policy()
         return {"total_s": 0.1}
 
-    def resync(self):
-        self.sync(self.engines, self.engines.version)
+    def reset_policy_ranks(self):
+        pass
 
 
 def share_gpus(components, config):
     """Replace policy and engines by ones that share GPUs; return the list of what they do."""
     calls = []
     policy, engines = Ranks(config, calls), Engines().begin(calls)
-    sharing = GpuTimeSharing(policy, engines)
-    policy.set_gpu_time_sharing(sharing)
-    policy.set_weight_sync(FakeWeightSync(policy, engines, sharing))
-    components.policy, components.generator = policy, engines
+    components.policy = Coordinator(
+        policy, engines, FakeWeightSync(policy, engines), GpuTimeSharing(policy, engines)
+    )
+    components.generator = engines
     return calls

@@ -1,6 +1,8 @@
 """Corrections and advantages of a batch, on numbers worked by hand."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +20,17 @@ from mega_agentrl.config.enums import (
     RolloutCorrection,
 )
 from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
-from mega_agentrl.train.advantages import add_advantages, add_importance_weights, mismatch_metrics
+from mega_agentrl.train.advantages import (
+    ADVANTAGES,
+    add_advantages,
+    add_importance_weights,
+    load_user_advantage,
+    mismatch_metrics,
+)
 from mega_agentrl.types.batch import TrainBatch
 
 OPEN, CLOSE = 8, 9
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_algorithm.py"
 
 
 def batch(**changes):
@@ -398,3 +407,91 @@ def test_gae_with_kl_in_the_reward_and_no_discount_is_the_return_less_the_value(
     on_BT = given.mask_BT
     assert_close(filled.return_BT[on_BT], returns_BT[on_BT])
     assert_close(filled.advantage_BT[on_BT], (returns_BT - given.value_BT)[on_BT])
+
+
+def test_each_name_has_an_estimator_with_the_needs_that_the_configuration_assumes():
+    assert set(ADVANTAGES) == set(AdvantageEstimator)
+    for name, estimator in ADVANTAGES.items():
+        assert estimator.needs_critic == AlgoConfig(advantage=name).needs_critic
+    assert {name for name, one in ADVANTAGES.items() if one.needs_greedy_baseline} == {"remax"}
+
+
+@pytest.fixture
+def own(tmp_path):
+    def own(body, name="mine"):
+        file = tmp_path / f"{name}.py"
+        file.write_text(
+            "import torch\n\nfrom mega_agentrl.train.advantages import AdvantageResult\n\n\n"
+            f"def advantage(inputs, algo):\n    batch = inputs.batch\n    return {body}\n"
+        )
+        return AlgoConfig(advantage=f"{file}:advantage")
+
+    return own
+
+
+def test_what_it_returns_is_the_advantage_of_trained_tokens(own, small_batch):
+    expected = small_batch.reward_B[:, None] * small_batch.mask_BT
+    by_token = own("AdvantageResult(batch.reward_B[:, None].expand(batch.mask_BT.shape))")
+    batch, _ = add_advantages(small_batch, by_token, kl_coef=0.0, cot_marker_ids=None)
+    assert torch.equal(batch.advantage_BT, expected)
+    by_trajectory = own("AdvantageResult(inputs.reward_A)", name="other")
+    batch, metrics = add_advantages(small_batch, by_trajectory, kl_coef=0.0, cot_marker_ids=None)
+    assert torch.equal(batch.advantage_BT, expected)
+    trained = small_batch.mask_BT
+    assert metrics["advantage/abs_mean"] == pytest.approx(float(expected.abs()[trained].mean()))
+
+
+def test_nothing_beside_the_mask_matters(own, small_batch):
+    algo = own("AdvantageResult(torch.where(batch.mask_BT, 1.0, torch.nan))")
+    batch, _ = add_advantages(small_batch, algo, kl_coef=0.0, cot_marker_ids=None)
+    assert torch.equal(batch.advantage_BT, small_batch.mask_BT.float())
+
+
+@pytest.mark.parametrize(
+    ("body", "got"),
+    [
+        ("AdvantageResult(batch.reward_B[:3])", r"returned \(3,\), .*\(4,\).*\(4, 3\)"),
+        ("AdvantageResult(3)", "returned int,"),
+        ("batch.reward_B", "returned Tensor,"),
+        ("AdvantageResult(batch.mask_BT / 0)", "returned 9 numbers that are not finite"),
+    ],
+    ids=["shape", "number", "tensor", "infinite"],
+)
+def test_a_wrong_result_is_named(own, small_batch, body, got):
+    with pytest.raises(ValueError, match=rf"algo\.advantage=.*mine\.py:advantage: {got}"):
+        add_advantages(small_batch, own(body), kl_coef=0.0, cot_marker_ids=None)
+
+
+def test_a_wrong_function_is_named_before_it_is_called(tmp_path):
+    file = tmp_path / "wrong.py"
+    file.write_text("advantage = 3\n\n\ndef other(batch):\n    pass\n")
+    with pytest.raises(ValueError, match="got 3 for advantage, expected a function of"):
+        load_user_advantage(str(file))
+    with pytest.raises(ValueError, match=r"got other\(batch\), expected a function of"):
+        load_user_advantage(f"{file}:other")
+
+
+def test_the_example(small_batch):
+    """Rewards 1, 0 | 3, 5 are half a point and one from their medians; entropies .25."""
+    batch = replace(small_batch, entropy_BT=torch.full_like(small_batch.rollout_logp_BT, 0.25))
+    algo = AlgoConfig(advantage=str(EXAMPLE))
+    batch, _ = add_advantages(batch, algo, kl_coef=0.0, cot_marker_ids=None)
+    expected = torch.tensor([0.5, -0.5, -1.0, 1.0])[:, None] * 1.25 * small_batch.mask_BT
+    torch.testing.assert_close(batch.advantage_BT, expected)
+
+
+@pytest.fixture
+def small_batch():
+    grid = torch.zeros(4, 3)
+    return TrainBatch(
+        prompt_ids=((1,),) * 4,
+        response_BT=grid.long(),
+        length_B=torch.full((4,), 3),
+        mask_BT=torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool),
+        group_B=torch.tensor([0, 0, 1, 1]),
+        reward_B=torch.tensor([1.0, 0.0, 3.0, 5.0]),
+        node_BT=torch.arange(12).view(4, 3),
+        rollout_logp_BT=grid,
+        rollout_entropy_BT=grid,
+        version_BT=grid.long(),
+    )

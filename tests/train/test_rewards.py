@@ -9,13 +9,14 @@ import torch
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.reward.rubric import WeightedRubric
+from mega_agentrl.rollout.groups.collector import RolloutBatch
 from mega_agentrl.rollout.groups.filter import FilterResult
-from mega_agentrl.rollout.groups.rollout_batch import RolloutBatch
 from mega_agentrl.rollout.groups.scoring import start_scores
 from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
 from mega_agentrl.runtime.rubric import open_rubric
-from mega_agentrl.train.rewards import add_reward_model_scores, resolve_rewards
-from mega_agentrl.train.rollout_collection import collect_rollouts, open_rollout_collector
+from mega_agentrl.train.rewards import RewardResolver, add_reward_model_scores
+from mega_agentrl.train.scheduler import open_rollout_scheduler
+from mega_agentrl.train.signals import SignalHandler
 from mega_agentrl.types.records import (
     ContextReset,
     Role,
@@ -101,12 +102,12 @@ def test_the_log_prob_pass_runs_while_a_function_is_busy(components, config, gat
     components.policy.compute_log_probs = opens
     with (
         open_rubric(gated) as components.rubric,
-        open_rollout_collector(components, config) as collector,
+        open_rollout_scheduler(components, config, SignalHandler()) as scheduler,
     ):
-        rollout_batch = collect_rollouts(components, collector, 1)
+        rollout_batch = scheduler.collect(1)
         batch = pack_trees(rollout_batch.trees)
         batch = components.policy.compute_log_probs(batch)
-        rollout_batch, batch = resolve_rewards(components, rollout_batch, batch)
+        batch = RewardResolver(components).resolve(rollout_batch, batch)
     trajectories = [one for tree in rollout_batch.trees for one in tree.trajectories]
     assert len(trajectories) == batch.num_rows
     for one, reward in zip(trajectories, batch.reward_B.tolist(), strict=True):
@@ -126,7 +127,7 @@ def test_functions_that_hang_or_die_mask_their_trajectory(
     with open_rubric(replace(gated, timeout_s=2.0)) as rubric:
         rollout_batch = rollout_batch_of(trees, rubric)
         batch = pack_trees(trees)
-        rollout_batch, batch = resolve_rewards(components, rollout_batch, batch)
+        batch = RewardResolver(components).resolve(rollout_batch, batch)
     assert batch.reward_B.tolist() == [2.0, 0.0, 0.0, 1.0]
     assert batch.mask_BT.any(dim=1).tolist() == [True, False, False, True]
     assert batch.group_B.tolist() == [0, 1, 2, 0]
@@ -178,7 +179,7 @@ def test_a_models_part_is_added_where_the_rubric_has_it(components):
         RolloutTree(prompt=plain, trajectories=[row("plain", plain)]),
     ]
     rollout_batch = rollout_batch_of(trees, components.rubric)
-    _, batch = resolve_rewards(components, rollout_batch, pack_trees(trees))
+    batch = RewardResolver(components).resolve(rollout_batch, pack_trees(trees))
     # The first trajectory is two rows, of 2 and of 3 tokens: the last one counts.
     assert batch.reward_B.tolist() == [2.5, 2.5, 0.0, 0.0, 1.0]
     first, _, odd = trees[0].trajectories
@@ -204,7 +205,7 @@ def test_filtered_groups_are_scored_as_well_and_others_not_read(components):
         group_counts={},
         pending_scores=scored.pending_scores,
     )
-    _, batch = resolve_rewards(components, some, pack_trees(trees[:1]))
+    batch = RewardResolver(components).resolve(some, pack_trees(trees[:1]))
     assert batch.reward_B.tolist() == [2.0]
     assert trees[1].trajectories[0].score.value == 2.0
     assert trees[2].trajectories[0].score.value == 1.0
@@ -227,6 +228,6 @@ def test_with_nothing_missing_the_batch_is_as_it_was(components):
         version=0,
         group_counts={},
     )
-    _, after = resolve_rewards(components, none, before)
+    after = RewardResolver(components).resolve(none, before)
     assert torch.equal(after.reward_B, before.reward_B)
     assert torch.equal(after.mask_BT, before.mask_BT)

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from mega_agentrl.train.controllers import initial_controllers
 from mega_agentrl.train.evaluate import evaluate_validation_set
-from mega_agentrl.train.rollout_collection import open_rollout_collector
 from mega_agentrl.train.run_logger import RunLogger
-from mega_agentrl.train.trainer import train, train_step
+from mega_agentrl.train.trainer import open_trainer, train
 from mega_agentrl.types.monitoring import Monitors
 
 
@@ -23,9 +22,9 @@ def test_a_step_shows_reward_success_phases_and_speed(components, config):
     with (
         RunLogger(components.run_dir, config, console) as logger,
         logger.stage("RL", 1),
-        open_rollout_collector(components, config) as collector,
+        open_trainer(components, config, logger, initial_controllers(config.algo)) as trainer,
     ):
-        train_step(components, config, logger, collector, initial_controllers(config.algo), 1)
+        trainer.step(1)
     shown = console.file.getvalue()
     for piece in ("RL 1/1", "reward", "success", "tokens/s", "rollout", "update", "eta"):
         assert piece in shown
@@ -35,8 +34,12 @@ def test_the_end_shows_before_and_after_side_by_side(components, config):
     console = screen()
     with RunLogger(components.run_dir, config, console) as logger:
         before = logger.log_validation("before", evaluate_validation_set(components, config))
-        with logger.stage("RL", 1), open_rollout_collector(components, config) as collector:
-            train_step(components, config, logger, collector, initial_controllers(config.algo), 1)
+        controllers = initial_controllers(config.algo)
+        with (
+            logger.stage("RL", 1),
+            open_trainer(components, config, logger, controllers) as trainer,
+        ):
+            trainer.step(1)
         after = logger.log_validation("after", evaluate_validation_set(components, config))
         logger.finish(before, after)
     shown = console.file.getvalue()
@@ -90,9 +93,9 @@ def test_a_restored_logger_continues_another_one(components, config):
     with (
         logger_of("one") as one,
         one.stage("RL", 2),
-        open_rollout_collector(components, config) as collector,
+        open_trainer(components, config, one, initial_controllers(config.algo)) as trainer,
     ):
-        train_step(components, config, one, collector, initial_controllers(config.algo), 1)
+        trainer.step(1)
         state = json.loads(json.dumps(one.state_dict()))
     assert [point["step"] for point in state["curve"]] == [1]
     assert state["stage_seconds"]["RL"] > 0, "a stage that is under way counts"

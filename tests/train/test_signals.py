@@ -167,3 +167,27 @@ def test_listening_imports_nothing_heavy():
     )
     assert done.stdout.strip() == "[]"
     assert isinstance(signals.PROCESS_SIGNAL_HANDLER, SignalHandler)
+
+
+def test_inside_a_deferral_a_body_may_allow_signals():
+    handler, passed = SignalHandler(), []
+    with pytest.raises(RunInterrupted), handler.defer_signals():
+        with handler.allow_signals():
+            passed.append("nothing pending")
+            handler.on_signal(signal.SIGTERM)
+            passed.append("never")
+    assert passed == ["nothing pending"]
+    handler = SignalHandler()
+    with pytest.raises(RunInterrupted), handler.defer_signals():
+        handler.on_signal(signal.SIGTERM)
+        passed.append("deferred")
+        with handler.allow_signals():
+            passed.append("never")
+    assert passed == ["nothing pending", "deferred"]
+    handler = SignalHandler()
+    with pytest.raises(RunInterrupted), handler.defer_signals():
+        with handler.allow_signals():
+            pass
+        handler.on_signal(signal.SIGTERM)
+        passed.append("deferred again")
+    assert passed[-1] == "deferred again"

@@ -1,19 +1,19 @@
 """The training run: order of calls, files, result."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
 import ray
 
 from mega_agentrl.config.enums import AdvantageEstimator
-from mega_agentrl.config.schema import SftConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.rollout.io.tree_file import read_trees
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError
-from mega_agentrl.train.resume.policy_restart import train_with_restarts
-from mega_agentrl.train.signals import SignalHandler
-from mega_agentrl.train.trainer import train
+from mega_agentrl.train.signals import RunInterrupted, SignalHandler
+from mega_agentrl.train.trainer import train, train_with_restarts
 from tests.train.shared_gpus import share_gpus
 
 
@@ -34,6 +34,29 @@ def test_policy_calls_come_in_the_order_of_the_algorithm(components, config):
         "save step-000002",
         "export_hf",
     ]
+
+
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [
+        ("compute_log_probs", ["sync 1", "compute_log_probs", "save step-000000"]),
+        ("update", ["sync 1", "compute_log_probs", "update", "sync 2", "save step-000001"]),
+    ],
+    ids=["before", "after"],
+)
+def test_a_signal_ends_a_step_before_its_update_or_after_it(components, config, method, calls):
+    components.open_sft_stream = None
+    handler, inner = SignalHandler(), getattr(components.policy, method)
+
+    def signalled(*args):
+        result = inner(*args)
+        handler.on_signal(signal.SIGTERM)
+        return result
+
+    setattr(components.policy, method, signalled)
+    with pytest.raises(RunInterrupted):
+        train(components, config, handler)
+    assert components.policy.calls == calls
 
 
 def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(components, config):
@@ -207,7 +230,8 @@ def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(component
 
 def test_on_shared_gpus_a_run_goes_on_after_the_policy_died(components, config, calls):
     components.open_sft_stream = None
-    policy, update = components.policy, components.policy.answer
+    policy = components.policy._policy
+    update = policy.answer
     deaths = iter([True])
 
     def answer(method, args):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mega_agentrl.config.schema import SftConfig
+from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.train import warm_start
 from mega_agentrl.train.evaluate import EvalResult
 from mega_agentrl.train.run_logger import RunLogger

@@ -79,6 +79,21 @@ def test_select_refuses_rows_that_do_not_belong_together():
         split.select_rows([2, 1])
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"reward_B": torch.zeros(3, dtype=torch.int64)}, "reward_B is torch.int64, expected a fl"),
+        ({"group_B": torch.zeros(3)}, "group_B is torch.float32, expected torch.int64"),
+        ({"mask_BT": torch.zeros(3, 4)}, "mask_BT is torch.float32, expected torch.bool"),
+        ({"length_B": torch.tensor([4, 4, 5])}, r"length_B has \[4, 4, 5\], expected 0 to 4"),
+    ],
+    ids=["integer reward", "float group", "float mask", "length beyond T"],
+)
+def test_validate_names_the_field(changes, expected):
+    with pytest.raises(ValueError, match=expected):
+        batch(**changes).validate()
+
+
 @given(st.permutations(range(ROWS)))
 def test_selecting_a_permutation_and_its_inverse_changes_nothing(order):
     inverse = sorted(range(ROWS), key=lambda row: order[row])

@@ -1,11 +1,18 @@
 """Every protocol has its members, documented and annotated."""
 
+import dataclasses
 import inspect
 from typing import Protocol
 
 import pytest
 
+from mega_agentrl.report.trackers.mlflow import MlflowTracker
+from mega_agentrl.report.trackers.prometheus import PrometheusTracker
+from mega_agentrl.report.trackers.tensorboard import TensorBoardTracker
+from mega_agentrl.report.trackers.wandb import WandbTracker
 from mega_agentrl.types import protocols
+from mega_agentrl.types.components import Components
+from mega_agentrl.types.monitoring import Tracker
 from mega_agentrl.types.protocols import Stateful
 
 PROTOCOLS = [
@@ -13,6 +20,7 @@ PROTOCOLS = [
     for _, kind in inspect.getmembers(protocols, inspect.isclass)
     if kind.__module__ == protocols.__name__
 ]
+TRACKERS = [TensorBoardTracker, WandbTracker, MlflowTracker, PrometheusTracker]
 REQUIRED = {
     "Generator": {"generate", "abort", "entropies", "pause", "resume", "version"},
     "ToolSession": {"create", "execute", "fork", "calc_reward", "release"},
@@ -87,3 +95,17 @@ def test_anything_with_a_state_is_stateful():
     counter.num_rows = 7
     copy.load_state_dict(counter.state_dict())
     assert copy.num_rows == 7
+
+
+def test_components_are_typed_by_protocol():
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(Components)}
+    given = {"policy", "generator", "tools", "codec", "rubric", "prompt_source"}
+    assert given <= set(kinds)
+    assert all(hasattr(protocols, kinds[name]) for name in given)
+
+
+@pytest.mark.parametrize("kind", TRACKERS)
+@pytest.mark.parametrize("method", ["log_config", "log", "close"])
+def test_trackers_have_the_signatures_of_the_protocol(kind, method):
+    expected = inspect.signature(getattr(Tracker, method))
+    assert inspect.signature(getattr(kind, method)) == expected

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import (
     FinishReason,
     Generation,
@@ -141,3 +142,20 @@ def test_prompts_and_generations_cannot_be_changed():
         PROMPT.ground_truth = "3"
     with pytest.raises(dataclasses.FrozenInstanceError):
         generation().version = 5
+
+
+def test_a_tool_session_error_names_the_tool_and_carries_the_outcome():
+    outcome = ToolOutcome(
+        tool="notes", status=ToolStatus.infra_error, answer="create: no disk", latency_s=0.5
+    )
+    error = ToolSessionError(outcome)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "tool notes: create: no disk"
+    assert error.outcome is outcome
+
+
+def test_the_repr_of_a_trajectory_leaves_out_its_tokens():
+    turn = Turn(index=0, role=Role.assistant, start=0, stop=9999, text="word " * 9999)
+    shown = repr(trajectory(9999, turns=[turn], parent_id="toolqa/0#1", fork_len=7))
+    assert all(part in shown for part in ("toolqa/0#0", "9999 tokens", "token 7", "stop", "word "))
+    assert len(shown) < 200

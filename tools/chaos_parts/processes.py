@@ -6,7 +6,10 @@ are alive, so call `ProcessTracker.scan` regularly while the run is going on.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 RUN_ENV_VAR = "MEGA_AGENTRL_CHAOS"
 """Environment variable whose value names the run."""
@@ -20,26 +23,29 @@ PROCESS_PATTERNS = {
 
 
 class ProcessTracker:
-    """Tracks all processes that a run ever had, by pid and start time."""
+    """Tracks all processes that a run ever had."""
 
     def __init__(self, name: str) -> None:
         self._env_entry = f"{RUN_ENV_VAR}={name}".encode()
-        self._seen: set[tuple[int, str]] = set()
+        self._seen: set[psutil.Process] = set()
 
     def scan(self) -> dict[int, str]:
         """Return the command lines of the live processes by pid; zombies are ``(zombie)``."""
-        stats = {int(path.name): _stat(path) for path in Path("/proc").glob("[0-9]*")}
-        alive = {pid: stat for pid, stat in stats.items() if stat is not None}
+        parents: dict[psutil.Process, int] = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended
+                parents[process] = process.ppid()
         found = {
-            pid
-            for pid, (start, _, _) in alive.items()
-            if (pid, start) in self._seen
-            or self._env_entry in _read_proc_file(pid, "environ").split(b"\0")
+            process
+            for process in parents
+            if process in self._seen or self._env_entry in _environment(process)
         }
-        while more := {p for p, (_, parent, _) in alive.items() if parent in found} - found:
+        pids = {process.pid for process in found}
+        while more := {one for one, parent in parents.items() if parent in pids} - found:
             found |= more
-        self._seen |= {(pid, alive[pid][0]) for pid in found}
-        return {pid: "(zombie)" if alive[pid][2] == "Z" else _command(pid) for pid in sorted(found)}
+            pids |= {process.pid for process in more}
+        self._seen |= found
+        return {one.pid: _command(one) for one in sorted(found, key=lambda process: process.pid)}
 
     def find_targets(self, kind: str) -> list[int]:
         """Return the pids of a kind of target."""
@@ -48,21 +54,18 @@ class ProcessTracker:
         ]
 
 
-def _stat(path: Path) -> tuple[str, int, str] | None:
-    """Return start time, parent and state, or None for a process that has ended."""
+def _environment(process: psutil.Process) -> list[bytes]:
+    """Return all entries; `Process.environ` ends at a title that was written over the first."""
     try:
-        words = (path / "stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return None
-    return words[19], int(words[1]), words[0]
+        return []
 
 
-def _command(pid: int) -> str:
-    return _read_proc_file(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-
-
-def _read_proc_file(pid: int, name: str) -> bytes:
+def _command(process: psutil.Process) -> str:
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return "(zombie)"
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:
+        return ""

@@ -1,10 +1,48 @@
-"""The budget of a run of the comparison, and when the run is evaluated."""
+"""The cost of a run of the comparison, its budget, and when the run is evaluated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mega_agentrl.train.resume.run_state import RolloutCost
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mega_agentrl.types.records import RolloutTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCost:
+    """Cost of training rollouts.
+
+    A prefix that several trajectories share counts once; invalid calls do not count.
+    """
+
+    num_tokens: int = 0
+    """Tokens that the policy sampled."""
+    num_tool_calls: int = 0
+    """Tool calls that were executed."""
+
+    @classmethod
+    def of_trees(cls, trees: Iterable[RolloutTree]) -> RolloutCost:
+        """Return the cost of finished trees, with failed trajectories and greedy answers."""
+        num_tokens = num_calls = 0
+        for tree in trees:
+            for one in tree.all_trajectories:
+                num_tokens += sum(one.loss_mask[one.fork_len :])
+                num_calls += sum(
+                    turn.outcome is not None
+                    and not turn.outcome.is_invalid_call
+                    and turn.start >= one.fork_len
+                    for turn in one.turns
+                )
+        return cls(num_tokens=num_tokens, num_tool_calls=num_calls)
+
+    def __add__(self, other: RolloutCost) -> RolloutCost:
+        return RolloutCost(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_tool_calls=self.num_tool_calls + other.num_tool_calls,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

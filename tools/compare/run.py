@@ -1,10 +1,12 @@
 """One run of the comparison, from the shared warm start until its budget is spent.
 
     out/warm/                     checkpoint that all runs start from, and its evaluation
-    out/<algorithm>-seed<k>/      settings.json, metrics.jsonl, checkpoints/, at the end result.json
+    out/<algorithm>-seed<k>/      settings.json, metrics.jsonl, checkpoints/, progress.json, at the
+                                  end result.json
 
 A killed run continues from its newest checkpoint; a run with a result is not repeated. The settings
-are stored in both folders, and other settings in the same folder are an error.
+are stored in both folders, and other settings in the same folder are an error. `progress.json` has
+the cost and the evaluations until each checkpoint, and is written before it.
 
 The budget is a number of tokens that the policy generates in training, or of steps. Held-out
 evaluations take place at equal fractions of it, on the same questions with the same seeds in all
@@ -14,7 +16,6 @@ runs, and cost nothing. A run ends with the step that exhausts the budget.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,12 @@ from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.train.controllers import Controllers, initial_controllers
 from mega_agentrl.train.evaluate import evaluate_validation_set
 from mega_agentrl.train.resume import run_state
-from mega_agentrl.train.resume.run_state import RolloutCost, RunState
-from mega_agentrl.train.rollout_collection import open_rollout_collector
+from mega_agentrl.train.resume.run_dir import write_atomic
+from mega_agentrl.train.resume.run_state import RunState
 from mega_agentrl.train.run_logger import RunLogger
-from mega_agentrl.train.trainer import train_step
+from mega_agentrl.train.trainer import open_trainer
 from mega_agentrl.train.warm_start import run_warm_start
-from tools.compare.budget import Budget
+from tools.compare.budget import Budget, RolloutCost
 from tools.compare.variants import differing
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.components import Components
 
 SETTINGS, RESULT, EVALUATION = "settings.json", "result.json", "evaluation.json"
+PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,34 @@ class ComparisonSetup:
     """The checkpoint that all runs start from."""
     initial_evaluation: EvalCostPoint
     """The evaluation of that checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a run of the comparison has spent and shown after some steps."""
+
+    step: int
+    """Finished steps."""
+    cost: RolloutCost
+    """Cost of the steps."""
+    evaluations: tuple[EvalCostPoint, ...]
+    """Evaluations so far, the first before training."""
+
+    @classmethod
+    def read(cls, folder: Path, step: int) -> Progress:
+        """Read what `write` stored at that step."""
+        values = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))[str(step)]
+        return cls(
+            step=step,
+            cost=RolloutCost(**values["cost"]),
+            evaluations=tuple(EvalCostPoint(**one) for one in values["evaluations"]),
+        )
+
+    def write(self, folder: Path) -> None:
+        """Add it to the progress of earlier steps in `progress.json`."""
+        path = folder / PROGRESS
+        by_step = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        write_json(path, by_step | {str(self.step): asdict(self)})
 
 
 class CostCountingLogger(RunLogger):
@@ -71,14 +101,14 @@ def make_warm_start(
 ) -> Path:
     """Return the checkpoint that all runs start from, creating it if needed."""
     claim_folder(folder, settings)
-    if (found := run_state.latest_checkpoint(folder)) is not None:
+    if (found := _newest_checkpoint(folder)) is not None:
         return found
     # Left by a warm start that was killed; it starts again.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     with RunLogger(folder, base) as session:
         if parts.open_sft_stream is not None:
             run_warm_start(parts, base, session)
-    none = RunState(step=0, controller_state={}, sampler_state={}, rollout_cost=RolloutCost())
+    none = RunState(step=0, controller_state={}, sampler_state={})
     return run_state.save_checkpoint(parts.policy, folder, none)
 
 
@@ -104,13 +134,14 @@ def run_once(
     if (evaluations := read_result(folder, settings)) is not None:
         return evaluations
     prompts = PromptSampler(setup.components.prompt_source.prompts, config.seed)
-    state, controllers = _restore_start_state(setup, config, prompts)
+    progress, controllers = _restore(setup, config, prompts)
     parts = replace(setup.components, run_dir=folder, prompt_source=prompts)
-    state = _train(parts, setup.base_config, config, state, controllers, budget, save_every)
+    progress = _train(parts, setup.base_config, config, progress, controllers, budget, save_every)
     write_json(
-        folder / RESULT, {"evaluations": [asdict(evaluation) for evaluation in state.eval_points]}
+        folder / RESULT,
+        {"evaluations": [asdict(evaluation) for evaluation in progress.evaluations]},
     )
-    return state.eval_points
+    return progress.evaluations
 
 
 def read_result(folder: Path, settings: dict[str, Any]) -> tuple[EvalCostPoint, ...] | None:
@@ -127,70 +158,61 @@ def read_result(folder: Path, settings: dict[str, Any]) -> tuple[EvalCostPoint, 
     return tuple(EvalCostPoint(**evaluation) for evaluation in values["evaluations"])
 
 
-def _restore_start_state(
+def _restore(
     setup: ComparisonSetup, config: TrainConfig, prompts: PromptSampler
-) -> tuple[RunState, Controllers]:
+) -> tuple[Progress, Controllers]:
     """Restore the warm start, and then the run's newest checkpoint if it has one."""
     policy, folder = setup.components.policy, Path(config.run_dir)
     policy.load_checkpoint(setup.warm_start_folder)
     # The reference is the warm start, also in a continued run.
     policy.set_objective(config.algo, config.rollout.temperature)
     controllers = initial_controllers(config.algo)
-    state = RunState(
-        step=0,
-        controller_state=controllers.to_dict(),
-        sampler_state=prompts.state_dict(),
-        rollout_cost=RolloutCost(),
-        eval_points=(setup.initial_evaluation,),
-    )
-    if (found := run_state.latest_checkpoint(folder)) is not None:
+    progress = Progress(step=0, cost=RolloutCost(), evaluations=(setup.initial_evaluation,))
+    if (found := _newest_checkpoint(folder)) is not None:
         state = run_state.load_checkpoint(policy, found)
+        progress = Progress.read(folder, state.step)
         controllers = Controllers.from_dict(state.controller_state)
         prompts.load_state_dict(state.sampler_state)
-    run_state.truncate_metrics(folder, state.step)
+    run_state.truncate_metrics(folder, progress.step)
     _serve(setup.components)
-    return state, controllers
+    return progress, controllers
 
 
 def _train(
     parts: Components,
     base: TrainConfig,
     config: TrainConfig,
-    state: RunState,
+    progress: Progress,
     controllers: Controllers,
     budget: Budget,
     save_every: int,
-) -> RunState:
+) -> Progress:
     folder = Path(config.run_dir)
-    name = f"{folder.name}, {budget}"
     with (
-        CostCountingLogger(folder, config, state.rollout_cost) as session,
-        session.stage(name, budget.num_steps or config.total_steps),
-        open_rollout_collector(parts, config) as groups,
+        CostCountingLogger(folder, config, progress.cost) as logger,
+        logger.stage(f"{folder.name}, {budget}", budget.num_steps or config.total_steps),
+        open_trainer(parts, config, logger, controllers) as trainer,
     ):
-        if state.step:
-            session.print_line(f"{folder.name}: continues after step {state.step}")
-        while budget.fraction_spent(state.step, state.rollout_cost) < 1:
-            step = state.step + 1
-            controllers = train_step(parts, config, session, groups, controllers, step)
-            evaluations, due = (
-                state.eval_points,
-                budget.num_evaluations_due(step, session.rollout_cost),
-            )
+        if progress.step:
+            logger.print_line(f"{folder.name}: continues after step {progress.step}")
+        while budget.fraction_spent(progress.step, progress.cost) < 1:
+            step, evaluations = progress.step + 1, progress.evaluations
+            trainer.step(step)
+            due = budget.num_evaluations_due(step, logger.rollout_cost)
             if due >= len(evaluations):
-                evaluation = measure_held_out(parts, base, session.rollout_cost)
+                evaluation = measure_held_out(parts, base, logger.rollout_cost)
                 # Several evaluations may be due after one step.
                 evaluations += (evaluation,) * (due + 1 - len(evaluations))
-            state = RunState(
-                step=step,
-                controller_state=controllers.to_dict(),
-                sampler_state=parts.prompt_source.state_dict(),
-                rollout_cost=session.rollout_cost,
-                eval_points=evaluations,
-            )
-            if step % save_every == 0 or budget.fraction_spent(step, state.rollout_cost) >= 1:
+            progress = Progress(step=step, cost=logger.rollout_cost, evaluations=evaluations)
+            if step % save_every == 0 or budget.fraction_spent(step, progress.cost) >= 1:
+                progress.write(folder)
+                state = RunState(
+                    step=step,
+                    controller_state=trainer.algorithm.controllers.to_dict(),
+                    sampler_state=parts.prompt_source.state_dict(),
+                )
                 run_state.save_checkpoint(parts.policy, folder, state)
-    return state
+    return progress
 
 
 def measure_held_out(parts: Components, base: TrainConfig, spent: RolloutCost) -> EvalCostPoint:
@@ -221,9 +243,11 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically."""
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, json.dumps(value, indent=1) + "\n")
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    return next(iter(run_state.valid_checkpoints(folder)), None)
 
 
 def _serve(parts: Components) -> None:

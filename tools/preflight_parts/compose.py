@@ -15,7 +15,7 @@ from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys
 from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.estimate.preflight.config_change import with_overrides
+from mega_agentrl.estimate.preflight.suggestions import with_overrides
 
 _FILES = ("data.train", "data.validation", "sft.train_data", "sft.dev_data")
 _OPTIONAL_FILES = (

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import CallProtocol, TemplateCheck, Truncation
-from mega_agentrl.config.sections.data_files import DataFile, parse_data_files
+from mega_agentrl.config.sections.data import DataFile, parse_data_files
 from mega_agentrl.data.rl_dataset import load_prompts
-from mega_agentrl.estimate.preflight.config_change import with_overrides
 from mega_agentrl.estimate.preflight.report import PreflightProblem
+from mega_agentrl.estimate.preflight.suggestions import with_overrides
 from mega_agentrl.rollout.conversation.messages import template_drift, tool_message
 from mega_agentrl.tool.toolkit import build_toolkit
 from mega_agentrl.types.records import Prompt, Role, ToolOutcome, ToolStatus, Turn

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mega_agentrl.estimate.device import GIB
-from mega_agentrl.estimate.memory.rank_parameters import num_active_parameters, num_parameters
+from mega_agentrl.estimate.memory.model_state import num_active_parameters, num_parameters
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

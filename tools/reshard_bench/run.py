@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mega_agentrl.batch.weight_probe import probe_prompt
+from mega_agentrl.config.enums import TransportKind
 from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import Engine
 from mega_agentrl.generator.engine_args import engine_args
@@ -30,6 +30,7 @@ from mega_agentrl.reshard.verify.digest_verifier import (
     collect_regions,
     regions_of_layout,
 )
+from mega_agentrl.reshard.verify.weight_probe import probe_prompt
 from tools.reshard_bench.baselines import BASELINES, OURS, OURS_WITHOUT_PROOF, plan_buckets
 from tools.reshard_bench.model import num_params, trainer_layouts
 from tools.reshard_bench.trainer import ADDRESS, TIMEOUT_S, Trainer
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from mega_agentrl.config.schema import EngineConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
 
 MIB = 1 << 20
 PROBE_TOKENS = 32
@@ -272,7 +273,8 @@ class ReshardBench:
             key=key,
             plan=plan,
             timeout_s=TIMEOUT_S,
-            locations=() if transport == "gloo" else locations,
+            locations=locations,
+            transport=TransportKind.gloo if transport == "gloo" else TransportKind.auto,
         )
         self._trainer.start("join", session, self._regions)
         await self._engine.join_weight_transfer(session)

@@ -15,10 +15,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.session import TransferSession, join_session, open_store
-from mega_agentrl.reshard.verify.copy_digest_kernel import compile_kernel
+from mega_agentrl.reshard.verify.digest import compile_kernel
 from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
+from tools.measurement import PeakMemory
 from tools.reshard_bench.baselines import BaselineBucket, BaselineSender
-from tools.reshard_bench.memory import PeakMemory
 from tools.reshard_bench.model import make_shards, trainer_layouts
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from mega_agentrl.generator.weights import weight_writer
 from mega_agentrl.generator.worker_extension import WorkerExtension
 from mega_agentrl.reshard.executor import TransferExecutor
 from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
-from mega_agentrl.reshard.verify.copy_digest_kernel import compile_kernel
+from mega_agentrl.reshard.verify.digest import compile_kernel
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+from tools.measurement import PeakMemory
 from tools.reshard_bench.baselines import BaselineReceiver
-from tools.reshard_bench.memory import PeakMemory
 
 Answer = tuple[str | None, Any]
 

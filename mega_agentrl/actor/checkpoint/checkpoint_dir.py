@@ -21,7 +21,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = "mega_agentrl checkpoint 2"
@@ -95,6 +98,21 @@ class CheckpointManifest:
                 f"checkpoint {folder}: got format {kind!r}, expected {MANIFEST_FORMAT!r}"
             )
         return manifest
+
+    def require_shape(self, folder: Path, shape: ModelShape, source: str) -> None:
+        """Raise `ValueError` if the checkpoint in `folder` is of a model of another shape.
+
+        `source` names where the expected shape is from.
+        """
+        expected = to_json_dict(asdict(shape), "shape")
+        if self.shape != expected:
+            differing = [name for name in expected if self.shape.get(name) != expected[name]]
+            raise ValueError(
+                f"checkpoint {folder}: {', '.join(differing)} "
+                f"{[self.shape.get(name) for name in differing]}, expected "
+                f"{[expected[name] for name in differing]} of {source}; probable cause: another "
+                "model's folder, or a critic's checkpoint"
+            )
 
     def write(self, folder: Path) -> None:
         """Write the manifest atomically, which makes the folder a checkpoint."""

@@ -1,9 +1,10 @@
-"""Export of the trained weights to a Hugging Face folder; no process holds all of them.
+"""Weights as a Hugging Face folder: from the ranks of a model, or from a training checkpoint.
 
-Every block of a tensor is sent by the first rank of the pipeline stage that holds it, not by
-its replicas. Tensor by tensor, these ranks send their blocks to the first rank of the stage,
-which writes the weight files of the stage. Global rank 0 copies configuration and tokenizer
-before, and writes the index and renames the folder afterwards.
+In neither case does a process hold all of them. From the ranks, every block of a tensor is sent
+by the first rank of the pipeline stage that holds it, not by its replicas. Tensor by tensor, these
+ranks send their blocks to the first rank of the stage, which writes the weight files of the stage.
+Global rank 0 copies configuration and tokenizer before, and writes the index and renames the
+folder afterwards. A checkpoint is converted by a single process, file by file.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, find_damage
+from mega_agentrl.actor.checkpoint.sharded_state import (
+    MASTER,
+    WEIGHT,
+    has_master_weights,
+    state_key,
+)
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
 from mega_agentrl.reshard.hf_checkpoint import (
     begin_export,
@@ -25,15 +34,15 @@ from mega_agentrl.reshard.hf_checkpoint import (
     plan_files,
 )
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.actor.parallel.process_groups import ParallelGroups
-    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.actor.megatron_model import MegatronModel
+    from mega_agentrl.config.sections.policy import ParallelConfig
     from mega_agentrl.reshard.layout import Block
-    from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 MAX_FILE_BYTES = 2 * 1024**3
 
@@ -41,53 +50,84 @@ ParameterBlock = tuple[str, "Block"]
 """Name of a Megatron parameter, and a block of it that is part of a Hugging Face tensor."""
 
 
-def export_hf_folder(
-    target: Path,
-    source: Path,
-    shape: ModelShape,
-    groups: ParallelGroups,
-    parallel: ParallelConfig,
-    parameters: Mapping[str, torch.Tensor],
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
+def export_hf_folder(target: Path, model: MegatronModel) -> None:
     """Write the weights of all ranks as a Hugging Face folder; every rank calls this.
 
-    Waits for all ranks twice, at most for the timeout of the groups.
-
-    Args:
-        target: Folder to write.
-        source: Hugging Face folder to copy configuration and tokenizer from.
-        shape: Shape of the model.
-        groups: Process groups of this rank.
-        parallel: Parallel layout of all ranks.
-        parameters: This rank's parameters by Megatron name.
-        max_file_bytes: Largest size of a weight file.
+    Configuration and tokenizer are copied from the folder that the model was loaded from. Waits
+    for all ranks twice, at most for the timeout of the groups.
     """
+    shape, parallel, parameters = model.shape, model.config.parallel, model.parameters
     shapes = hf_shapes(shape)
     element_bytes = next(iter(parameters.values())).element_size()
     stages = _hf_names_by_stage(shape, parallel)
-    plan = plan_files(stages, shapes, element_bytes=element_bytes, max_file_bytes=max_file_bytes)
+    plan = plan_files(stages, shapes, element_bytes=element_bytes, max_file_bytes=MAX_FILE_BYTES)
     if dist.get_rank() == 0:
-        begin_export(target, source)
+        begin_export(target, model.hf_source_folder)
     dist.barrier()
-    stage = groups.pg_collection.tp_dp_cp
+    stage = model.groups.pg_collection.tp_dp_cp
     blocks_by_rank = _blocks_by_rank(shape, parallel, dist.get_process_group_ranks(stage))
     for file in plan:
-        if file.stage != groups.coordinates.model_parallel_rank.pipeline_rank:
+        if file.stage != model.groups.coordinates.model_parallel_rank.pipeline_rank:
             continue
         tensors = {
             name: _gather_tensor(name, shapes[name], blocks_by_rank, stage, parameters)
             for name in file.tensors
         }
         if stage.rank() == 0:
-            write_safetensors(partial_folder(target) / file.name, tensors)
+            _write_safetensors(partial_folder(target) / file.name, tensors)
     dist.barrier()
     if dist.get_rank() == 0:
         finish_export(target, plan, shapes, element_bytes=element_bytes)
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def convert_checkpoint_to_hf(
+    checkpoint: Path,
+    model: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder, in a single process.
+
+    The stored tensors have Hugging Face's names and shapes (`checkpoint.sharded_state`), so they
+    are read and written file by file: at most one weight file is in memory at a time.
+
+    Args:
+        checkpoint: Checkpoint folder.
+        model: Hugging Face folder that training started from.
+        target: Folder to write.
+        dtype: Dtype of the written weights, by default that of training; float32 takes the
+            master weights if there are any.
+        max_file_bytes: Largest size of a weight file.
+
+    Raises:
+        ValueError: If the checkpoint is unfinished, damaged or of another model.
+    """
+    manifest, shape = CheckpointManifest.read(checkpoint), ModelShape.from_folder(model)
+    manifest.require_shape(checkpoint, shape, str(model))
+    damage = find_damage(checkpoint, manifest, manifest.files, contents=True)
+    if damage:
+        raise ValueError(f"checkpoint {checkpoint}: {damage}; probable cause: a damaged copy")
+    trained = getattr(torch, manifest.dtype)
+    dtype = dtype or trained
+    kind = MASTER if has_master_weights(trained) and dtype == torch.float32 else WEIGHT
+    shapes = hf_shapes(shape)
+    plan = plan_files(
+        [list(shapes)], shapes, element_bytes=dtype.itemsize, max_file_bytes=max_file_bytes
+    )
+    begin_export(target, model)
+    for file in plan:
+        state = {
+            state_key(kind, name): torch.empty(shapes[name], dtype=dtype) for name in file.tensors
+        }
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        tensors = {name: state[state_key(kind, name)] for name in file.tensors}
+        _write_safetensors(partial_folder(target) / file.name, tensors)
+    finish_export(target, plan, shapes, element_bytes=dtype.itemsize)
+
+
+def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a weight file with the same permissions as the config.json beside it."""
     save_file(tensors, path, metadata={"format": "pt"})
     # safetensors makes it readable by the owner only.

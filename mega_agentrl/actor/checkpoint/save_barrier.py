@@ -1,7 +1,7 @@
 """Synchronisation of the ranks that write one checkpoint, with failure detection.
 
-The ranks communicate through a key-value store that rank 0 hosts, never through collectives, so
-that training can go on meanwhile. Keys, under a prefix of the save:
+The ranks communicate through a key-value store that rank 0 hosts, never through collectives,
+which would hang if a rank dies. Keys, under a prefix of the save:
 
     beat/R    heartbeat counter of rank R, incremented every `heartbeat_interval_s`
     done/R    rank R has written its file

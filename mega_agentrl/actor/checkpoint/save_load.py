@@ -4,13 +4,14 @@ A checkpoint holds weights, float32 master weights, moments, step counts, random
 (`checkpoint.sharded_state`) and the caller's `extra` values. It does not hold the frozen
 reference or the learning rate settings, which are recreated as at the start of a run.
 
-    start    every rank: barrier, then views (or host copies) of its state
+    start    every rank: views of its state, then a barrier
     write    every rank, in a thread: its file in a temporary folder, read back
     commit   rank 0: global metadata, size check, rename, manifest, pruning
 
-The writing thread uses no collectives, so training can go on. If a rank dies or fails meanwhile,
-the save fails on all ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints
-are unchanged.
+The writing thread uses no collectives, which would hang if a rank dies, and the caller waits
+beside it with a deadline, even if the disk hangs. If a rank dies or fails meanwhile, the save
+fails on all ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints are
+unchanged.
 """
 
 from __future__ import annotations
@@ -71,67 +72,12 @@ def save_checkpoint(
         RuntimeError: If a rank fails or dies.
         TimeoutError: After `timeout_s`.
     """
-    saving = AsyncCheckpointSaver(model)
     with track_activity("writing of the checkpoint", model.groups.describe_peers("all")):
-        saving.start(folder, extra=extra, keep=keep, copy=False)
-        return saving.wait(timeout_s)
-
-
-class AsyncCheckpointSaver:
-    """Saves in the background, one checkpoint at a time; all ranks call its methods alike."""
-
-    def __init__(self, model: MegatronModel) -> None:
-        self._model = model
-        self._job: _SaveJob | None = None
-
-    def start(
-        self,
-        folder: str | Path,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        keep: int | None = None,
-        copy: bool = True,
-    ) -> None:
-        """Start a save; waits for all ranks to start, and for the copy.
-
-        Args:
-            folder: As in `save_checkpoint`.
-            extra: As in `save_checkpoint`.
-            keep: As in `save_checkpoint`.
-            copy: Copy the state to the host first; otherwise the model must not change until
-                the save has ended.
-
-        Raises:
-            ValueError: If another save is running.
-        """
-        if self._job is not None:
-            raise ValueError(
-                f"save to {folder}: the save to {self._job.folder} is still running; expected "
-                "a wait() or a successful poll() before"
-            )
-        model, folder = self._model, Path(folder)
-        state = sharded_state.sharded_state_to_save(model, copy=copy)
+        state = sharded_state.sharded_state_to_save(model)
         manifest = _make_manifest(model, checkpoint_dir.to_json_dict(extra or {}, "extra"))
         dist.barrier()
         expected = sharded_state.stored_shapes(model)
-        self._job = _SaveJob(folder, state, expected, manifest, keep)
-
-    def poll(self) -> Path | None:
-        """Return the checkpoint's folder if the save has ended, else None; raises as `wait`."""
-        job = self._job
-        if job is None or not job.is_done():
-            return None
-        return self.wait()
-
-    def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> Path:
-        """Wait for the end of the save and return its folder; raises as `save_checkpoint`."""
-        job = self._job
-        if job is None:
-            raise ValueError("wait for a checkpoint: none is being saved; expected a start before")
-        try:
-            return job.result(timeout_s)
-        finally:
-            self._job = None
+        return _SaveJob(Path(folder), state, expected, manifest, keep).result(timeout_s)
 
 
 def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
@@ -145,14 +91,7 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     manifest = CheckpointManifest.read(folder)
-    shape = checkpoint_dir.to_json_dict(asdict(model.shape), "shape")
-    if manifest.shape != shape:
-        differing = [name for name in shape if manifest.shape.get(name) != shape[name]]
-        raise ValueError(
-            f"checkpoint {folder}: {', '.join(differing)} "
-            f"{[manifest.shape.get(name) for name in differing]}, expected "
-            f"{[shape[name] for name in differing]} of model.path; probable cause: another model"
-        )
+    manifest.require_shape(folder, model.shape, "model.path")
     with track_activity("check of the checkpoint", model.groups.describe_peers("all")):
         _check_files_on_all_ranks(folder, manifest)
     masters = sharded_state.has_master_weights(getattr(torch, manifest.dtype))
@@ -219,12 +158,9 @@ class _SaveJob:
         self._future: Future[Path] = Future()
         threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
 
-    def is_done(self) -> bool:
-        return self._future.done() or self._barrier.error is not None
-
     def result(self, timeout_s: float) -> Path:
         ends_at = monotonic() + timeout_s
-        while not self.is_done():
+        while not self._future.done() and self._barrier.error is None:
             if monotonic() > ends_at:
                 missing = self._barrier.missing_ranks()
                 message = f"not finished after {timeout_s:g} s; ranks that are not done: {missing}"

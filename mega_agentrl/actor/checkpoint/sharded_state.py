@@ -6,7 +6,7 @@
     rng                          torch's random state, one per rank
 
 NAME and the global shape are those of the Hugging Face tensor; the global offset is the
-position of a rank's part in it (`checkpoint.flat_shards`). Hence any parallel layout can load
+position of a rank's part in it (`iter_hf_views`). Hence any parallel layout can load
 what any other has written, with and without the distributed optimizer, whose ranks write and
 read only their own elements, without gathering. Vocabulary padding is not stored.
 
@@ -23,7 +23,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from mega_agentrl.actor import device
-from mega_agentrl.actor.checkpoint.flat_shards import iter_hf_views
+from mega_agentrl.actor.training.optimizer import MOMENTS
+from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.model_mapping import (
     HF_EMBEDDING,
     MEGATRON_OUTPUT_LAYER,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
 
 WEIGHT, MASTER, RNG = "weight", "master", "rng"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_key(kind: str, hf_name: str) -> str:
@@ -54,15 +54,14 @@ def has_master_weights(dtype: torch.dtype) -> bool:
     return dtype != torch.float32
 
 
-def sharded_state_to_save(model: MegatronModel, *, copy: bool) -> dict[str, Any]:
-    """Return what this rank writes; with `copy`, as a host copy, so that training can go on."""
+def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
+    """Return what this rank writes, as views: the model must not change until it is written."""
     state: dict[str, Any] = {}
     shapes = hf_shapes(model.shape)
     for kind, number, shard, first, run in _iter_flat_ranges(model):
         is_sharded = kind != WEIGHT and model.config.parallel.distributed_optimizer
         if not _is_writing_replica(model, number, shard, is_sharded=is_sharded):
             continue
-        run = run.to("cpu", copy=True) if copy else run
         for hf_name, rect, view in iter_hf_views(shard, run, first):
             state[str(len(state))] = _make_sharded_tensor(
                 kind, hf_name, shapes[hf_name], rect.start, view
@@ -111,6 +110,51 @@ def restore_rng_state(loaded: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(loaded["cpu"])
     if device.has_cuda() and "cuda" in loaded:
         torch.cuda.set_rng_state(loaded["cuda"])
+
+
+def rects_of_flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:
+    """Yield the rectangles of a vector or matrix that hold its flat elements [start, stop)."""
+    if len(shape) == 1:
+        if start < stop:
+            yield Rect((start,), (stop,))
+        return
+    _, width = shape
+    while start < stop:
+        row, column = divmod(start, width)
+        if column or stop - start < width:
+            end = min(width, column + stop - start)
+            yield Rect((row, column), (row + 1, end))
+            start += end - column
+        else:
+            last = stop // width
+            yield Rect((row, 0), (last, width))
+            start = last * width
+
+
+def iter_hf_views(
+    shard: ShardLayout, run: torch.Tensor, start: int = 0
+) -> Iterator[tuple[str, Rect, torch.Tensor]]:
+    """Yield (Hugging Face name, rectangle in that tensor, view) of every element with a name.
+
+    Nothing is copied. A flat range is at most three rectangles of the matrix (the rest of a row,
+    whole rows, the beginning of a row), and each of them intersects the blocks of the parameter's
+    `ShardLayout` in rectangles, so that every range maps to rectangles of Hugging Face tensors.
+
+    Args:
+        shard: Layout of the parameter.
+        run: `[n]` elements start .. start + n - 1 of the flat parameter.
+        start: First element of `run`.
+    """
+    offset = 0
+    for rect in rects_of_flat_range(shard.shape, start, start + run.numel()):
+        local = run[offset : offset + rect.numel].view(rect.shape)
+        offset += rect.numel
+        for block in shard.blocks:
+            common = rect.intersect(block.local_rect)
+            if common is not None:
+                inside = common.translate(rect.start, (0,) * len(rect.start))
+                hf_rect = common.translate(block.local_rect.start, block.hf_rect.start)
+                yield block.hf_name, hf_rect, local[inside.slices]
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

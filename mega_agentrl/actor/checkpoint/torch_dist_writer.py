@@ -6,7 +6,9 @@ thread, with a report beside it; rank 0 builds the global metadata from the repo
 Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads
 the result.
 
-Nothing here uses collectives; `checkpoint.save_barrier` synchronises the ranks.
+Nothing here uses collectives; `checkpoint.save_barrier` synchronises the ranks. The private names
+that are imported from Megatron and torch are those of the version that `pyproject.toml` pins,
+megatron-core 0.16.1.
 """
 
 from __future__ import annotations

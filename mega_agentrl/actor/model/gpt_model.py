@@ -5,6 +5,10 @@ The forward pass ends at the hidden states after the final norm: log-probs are c
 the last chunk gathers all tokens, because both heads need them; the gradient of the hidden
 states is complete on every tensor rank, so the backward pass only splits it. Weights are
 uninitialised until a checkpoint is loaded.
+
+To add a model family: a row of `FAMILIES` in `reshard.mapping.model_shape`, its parameter names
+in `reshard.mapping.model_mapping`, Megatron's options in `build_transformer_config`, its modules
+in `layer_spec`; a tiny model in `tests/tiny_models.py` and a row of `MODELS` in `test_gpt_model`.
 """
 
 from __future__ import annotations
@@ -22,9 +26,13 @@ from mega_agentrl.actor import device
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedRowParams
 from mega_agentrl.actor.model.rotary_embedding import PackedRotaryEmbedding, set_attention_factor
-from mega_agentrl.actor.parallel.grad_sync_flags import set_grad_sync_flags
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
-from mega_agentrl.reshard.mapping.model_mapping import padded_vocab_size
+from mega_agentrl.reshard.mapping.model_mapping import (
+    MEGATRON_OUTPUT_LAYER,
+    is_expert_param,
+    is_tensor_replicated,
+    padded_vocab_size,
+)
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 
 if TYPE_CHECKING:
@@ -32,9 +40,11 @@ if TYPE_CHECKING:
 
     from mega_agentrl.actor.parallel.process_groups import ParallelGroups
     from mega_agentrl.actor.training.packing import MicroBatch
-    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.config.sections.policy import ParallelConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.mapping.model_shape import ModelShape, MoeShape
+
+_NO_TP_GRAD_SUM_SUFFIXES = ("q_layernorm.weight", "k_layernorm.weight", MEGATRON_OUTPUT_LAYER)
 
 
 class ScalarOutputLayer(torch.nn.Module):
@@ -226,6 +236,36 @@ def _build_model_chunk(
     model.to(device.current_device())
     set_grad_sync_flags(model, shape, sequence=config.sequence_parallel)
     return model
+
+
+def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: bool) -> None:
+    """Set the parameter attributes that tell Megatron how to reduce gradients and count norms.
+
+        tensor_model_parallel   The parameter is sharded over the tensor group: the shards of all
+                                ranks count in the gradient norm, else only tensor rank 0's copy.
+        allreduce = False       The parameter belongs to an expert: it is replicated over the
+                                expert-data group instead of the data group.
+        sequence_parallel       The parameter is replicated over the tensor group, but each rank
+                                applies it to its part of the tokens, so gradients are summed.
+
+    Megatron sets them during weight initialisation, which is skipped here. It also sets
+    `allreduce` only with more than one expert-parallel rank, but experts are replicated over
+    other ranks than dense parameters as soon as the expert tensor size differs from the tensor
+    size. Query and key norms are summed by Megatron because of their names. A scalar head
+    processes all tokens on every rank, so its gradient is complete.
+
+    Args:
+        model: The chunk whose parameters get the attributes.
+        shape: Shape of the model.
+        sequence: Whether sequence parallelism is on.
+    """
+    for name, parameter in model.named_parameters():
+        expert = is_expert_param(name)
+        replicated = is_tensor_replicated(shape, name) and not expert
+        parameter.tensor_model_parallel = not replicated
+        parameter.allreduce = not expert
+        summed = replicated and not name.endswith(_NO_TP_GRAD_SUM_SUFFIXES)
+        parameter.sequence_parallel = sequence and summed
 
 
 def wrap_with_ddp(

@@ -9,22 +9,94 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn import functional
 
 from mega_agentrl.actor import device
-from mega_agentrl.actor.model.gathered_kv_attention import GatheredKVAttention
 from mega_agentrl.actor.model.packed_attention import PackedAttention
-from mega_agentrl.actor.model.rms_norm import RMSNorm
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
+    from mega_agentrl.reshard.mapping.partition import ModelParallelRank
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm for Megatron's local layers, with Hugging Face's rounding.
+
+        y = weight * round(x / sqrt(mean(x^2) + eps))
+
+    Mean and division are in float32; the quotient is rounded to the input's dtype before it is
+    multiplied by the weight `[hidden_size]`, which is uninitialised. Megatron's wrapper of
+    torch's norm refuses sequence parallelism and Apex's norm has no RMS variant; this one works
+    on any subset of the tokens. The weight's gradient is then a partial sum, which
+    `gpt_model.set_grad_sync_flags` makes Megatron add up.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.empty(hidden_size, dtype=config.params_dtype, device=device.current_device())
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise `[..., hidden_size]`; shape and dtype stay the same."""
+        return self.weight * functional.rms_norm(hidden, self.weight.shape, eps=self.eps)
+
+
+class GatheredKVAttention(SelfAttention):
+    """Megatron's `SelfAttention`, also for more tensor ranks than key/value heads.
+
+    The rows of `linear_qkv` are grouped by key/value head, [queries of the group, key, value]
+    each, and split evenly over the tensor ranks, so no weight is held twice. A rank then has
+    only a part of the rows of its group; the ranks gather the outputs, and each selects its own
+    queries and the key and value of its group. Megatron's own code for this takes the tensor
+    group from global state; here it is the group that the layer was built with.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return this rank's `[S, 1, heads, D]` query and `[S, 1, groups, D]` key and value.
+
+        S tokens, D head width.
+        """
+        num_groups, group = self.config.num_query_groups, self.pg_collection.tp
+        if num_groups >= group.size():
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+        assert split_qkv and not output_gate, "only needed with fused kernels that are not in use"
+        width = self.hidden_size_per_attention_head
+        num_queries = self.config.num_attention_heads // num_groups
+        sharers = group.size() // num_groups
+        mine, part = divmod(group.rank(), sharers)
+        local, _ = self.linear_qkv(hidden_states)
+        whole = all_gather_last_dim_from_tensor_parallel_region(local, group=group)
+        heads = whole.view(*whole.shape[:2], num_groups, num_queries + 2, width)[:, :, mine]
+        own = num_queries // sharers
+        query = heads[:, :, part * own : (part + 1) * own]
+        key = heads[:, :, num_queries : num_queries + 1]
+        value = heads[:, :, num_queries + 1 :]
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
 
 
 def decoder_block_spec(

@@ -26,20 +26,31 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mega_agentrl.actor import device
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.config.sections.policy import ParallelConfig
 
-_REQUIRED_FIELDS = (
-    "tp", "pp", "dp", "mp", "embd", "pos_embd", "cp", "tp_cp", "dp_cp", "intra_dp_cp",
-    "tp_dp_cp", "ep", "expt_tp", "expt_dp", "intra_expt_dp", "tp_ep", "tp_ep_pp",
-    "intra_dist_opt",
-)  # fmt: skip
-
+_SHARED_COORDINATES: dict[str, tuple[str, ...]] = {
+    "tp": ("context", "data", "pipeline"),
+    "dp_cp": ("tensor", "pipeline"),
+    "expt_dp": ("expert_tensor", "expert", "pipeline"),
+    "intra_dist_opt": (),
+    "pp": ("tensor", "context", "data"),
+    "dp": ("tensor", "context", "pipeline"),
+    "mp": ("context", "data"),
+    "cp": ("tensor", "data", "pipeline"),
+    "tp_cp": ("data", "pipeline"),
+    "tp_dp_cp": ("pipeline",),
+    "ep": ("expert_tensor", "expert_data", "pipeline"),
+    "expt_tp": ("expert", "expert_data", "pipeline"),
+    "tp_ep": ("expert_data", "pipeline"),
+    "tp_ep_pp": ("expert_data",),
+}
+"""Coordinates that the ranks of a group have in common, by Megatron's name of the group."""
 
 _GROUP_FIELDS = {
     "tensor": "tp",
@@ -56,7 +67,7 @@ _MAX_LISTED_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCoordinates:
-    """Coordinates of a rank in the parallel parallel."""
+    """Coordinates of a rank in the parallel layout."""
 
     model_parallel_rank: ModelParallelRank
     """The coordinates that determine the parameters of the rank; the others count replicas."""
@@ -109,15 +120,15 @@ class RankCoordinates:
             expert_data_rank=inside // experts,
         )
 
+    def along(self, axis: str) -> int:
+        """Return the coordinate along an axis, such as `tensor`, `context` or `expert_data`."""
+        owner = self if axis in ("data", "context", "expert_data") else self.model_parallel_rank
+        return int(getattr(owner, f"{axis}_rank"))
+
     @property
     def is_last_stage(self) -> bool:
         """Whether the rank belongs to the last pipeline stage, which holds the output layer."""
         return self.model_parallel_rank.pipeline_rank == self.model_parallel_rank.pipeline_size - 1
-
-    @property
-    def is_first_replica(self) -> bool:
-        """Whether the rank is the first of the replicas of its dense parameters."""
-        return self.data_rank == 0 and self.context_rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,84 +209,36 @@ def destroy_process_groups() -> None:
         dist.destroy_process_group()
 
 
-def partition_ranks(
-    parallel: ParallelConfig, key: Callable[[RankCoordinates], tuple[int, ...]]
-) -> list[list[int]]:
-    """Group global ranks by equal key; lists are ascending and ordered by their first rank."""
+def partition_ranks(parallel: ParallelConfig, shared: Sequence[str]) -> list[list[int]]:
+    """Group the global ranks that have these coordinates in common, such as `tensor` or `expert`.
+
+    The lists are ascending and ordered by their first rank.
+    """
     parts: dict[tuple[int, ...], list[int]] = {}
     for rank in range(parallel.world_size):
-        parts.setdefault(key(RankCoordinates.from_rank(rank, parallel)), []).append(rank)
+        coordinates = RankCoordinates.from_rank(rank, parallel)
+        parts.setdefault(tuple(coordinates.along(axis) for axis in shared), []).append(rank)
     return list(parts.values())
 
 
 def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupCollection:
     """Create the groups of an initialised `torch.distributed`; all ranks call this alike."""
-
-    def group(key: Callable[[RankCoordinates], tuple[int, ...]]) -> dist.ProcessGroup:
-        return _build_partition(partition_ranks(parallel, key), rank)
-
     alone = _build_partition([[r] for r in range(parallel.world_size)], rank)
-    pipelines = partition_ranks(
-        parallel, lambda at: (at.model_parallel_rank.tensor_rank, at.context_rank, at.data_rank)
-    )
+    pipelines = partition_ranks(parallel, _SHARED_COORDINATES["pp"])
     ends = _build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines], rank)
-    tensor = group(lambda at: (at.context_rank, at.data_rank, at.model_parallel_rank.pipeline_rank))
-    data_context = group(
-        lambda at: (at.model_parallel_rank.tensor_rank, at.model_parallel_rank.pipeline_rank)
-    )
-    expert_data = group(lambda at: (*_expert_coordinates(at), at.model_parallel_rank.pipeline_rank))
-    everyone = _build_partition([list(range(parallel.world_size))], rank)
-    collection = ProcessGroupCollection(
-        tp=tensor,
-        pp=_build_partition(pipelines, rank),
-        dp=group(
-            lambda at: (
-                at.model_parallel_rank.tensor_rank,
-                at.context_rank,
-                at.model_parallel_rank.pipeline_rank,
-            )
-        ),
-        mp=group(lambda at: (at.context_rank, at.data_rank)),
+    groups = {
+        name: _build_partition(partition_ranks(parallel, shared), rank)
+        for name, shared in _SHARED_COORDINATES.items()
+    }
+    unset = [name for name, group in groups.items() if group is None]
+    assert not unset, f"process groups never built: {unset}"
+    return ProcessGroupCollection(
+        **groups,
         embd=ends or alone,
         pos_embd=alone,
-        cp=group(
-            lambda at: (
-                at.model_parallel_rank.tensor_rank,
-                at.data_rank,
-                at.model_parallel_rank.pipeline_rank,
-            )
-        ),
-        tp_cp=group(lambda at: (at.data_rank, at.model_parallel_rank.pipeline_rank)),
-        dp_cp=data_context,
-        intra_dp_cp=data_context,
-        tp_dp_cp=group(lambda at: (at.model_parallel_rank.pipeline_rank,)),
-        ep=group(
-            lambda at: (
-                at.model_parallel_rank.expert_tensor_rank,
-                at.expert_data_rank,
-                at.model_parallel_rank.pipeline_rank,
-            )
-        ),
-        expt_tp=group(
-            lambda at: (
-                at.model_parallel_rank.expert_rank,
-                at.expert_data_rank,
-                at.model_parallel_rank.pipeline_rank,
-            )
-        ),
-        expt_dp=expert_data,
-        intra_expt_dp=expert_data,
-        tp_ep=group(lambda at: (at.expert_data_rank, at.model_parallel_rank.pipeline_rank)),
-        tp_ep_pp=group(lambda at: (at.expert_data_rank,)),
-        intra_dist_opt=everyone,
+        intra_dp_cp=groups["dp_cp"],
+        intra_expt_dp=groups["expt_dp"],
     )
-    unset = [name for name in _REQUIRED_FIELDS if getattr(collection, name, None) is None]
-    assert not unset, f"process groups never built: {unset}"
-    return collection
-
-
-def _expert_coordinates(at: RankCoordinates) -> tuple[int, int]:
-    return at.model_parallel_rank.expert_tensor_rank, at.model_parallel_rank.expert_rank
 
 
 def _build_partition(parts: list[list[int]], rank: int) -> dist.ProcessGroup | None:

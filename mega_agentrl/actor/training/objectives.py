@@ -1,6 +1,6 @@
 """Training objectives of the policy: loss and metrics of a micro-batch.
 
-The RL objective is the policy loss (`training.policy_loss`), plus the weighted KL divergence
+The RL objective is the policy loss (`compute_policy_loss`), plus the weighted KL divergence
 from the reference, minus an entropy bonus. They are aggregated with one denominator that is
 counted over the whole optimizer step, so the gradient depends neither on the split into
 micro-batches nor on the number of data ranks. The SFT objective is the mean negative log-prob
@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.actor.training.policy_loss import CLIP_METRICS, compute_policy_loss
 from mega_agentrl.algo.kl import kl_penalty
-from mega_agentrl.algo.policy_loss import aggregate, loss_denominator
-from mega_agentrl.config.enums import KlPlacement, PolicyLoss
+from mega_agentrl.algo.policy_loss import aggregate, find_loss, loss_denominator
+from mega_agentrl.config.enums import KlPlacement
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mega_agentrl.actor.training.packing import MicroBatch
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
+CLIP_METRICS = ("clipfrac", "clipfrac_lower", "approx_kl")
 POLICY_METRICS = ("policy_loss", *CLIP_METRICS, "entropy", "ref_kl")
 SFT_METRICS = ("entropy",)
 
@@ -51,12 +53,7 @@ class PolicyObjective:
 
     def __post_init__(self) -> None:
         needed = ["old_logp_BT", "advantage_BT"] + (["ref_logp_BT"] if self.has_kl_term else [])
-        missing = [name for name in needed if getattr(self.batch, name) is None]
-        if missing:
-            raise ValueError(
-                f"update: the batch has no {', '.join(missing)}; expected them from "
-                "compute_log_probs and from the advantages before the update"
-            )
+        require_fields(self.batch, needed, "update", "compute_log_probs")
 
     @property
     def has_kl_term(self) -> bool:
@@ -72,8 +69,8 @@ class PolicyObjective:
         mask_RT = self.mask_BT[rows].to(device)
         here_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         whole = micro.context_size == 1
-        assert whole or self.algo.loss is not PolicyLoss.gspo, (
-            "check_algo refuses gspo with context parallelism"
+        assert whole or not find_loss(self.algo.loss).per_trajectory, (
+            "check_algo refuses losses per trajectory with context parallelism"
         )
         loss_RT, info = compute_policy_loss(
             self.algo,
@@ -100,9 +97,7 @@ class PolicyObjective:
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
         sums["entropy"] = entropy_RT.detach()[here_RT].sum()
-        aggregation = str(self.algo.loss_aggregation)
-        denominator = loss_denominator(self.mask_BT, aggregation).item()
-        loss = aggregate(loss_RT, mask_RT, aggregation, denominator=denominator)
+        loss = aggregate_share(loss_RT, mask_RT, self.mask_BT, str(self.algo.loss_aggregation))
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
 
     def _kl_weight(self, rows: list[int], device: torch.device) -> torch.Tensor | float:
@@ -124,11 +119,68 @@ class SftObjective:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
         mask_RT = self.mask_BT[list(micro.rows)].to(logp_RT.device)
         here_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
-        aggregation = "token_mean"
-        denominator = loss_denominator(self.mask_BT, aggregation).item()
-        loss = aggregate(-logp_RT, mask_RT, aggregation, denominator=denominator)
+        loss = aggregate_share(-logp_RT, mask_RT, self.mask_BT, "token_mean")
         return loss, {
             "loss": loss.detach(),
             "num_tokens": here_RT.sum().float(),
             "entropy": entropy_RT.detach()[here_RT].sum(),
         }
+
+
+def aggregate_share(
+    loss_RT: torch.Tensor, mask_RT: torch.Tensor, step_mask_BT: torch.Tensor, mode: str
+) -> torch.Tensor:
+    """Return a micro-batch's 0-d share of the loss of the step, whose trained tokens are given."""
+    denominator = loss_denominator(step_mask_BT, mode).item()
+    return aggregate(loss_RT, mask_RT, mode, denominator=denominator)
+
+
+def require_fields(batch: TrainBatch, names: Sequence[str], what: str, source: str) -> None:
+    """Raise `ValueError` if a field of the batch is None; `source` is the call that sets it."""
+    missing = [name for name in names if getattr(batch, name) is None]
+    if missing:
+        raise ValueError(
+            f"{what}: the batch has no {', '.join(missing)}; expected them from {source} and from "
+            "the advantages before the update"
+        )
+
+
+def compute_policy_loss(
+    algo: AlgoConfig,
+    logp_RT: torch.Tensor,
+    old_logp_RT: torch.Tensor,
+    advantage_RT: torch.Tensor,
+    mask_RT: torch.Tensor,
+    correction_RT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the policy-gradient term of every token, selected by `algo.loss`.
+
+        loss_t = correction_t * l(logp_t, old_logp_t, A_t)
+
+    l is the loss that `algo.policy_loss` registers under that name. The correction weighs only
+    this term, not the KL term or the entropy bonus, and does not change any denominator. All
+    losses report the same metrics; a loss without a certain clip reports 0 for it.
+
+    gspo has one ratio per row and uses the mean advantage over the row's trained tokens, so it
+    needs whole rows with one advantage each; the config checks refuse settings that violate this.
+
+    Args:
+        algo: Loss, clip ranges.
+        logp_RT: `[R, T]` log-probs with gradient.
+        old_logp_RT: `[R, T]` log-probs before the update.
+        advantage_RT: `[R, T]`.
+        mask_RT: `[R, T]` bool, the trained tokens.
+        correction_RT: `[R, T]` weights without gradient; None weighs all tokens equally.
+
+    Returns:
+        `[R, T]` loss, 0 where masked, and the 0-d `CLIP_METRICS` over the trained tokens.
+    """
+    loss = find_loss(algo.loss)
+    options = {name: getattr(algo, name) for name in loss.options}
+    loss_RT, info = loss(logp_RT, old_logp_RT, advantage_RT, mask_RT, **options)
+    if correction_RT is not None:
+        # Masked positions may hold NaN, so the weights are replaced instead of multiplied by 0.
+        zero_RT = torch.zeros_like(correction_RT)
+        loss_RT = loss_RT * torch.where(mask_RT.bool(), correction_RT, zero_RT)
+    zero = loss_RT.new_zeros(())
+    return loss_RT, {name: info.get(name, zero) for name in CLIP_METRICS}

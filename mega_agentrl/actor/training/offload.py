@@ -1,12 +1,10 @@
-"""Offloading of weights, gradients and optimizer state to host memory, for shared GPUs.
+"""Training state in host memory: offloading for shared GPUs, and the frozen reference weights.
 
-Tensors keep their identity: their storage is copied to the host and resized to 0, and later
-resized and filled again, so every view of it (parameters in Megatron's buffers, their shards,
+Offloaded tensors keep their identity: their storage is copied to the host and resized to 0, and
+later resized and filled again, so every view of it (parameters in Megatron's buffers, their shards,
 gradients) becomes valid again. Gradient buffers are freed and come back as zeros. On a machine
 without CUDA the same code runs and frees the memory as well.
 
-With CUDA the host memory is pinned, in blocks of a power of two bytes, because pinned
-allocations are rounded up to one; the blocks are kept for the next time, since pinning is slow.
 While a part is on the host, forward passes and optimizer calls that need it raise an error;
 reading a parameter is not checked.
 
@@ -15,6 +13,7 @@ Model buffers that are not parameters and Adam's step counts (a few bytes) stay 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from mega_agentrl.actor.training.optimizer import AdamOptimizer
 
 ALL_STATE = frozenset(("weights", "gradients", "optimizer"))
+BLOCK_BYTES = 2**28
 
 
 def require_on_device(what: str, needed: Set[str], on_host: Set[str]) -> None:
@@ -42,12 +42,53 @@ def require_on_device(what: str, needed: Set[str], on_host: Set[str]) -> None:
         )
 
 
-class HostBuffer:
-    """Host memory for the storages of a set of tensors, in blocks of at most `block_bytes`."""
+class HostBlocks:
+    """Host memory in blocks of at most `block_bytes`.
 
-    def __init__(self, block_bytes: int = 2**28) -> None:
+    With CUDA it is pinned, and the size of a block is a power of two, because pinned allocations
+    are rounded up to one.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._host_blocks: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate blocks until there are `num_bytes` in all."""
+        missing = num_bytes - sum(block.numel() for block in self._blocks)
+        while missing > 0:
+            size = min(self._block_bytes, 1 << (missing - 1).bit_length())
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=device.has_cuda())
+            self._blocks.append(block)
+            missing -= size
+
+    def free(self) -> None:
+        """Free all blocks."""
+        self._blocks = []
+
+    def iter_chunk_pairs(
+        self, byte_views: Iterable[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield equally long (chunk of a `[n]` uint8 view, chunk of a host block), in order."""
+        blocks = iter(self._blocks)
+        room = torch.empty(0, dtype=torch.uint8)
+        for rest in byte_views:
+            while rest.numel():
+                if not room.numel():
+                    room = next(blocks)
+                size = min(rest.numel(), room.numel())
+                yield rest[:size], room[:size]
+                rest, room = rest[size:], room[size:]
+
+
+class HostBuffer:
+    """Host memory for the storages of a set of tensors.
+
+    With CUDA the blocks are kept for the next time, since pinning is slow.
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._host_blocks = HostBlocks(block_bytes)
         self._offloaded_storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -57,7 +98,7 @@ class HostBuffer:
         self._offloaded_storages = [
             (found, found.nbytes()) for found in storages.values() if found.nbytes()
         ]
-        self._allocate(sum(size for _, size in self._offloaded_storages))
+        self._host_blocks.reserve(sum(size for _, size in self._offloaded_storages))
         for device_chunk, host_chunk in self._iter_chunk_pairs():
             host_chunk.copy_(device_chunk, non_blocking=True)
         if device.has_cuda():
@@ -75,28 +116,59 @@ class HostBuffer:
         if device.has_cuda():
             torch.cuda.synchronize()
         else:
-            self._host_blocks = []
-
-    def _allocate(self, num_bytes: int) -> None:
-        missing = num_bytes - sum(block.numel() for block in self._host_blocks)
-        while missing > 0:
-            size = min(self._block_bytes, 1 << (missing - 1).bit_length())
-            block = torch.empty(size, dtype=torch.uint8, pin_memory=device.has_cuda())
-            self._host_blocks.append(block)
-            missing -= size
+            self._host_blocks.free()
 
     def _iter_chunk_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield equally long (bytes of a storage, bytes of a host block), in order."""
-        blocks = iter(self._host_blocks)
-        room = torch.empty(0, dtype=torch.uint8)
-        for storage, _ in self._offloaded_storages:
-            rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            while rest.numel():
-                if not room.numel():
-                    room = next(blocks)
-                size = min(rest.numel(), room.numel())
-                yield rest[:size], room[:size]
-                rest, room = rest[size:], room[size:]
+        return self._host_blocks.iter_chunk_pairs(
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage, _ in self._offloaded_storages
+        )
+
+
+class ReferenceWeights:
+    """The frozen reference: a host copy of `parameters` that is swapped in for a forward pass.
+
+    The copy is taken at creation and at every `snapshot`. Values are swapped in chunks, so the
+    device holds only one chunk more than the weights, and the parameters keep their storage, so
+    that views of it (Megatron's buffers, the shards of the distributed optimizer) stay valid.
+    Master weights and moments are not swapped: no optimizer step may be taken meanwhile.
+    `block_bytes` is the largest size of a swapped chunk.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], *, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self._parameters = list(parameters)
+        self._host_blocks = HostBlocks(block_bytes)
+        self._host_blocks.reserve(
+            sum(weight.numel() * weight.element_size() for weight in self._parameters)
+        )
+        self.snapshot()
+
+    def snapshot(self) -> None:
+        """Replace the copy by the current weights."""
+        for parameter_chunk, host_chunk in self._iter_chunk_pairs():
+            host_chunk.copy_(parameter_chunk)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Let the parameters hold the reference weights inside the context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for parameter_chunk, host_chunk in self._iter_chunk_pairs():
+            staged = parameter_chunk.clone()
+            parameter_chunk.copy_(host_chunk)
+            host_chunk.copy_(staged)
+
+    def _iter_chunk_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self._host_blocks.iter_chunk_pairs(
+            parameter.detach().view(-1).view(torch.uint8) for parameter in self._parameters
+        )
 
 
 class Offloader:

@@ -16,6 +16,11 @@ other ranks.
 
 Gradients are read from the reduced buffers; under the distributed optimizer only this rank's
 shard of them.
+
+The state of a parameter is `param` (the float32 value that Adam updates: the parameter itself
+or its master weight), `exp_avg` and `exp_avg_sq`. A rank holds all elements of a parameter or,
+under the distributed optimizer, one contiguous range of them. `AdamOptimizer.state_shards`
+yields views: writing into them changes the state.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.nn.utils import get_total_norm
 
 from mega_agentrl.actor import device
-from mega_agentrl.actor.training import optimizer_state
 from mega_agentrl.actor.training.offload import ALL_STATE, require_on_device
 
 if TYPE_CHECKING:
@@ -40,8 +45,9 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
     from mega_agentrl.actor.parallel.process_groups import ParallelGroups
-    from mega_agentrl.config.schema import OptimConfig
+    from mega_agentrl.config.sections.policy import OptimConfig
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _TENSOR_PARALLEL_ATTRIBUTES = (
     "tensor_model_parallel",
     "partition_dim",
@@ -131,7 +137,9 @@ class AdamOptimizer:
         """Reset the moments and the step count."""
         require_on_device("reset", {"optimizer"}, self.on_host)
         for part in self._chained_optimizers:
-            optimizer_state.reset_state(part)
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)
         self.num_steps = 0
 
     def reload_master_weights(self) -> None:
@@ -142,20 +150,31 @@ class AdamOptimizer:
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Yield master weights and moments; for float32 the masters are the parameters."""
         for part in self._chained_optimizers:
-            yield from optimizer_state.state_tensors(part)
+            state = part.optimizer.state
+            for master in part.get_parameters():
+                yield master
+                yield from (
+                    state[master][name] for name in MOMENTS if name in state.get(master, {})
+                )
 
     def state_shards(self) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
-        """Yield (parameter, first element, values) as `optimizer_state.state_shards` does."""
+        """Yield this rank's state of each parameter; missing moments are created as 0.
+
+        Yields:
+            (parameter, first, values), where `values` maps `param`, `exp_avg` and `exp_avg_sq`
+            to `[n]` float32 views of elements first .. first + n - 1 of the flat parameter.
+            Without the distributed optimizer that is the whole parameter.
+        """
         require_on_device("state_shards", {"weights", "optimizer"}, self.on_host)
         for part in self._chained_optimizers:
-            yield from optimizer_state.state_shards(part)
+            yield from _state_shards(part)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the step count, after the state was written into the views of `state_shards`."""
         require_on_device("set_num_steps", {"weights", "optimizer"}, self.on_host)
         self.num_steps = num_steps
         for part in self._chained_optimizers:
-            optimizer_state.set_num_steps(part, num_steps)
+            _set_num_steps(part, num_steps)
 
     def _configure_param_groups(self) -> None:
         """Set weight decay by group, and torch's fused Adam, also on CPUs."""
@@ -228,3 +247,63 @@ def _main_grads(part: MegatronOptimizer) -> list[torch.Tensor]:
 def _scale_gradients(gradients: list[torch.Tensor], factor: float) -> None:
     if factor < 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+def _state_shards(
+    part: MegatronOptimizer,
+) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
+    inner = part.optimizer
+    _init_missing_moments(part)
+    for parameter, master in _param_master_pairs(part):
+        first = 0
+        if isinstance(part, DistributedOptimizer):
+            first = part._get_model_param_range_map(parameter)["param"].start
+        values = {"param": master, **{name: inner.state[master][name] for name in MOMENTS}}
+        yield parameter, first, {name: value.detach().view(-1) for name, value in values.items()}
+
+
+def _set_num_steps(part: MegatronOptimizer, steps: int) -> None:
+    """Set the step count and leave the moments unchanged.
+
+    torch's Adam keeps it in one tensor per parameter, the fused optimizers of Transformer Engine
+    and Apex keep it in the group. (Megatron's own loading with torch's Adam looks up a `step`
+    that its checkpoints lack, and lets all parameters share one tensor, which then advances once
+    per parameter.)
+    """
+    inner = part.optimizer
+    for group in inner.param_groups:
+        if not isinstance(inner, torch.optim.AdamW):
+            group["step"] = steps
+            continue
+        for master in group["params"]:
+            step_device = master.device if group["fused"] else "cpu"
+            inner.state[master]["step"] = torch.tensor(float(steps), device=step_device)
+
+
+def _init_missing_moments(part: MegatronOptimizer) -> None:
+    """Create missing moments as 0 and a missing step count as 0."""
+    inner, fresh = part.optimizer, len(part.optimizer.state) == 0
+    for master in part.get_parameters():
+        for name in MOMENTS:
+            if name not in inner.state[master]:
+                inner.state[master][name] = torch.zeros_like(master, requires_grad=False)
+    if fresh:
+        _set_num_steps(part, 0)
+
+
+def _param_master_pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (parameter, tensor that Adam updates for it) for the parameters of this rank."""
+    if isinstance(part, DistributedOptimizer):
+        groups = [
+            *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
+            *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),
+        ]
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        groups = [
+            *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
+            *((group, group) for group in part.fp32_from_fp32_groups),
+        ]
+    else:
+        groups = [(part.get_parameters(), part.get_parameters())]
+    for parameters, masters in groups:
+        yield from zip(parameters, masters, strict=True)

@@ -65,6 +65,12 @@ class MicroBatch:
         return out_RT.index_put((self.row_N, self.column_N), value_N)
 
 
+def response_mask(batch: TrainBatch) -> torch.Tensor:
+    """Return the `[B, T]` bool mask of the positions before the end of each response."""
+    width = batch.response_BT.size(1)
+    return torch.arange(width)[None, :] < batch.length_B[:, None]
+
+
 def row_lengths(batch: TrainBatch) -> list[int]:
     """Return the number of tokens that the model processes for each row."""
     return [

@@ -35,8 +35,8 @@ Objective = Callable[..., tuple[torch.Tensor, MicroBatchStats]]
 """Maps a micro-batch and its head's `[R, T]` tensors to the loss and the micro-batch's stats."""
 
 _TRIM_EVERY_TOKENS = 4096
-"""Tokens between two calls of `HostMemory.trim` on a CPU. Trimming before every small micro-batch
-would slow it down by a quarter."""
+"""Tokens between two calls of `HostMemoryTracker.trim` on a CPU. Trimming before every small
+micro-batch would slow it down by a quarter."""
 
 
 class TrackedP2PCommunicator(P2PCommunicator):

@@ -11,6 +11,9 @@ There are two kernels with one interface, `torch_kernel` (CPUs, float64) and `tr
 ignored tokens and autograd are handled here. Rows beyond the vocabulary are padding and are not
 computed. The compute dtype is float32, or float64 for float64 inputs.
 
+To add a kernel: a module with these three functions, a name in `VocabKernel`, a branch in
+`_select_kernel`; a test that runs the `CHECKS` of `tests/actor/vocab/vocab_cases.py` with it.
+
 Shape suffixes: N tokens, V local vocabulary rows, D hidden width, R tensor ranks.
 """
 
@@ -61,9 +64,6 @@ class VocabShard:
     """Local rows that are not padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None for one rank."""
-    reduce_hidden_grad: bool = True
-    """Sum the gradient of the hidden states over the group. If False, each rank returns its own
-    part, for a caller that reduces (and scatters) it itself."""
     scratch_bytes: int | None = None
     """Bound on the bytes of logits in memory; None is the default for the device."""
     kernel: VocabKernel = VocabKernel.auto
@@ -82,8 +82,7 @@ def logp_and_entropy(
 
     Args:
         hidden_ND: `[N, D]` hidden states, equal on all tensor ranks (the caller gathers them
-            under sequence parallelism). Their gradient is summed over the ranks unless
-            `shard.reduce_hidden_grad` is False.
+            under sequence parallelism). Their gradient is summed over the ranks.
         weight_VD: `[V/tp, D]` local rows, in the same dtype.
         target_N: `[N]` int64 global token ids, or `IGNORED_TARGET`.
         temperature: Divides the logits.
@@ -162,7 +161,7 @@ class _LogpEntropy(torch.autograd.Function):
                 None if grad_weight_VD is None else grad_weight_VD[: shard.num_valid_rows],
             )
         if grad_hidden_ND is not None:
-            if shard.reduce_hidden_grad and _num_ranks(shard) > 1 and len(target_N):
+            if _num_ranks(shard) > 1 and len(target_N):
                 dist.all_reduce(grad_hidden_ND, group=shard.group)
             grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.algo.masked_scan import map_row_chunks
+from mega_agentrl.algo.masking import map_row_chunks, shift, zero_masked
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
 
 WINDOW_TOKENS = 4
@@ -65,8 +65,7 @@ def soft_cost(
     """Return the sum over HWEs of the window entropy above the threshold, [B] nats."""
     check_same_shape(window_entropy_BT=window_entropy_BT, trigger_BT=trigger_BT)
     counted_BT = (window_entropy_BT >= threshold) & trigger_BT.bool()
-    excess_BT = window_entropy_BT - threshold
-    return torch.where(counted_BT, excess_BT, torch.zeros_like(excess_BT)).sum(1)
+    return zero_masked(window_entropy_BT - threshold, counted_BT).sum(1)
 
 
 def hwe_mask(
@@ -77,8 +76,8 @@ def hwe_mask(
     _check_window(window)
     high_BT = window_entropy_BT >= threshold
     covered_BT = torch.zeros_like(high_BT)
-    for shift in range(1, window + 1):
-        covered_BT = covered_BT | _shift_right(high_BT, shift)
+    for distance in range(1, window + 1):
+        covered_BT = covered_BT | shift(high_BT, distance)
     return covered_BT
 
 
@@ -111,11 +110,11 @@ def normalize_trigger_token(token_text: str) -> str:
 
 def _window_means(entropy_RT: torch.Tensor, on_RT: torch.Tensor, window: int) -> torch.Tensor:
     """Return window entropies, NaN where there is no window, [R, T] float64."""
-    values_RT = torch.where(on_RT, entropy_RT, torch.zeros_like(entropy_RT)).double()
+    values_RT = zero_masked(entropy_RT, on_RT).double()
     total_RT, has_window_RT = torch.zeros_like(values_RT), on_RT
-    for shift in range(1, window + 1):
-        total_RT = total_RT + _shift_left(values_RT, shift)
-        has_window_RT = has_window_RT & _shift_left(on_RT, shift)
+    for distance in range(1, window + 1):
+        total_RT = total_RT + shift(values_RT, -distance)
+        has_window_RT = has_window_RT & shift(on_RT, -distance)
     return torch.where(has_window_RT, total_RT / window, torch.nan)
 
 
@@ -145,15 +144,6 @@ def _percentile(value_RT: torch.Tensor, num_R: torch.Tensor) -> torch.Tensor:
     # The last one down has no neighbour; what follows it in the row is no value.
     gap_R = torch.where(lower_R > upper_R, pair_R2[:, 1] - pair_R2[:, 0], 0.0)
     return torch.where(num_R > 0, pair_R2[:, 0] + share_R * gap_R, torch.nan)
-
-
-def _shift_left(x_RT: torch.Tensor, shift: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x_RT[:, shift:], (0, min(shift, x_RT.shape[1])))
-
-
-def _shift_right(x_RT: torch.Tensor, shift: int) -> torch.Tensor:
-    width = x_RT.shape[1]
-    return torch.nn.functional.pad(x_RT[:, : max(width - shift, 0)], (min(shift, width), 0))
 
 
 def _check_window(window: int) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 
+from mega_agentrl.algo.advantage import group_index_and_size, group_sum
 from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
 
 EASY, MEDIUM, HARD = 0, 1, 2
@@ -46,10 +47,8 @@ def difficulty(accuracy_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
         group_B: [B] group of each trajectory.
     """
     check_same_shape(accuracy_B=accuracy_B, group_B=group_B)
-    _, index_B, count_G = torch.unique(group_B, return_inverse=True, return_counts=True)
-    total_G = torch.zeros_like(count_G, dtype=torch.float64)
-    mean_G = total_G.index_add(0, index_B, accuracy_B.double()) / count_G
-    mean_B: torch.Tensor = mean_G[index_B]
+    index_B, size_B = group_index_and_size(group_B)
+    mean_B = group_sum(accuracy_B.double(), index_B) / size_B
     return (mean_B < EASY_MIN_ACCURACY).long() + (mean_B < MEDIUM_MIN_ACCURACY).long()
 
 

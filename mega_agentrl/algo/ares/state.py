@@ -21,6 +21,7 @@ UNSEEN = -1
 RULE_NAMES = ("paper", "released")
 
 PerDifficulty = tuple[float, float, float]
+OptionalPerDifficulty = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,17 @@ class AresHyperparams:
             raise ValueError(f"name={self.name}: expected one of {', '.join(RULE_NAMES)}")
 
 
+PAPER_HYPERPARAMS = AresHyperparams()
+RELEASED_HYPERPARAMS = AresHyperparams(name="released")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasedKLController:
-    """KL controller of the released code, by bucket; see `ares.released.update_kl`."""
+    """KL controller of the released code, by bucket; see `controllers.update_released_kl`."""
 
     betas: PerDifficulty = (1.0, 1.0, 1.0)
     """Factors on the KL coefficient."""
-    kl_means: tuple[float | None, float | None, float | None] = (None, None, None)
+    kl_means: OptionalPerDifficulty = (None, None, None)
     """EMA of the measured KL in nats; None before the first."""
     errors: PerDifficulty = (0.0, 0.0, 0.0)
     """EMA of the relative error."""
@@ -73,7 +78,7 @@ class AresState:
 
     difficulty_by_prompt: Mapping[str, int] = field(default_factory=dict)
     """Difficulty code of every prompt seen, by stable prompt id."""
-    targets: tuple[float | None, float | None, float | None] = (None, None, None)
+    targets: OptionalPerDifficulty = (None, None, None)
     """Target HWE counts; None before a bucket was seen."""
     alphas: PerDifficulty = (0.5, 0.5, 0.5)
     """Strength of the reward shaping."""

@@ -1,4 +1,7 @@
-"""Settings of the objective (`algo.*`): advantages, losses, KL, EGPO and ARES."""
+"""Settings of the objective (`algo.*`): advantages, losses, KL, EGPO and ARES.
+
+How to add a loss is in `algo.policy_loss`, how to add an estimator in `train.advantages`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from mega_agentrl.config.enums import (
     PolicyLoss,
     RolloutCorrection,
 )
-from mega_agentrl.config.sections.ranges import check_range
+from mega_agentrl.config.errors import check_range
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mega_agentrl.config.enums import Dtype, LrSchedule
-from mega_agentrl.config.sections.ranges import check_range
+from mega_agentrl.config.errors import check_minimums, check_range
 
 
 @dataclass
@@ -48,10 +48,9 @@ class ParallelConfig:
     them."""
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline", "virtual_pipeline", "data", "context", "expert"):
-            check_range(
-                getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "at least 1"
-            )
+        check_minimums(
+            self, "parallel", tensor=1, pipeline=1, virtual_pipeline=1, data=1, context=1, expert=1
+        )
         if self.expert_tensor is not None:
             check_range(
                 self.expert_tensor >= 1,
@@ -102,12 +101,18 @@ class OptimConfig:
     """RL steps at the start in which only the critic is updated."""
 
     def __post_init__(self) -> None:
-        check_range(self.lr >= 0, "optim.lr", self.lr, "at least 0")
-        check_range(
-            0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"0 to optim.lr={self.lr}"
+        check_minimums(
+            self,
+            "optim",
+            lr=0,
+            lr_warmup_steps=0,
+            critic_lr=0,
+            critic_warmup_steps=0,
+            micro_batch_tokens=1,
+            num_minibatches=1,
         )
         check_range(
-            self.lr_warmup_steps >= 0, "optim.lr_warmup_steps", self.lr_warmup_steps, "at least 0"
+            0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"0 to optim.lr={self.lr}"
         )
         check_range(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
@@ -115,12 +120,7 @@ class OptimConfig:
             self.betas,
             "two numbers in [0, 1)",
         )
-        check_range(self.critic_lr >= 0, "optim.critic_lr", self.critic_lr, "at least 0")
-        num_steps = self.critic_warmup_steps
-        check_range(num_steps >= 0, "optim.critic_warmup_steps", num_steps, "at least 0")
         check_range(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
-        for key in ("micro_batch_tokens", "num_minibatches"):
-            check_range(getattr(self, key) >= 1, f"optim.{key}", getattr(self, key), "at least 1")
 
 
 @dataclass
@@ -142,8 +142,7 @@ class SftConfig:
     reaches this rate twice in a row and no data source is close to zero."""
 
     def __post_init__(self) -> None:
-        check_range(self.max_steps >= 0, "sft.max_steps", self.max_steps, "at least 0")
-        check_range(self.batch_size >= 1, "sft.batch_size", self.batch_size, "at least 1")
+        check_minimums(self, "sft", max_steps=0, batch_size=1)
         check_range(
             0 < self.target_success_rate <= 1,
             "sft.target_success_rate",

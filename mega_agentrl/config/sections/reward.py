@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from mega_agentrl.config.enums import FunctionCallMatch
-from mega_agentrl.config.sections.ranges import check_range
+from mega_agentrl.config.errors import check_range
 
 DEFAULT_SOURCE = "default"
 FUNCTION_CALL_SOURCES = (
@@ -37,7 +37,7 @@ class RewardModelConfig:
         check_range(
             not self.is_remote or bool(self.served_model_name),
             "reward.model.served_model_name",
-            repr(self.served_model_name),
+            self.served_model_name,
             f"the name of a model with reward.model.path_or_url={self.path_or_url}",
         )
 
@@ -95,7 +95,7 @@ class RewardConfig:
         check_range(
             MODEL_PART not in self.part_names or bool(self.model.path_or_url),
             "reward.model.path_or_url",
-            repr(self.model.path_or_url),
+            self.model.path_or_url,
             "a folder or a URL, because reward.rubric has the part model",
         )
 
@@ -109,6 +109,11 @@ class RewardConfig:
             return self.rubric
         calls = {source: {"function_call": 1.0} for source in FUNCTION_CALL_SOURCES}
         return {DEFAULT_SOURCE: {"arpo": 1.0}, **calls}
+
+    def weights_for(self, source: str) -> dict[str, float]:
+        """Return the weights of a data source; empty if neither it nor the default has any."""
+        weights = self.weights_by_source
+        return weights.get(source) or weights.get(DEFAULT_SOURCE) or {}
 
     @property
     def part_names(self) -> tuple[str, ...]:

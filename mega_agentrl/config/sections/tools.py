@@ -1,20 +1,141 @@
-"""Settings of the tools (`tool.*`)."""
+"""Settings of the tools (`tool.*`): Python sandboxes, search, browsing and the web cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mega_agentrl.config.sections.ranges import check_range
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
-from mega_agentrl.config.sections.search import (
-    BrowseToolConfig,
-    SearchToolConfig,
-    ToolCacheConfig,
-    WebRequestConfig,
-)
+from mega_agentrl.config.enums import PythonMode, SandboxIsolation, SearchBackend
+from mega_agentrl.config.errors import check_minimums, check_range
 
+ANY_DOMAIN = "*"
 _MIN_TOKENS_PER_DOCUMENT = 4
 """Room for a word or two and the ellipsis."""
+
+
+@dataclass
+class PythonToolConfig:
+    """The sandboxed Python interpreter.
+
+    Fixed limits are 4000 characters of output, 64 processes, 256 open files per process, and 64 MiB
+    each of /tmp and /dev/shm.
+    """
+
+    mode: PythonMode = PythonMode.stateless
+    """stateless: each call has a fresh interpreter, as in ARPO; stateful: one interpreter per
+    trajectory, which forks with it."""
+    isolation: SandboxIsolation = SandboxIsolation.bubblewrap
+    """Isolation of sandboxed code from this machine."""
+    num_hosts: int = 0
+    """Ray actors that run sandboxes, spread over the nodes of the cluster; 0 runs them on the
+    driver. They use only nodes with the resource `sandbox_host` if there are any (`ray start
+    --resources='{"sandbox_host": 1}'`)."""
+    num_workers: int = 2
+    """Warm sandboxes, and concurrent calls, of each host."""
+    timeout_s: float = 10.0
+    """Wall-clock limit of a call; also the CPU-time limit of each of its processes."""
+    memory_limit_mib: int = 512
+    """Address-space limit of a process beyond the warm interpreter. All processes and files of a
+    trajectory and its forks are limited to four times as much where a control group can be
+    created."""
+    preload_modules: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
+    """Modules imported once in every warm interpreter; more modules make forks slower."""
+
+    def __post_init__(self) -> None:
+        check_range(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
+        check_minimums(self, "tool.python", num_hosts=0, num_workers=1, memory_limit_mib=64)
+
+    @property
+    def total_memory_mib(self) -> int:
+        """Memory limit of a whole sandbox: some of its 64 processes at their limit, not all."""
+        return 4 * self.memory_limit_mib
+
+
+@dataclass
+class SearchToolConfig:
+    """Search in a local corpus, a retrieval server or a web-search API."""
+
+    backend: SearchBackend = SearchBackend.local
+    """Kind of search."""
+    source: str = ""
+    """Documents to search: for `local` a JSONL file of documents with `id`, `title` and `text`
+    (empty disables the tool), else the URL of the server or API."""
+    api_key_env: str = ""
+    """Environment variable that holds the API key, which is sent as `X-API-KEY` and as a bearer
+    token; empty for none."""
+    top_k: int = 1
+    """Documents per answer."""
+
+    def __post_init__(self) -> None:
+        if self.backend is not SearchBackend.local:
+            check_range(
+                self.source.startswith(("http://", "https://")),
+                "tool.search.source",
+                self.source,
+                f"http://... or https://... with tool.search.backend={self.backend}",
+            )
+        check_range(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run has the tool."""
+        return self.backend is not SearchBackend.local or bool(self.source)
+
+
+@dataclass
+class BrowseToolConfig:
+    """Read a page of the public web; private addresses are never read."""
+
+    allowed_domains: list[str] = field(default_factory=list)
+    """Domains, including subdomains, that may be read; `[*]` is all, empty disables the tool."""
+    denied_domains: list[str] = field(default_factory=list)
+    """Domains that may not be read; they take precedence."""
+
+    def __post_init__(self) -> None:
+        for key in ("allowed_domains", "denied_domains"):
+            for name in getattr(self, key):
+                is_wildcard = key == "allowed_domains" and self.allowed_domains == [ANY_DOMAIN]
+                check_range(
+                    is_wildcard
+                    or (bool(name.strip(".")) and name.isascii() and not set(name) & set("/:*@ ")),
+                    f"tool.browse.{key}",
+                    name,
+                    "a domain such as example.org in ASCII, without scheme, port, path, wildcard "
+                    "(allowed_domains: or * alone)",
+                )
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run has the tool."""
+        return bool(self.allowed_domains)
+
+    @property
+    def domain_filter(self) -> tuple[str, ...]:
+        """The allowed domains; empty stands for all."""
+        return () if self.allowed_domains == [ANY_DOMAIN] else tuple(self.allowed_domains)
+
+
+@dataclass
+class WebRequestConfig:
+    """Limits of search and browse requests; each tool has its own."""
+
+    timeout_s: float = 20.0
+    """Timeout of a call, retries included."""
+    max_calls_per_s: float = 10.0
+    """Rate limit over all trajectories of the process; 0 is none. Local searches are not
+    limited."""
+
+    def __post_init__(self) -> None:
+        check_range(self.timeout_s > 0, "tool.web.timeout_s", self.timeout_s, "above 0")
+        rate = self.max_calls_per_s
+        check_range(rate >= 0, "tool.web.max_calls_per_s", rate, "at least 0")
+
+
+@dataclass
+class ToolCacheConfig:
+    """Cache of web answers in an SQLite file that the processes of a machine share."""
+
+    path: str = "runs/tool_cache.sqlite"
+    """Path of the file; empty disables the cache."""
 
 
 @dataclass

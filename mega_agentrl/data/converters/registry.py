@@ -3,6 +3,13 @@
 The name of a source becomes the `data_source` of its rows, by which rewards are chosen, unless the
 rows have names of their own (Search-R1, ARPO). Files are read and written by `file_io`; the command
 line is `tools/convert_data.py`.
+
+To add one:
+
+1. Write a function from source rows to a `ConversionResult` in a new file here; `xlam` is short.
+2. Add its row to `SOURCES`, whose names are the choices of `--source`.
+3. Add data sets of function calls to `FUNCTION_CALL_SOURCES` in `config/sections/reward.py`.
+4. Test hand-written rows and refusals beside `tests/data/converters/test_xlam.py`.
 """
 
 from __future__ import annotations

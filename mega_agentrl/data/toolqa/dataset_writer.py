@@ -14,17 +14,25 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from mega_agentrl.data.toolqa.demonstrations import make_demonstrations
 from mega_agentrl.data.toolqa.entity_splits import Split, SplitInventory, make_split_inventories
-from mega_agentrl.data.toolqa.knowledge_base import Fact, make_facts, write_corpus
-from mega_agentrl.data.toolqa.questions import Question, make_questions
+from mega_agentrl.data.toolqa.questions import (
+    Fact,
+    Question,
+    make_facts,
+    make_questions,
+    write_corpus,
+)
 from mega_agentrl.data.toolqa.settings import ToolQASettings, remove_stamp, write_stamp
-from mega_agentrl.data.toolqa.tiny_model import write_model
 from mega_agentrl.data.toolqa.tokenizer import train_tokenizer
 
 TOOLS = ("python", "search")
 NUM_TOKENIZER_DIALOGUES = 2000
+HEAD_DIM = 32
 
 
 def write_toolqa_dataset(folder: Path, settings: ToolQASettings) -> None:
@@ -98,3 +106,49 @@ def _make_split_questions(
 
 def _write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
+
+
+def write_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    seed: int,
+) -> None:
+    """Write a tiny Qwen3 with random weights: config, weights, tokenizer and chat template.
+
+    Raises:
+        ValueError: `hidden_size` does not give an even number of heads.
+    """
+    num_heads, rest = divmod(hidden_size, HEAD_DIM)
+    if rest or num_heads % 2:
+        raise ValueError(
+            f"hidden_size={hidden_size}: expected a multiple of {2 * HEAD_DIM}, because heads are "
+            f"{HEAD_DIM} wide and two share a key-value head"
+        )
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        initializer_range=hidden_size**-0.5 / 2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from mega_agentrl.estimate.device import CPU_KERNEL_BYTES, CPU_LIBRARIES_BYTES, GIB
+from mega_agentrl.estimate.device import CPU_KERNEL_BYTES, CPU_LIBRARIES_BYTES, GIB, MIB
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
 from mega_agentrl.reshard.planner.repeated_layers import (
     first_layer_of_each_type,
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _FLOAT_BYTES = 4
-_MIB = 2**20
 _CUDA_GRAPH_BYTES = GIB
 MIN_BATCHED_TOKENS = 8192
-"""Minimum number of tokens per forward pass, which `generator.engine` requests."""
+"""Minimum number of tokens per forward pass, which `generator.engine_args` requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +102,7 @@ def estimate_engine_memory(
     logits = rows * (item + 2 * _FLOAT_BYTES)
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         logits += rows * (_FLOAT_BYTES + 8)  # sorted values and their indices
-    bucket = config.weight_sync.bucket_mib * _MIB
+    bucket = config.weight_sync.bucket_mib * MIB
     runtime = device.engine_runtime_bytes
     if not device.is_gpu:
         # Models on CPUs are small: a bucket holds no more than the rank receives.

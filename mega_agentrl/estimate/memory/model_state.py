@@ -1,31 +1,194 @@
-"""Computes the bytes of a policy rank's weights, gradients and optimizer state.
+"""Computes the parameters, weights, gradients and optimizer state of a policy rank, in bytes.
 
     weights    training dtype; in padded flat buffers with the distributed optimizer
     gradients  float32, in flat buffers, on every replica
     optimizer  two float32 moments, and float32 master weights unless the weights are float32, for
                the elements that the replica steps
 
-The rank of a stage that steps the most elements counts. The reference policy of a KL term is a copy
-of the weights in pinned host memory, whose blocks are rounded up to powers of two bytes.
+Ranks of one pipeline stage hold equally many parameters whatever their tensor or expert rank, so
+one rank represents its stage; of its replicas the one that steps the most elements counts. Names
+and shapes come from the actors' mapping (`reshard.mapping`). The reference policy of a KL term is a
+copy of the weights in pinned host memory, whose blocks are rounded up to powers of two bytes.
+
+Each model chunk of a rank has one of Megatron's flat buffers for dense parameters and one for
+expert parameters, both in reverse parameter order. With the distributed optimizer
+
+    every parameter starts at a multiple of 64 elements; every bucket ends at a multiple of
+    lcm(replicas, 128), and a shared embedding has its own bucket; replica r of n steps the r-th of
+    n equal parts of each bucket;
+
+and weights and gradients both live in such buffers. Without it there is no padding, weights are
+separate tensors, and every replica steps all parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
-from mega_agentrl.estimate.memory.flat_buffers import flat_buffers
-from mega_agentrl.estimate.memory.rank_parameters import rank_parameters
+from mega_agentrl.reshard.mapping.model_mapping import (
+    HF_EMBEDDING,
+    hf_shapes,
+    is_expert_param,
+    megatron_layout,
+)
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mega_agentrl.config.sections.policy import ParallelConfig
-    from mega_agentrl.estimate.memory.flat_buffers import FlatBuffer
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _FLOAT32_BYTES = 4
 _PINNED_BLOCK_BYTES = 2**28
+_PARAMETER_MULTIPLE = 64
+_BUCKET_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameter:
+    """One parameter of a rank."""
+
+    chunk: int
+    """Index of the model chunk (virtual pipeline stage)."""
+    numel: int
+    """Number of elements on this rank."""
+    is_expert: bool
+    """Whether the parameter belongs to an expert."""
+    is_shared_embedding: bool
+    """Whether it is one of the two copies of a tied embedding, on the first or last stage."""
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of the checkpoint; a tied output layer counts once."""
+    return sum(map(prod, hf_shapes(shape).values()))
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters that one token activates."""
+    if shape.moe is None:
+        return num_parameters(shape)
+    num_inactive = shape.moe.num_experts - shape.moe.top_k
+    expert_numel = 3 * shape.hidden_size * shape.moe.ffn_hidden_size
+    return num_parameters(shape) - sum(shape.moe.moe_layer_pattern) * num_inactive * expert_numel
+
+
+def rank_parameters(
+    shape: ModelShape, layout: ParallelConfig, stage: int
+) -> tuple[RankParameter, ...]:
+    """Return all parameters of a rank of a pipeline stage, in the order of the actor's model.
+
+    Raises:
+        ValueError: the parallel sizes do not divide the model.
+    """
+    rank = ModelParallelRank(
+        tensor_size=layout.tensor,
+        pipeline_rank=stage,
+        pipeline_size=layout.pipeline,
+        virtual_size=layout.virtual_pipeline,
+        expert_size=layout.expert,
+        expert_tensor_size=layout.expert_tensor_size,
+    )
+    return _parameters_at(shape, rank)
+
+
+@lru_cache(maxsize=64)
+def _parameters_at(shape: ModelShape, rank: ModelParallelRank) -> tuple[RankParameter, ...]:
+    has_two_embeddings = shape.tie_word_embeddings and rank.pipeline_size > 1
+    return tuple(
+        RankParameter(
+            chunk=_model_chunk(shard.name, rank),
+            numel=prod(shard.shape),
+            is_expert=is_expert_param(shard.name),
+            is_shared_embedding=has_two_embeddings
+            and any(block.hf_name == HF_EMBEDDING for block in shard.blocks),
+        )
+        for shard in megatron_layout(shape, rank)
+    )
+
+
+def _model_chunk(name: str, rank: ModelParallelRank) -> int:
+    numbers = range(rank.virtual_size)
+    return next(number for number in numbers if name.startswith(rank.param_prefix(number)))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """One flat buffer of a rank."""
+
+    is_expert: bool
+    """Whether the buffer holds expert parameters."""
+    numel: int
+    """Number of elements, padding included."""
+    owned_by_replica: tuple[int, ...]
+    """Number of parameter elements that each replica steps, without padding."""
+
+
+def flat_buffers(parameters: Sequence[RankParameter], layout: ParallelConfig) -> list[FlatBuffer]:
+    """Return the non-empty buffers of one rank: by chunk, dense before experts."""
+    stage_ranks = layout.tensor * layout.context * layout.data
+    found = []
+    for _, group in groupby(parameters, key=lambda parameter: parameter.chunk):
+        chunk = list(group)
+        for expert in (False, True):
+            num_replicas = layout.data * layout.context
+            if expert:
+                num_replicas = stage_ranks // (layout.expert * layout.expert_tensor_size)
+            chosen = [parameter for parameter in chunk if parameter.is_expert is expert]
+            if chosen:
+                numel, owned = _buffer_layout(
+                    chosen, num_replicas, padded=layout.distributed_optimizer
+                )
+                found.append(FlatBuffer(expert, numel, owned))
+    return found
+
+
+def _buffer_layout(
+    parameters: Sequence[RankParameter], num_replicas: int, *, padded: bool
+) -> tuple[int, tuple[int, ...]]:
+    """Return the number of elements of the buffer and the number that each replica steps."""
+    if not padded:
+        numel = sum(parameter.numel for parameter in parameters)
+        return numel, (numel,) * num_replicas
+    multiple = lcm(num_replicas, _BUCKET_MULTIPLE)
+    owned = [0] * num_replicas
+    end = 0
+    for bucket in _buckets(parameters):
+        spans, stop = [], 0
+        for parameter in bucket:
+            start = _round_up(stop, _PARAMETER_MULTIPLE)
+            stop = start + parameter.numel
+            spans.append((start, stop))
+        size = _round_up(stop, multiple)
+        for replica, count in _replica_shares(spans, size // num_replicas):
+            owned[replica] += count
+        end += size
+    return end, tuple(owned)
+
+
+def _buckets(parameters: Sequence[RankParameter]) -> Iterator[list[RankParameter]]:
+    """Yield the parameters of each bucket in reverse order; a shared embedding is separate."""
+    for _, run in groupby(
+        reversed(parameters), key=lambda parameter: parameter.is_shared_embedding
+    ):
+        yield list(run)
+
+
+def _replica_shares(spans: Sequence[tuple[int, int]], share: int) -> Iterator[tuple[int, int]]:
+    """Yield (replica, number of its elements) for every replica that a span touches."""
+    for start, stop in spans:
+        while start < stop:
+            replica = start // share
+            border = min(stop, (replica + 1) * share)
+            yield replica, border - start
+            start = border
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

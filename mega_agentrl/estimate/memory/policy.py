@@ -1,4 +1,4 @@
-"""Estimates the memory of the policy's ranks, part by part, for every pipeline stage.
+"""Estimates the memory of the ranks of policy and critic, part by part, by pipeline stage.
 
     permanent    weights, gradients, optimizer, runtime
     alternating  a training pass (activations, plus the head's workspace or that of one layer's
@@ -9,30 +9,33 @@ The peak is the permanent part plus the largest alternating one. On shared GPUs
 (`cluster.colocated`) a sleeping engine permanently keeps some memory. The weight transfer then
 holds the weights of both sides, but neither gradients and optimizer state nor a KV cache, and may
 itself be the peak.
+
+The critic is the policy's transformer with a scalar head, on ranks of its own. Weights, gradients,
+optimizer and activations are those of a policy in the same layout, but there is no vocabulary head,
+no reference and no weight transfer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES
+from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, MIB
 from mega_agentrl.estimate.memory.activations import (
     KernelConfig,
+    head_workspace_bytes,
     layer_backward_workspace_bytes,
     stage_activation_bytes,
 )
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.model_state import estimate_model_state
-from mega_agentrl.estimate.memory.vocab_head import head_workspace_bytes
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.estimate.device import DeviceSpec
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
-_MIB = 2**20
-_REFERENCE_CHUNK_BYTES = 256 * _MIB
+_REFERENCE_CHUNK_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ def estimate_policy_memory(
         )
         workspace = round(layer_workspace) + state.largest_parameter if trains else 0
         runtime = device.policy_runtime_bytes
-        bucket = config.weight_sync.bucket_mib * _MIB
+        bucket = config.weight_sync.bucket_mib * MIB
         if not device.is_gpu:
             # Models on CPUs are small: a bucket holds no more than the rank has to send.
             bucket = min(bucket, state.weights)
@@ -187,3 +190,34 @@ def max_micro_batches(config: TrainConfig) -> tuple[int, int]:
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
     tokens = min(budget, -(-share * row // layout.context))
     return max(1, tokens), -(-count // multiple) * multiple
+
+
+def estimate_critic_memory(
+    config: TrainConfig, shape: ModelShape, device: DeviceSpec, *, imbalance: float = 1.0
+) -> list[PolicyMemory]:
+    """Return the critic's memory by pipeline stage, [] without a critic.
+
+    Args:
+        config: the run.
+        shape: the policy model.
+        device: the device of a rank.
+        imbalance: tokens of the busiest expert rank divided by the mean.
+
+    Raises:
+        ValueError: the parallel sizes do not divide the model.
+    """
+    if not config.algo.needs_critic or config.is_eval_only:
+        return []
+    stages = estimate_policy_memory(config, shape.with_scalar_head(), device, imbalance=imbalance)
+    unused = dict.fromkeys(
+        (
+            "head_workspace",
+            "transfer_buckets",
+            "reference_staging",
+            "pinned_host",
+            "sleeping_engine",
+            "colocated_transfer_peak",
+        ),
+        0,
+    )
+    return [replace(memory, **unused) for memory in stages]

@@ -1,25 +1,37 @@
-"""Runs all preflight estimates of a configuration and collects the problems found."""
+"""Runs all preflight estimates of a configuration and collects the problems found.
+
+To add a check that can refuse a run:
+
+1. Write a function here that returns `PreflightProblem`s, and call it in `run_preflight`.
+2. Changes that solve the problem come from `suggestions`, verified by an estimate.
+3. Test the key that it names in `tests/estimate/preflight/test_preflight_report.py`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.checks.colocation import min_ranks_per_node
+from mega_agentrl.config.checks.parallel import min_ranks_per_node
 from mega_agentrl.estimate.device import GIB
-from mega_agentrl.estimate.memory.critic import estimate_critic_memory
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
-from mega_agentrl.estimate.memory.policy import estimate_policy_memory, max_row_tokens
-from mega_agentrl.estimate.preflight.config_change import num_required_gpus
-from mega_agentrl.estimate.preflight.engine_suggestions import suggest_engine_changes
-from mega_agentrl.estimate.preflight.policy_suggestions import suggest_policy_changes
+from mega_agentrl.estimate.memory.policy import (
+    estimate_critic_memory,
+    estimate_policy_memory,
+    max_row_tokens,
+)
+from mega_agentrl.estimate.preflight.suggestions import (
+    num_required_gpus,
+    suggest_engine_changes,
+    suggest_policy_changes,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.estimate.device import DeviceSpec
     from mega_agentrl.estimate.memory.engine import EngineMemory
     from mega_agentrl.estimate.memory.policy import PolicyMemory
-    from mega_agentrl.estimate.preflight.config_change import ConfigChange, ConfigCheck
+    from mega_agentrl.estimate.preflight.suggestions import ConfigChange, ConfigCheck
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 

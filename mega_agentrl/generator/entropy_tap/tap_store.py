@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 TAP_KEY_ARG = "mega_agentrl_key"
 """Key in `SamplingParams.extra_args` whose value identifies the request to the tap."""
@@ -131,11 +131,6 @@ class TapStore:
         result = self.read(key)
         self._records.pop(key, None)
         return result
-
-    def drop(self, keys: Sequence[str]) -> None:
-        """Delete requests."""
-        for key in keys:
-            self._records.pop(key, None)
 
     def __len__(self) -> int:
         return len(self._records)

@@ -5,33 +5,85 @@ device (kernels may have repacked the weights; on a CPU the original parameter i
 gets memory with its first slice. With its last slice its digests are computed, and vLLM packs it
 for its kernel and moves the result to where CUDA graphs expect it. So only the modules in progress
 are in memory twice. On a CPU, copies that vLLM has packed beside the parameters are dropped before
-anything arrives, and modules in progress are kept outside the heap (`staging_buffers`).
+anything arrives, and modules in progress are kept outside the heap (`StagingBufferPool`).
 
 The bookkeeping of vLLM's loaders is not used, because nothing passes through them:
 `ModuleWeightWriter` counts elements by the layout that was traced from them.
+
+In the heap, modules in progress would lie between the buffers that vLLM packs from them and leave
+holes: tensors are aligned, and an aligned one does not fit into a hole of its own size. The heap
+would then grow with the size of the model. `StagingBufferPool` therefore maps buffers outside the
+heap, with huge pages if available. A buffer is free again when the last tensor on it is gone; there
+are never more of them than modules in progress.
 """
 
 from __future__ import annotations
 
+import mmap
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.model_executor.model_loader.reload.layerwise import (
     _layerwise_process,
     get_layerwise_info,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from mega_agentrl.generator.weights.staging_buffers import MIN_STAGING_BYTES, StagingBufferPool
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
     from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+
+
+MIN_STAGING_BYTES = 1 << 20
+"""Smaller modules stay in the heap."""
+_PARAM_ALIGN_BYTES = 64
+
+
+class StagingBufferPool:
+    """Buffers of one rank; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._free_buffers: list[mmap.mmap] = []
+
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return `[size]` uint8 tensors with undefined values, for the parameters of one module.
+
+        Args:
+            sizes: Sizes in bytes.
+        """
+        starts = [0]
+        for size in sizes:
+            starts.append(-(-(starts[-1] + size) // _PARAM_ALIGN_BYTES) * _PARAM_ALIGN_BYTES)
+        buffer = self._take_buffer(starts[-1])
+        view = memoryview(buffer)
+        weakref.finalize(view, self._free_buffers.append, buffer)
+        flat = torch.frombuffer(view, dtype=torch.uint8)
+        return [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    def clear(self) -> None:
+        """Return free buffers to the system."""
+        self._free_buffers.clear()
+
+    def _take_buffer(self, num_bytes: int) -> mmap.mmap:
+        """Return the smallest free buffer that fits, or a new one in place of the largest."""
+        found = min((r for r in self._free_buffers if len(r) >= num_bytes), key=len, default=None)
+        old = max(self._free_buffers, key=len, default=None) if found is None else found
+        if old is not None:
+            self._free_buffers.remove(old)
+        return found if found is not None else _map_anonymous(num_bytes)
+
+
+def _map_anonymous(num_bytes: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without large pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
 
 
 @dataclass(slots=True)

@@ -6,13 +6,21 @@ function lineage(view, index) {
   return chain;
 }
 
+// The head of a turn that a path leaves inside, at token `limit`.
+function headOf(turn, limit) {
+  if (turn.to <= limit) return turn;
+  const cutOff = (values) => (Array.isArray(values) ? values.slice(0, limit - turn.from) : values);
+  const names = ["pieces", "ids", "h", "lp", "v", "sampled"].filter((name) => name in turn);
+  return { ...turn, to: limit, ...Object.fromEntries(names.map((name) => [name, cutOff(turn[name])])) };
+}
+
 // Turns of the path in order: of each ancestor those before the next one left it.
 function parts(view, index) {
   const chain = lineage(view, index);
   return chain.flatMap((one, position) => {
     const path = view.paths[one], own = one === index;
     const limit = own ? Infinity : view.paths[chain[position + 1]].fork;
-    const turns = path.turns.filter((turn) => turn.to <= limit);
+    const turns = path.turns.filter((turn) => turn.to <= limit || turn.from < limit).map((turn) => headOf(turn, limit));
     return [{ path, own, limit, turns, next: own ? null : view.paths[chain[position + 1]] }];
   });
 }

@@ -153,7 +153,7 @@ def algorithms_markdown(rows: Sequence[AlgorithmSummary], *, baseline: str) -> s
         f"calls to {baseline}'s reward",
         f"share of {baseline}'s",
     )
-    lines = [_markdown_row(names), _markdown_row(["---"] * len(names))]
+    lines = [markdown_row(names), markdown_row(["---"] * len(names))]
     for row in rows:
         spread = "" if row.reward_std is None else f" ± {row.reward_std:.3f}"
         cells = (
@@ -170,7 +170,7 @@ def algorithms_markdown(rows: Sequence[AlgorithmSummary], *, baseline: str) -> s
             if row.fraction_of_baseline_calls is None
             else f"{row.fraction_of_baseline_calls:.0%}",
         )
-        lines.append(_markdown_row(cells))
+        lines.append(markdown_row(cells))
     return "\n".join(lines) + "\n"
 
 
@@ -229,7 +229,7 @@ def _summarize_algorithm(
         algorithm=name,
         num_seeds=len(runs),
         reward=marks[-1].reward,
-        reward_std=stdev(end.reward for end in ends) if len(ends) > 1 else None,
+        reward_std=sample_std([end.reward for end in ends]),
         success=fmean(end.success for end in ends),
         num_tokens=marks[-1].num_tokens,
         num_tool_calls=marks[-1].num_tool_calls,
@@ -247,5 +247,11 @@ def _by_algorithm(curves: Sequence[RunCostCurve]) -> dict[str, list[RunCostCurve
     return by_name
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def sample_std(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None for fewer than two values."""
+    return stdev(values) if len(values) > 1 else None
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

@@ -84,7 +84,7 @@ def read_run_result(folder: Path) -> RunResult:
         eval_points=tuple(_eval_points(log)),
         num_tokens=sum(map(_num_tokens, steps)),
         num_tool_calls=sum(map(_num_tool_calls, steps)),
-        train_s=float(summary.get("train_seconds") or sum(map(_step_duration_s, steps))),
+        train_s=float(summary.get("train_seconds") or sum(line.duration_s for line in steps)),
     )
 
 
@@ -158,7 +158,3 @@ def _step_total(line: MetricLine, mean: str) -> int:
     """Return a mean over the trajectories of a step, times their number."""
     value = line.values.get(mean, 0.0) * line.values.get("rollout/num_trajectories", 0.0)
     return round(value) if math.isfinite(value) else 0
-
-
-def _step_duration_s(line: MetricLine) -> float:
-    return sum(value for name, value in line.values.items() if name.startswith("time/"))

@@ -11,11 +11,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.report.compare.algorithms import MISSING_CELL, RunCostCurve, write_cost_plot
+from mega_agentrl.report.compare.algorithms import (
+    MISSING_CELL,
+    RunCostCurve,
+    markdown_row,
+    sample_std,
+    write_cost_plot,
+)
 from mega_agentrl.report.compare.run_result import STATE_DONE
+from mega_agentrl.report.page.html import replace_non_finite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,10 +93,10 @@ def group_runs_by_settings(runs: Sequence[RunResult]) -> dict[str, list[RunResul
 def sweep_markdown(runs: Sequence[RunResult]) -> str:
     """Format the table, followed by the runs that are not in its means."""
     lines = [
-        _sweep_markdown_row(_SWEEP_HEADINGS),
-        _sweep_markdown_row(["---"] * len(_SWEEP_HEADINGS)),
+        markdown_row(_SWEEP_HEADINGS),
+        markdown_row(["---"] * len(_SWEEP_HEADINGS)),
     ]
-    lines += [_sweep_markdown_row(_sweep_cells(row)) for row in build_sweep_rows(runs)]
+    lines += [markdown_row(_sweep_cells(row)) for row in build_sweep_rows(runs)]
     excluded = [run for run in runs if run.state != STATE_DONE]
     if excluded:
         lines.append("")
@@ -111,7 +118,7 @@ def sweep_json(runs: Sequence[RunResult]) -> dict[str, Any]:
             {key: value for key, value in asdict(run).items() if key != "settings"} for run in runs
         ],
     }
-    cleaned: dict[str, Any] = _non_finite_as_null(plain)
+    cleaned: dict[str, Any] = replace_non_finite(plain, lambda value: None)
     return cleaned
 
 
@@ -163,9 +170,9 @@ def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
         num_runs=len(group),
         num_finished_runs=len(done),
         reward_before=_mean([mark.reward for mark in before]),
-        reward_before_std=_sample_std([mark.reward for mark in before]),
+        reward_before_std=sample_std([mark.reward for mark in before]),
         reward_after=_mean([mark.reward for mark in after]),
-        reward_after_std=_sample_std([mark.reward for mark in after]),
+        reward_after_std=sample_std([mark.reward for mark in after]),
         success_after=_mean([mark.success for mark in after]),
         num_tokens=_mean([run.num_tokens for run in done]),
         num_tool_calls=_mean([run.num_tool_calls for run in done]),
@@ -175,10 +182,6 @@ def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else math.nan
-
-
-def _sample_std(values: Sequence[float]) -> float | None:
-    return stdev(values) if len(values) > 1 else None
 
 
 def _sweep_cells(row: SweepRow) -> list[str]:
@@ -203,16 +206,3 @@ def _format_with_std(value: float, spread: float | None) -> str:
 
 def _format_or_missing(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else MISSING_CELL
-
-
-def _non_finite_as_null(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent by None."""
-    if isinstance(value, dict):
-        return {key: _non_finite_as_null(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_non_finite_as_null(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _sweep_markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

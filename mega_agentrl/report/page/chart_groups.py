@@ -2,6 +2,8 @@
 
 A chart appears only if the log has one of its metrics. A metric that is part of no chart gets its
 own under "All other metrics", so that every measured value is shown.
+
+To add a chart: add a `_ChartSpec` to the group that it belongs to. Nothing else is needed.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mega_agentrl.report.metrics_file import running_mean
 from mega_agentrl.report.page.svg_charts import Chart, LineStyle, Series
-from mega_agentrl.report.running_mean import running_mean
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # HTML cannot represent most control characters, UTF-8 no lone surrogates.
@@ -67,7 +67,7 @@ def concat_html(parts: Sequence[object]) -> SafeHtml:
 
 def json_for_script(value: Any) -> str:
     """Serialize a value as ASCII JSON that is safe in a script tag."""
-    dumped = json.dumps(_non_finite_as_text(value), separators=(",", ":"), allow_nan=False)
+    dumped = json.dumps(replace_non_finite(value, _as_text), separators=(",", ":"), allow_nan=False)
     return dumped.translate(_SCRIPT_ESCAPES)
 
 
@@ -77,11 +77,16 @@ def json_script_element(name: str, value: Any) -> SafeHtml:
     return SafeHtml(f"{opening}{json_for_script(value)}</script>")
 
 
-def _non_finite_as_text(value: Any) -> Any:
+def replace_non_finite(value: Any, replacement: Callable[[float], Any]) -> Any:
+    """Return plain values for JSON, with every number that JSON cannot represent replaced."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return replacement(value)
     if isinstance(value, Mapping):
-        return {str(key): _non_finite_as_text(item) for key, item in value.items()}
+        return {str(key): replace_non_finite(item, replacement) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_non_finite_as_text(item) for item in value]
+        return [replace_non_finite(item, replacement) for item in value]
     return value
+
+
+def _as_text(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -25,8 +25,7 @@ from mega_agentrl.report.page.html import (
 )
 from mega_agentrl.report.page.summary_tiles import render_tiles, summary_tiles
 from mega_agentrl.report.page.svg_charts import chart_data, render_figure
-from mega_agentrl.report.page.tool_table import tool_rows, tool_table
-from mega_agentrl.report.page.validation_table import validation_table
+from mega_agentrl.report.page.tables import tool_rows, tool_table, validation_table
 from mega_agentrl.report.tree_viewer.embedded_trees import render_embedded_trees
 
 if TYPE_CHECKING:

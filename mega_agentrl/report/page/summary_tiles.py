@@ -18,7 +18,7 @@ from mega_agentrl.report.progress import format_duration
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.report.metrics_file import MetricLine, MetricLog
+    from mega_agentrl.report.metrics_file import MetricLog
 
 NUM_EDGE_STEPS = 5
 """Number of first and last steps that are compared if there was no evaluation."""
@@ -100,7 +100,7 @@ def _num_steps_tile(log: MetricLog) -> SummaryTile | None:
     lines = log.lines_of_stage(RL_STAGE)
     if not lines:
         return None
-    total_s = sum(step_duration_s(line) for line in lines)
+    total_s = sum(line.duration_s for line in lines)
     mean_s = format_number(_round_to_3_digits(total_s / len(lines)))
     detail = f"{format_duration(total_s)}, {mean_s} s each"
     return SummaryTile(name="RL steps", value=f"{len(lines):,}", detail=detail)
@@ -111,7 +111,7 @@ def _throughput_tile(log: MetricLog) -> SummaryTile | None:
     if not speeds:
         return None
     tokens = sum(
-        line.values.get("perf/tokens_per_s", 0.0) * step_duration_s(line)
+        line.values.get("perf/tokens_per_s", 0.0) * line.duration_s
         for line in log.lines_of_stage(RL_STAGE)
     )
     more = (
@@ -163,12 +163,6 @@ def _mismatch_tile(log: MetricLog) -> SummaryTile | None:
         value=format_number(_round_to_3_digits(fmean(gaps))),
         detail=more,
     )
-
-
-def step_duration_s(line: MetricLine) -> float:
-    """Return the duration of a step, the sum of all phases."""
-    times = (value for name, value in line.values.items() if name.startswith("time/"))
-    return sum(value for value in times if math.isfinite(value))
 
 
 def _finite_values(log: MetricLog, name: str) -> list[float]:

@@ -2,6 +2,13 @@
 
 A missing optional package and a port in use are errors that name their key. The trackers' run ids
 are saved in `trackers.json` of the run folder, so that a resumed run continues there.
+
+To add a tracker:
+
+1. Write a class of the protocol `types.monitoring.Tracker` in a module of its own here.
+2. Add its name to `config.enums.TrackerName`, and return it from `_open_tracker`.
+3. For an optional package, add it to `OPTIONAL_TRACKERS` and to the extras in `pyproject.toml`.
+4. Test it in `tests/report/trackers`, and list it in `TRACKERS` of `tests/types/test_protocols.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import json
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.checks.report import OPTIONAL_TRACKERS, check_report
+from mega_agentrl.config.checks.inputs import OPTIONAL_TRACKERS, check_report
 from mega_agentrl.config.enums import TrackerName
 from mega_agentrl.report.config_diff import read_config
 from mega_agentrl.report.trackers.mlflow import MlflowTracker
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from mega_agentrl.config.schema import ReportConfig
+    from mega_agentrl.config.sections.runtime import ReportConfig
     from mega_agentrl.types.monitoring import Tracker
 
 RUN_IDS_FILE = "trackers.json"

@@ -3,6 +3,11 @@
 The browser parses a block only when its tree is selected, so that a page with thousands of
 trajectories opens quickly. The index has what the viewer lists: prompts, rewards of the paths as
 marks, numbers of forks.
+
+If not all trees fit, some are selected evenly over the files and within each file. Every file (a
+step) gets an equal part of the byte budget; files pass on what they do not need. If the parts are
+too small for a few trees each, files are skipped evenly, except for the first and the last. Sizes
+are bytes of all trees of a file on the page.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 MAX_QUESTION_CHARS = 120
 COLOUR_PERCENTILE = 0.99
 MIN_COLOUR_ENTROPY = 0.1
+MIN_TREES_PER_FILE = 4
+"""Number of trees that each file should show; otherwise fewer files are shown."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -121,3 +128,51 @@ def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float
     start = trained[-1] if trained else files[-1]["key"] if files else ""
     index = json_script_element("tree-index", {"most": max_entropy, "start": start, "files": files})
     return SafeHtml("\n".join([*parts, index]))
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TreeFileSize:
+    """Number of trees of a file and their bytes on the page."""
+
+    num_bytes: int
+    num_trees: int
+
+
+def select_trees(files: Sequence[TreeFileSize], budget_bytes: int) -> list[list[int]]:
+    """Return the indices of the selected trees of each file; empty for skipped files."""
+    selected: list[list[int]] = [[] for _ in files]
+    chosen = _select_files(files, budget_bytes)
+    left, todo = budget_bytes, sorted(chosen, key=lambda index: files[index].num_bytes)
+    for position, index in enumerate(todo):
+        size = files[index]
+        share = left // (len(todo) - position)
+        number = size.num_trees
+        if size.num_bytes > share:
+            number = max(1, share * size.num_trees // size.num_bytes)
+        selected[index] = evenly_spaced_indices(size.num_trees, number)
+        left = max(0, left - size.num_bytes * number // max(1, size.num_trees))
+    return selected
+
+
+def evenly_spaced_indices(number: int, most: int) -> list[int]:
+    """Return `most` evenly spaced indices of 0 ... number-1, with both ends if possible."""
+    if most >= number:
+        return list(range(number))
+    if most <= 1:
+        return [0][:most]
+    return [round(index * (number - 1) / (most - 1)) for index in range(most)]
+
+
+def _select_files(files: Sequence[TreeFileSize], budget_bytes: int) -> list[int]:
+    """Return as many files as can show `MIN_TREES_PER_FILE` on average, evenly spaced."""
+    filled = [index for index, size in enumerate(files) if size.num_trees > 0]
+    if not filled:
+        return []
+    needed = [
+        files[index].num_bytes
+        * min(MIN_TREES_PER_FILE, files[index].num_trees)
+        / files[index].num_trees
+        for index in filled
+    ]
+    fitting = int(budget_bytes / max(1.0, sum(needed) / len(needed)))
+    return [filled[position] for position in evenly_spaced_indices(len(filled), max(2, fitting))]

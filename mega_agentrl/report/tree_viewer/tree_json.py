@@ -11,15 +11,23 @@ A shared prefix is stored once, with the path that sampled it. Keys are short to
 
 `h`, `lp`, `v` and `sampled` have one value per token, or a single value if all are equal. Entropies
 and log-probs are rounded to four digits. `page.html.json_for_script` escapes the text.
+
+Lane 0 is at the top. A path is followed by its forks, the latest fork first, each with its own
+forks. The line from a parent down to a fork then crosses no lane that starts before it::
+
+    lane 0   0    ----------+-----+----->     forked at 10 (path 0.0) and at 16 (path 0.1)
+    lane 1   0.1            |     +------->
+    lane 2   0.0            +-------->
+    lane 3   1    -------------->             another root
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.report.tree_viewer.path_layout import assign_lanes, parent_indices
 from mega_agentrl.types.records import Role
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 20_000
 """Maximum number of characters of a message or a tool answer."""
+REPLACEMENT_CHAR = "\ufffd"
+_MAX_TOKENS_PER_CHAR = 6
 
 
 def tree_to_json(
@@ -73,8 +83,44 @@ def tree_to_json(
     }
 
 
+def parent_indices(paths: Sequence[Trajectory]) -> list[int | None]:
+    """Return the index of each path's parent, None for a root.
+
+    Raises:
+        ValueError: a parent is missing or comes after its fork.
+    """
+    index: dict[str, int] = {}
+    found: list[int | None] = []
+    for number, one in enumerate(paths):
+        if one.parent_id is not None and one.parent_id not in index:
+            raise ValueError(
+                f"trajectory {one.trajectory_id}: got the parent {one.parent_id}, expected one "
+                "that comes earlier in its tree"
+            )
+        found.append(None if one.parent_id is None else index[one.parent_id])
+        index[one.trajectory_id] = number
+    return found
+
+
+def assign_lanes(paths: Sequence[Trajectory]) -> list[int]:
+    """Return the lane of each path, a permutation of 0 ... P-1."""
+    parents = parent_indices(paths)
+    forks: list[list[int]] = [[] for _ in paths]
+    for number, parent in enumerate(parents):
+        if parent is not None:
+            forks[parent].append(number)
+    lanes = [0] * len(paths)
+    waiting = [number for number, parent in enumerate(parents) if parent is None][::-1]
+    for lane in range(len(paths)):
+        number = waiting.pop()
+        lanes[number] = lane
+        # The stack's top is placed next: the latest fork, among equals the first.
+        waiting += sorted(forks[number], key=lambda one: (paths[one].fork_len, -one))
+    return lanes
+
+
 def turns_after_fork(one: Trajectory) -> list[Turn]:
-    """Return the turns after the fork; those before `fork_len` belong to the parent."""
+    """Return the turns that end after the fork; those before it belong to the parent."""
     shared = sum(turn.stop <= one.fork_len for turn in one.turns) if one.fork_len else 0
     return list(one.turns[shared:])
 
@@ -89,6 +135,47 @@ def sampled_entropies(tree: RolloutTree) -> list[float]:
         )
         if mask and math.isfinite(entropy)
     ]
+
+
+class TokenTexts:
+    """Splits decoded text into one piece per token, whose concatenation is the whole text.
+
+    A token may be part of a character, and some decoders drop the space before the first token. The
+    piece of a token is therefore the text that it adds after the previous token. Parts of a
+    character are empty; the token that completes the character gets all of it.
+
+    Args:
+        decode: decodes token ids, keeping special tokens and spaces.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._cached_text_after = lru_cache(maxsize=200_000)(self._text_after)
+
+    def split(self, token_ids: Sequence[int]) -> list[str]:
+        """Return [N] texts of N token ids."""
+        found: list[str] = []
+        before: int | None = None
+        partial: tuple[int, ...] = ()
+        for token in token_ids:
+            piece = self._cached_text_after(before, (*partial, token))
+            if piece.endswith(REPLACEMENT_CHAR) and len(partial) < _MAX_TOKENS_PER_CHAR:
+                found.append("")
+                partial = (*partial, token)
+                continue
+            found.append(piece)
+            before, partial = token, ()
+        if partial:
+            found[-1] = self._cached_text_after(before, partial)
+        return found
+
+    def _text_after(self, before: int | None, tokens: tuple[int, ...]) -> str:
+        if before is None:
+            return self._decode(tokens)
+        start = self._decode((before,))
+        both = self._decode((before, *tokens))
+        # `before` alone is no text if it completes a character of several tokens.
+        return both.removeprefix(start) if both.startswith(start) else self._decode(tokens)
 
 
 def _prompt_json(prompt: Prompt) -> dict[str, Any]:
@@ -163,12 +250,14 @@ def _decision_json(decision: BranchDecision) -> dict[str, Any]:
 def _turn_json(
     one: Trajectory, turn: Turn, split_tokens: Callable[[Sequence[int]], list[str]] | None
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"by": turn.role.value, "from": turn.start, "to": turn.stop}
+    # A turn that the path shares with its parent up to the fork begins at the fork.
+    start = max(turn.start, one.fork_len)
+    found: dict[str, Any] = {"by": turn.role.value, "from": start, "to": turn.stop}
     if turn.outcome is not None:
         found["call"] = _call_json(turn.outcome, hidden=not turn.text.strip())
     if turn.role is not Role.assistant:
         return found | {"text": _truncate_text(turn.text)}
-    own = slice(turn.start, turn.stop)
+    own = slice(start, turn.stop)
     found |= {
         "h": _collapse_constant([_round_to_4_digits(value) for value in one.entropies[own]]),
         "lp": _collapse_constant([_round_to_4_digits(value) for value in one.logps[own]]),

@@ -23,8 +23,8 @@ from mega_agentrl.reshard.mapping.partition import RowRange, replicate, slice_co
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
+    from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 
 def layer_hf_shapes(shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,10 @@ computes the frequencies from these settings.
     llama3   long wavelengths divided by factor, short ones unchanged, a blend between
     yarn     (arXiv 2309.00071) similar, by number of rotations; cosines and sines are then
              multiplied by attention_factor
+
+To add a type: a member of `RopeType`, its keys in `_KNOWN_KEYS` and fields of `RopeConfig`; its
+frequencies in `actor.model.rotary_embedding`; a configuration in `tests/tiny_models.py` beside
+`YARN_ROPE`, and a row in `test_rope_config.py`.
 """
 
 from __future__ import annotations

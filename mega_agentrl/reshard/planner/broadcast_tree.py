@@ -14,29 +14,113 @@ Hence each byte enters a machine without a copy once, which is the minimum, and 
 a byte once to each machine that holds it, or once in all. Among several possible senders, the
 nearest one that has sent least is chosen; receivers are chosen alike.
 
-The order comes from a simulation (`link_simulator`): the next bucket is the one whose sender and
+The order comes from a simulation (`LinkSimulator`): the next bucket is the one whose sender and
 first receiver are both free earliest, so that trainer ranks do not queue up for one receiver while
 others are idle.
+
+All regions with the same holders and the same receivers take the same path and form one transfer
+group. A group is split into buckets of at most the given size; larger regions are split along
+their first dim. There are at least as many buckets as holders, so that replicas share the sending,
+unless that would make buckets smaller than `MIN_BUCKET_BYTES`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reshard.planner.link_simulator import LinkSimulator
-from mega_agentrl.reshard.planner.transfer_groups import split_into_buckets
-from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop
+from mega_agentrl.reshard.layout import Rect
+from mega_agentrl.reshard.planner.traffic import LinkSimulator
+from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice
 from mega_agentrl.reshard.topology import LinkType, link_type_between
 
 if TYPE_CHECKING:
-    from mega_agentrl.reshard.planner.regions import Ranks
-    from mega_agentrl.reshard.planner.transfer_groups import TransferGroup
-    from mega_agentrl.reshard.planner.transfer_plan import TensorSlice
+    from mega_agentrl.reshard.planner.regions import Ranks, TransferRegion
     from mega_agentrl.reshard.topology import LinkSpeeds, RankLocation
+
+
+MIN_BUCKET_BYTES = 2**20
+"""Below this size, the cost per message outweighs sharing the work between replicas."""
+
+
+@dataclass(slots=True)
+class TransferGroup:
+    """Slices that go from any of `holders` to all of `receivers`."""
+
+    holders: Ranks
+    receivers: Ranks
+    num_bytes: int = 0
+    slices: list[TensorSlice] = field(default_factory=list)
+
+
+def group_regions(
+    regions: Iterable[TransferRegion], item_bytes: Mapping[str, int]
+) -> list[TransferGroup]:
+    """Return the groups in the order of their first region.
+
+    Args:
+        regions: Regions of all tensors.
+        item_bytes: Bytes per element, by tensor.
+    """
+    groups: dict[tuple[Ranks, Ranks], TransferGroup] = {}
+    for region in regions:
+        key = (region.holders, region.receivers)
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = TransferGroup(*key)
+        num_bytes = region.rect.numel * item_bytes[region.hf_name]
+        group.num_bytes += num_bytes
+        group.slices.append(TensorSlice(region.hf_name, region.rect, num_bytes))
+    return list(groups.values())
+
+
+def min_network_bytes(groups: Iterable[TransferGroup], locations: Sequence[RankLocation]) -> int:
+    """Return the bytes that must cross between machines at least.
+
+    Each byte that a machine needs and does not hold has to enter it once.
+    """
+    total = 0
+    for group in groups:
+        holding = {locations[rank].node for rank in group.holders}
+        wanting = {locations[rank].node for rank in group.receivers}
+        total += group.num_bytes * len(wanting - holding)
+    return total
+
+
+def split_into_buckets(
+    group: TransferGroup, bucket_bytes: int
+) -> Iterator[tuple[TensorSlice, ...]]:
+    """Yield the slices of a group by bucket, each of at most `bucket_bytes` or one row."""
+    share = -(-group.num_bytes // len(group.holders))
+    limit = min(bucket_bytes, max(share, MIN_BUCKET_BYTES))
+    bucket: list[TensorSlice] = []
+    size = 0
+    for tensor_slice in group.slices:
+        for part in _split_slice(tensor_slice, limit):
+            if bucket and size + part.num_bytes > limit:
+                yield tuple(bucket)
+                bucket, size = [], 0
+            bucket.append(part)
+            size += part.num_bytes
+    yield tuple(bucket)
+
+
+def _split_slice(tensor_slice: TensorSlice, limit: int) -> Iterator[TensorSlice]:
+    """Split a slice along its first dim into parts of at least one row."""
+    if tensor_slice.num_bytes <= limit or not tensor_slice.rect.start:
+        yield tensor_slice
+        return
+    rect = tensor_slice.rect
+    first, last = rect.start[0], rect.stop[0]
+    row_bytes = tensor_slice.num_bytes // (last - first)
+    rows = max(1, limit // row_bytes)
+    for start in range(first, last, rows):
+        stop = min(start + rows, last)
+        part = Rect((start, *rect.start[1:]), (stop, *rect.stop[1:]))
+        yield TensorSlice(tensor_slice.hf_name, part, row_bytes * (stop - start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +254,9 @@ class BucketScheduler:
     """Assigns hops and an order to pending buckets; an instance serves one plan."""
 
     def __init__(self, locations: Sequence[RankLocation], speeds: LinkSpeeds) -> None:
-        self._locations = locations
         self._simulator = LinkSimulator(locations, speeds)
-        self._sent_bytes = {link: [0] * len(locations) for link in LinkType}
-        self._received_bytes = {link: [0] * len(locations) for link in LinkType}
+        self._sent_bytes = self._simulator.sent_bytes
+        self._received_bytes = self._simulator.received_bytes
         self._ready_at_s: dict[int, float] = {}
         """When the receivers of the present bucket have it."""
 
@@ -242,13 +325,7 @@ class BucketScheduler:
                 having.append(receiver)
 
     def _add_hop(self, source: int, target: int, pending: PendingBucket) -> Hop:
-        link = link_type_between(self._locations[source], self._locations[target])
-        self._sent_bytes[link][source] += pending.num_bytes
-        self._received_bytes[link][target] += pending.num_bytes
-        since = self._ready_at_s.get(source, 0.0)
-        self._ready_at_s[target] = self._simulator.transfer(
-            source, target, pending.num_bytes, since
-        )
+        self._simulator.transfer(source, target, pending.num_bytes, self._ready_at_s)
         return Hop(source, target)
 
     def _least_loaded(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reshard.layout import Rect
+from mega_agentrl.reshard.layout import Rect, distinct_layouts
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
@@ -68,7 +68,7 @@ def rect_owners(
     for rank, layout in enumerate(layouts, start=first_rank):
         ranks_of[id(layout)].append(rank)
     parts: dict[str, dict[Rect, list[Ranks]]] = defaultdict(dict)
-    for layout in {id(layout): layout for layout in layouts}.values():
+    for layout in distinct_layouts(layouts):
         ranks = tuple(ranks_of[id(layout)])
         for shard in layout:
             for block in shard.blocks:
@@ -135,7 +135,7 @@ def _check_same_tensors(
 
 def _shorten(items: Sequence[object]) -> str:
     shown = ", ".join(map(str, items[:8]))
-    return (f"[{shown}, ... {len(items)} in all]" if len(items) > 8 else f"[{shown}]") or "none"
+    return f"[{shown}, ... {len(items)} in all]" if len(items) > 8 else f"[{shown}]"
 
 
 RectOverlap = tuple[Rect, tuple[int, ...], tuple[int, ...]]

@@ -24,7 +24,7 @@ from mega_agentrl.reshard.mapping.model_mapping import (
     HF_LM_HEAD,
     megatron_layout,
 )
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.regions import rect_owners
 
 if TYPE_CHECKING:

@@ -2,8 +2,12 @@
 
 lower bound   a byte that a machine needs and does not hold has to enter it once; counted from the
               regions, so it holds for any plan
-prediction    the hops in the plan's order on one port per rank and link type (`link_simulator`),
+prediction    the hops in the plan's order on one port per rank and link type (`LinkSimulator`),
               without message latency and without the engines' own packing of weights
+
+`LinkSimulator` says when a transfer can start and when it ends. Per link type, a rank has one port
+that sends and one that receives. Each port carries one transfer at a time at the speed of the link,
+and ports do not affect each other. Both the order of a plan and its predicted duration rest on it.
 """
 
 from __future__ import annotations
@@ -12,12 +16,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reshard.planner.link_simulator import LinkSimulator
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, link_type_between
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.planner.transfer_plan import TransferPlan
     from mega_agentrl.reshard.topology import RankLocation
+
+
+class LinkSimulator:
+    """Tracks when each port is free; all times are seconds from the start.
+
+    Args:
+        locations: Location of every rank.
+        speeds: Bandwidth by link type.
+    """
+
+    def __init__(self, locations: Sequence[RankLocation], speeds: LinkSpeeds) -> None:
+        self._locations = locations
+        self._seconds_per_byte = {link: speeds.transfer_s(link, 1) for link in LinkType}
+        self.send_free_at_s = {link: [0.0] * len(locations) for link in LinkType}
+        self.receive_free_at_s = {link: [0.0] * len(locations) for link in LinkType}
+        """By link type and rank: when that port is free."""
+        self.sent_bytes = {link: [0] * len(locations) for link in LinkType}
+        self.received_bytes = {link: [0] * len(locations) for link in LinkType}
+
+    def transfer(
+        self, source: int, target: int, num_bytes: int, ready_at_s: dict[int, float]
+    ) -> float:
+        """Occupy both ports with one transfer and return its end.
+
+        Args:
+            source: Sending rank.
+            target: Receiving rank.
+            num_bytes: Size of the transfer.
+            ready_at_s: By rank, when it has the bytes: 0 for those not in it. The target is added.
+        """
+        link = link_type_between(self._locations[source], self._locations[target])
+        sends, receives = self.send_free_at_s[link], self.receive_free_at_s[link]
+        start = max(sends[source], receives[target], ready_at_s.get(source, 0.0))
+        end = start + num_bytes * self._seconds_per_byte[link]
+        sends[source] = receives[target] = ready_at_s[target] = end
+        self.sent_bytes[link][source] += num_bytes
+        self.received_bytes[link][target] += num_bytes
+        return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +107,17 @@ class TransferTraffic:
 def count_traffic(
     plan: TransferPlan, locations: Sequence[RankLocation], speeds: LinkSpeeds | None = None
 ) -> TransferTraffic:
-    """Follow all hops of a plan and add up their bytes."""
+    """Simulate all hops of a plan."""
     simulator = LinkSimulator(locations, speeds or LinkSpeeds())
-    sent = {link: [0] * plan.world_size for link in LinkType}
-    received = {link: [0] * plan.world_size for link in LinkType}
     end = 0.0
     for bucket in plan.buckets:
-        ready: dict[int, float] = {}
+        ready_at_s: dict[int, float] = {}
         for source, target in bucket.hops:
-            link = link_type_between(locations[source], locations[target])
-            sent[link][source] += bucket.num_bytes
-            received[link][target] += bucket.num_bytes
-            since = ready.get(source, 0.0)
-            ready[target] = simulator.transfer(source, target, bucket.num_bytes, since)
-        end = max(end, *ready.values())
-    return TransferTraffic(plan.num_trainer_ranks, plan.min_network_bytes, sent, received, end)
+            end = max(end, simulator.transfer(source, target, bucket.num_bytes, ready_at_s))
+    return TransferTraffic(
+        plan.num_trainer_ranks,
+        plan.min_network_bytes,
+        simulator.sent_bytes,
+        simulator.received_bytes,
+        end,
+    )

@@ -9,7 +9,7 @@ All ranks execute their hops in the order (bucket, hop). The earliest unfinished
 waits for another one, so no cycle of waiting ranks can form. A slice names a rectangle of a
 Hugging Face tensor; each rank finds it in its own shards with `ParamSliceIndex`.
 
-This module holds data and look-ups; `planner` makes plans, `plan_check` checks them and `traffic`
+This module holds data and look-ups; `planner` makes and checks plans and `traffic`
 counts their bytes.
 """
 

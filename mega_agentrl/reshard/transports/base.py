@@ -15,12 +15,12 @@ and knows neither plans nor weights.
 from it. All waits raise `RuntimeError` if the peer is gone or the deadline has passed.
 
     transport      slots in        a frame              the slot of `receive`
-    in_process     the process     stays with the sender and is read there; unused
     shared_memory  shared memory   stays with the sender and is read there; used for forwarding
     gloo           the host        is copied            at least as large as the frame
     nccl           the GPU         is copied            as large as the frame: `needs_exact_size`
     host_staged    the GPU         is copied through host memory by another transport
-    per_peer       what all of a rank's transports can use; picks one of the others for each peer
+
+`registry` picks one of them for each peer and has the list "To add one".
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ transport cannot be used.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -27,14 +28,41 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from mega_agentrl.reshard.transports.peer_monitor import PeerMonitor
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from mega_agentrl.reshard.transports.base import Transport
+    from mega_agentrl.reshard.transports.base import RecvHandle, Transport
+
+
+_NO_TIMEOUT_S = 10 * 365 * 86_400.0
+
+
+class PeerMonitor:
+    """Watches the connections to some peers.
+
+    Nothing else may be received from these peers over the transport.
+    """
+
+    def __init__(self, transport: Transport, peers: Iterable[int]) -> None:
+        self.lost_peers: set[int] = set()
+        """Peers that have disconnected."""
+        for peer in peers:
+            handle = transport.receive(torch.empty(1, dtype=torch.uint8), peer)
+            thread = threading.Thread(
+                target=self._wait_for_disconnect,
+                args=(handle, peer),
+                name=f"peer-monitor-{peer}",
+                daemon=True,
+            )
+            thread.start()
+
+    def _wait_for_disconnect(self, handle: RecvHandle, peer: int) -> None:
+        with suppress(RuntimeError):
+            handle.wait(_NO_TIMEOUT_S)
+        self.lost_peers.add(peer)
+
 
 _POLL_S = 0.0002
 _DISABLED_TIMEOUT = timedelta(days=365)

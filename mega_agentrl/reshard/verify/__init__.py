@@ -1,1 +1,1 @@
-"""Verification of transferred weights by digests that do not depend on the plan."""
+"""Verification of transferred weights: digests independent of the plan, and probe log-probs."""

@@ -1,8 +1,9 @@
 """Fork decisions of one path, and copies of tools and user for a fork.
 
-`ForkDecider` asks the branch policy, pays for the forks and records every decision, including
-those not to fork. `fork_sessions` copies tools and user; an error in copying is returned in place
-of the copy, so that only the fork fails. The trajectory starts the fork itself.
+`ForkDecider` puts the questions of a path to the branch policy, pays for the forks and records
+every decision, including those not to fork. `fork_sessions` copies tools and user; an error in
+copying is returned in place of the copy, so that only the fork fails. The trajectory starts the
+fork itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from mega_agentrl.rollout.branching.policy import ForkPoint
+from mega_agentrl.rollout.branching.policy import ForkPoint, TurnStart
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.types.records import BranchDecision
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.rollout.branching.policy import BranchPolicy, ForkBudget
     from mega_agentrl.types.protocols import ToolSession, UserSimulatorSession
+    from mega_agentrl.types.records import Role
 
 ResultT = TypeVar("ResultT")
 
@@ -50,10 +52,22 @@ class ForkDecider:
         self._path = path
         self._budget = budget
 
-    @property
-    def num_slots_left(self) -> int:
-        """Number of forks the path may still make."""
-        return self._budget.num_left
+    def num_probe_tokens(self, position: int, previous_role: Role) -> int:
+        """Return how many tokens to sample before `decide` at the start of a turn; 0: do not ask.
+
+        Args:
+            position: Number of response tokens before the turn.
+            previous_role: Author of the turn before it.
+        """
+        if not self._budget.num_left or not self._policy.num_probe_tokens:
+            return 0
+        turn = TurnStart(
+            path=self._path,
+            position=position,
+            previous_role=previous_role,
+            num_slots=self._budget.num_left,
+        )
+        return self._policy.num_probe_tokens if self._policy.asks_at(turn) else 0
 
     def decide(
         self, position: int, baseline: float, entropies: Sequence[float]

@@ -16,12 +16,11 @@ its slowest tool:
 5. A prompt without active trajectories and with fewer than M trajectories gets one new root.
 
 As in the released code, H belongs to the segment before the answer, delta is 0 at the first
-decision of each trajectory, and missing trajectories are created one after another. Two of its bugs
-are reproduced only with a `ReleasedCodeBugs`: baselines that outlive the batch, so that the n-th
-trajectory is compared with one of another prompt, and random numbers from an unseeded stream.
-Answers reach the policy unescaped; the tools are configured for this when they are built. Two
-things are not reproduced: repeating a tool call after an empty answer, and the tokens that a
-tokenizer adds to an answer.
+decision of each trajectory, and missing trajectories are created one after another. Answers reach
+the policy unescaped; the tools are configured for this when they are built. Not reproduced are
+repeating a tool call after an empty answer, the tokens that a tokenizer adds to an answer, and two
+bugs: baselines that outlive the batch, so that the n-th trajectory is compared with one of another
+prompt, and random numbers from an unseeded stream. (The golden test adds the two bugs.)
 
 The records are those of the asynchronous tree with three differences. A `BranchDecision` stands
 for one random draw: its entropies are H and the baseline (sums over tokens, divided by ln V), its
@@ -34,12 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import torch
 
 from mega_agentrl.algo.branching import (
     RELEASED_WINDOW_TOKENS,
@@ -48,7 +42,11 @@ from mega_agentrl.algo.branching import (
 )
 from mega_agentrl.rollout.branching.lockstep_trajectory import NUM_TOP_LOGPS, LockstepTrajectory
 from mega_agentrl.rollout.branching.policy import num_configured_roots
-from mega_agentrl.rollout.generation.seeds import SEED_BITS, request_seed
+from mega_agentrl.rollout.generation.turn_generator import (
+    SEED_BITS,
+    pad_top_logps,
+    request_seed,
+)
 from mega_agentrl.types.records import BranchDecision, RolloutTree
 
 if TYPE_CHECKING:
@@ -61,30 +59,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class ReleasedCodeBugs:
-    """Two bugs of the released code, for comparison with runs that had them."""
-
-    baselines: dict[int, float] = field(default_factory=dict)
-    """Baseline entropy by trajectory index, kept from batch to batch."""
-    draw_uniform: Callable[[], float] = random.random
-    """Draws from U[0, 1), from one unseeded stream for all prompts."""
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class LockstepRound:
-    """Events of one round. Indices are in the order of creation in the batch."""
-
-    max_tokens: int
-    """Token limit of all requests of the round."""
-    active_indices: tuple[int, ...]
-    """Trajectories that sent a request."""
-    decisions: tuple[tuple[int, BranchDecision], ...]
-    """Trajectory index and decision, in order."""
-    created_indices: tuple[int, ...]
-    """Trajectories created at the end of the round."""
-
-
 class LockstepArpoRollout:
     """Samples the trajectories of a batch of prompts in lock-step; call `run` once.
 
@@ -92,26 +66,19 @@ class LockstepArpoRollout:
         context: The shared context of the pass.
         prompts: The prompts of the batch.
         keys: Name of each prompt, unique in the pass.
-        bugs: Bugs of the released code to reproduce; None for none.
     """
 
     def __init__(
-        self,
-        context: RolloutContext,
-        prompts: Sequence[Prompt],
-        keys: Sequence[str],
-        bugs: ReleasedCodeBugs | None = None,
+        self, context: RolloutContext, prompts: Sequence[Prompt], keys: Sequence[str]
     ) -> None:
-        self.rounds: list[LockstepRound] = []
-        """Events of each round so far."""
         self.trajectories: list[LockstepTrajectory] = []
+        """All trajectories so far, in the order of creation."""
         self._context = context
         self._prompts = list(zip(prompts, keys, strict=True))
         self._num_roots = [0] * len(self._prompts)
         self._num_created = [0] * len(self._prompts)
         self._active: list[LockstepTrajectory] = []
-        self._bugs = bugs
-        self._baselines = bugs.baselines if bugs else {}
+        self._baselines: dict[int, float] = {}
 
     async def run(self) -> list[RolloutTree]:
         """Return one unscored tree per prompt, in order; tools are freed in any case."""
@@ -130,7 +97,7 @@ class LockstepArpoRollout:
             for path in self.trajectories:
                 # Trajectories that were cancelled before they ended still hold their tools.
                 await path.release()
-        _log.info("%d trajectories in %d rounds", len(self.trajectories), len(self.rounds))
+        _log.info("%d trajectories of %d prompts", len(self.trajectories), len(self._prompts))
         return [self._build_tree(index) for index in range(len(self._prompts))]
 
     async def _run_round(self) -> None:
@@ -147,7 +114,7 @@ class LockstepArpoRollout:
             path.stop_if_full()
         await _run_concurrently(path.finalize() for path in active if not path.is_active)
         self._active = [path for path in active if path.is_active]
-        decisions, forks = self._branch_survivors(self._active)
+        forks = self._branch_survivors(self._active)
         busy = {path.prompt_index for path in self._active}
         missing = [
             index
@@ -156,20 +123,11 @@ class LockstepArpoRollout:
         ]
         new = [*forks, *(self._make_trajectory(index) for index in missing)]
         await self._open_trajectories(new)
-        self.rounds.append(
-            LockstepRound(
-                max_tokens=max_tokens,
-                active_indices=tuple(path.trajectory_index for path in active),
-                decisions=tuple(decisions),
-                created_indices=tuple(path.trajectory_index for path in new),
-            )
-        )
 
     def _branch_survivors(
         self, survivors: Sequence[LockstepTrajectory]
-    ) -> tuple[list[tuple[int, BranchDecision]], list[LockstepTrajectory]]:
-        """Draw for each possible fork; return the decisions and the forks, not yet opened."""
-        decisions: list[tuple[int, BranchDecision]] = []
+    ) -> list[LockstepTrajectory]:
+        """Draw for each possible fork; return the forks, not yet opened."""
         forks: list[LockstepTrajectory] = []
         max_forks = self._context.config.branch.num_forks_per_decision
         for prompt_index in dict.fromkeys(path.prompt_index for path in survivors):
@@ -179,10 +137,9 @@ class LockstepArpoRollout:
                 for _ in range(min(max_forks, self._num_missing(prompt_index))):
                     decision = self._decide(path)
                     path.decisions.append(decision)
-                    decisions.append((path.trajectory_index, decision))
                     if decision.num_forks:
                         forks.append(self._make_trajectory(prompt_index, path))
-        return decisions, forks
+        return forks
 
     def _decide(self, path: LockstepTrajectory) -> BranchDecision:
         """Draw once whether to fork `path`."""
@@ -211,8 +168,6 @@ class LockstepArpoRollout:
 
     def _draw_uniform(self, path: LockstepTrajectory) -> float:
         """Draw from U[0, 1), seeded by the position in the tree and not by time."""
-        if self._bugs is not None:
-            return self._bugs.draw_uniform()
         context, key = self._context, self._prompts[path.prompt_index][1]
         num_draws = len(path.decisions)
         seed = request_seed(context.seed, context.step, f"{key}/coin", path.path, num_draws, 0)
@@ -227,9 +182,7 @@ class LockstepArpoRollout:
                 "ignores num_top_logps, which rollout.branching=released asks for"
             )
         rows = segment.top_logps[:RELEASED_WINDOW_TOKENS]
-        width = max(map(len, rows), default=0)
-        padded = [[*row, *[-torch.inf] * (width - len(row))] for row in rows]
-        logprob_TK = torch.tensor(padded, dtype=torch.float64).reshape(len(rows), width)
+        logprob_TK = pad_top_logps(rows, width=max(map(len, rows), default=0))
         return released_segment_entropy(logprob_TK, self._context.codec.vocab_size)
 
     def _num_missing(self, prompt_index: int) -> int:

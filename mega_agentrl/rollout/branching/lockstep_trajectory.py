@@ -20,10 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.context import INFRA_ERRORS
-from mega_agentrl.rollout.generation.seeds import request_seed
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
-from mega_agentrl.rollout.generation.turn_generator import build_request, generate_or_abort
-from mega_agentrl.rollout.tracing import TrajectorySpans
+from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
 from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
     FinishReason,
@@ -83,29 +81,30 @@ class LockstepTrajectory:
         self.segment: Generation | None = None
         self.decisions: list[BranchDecision] = []
         self.num_children = 0
-        self.max_tokens = min(
-            context.config.max_response_tokens, context.max_model_len - len(prompt.token_ids)
-        )
+        self.max_tokens = context.max_response_tokens(prompt)
         self._context = context
         self._prompt = prompt
-        self._prompt_key = prompt_key
         self.token_buffer: TokenBuffer = (
             parent.token_buffer.prefix(len(parent.token_buffer)) if parent else TokenBuffer()
         )
         self._fork_len = len(self.token_buffer)
         self.num_calls: int = parent.num_calls if parent else 0
         self._tool_session: ToolSession | None = None
-        self._num_requests_in_turn = 0
         self._tool_rewards: dict[str, float] = {}
-        parent_id = parent.trajectory_id if parent else None
-        self._spans = TrajectorySpans(
-            context.spans, prompt, self.trajectory_id, context.step, parent_id
+        self._turn_generator = TurnGenerator(
+            context,
+            prompt,
+            prompt_key,
+            path,
+            self.token_buffer,
+            parent_id=parent.trajectory_id if parent else None,
         )
+        self._spans = self._turn_generator.spans
 
     @property
     def trajectory_id(self) -> str:
         """Unique id within the run."""
-        return f"{self._prompt_key}/{self._context.step}/{'.'.join(map(str, self.path))}"
+        return self._turn_generator.trajectory_id
 
     @property
     def is_active(self) -> bool:
@@ -139,7 +138,9 @@ class LockstepTrajectory:
             self._stop(StopReason.length)
             return
         try:
-            generation = await self._generate(min(max_tokens, room))
+            generation = await self._turn_generator.generate(
+                min(max_tokens, room), num_top_logps=NUM_TOP_LOGPS
+            )
         except RankLostError:
             raise  # the whole run goes back to its last checkpoint
         except INFRA_ERRORS as error:
@@ -166,7 +167,6 @@ class LockstepTrajectory:
             outcome = replace(outcome, answer=f"Tool({outcome.tool}) returned empty output.")
         text = self._context.tools.render_outcome(outcome)
         self.token_buffer.append_observation(self._context.codec.encode(text), text, outcome)
-        self._num_requests_in_turn = 0
         return outcome
 
     def stop_if_full(self) -> None:
@@ -206,14 +206,6 @@ class LockstepTrajectory:
             trajectory_id=self.trajectory_id,
             prompt=self._prompt,
             path=self.path,
-            token_ids=buffer.token_ids,
-            loss_mask=buffer.loss_mask,
-            logps=buffer.logps,
-            entropies=buffer.entropies,
-            versions=buffer.versions,
-            turn_ids=buffer.turn_ids,
-            turns=buffer.turns,
-            argmax_ids=buffer.argmax_ids,
             stop_reason=self.stop_reason,
             parent_id=self.parent.trajectory_id if self.parent else None,
             fork_len=self._fork_len,
@@ -221,6 +213,7 @@ class LockstepTrajectory:
             baseline_entropy=baseline,
             tool_rewards=self._tool_rewards,
             decisions=self.decisions,
+            **buffer.record_fields(),
         )
         self._spans.record_outcome(record)
         return record
@@ -260,26 +253,6 @@ class LockstepTrajectory:
             top_logps=(),
         )
         self.token_buffer.append_sampled(end)
-
-    async def _generate(self, max_tokens: int) -> Generation:
-        context, turn, part = (
-            self._context,
-            len(self.token_buffer.turns),
-            self._num_requests_in_turn,
-        )
-        self._num_requests_in_turn += 1
-        seed = request_seed(context.seed, context.step, self._prompt_key, self.path, turn, part)
-        request = build_request(
-            context,
-            f"{self.trajectory_id}/{turn}.{part}",
-            (*self._prompt.token_ids, *self.token_buffer.token_ids),
-            max_tokens=max_tokens,
-            seed=seed,
-            num_top_logps=NUM_TOP_LOGPS,
-        )
-        return await self._spans.trace_generate(
-            request, generate_or_abort(context.generator, request)
-        )
 
     def _fail(self, reason: StopReason, error: BaseException) -> None:
         _log.warning("%s: %s: %s", self.trajectory_id, reason, error)

@@ -1,4 +1,4 @@
-"""Branch policies: where a trajectory forks, and how the fork budget of a prompt is divided.
+"""Branch policies: where trajectories fork, and how the fork budget of a prompt is divided.
 
 A prompt gets M trajectories. A policy starts N roots and gives each a number of fork slots. A path
 that forks pays one slot per fork and splits the rest evenly over itself and its forks, in path
@@ -6,35 +6,63 @@ order. Which paths may fork therefore depends on the tree alone and not on timin
 `SharedBudget`, meant for comparison, does depend on timing). Unused slots become additional roots
 at the end (see `rollout.tree`).
 
-`ArpoBranching` (`after_result`) measures the entropy of the first k tokens after a tool answer
-(arXiv 2507.19849); `aepo` extends it. `rollout.branching=released` runs in lock-step without a
-policy (see `lockstep_arpo`). Policies only decide; the trajectory probes and forks.
+A rule answers two questions: where to ask (`BranchPolicy.asks_at`, by default at every turn after
+a tool answer), and how many forks to make there (`BranchPolicy.num_forks`). In between the
+trajectory samples a probe of k = `rollout.branch.num_probe_tokens` tokens; 0 never asks. Policies
+only decide; the trajectory probes and forks. `rollout.branching=released` runs in lock-step without
+a policy (see `lockstep_arpo`).
 
-To add a policy: add a choice to `config.enums.Branching`, write the class, and return it from
-`branching.registry.make_branch_policy`.
+To add a rule:
+
+1. Add a choice to `config.enums.Branching`.
+2. Write a subclass of `BranchPolicy` here: `num_forks` and, if it asks elsewhere, `asks_at`.
+3. Register it with `@register_branch_policy(Branching.<choice>)`.
+4. Test its decisions in `test_branch_policy`, and add it to `test_branching_properties.WAYS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from mega_agentrl.algo.aepo import branch_penalty, initial_rollouts
 from mega_agentrl.algo.branching import branch_probability, should_branch
-from mega_agentrl.config.enums import ForkBudgetMode
+from mega_agentrl.config.enums import Branching, ForkBudgetMode
+from mega_agentrl.config.sections.rollout import BranchConfig
+from mega_agentrl.types.records import Role
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.sections.branching import BranchConfig
+    from mega_agentrl.config.sections.rollout import RolloutConfig
     from mega_agentrl.types.records import Trajectory
+
+PolicyTypeT = TypeVar("PolicyTypeT", bound="type[BranchPolicy]")
 
 MIN_PROBE_TOKENS = 5
 """Shorter turns never fork: the mean over fewer entropies is noise."""
 
+_POLICY_TYPES: dict[Branching, type[BranchPolicy]] = {}
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TurnStart:
+    """The start of an assistant turn, where a policy may ask for forks."""
+
+    path: tuple[int, ...]
+    position: int
+    """Number of response tokens before the turn."""
+    previous_role: Role
+    """Author of the turn before it."""
+    num_slots: int
+    """Forks the path may still make."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ForkPoint:
-    """A position where a trajectory may fork: right after a tool answer."""
+    """A position where a policy has asked for forks, after the probe was sampled."""
 
     path: tuple[int, ...]
     num_slots: int
@@ -42,7 +70,7 @@ class ForkPoint:
     baseline: float
     """Mean entropy at the root, nats."""
     probe_entropies: Sequence[float]
-    """Exact entropies of the tokens sampled after the answer, nats."""
+    """Exact entropies of the tokens sampled behind the position, nats."""
     num_consecutive_forks: int = 0
     """Most recent consecutive decisions on the path from the root that forked."""
 
@@ -82,77 +110,96 @@ class SharedBudget:
         return [self] * num_forks
 
 
-class BranchPolicy(Protocol):
-    """Decides about forks, without state that depends on the order of calls."""
+@dataclass(frozen=True)
+class BranchPolicy(ABC):
+    """Base class of the rules: ARPO's roots, slots and baseline, and no forks of its own.
+
+    A policy has no state that depends on the order of calls. The order of the members is the order
+    in which a tree needs them.
+    """
+
+    config: BranchConfig = field(default_factory=BranchConfig)
 
     @property
     def num_probe_tokens(self) -> int:
-        """Tokens to sample after a tool answer before asking for forks; 0 never asks."""
-
-    @property
-    def threshold(self) -> float | None:
-        """Value that `probability` must exceed for a fork; None if there is none."""
+        """Tokens to sample where the policy asks, before it decides; 0 never asks."""
+        return self.config.num_probe_tokens
 
     def needs_monitor_root(self, num_trajectories: int) -> bool:
         """Return whether a first root must run to its end, without forks, before `fork_slots`."""
-
-    def fork_slots(
-        self, num_trajectories: int, monitored: Trajectory | None = None
-    ) -> tuple[int, ...]:
-        """Return the fork slots of each root that is still to start.
-
-        Roots to start, slots and the monitored root add up to `num_trajectories`.
-
-        Args:
-            num_trajectories: M, including the monitored root.
-            monitored: The first root, if `needs_monitor_root`.
-        """
-
-    def baseline_entropy(self, entropies: Sequence[float]) -> float | None:
-        """Return the baseline from the entropies of a root's first turn; None disables forks."""
-
-    def probability(self, point: ForkPoint) -> float | None:
-        """Return P, not clamped; None with too few probed tokens or if the policy has no P."""
-
-    def num_forks(self, point: ForkPoint) -> int:
-        """Return how many forks to make here, at most `point.num_slots`."""
-
-
-@dataclass(slots=True, frozen=True)
-class NoBranching:
-    """Never forks: independent trajectories."""
-
-    @property
-    def num_probe_tokens(self) -> int:
-        """0: forks are never asked for."""
-        return 0
-
-    @property
-    def threshold(self) -> float | None:
-        """None: there is no threshold."""
-        return None
-
-    def needs_monitor_root(self, num_trajectories: int) -> bool:
-        """Return False."""
         del num_trajectories
         return False
 
     def fork_slots(
         self, num_trajectories: int, monitored: Trajectory | None = None
     ) -> tuple[int, ...]:
-        """Return M roots without slots."""
+        """Return the fork slots of each root that is still to start.
+
+        Roots to start, slots and the monitored root add up to `num_trajectories`. By default N
+        roots divide M - N slots; a policy that never asks starts M roots.
+
+        Args:
+            num_trajectories: M, including the monitored root.
+            monitored: The first root, if `needs_monitor_root`.
+        """
         del monitored
-        return (0,) * num_trajectories
+        if not self.num_probe_tokens:
+            return (0,) * num_trajectories
+        num_roots = num_configured_roots(self.config, num_trajectories)
+        return split_evenly(num_trajectories - num_roots, num_roots)
 
     def baseline_entropy(self, entropies: Sequence[float]) -> float | None:
-        """Return None: nothing forks."""
-        del entropies
-        return None
+        """Return the baseline from the entropies of a root's first turn; None disables forks."""
+        return mean_probe_entropy(entropies, self.num_probe_tokens)
+
+    def asks_at(self, turn: TurnStart) -> bool:
+        """Return whether to probe and decide at a turn: by default at those after a tool answer.
+
+        It is called for every turn of a path that has slots and a baseline, except for the path's
+        first one, and only if the session of the simulated user can fork.
+        """
+        return turn.previous_role is Role.tool
+
+    @abstractmethod
+    def num_forks(self, point: ForkPoint) -> int:
+        """Return how many forks to make here; the slots bound them."""
 
     def probability(self, point: ForkPoint) -> float | None:
-        """Return None: there is no P."""
+        """Return P for the record of the decision, not clamped; None if there is no P."""
         del point
         return None
+
+    @property
+    def threshold(self) -> float | None:
+        """Value that P must exceed for a fork, for the record; None if there is no P."""
+        return None
+
+
+def register_branch_policy(*choices: Branching) -> Callable[[PolicyTypeT], PolicyTypeT]:
+    """Return a class decorator that selects the policy for values of `rollout.branching`."""
+
+    def register(policy_type: PolicyTypeT) -> PolicyTypeT:
+        for choice in choices:
+            assert choice not in _POLICY_TYPES, f"rollout.branching={choice} has two policies"
+            _POLICY_TYPES[choice] = policy_type
+        return policy_type
+
+    return register
+
+
+def make_branch_policy(config: RolloutConfig) -> BranchPolicy:
+    """Return the branch policy of `rollout.branching`."""
+    return _POLICY_TYPES[config.branching](config.branch)
+
+
+@register_branch_policy(Branching.none, Branching.released)
+class NoBranching(BranchPolicy):
+    """Never asks: independent trajectories."""
+
+    @property
+    def num_probe_tokens(self) -> int:
+        """0: forks are never asked for."""
+        return 0
 
     def num_forks(self, point: ForkPoint) -> int:
         """Return 0."""
@@ -160,46 +207,12 @@ class NoBranching:
         return 0
 
 
-@dataclass(slots=True, frozen=True)
-class ArpoBranching:
-    """ARPO's rule: fork if alpha + beta * (H - baseline) > tau; H is the probe's mean entropy."""
+@register_branch_policy(Branching.after_result)
+class ArpoBranching(BranchPolicy):
+    """ARPO's rule (arXiv 2507.19849): fork if alpha + beta * (H - baseline) > tau.
 
-    config: BranchConfig
-
-    @property
-    def num_probe_tokens(self) -> int:
-        """`rollout.branch.num_probe_tokens`."""
-        return self.config.num_probe_tokens
-
-    @property
-    def threshold(self) -> float | None:
-        """`rollout.branch.tau`."""
-        return self.config.tau
-
-    def needs_monitor_root(self, num_trajectories: int) -> bool:
-        """Return False."""
-        del num_trajectories
-        return False
-
-    def fork_slots(
-        self, num_trajectories: int, monitored: Trajectory | None = None
-    ) -> tuple[int, ...]:
-        """Return M - N slots, divided over N roots; N defaults to half of M."""
-        del monitored
-        num_roots = num_configured_roots(self.config, num_trajectories)
-        return split_evenly(num_trajectories - num_roots, num_roots)
-
-    def baseline_entropy(self, entropies: Sequence[float]) -> float | None:
-        """Return the mean over the first k entropies of a root's first turn."""
-        return mean_probe_entropy(self.config, entropies)
-
-    def probability(self, point: ForkPoint) -> float | None:
-        """Return P = alpha + beta * (H - baseline); None with too few probed tokens."""
-        entropy = mean_probe_entropy(self.config, point.probe_entropies)
-        if entropy is None:
-            return None
-        config = self.config
-        return branch_probability(entropy - point.baseline, alpha=config.alpha, beta=config.beta)
+    H is the mean entropy of the probe.
+    """
 
     def num_forks(self, point: ForkPoint) -> int:
         """Return `num_forks_per_decision`, as far as there are slots, if P exceeds tau."""
@@ -209,15 +222,86 @@ class ArpoBranching:
         forks = min(self.config.num_forks_per_decision, point.num_slots)
         return forks * should_branch(p, tau=self.config.tau)
 
+    def probability(self, point: ForkPoint) -> float | None:
+        """Return P = alpha + beta * (H - baseline); None with too few probed tokens."""
+        entropy = mean_probe_entropy(point.probe_entropies, self.num_probe_tokens)
+        if entropy is None:
+            return None
+        config = self.config
+        return branch_probability(entropy - point.baseline, alpha=config.alpha, beta=config.beta)
 
-def mean_probe_entropy(config: BranchConfig, entropies: Sequence[float]) -> float | None:
-    """Return the mean over the first k entropies, or None with too few of them.
+    @property
+    def threshold(self) -> float | None:
+        """`rollout.branch.tau`."""
+        return self.config.tau
+
+
+@register_branch_policy(Branching.aepo)
+class AepoBranching(ArpoBranching):
+    """AEPO's rule (arXiv 2510.14545), which differs from ARPO's in two points.
+
+    **Number of roots.** The entropy at the question (H_root, the baseline) and the mean entropy
+    over the tool steps (H_tool) determine how the M trajectories are split into N roots and M - N
+    forks: `algo.aepo.initial_rollouts`. To measure both, one root runs first, without forks, and
+    the others start when it has ended. This monitored root is one of the N roots, so no sample is
+    wasted and the tree does not depend on timing. Since a trajectory that has ended cannot fork,
+    one more root starts if N is 1, to use the slots. H_tool is the mean over the monitored root's
+    turns after a tool answer, each measured like a probe. If there is no such turn or the root
+    fails, N is the configured number. No root is monitored if `rollout.branch.initial_rollouts` is
+    set.
+
+    **Penalty on consecutive forks.** P = (alpha + beta * dH) * max(0, 1 - penalty * l) > tau,
+    where l is the number of most recent consecutive decisions on the path from the root that
+    forked. Forks inherit l. (The released code counts per prompt and round, which a tree without
+    rounds lacks.)
+    """
+
+    def needs_monitor_root(self, num_trajectories: int) -> bool:
+        """Return whether the number of roots has to be measured with a first root."""
+        is_measured = self.config.initial_rollouts is None and self.num_probe_tokens > 0
+        return is_measured and num_trajectories > 1
+
+    def fork_slots(
+        self, num_trajectories: int, monitored: Trajectory | None = None
+    ) -> tuple[int, ...]:
+        """Return the fork slots of each root; `monitored` is the first root, once it has ended."""
+        if monitored is None:
+            return super().fork_slots(num_trajectories)
+        h_root, h_tool = monitored.baseline_entropy, self._tool_entropy(monitored)
+        if h_root is None or h_tool is None or monitored.failed:
+            num_roots = num_configured_roots(self.config, num_trajectories)
+        else:
+            num_roots = initial_rollouts(num_trajectories, h_root, h_tool)
+        more = max(1, num_roots - 1)
+        return split_evenly(num_trajectories - 1 - more, more)
+
+    def probability(self, point: ForkPoint) -> float | None:
+        """Return the penalized P, or None with too few probed tokens."""
+        p = super().probability(point)
+        if p is None:
+            return None
+        rate = self.config.consecutive_penalty
+        return p * branch_penalty(point.num_consecutive_forks, rate=rate)
+
+    def _tool_entropy(self, trajectory: Trajectory) -> float | None:
+        """Return the mean probe entropy over turns after a tool answer, None without them."""
+        means = [
+            mean_probe_entropy(trajectory.entropies[turn.start : turn.stop], self.num_probe_tokens)
+            for before, turn in pairwise(trajectory.turns)
+            if before.role is Role.tool and turn.role is Role.assistant
+        ]
+        known = [mean for mean in means if mean is not None]
+        return fmean(known) if known else None
+
+
+def mean_probe_entropy(entropies: Sequence[float], num_probe_tokens: int) -> float | None:
+    """Return the mean over the first k entropies, or None with too few of them or k = 0.
 
     At least min(`MIN_PROBE_TOKENS`, k) entropies are required.
     """
-    if len(entropies) < min(MIN_PROBE_TOKENS, config.num_probe_tokens):
+    if not num_probe_tokens or len(entropies) < min(MIN_PROBE_TOKENS, num_probe_tokens):
         return None
-    return fmean(entropies[: config.num_probe_tokens])
+    return fmean(entropies[:num_probe_tokens])
 
 
 def num_configured_roots(config: BranchConfig, num_trajectories: int) -> int:

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 MAX_SHOWN_CHARS = 60
 """Maximum characters shown of each side of a difference and of the text before it."""
 
-_TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Well-formed tool names; the policy may make up others."""
 
 
 def tool_message(outcome: ToolOutcome, text: str) -> Message:
     """Return the message of a tool answer; a malformed tool name is left out."""
-    name = {"name": outcome.tool} if _TOOL_NAME_PATTERN.fullmatch(outcome.tool) else {}
+    name = {"name": outcome.tool} if TOOL_NAME_PATTERN.fullmatch(outcome.tool) else {}
     return {"role": "tool", **name, "content": text}
 
 

@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.context import INFRA_ERRORS
-from mega_agentrl.rollout.generation.seeds import continuation_seed
-from mega_agentrl.rollout.generation.turn_generator import ends_with_partial_stop
+from mega_agentrl.rollout.generation.turn_generator import continuation_seed, ends_with_partial_stop
 from mega_agentrl.types.records import FinishReason, Generation
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ open. A fork starts from a copy of a prefix that ends between two turns.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.types.records import Role, Turn
 
@@ -94,6 +94,10 @@ class TokenBuffer:
             turns=[turn for turn in self.turns if turn.stop <= length],
             argmax_ids=self.argmax_ids[:length],
         )
+
+    def record_fields(self) -> dict[str, Any]:
+        """Return the fields that a `Trajectory` of these tokens has, by name; nothing is copied."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
 
     def _append_token_metadata(self, count: int, *, mask: int, version: int) -> None:
         self.loss_mask.extend([mask] * count)

@@ -4,19 +4,22 @@ An assistant turn takes one or more requests, for example a probe and the rest. 
 appended to the token buffer. No request asks for more tokens than are left of the trajectory's
 budget and of the engine's context length. Cancellation aborts the running request.
 
-The seed of a request depends only on the trajectory's path, the turn and the part of the turn, so
-requests of other trajectories do not affect it.
+The seed of a request is a hash of (run seed, step, prompt key, tree path, turn, part). A tree
+therefore depends neither on scheduling nor on other prompts nor on the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.branching.topk_entropy import TopkEntropyGap
+import torch
+
+from mega_agentrl.algo.branching import token_entropy_topk
 from mega_agentrl.rollout.context import INFRA_ERRORS
-from mega_agentrl.rollout.generation.seeds import request_seed
 from mega_agentrl.rollout.tracing import TrajectorySpans
 from mega_agentrl.types.records import ContextReset, FinishReason, GenerateRequest
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 ABORT_TIMEOUT_S = 2.0
 """Maximum wait for an engine to abort the request of a cancelled trajectory."""
+
+SEED_BITS = 63  # engines and torch take a non-negative int64
 
 
 class TurnGenerator:
@@ -61,19 +66,18 @@ class TurnGenerator:
         self._prompt_key = prompt_key
         self._path = path
         self._token_buffer = token_buffer
+        self._turn = 0
         self._num_requests_in_turn = 0
         self.spans = TrajectorySpans(
             context.spans, prompt, self.trajectory_id, context.step, parent_id
         )
         self._entropy_gap = TopkEntropyGap(context.config.branch.entropy_estimate_top_k)
-        self._max_tokens = min(
-            context.config.max_response_tokens, context.max_model_len - len(prompt.token_ids)
-        )
+        self._max_tokens = context.max_response_tokens(prompt)
 
     @property
     def trajectory_id(self) -> str:
         """Unique id within the run."""
-        return f"{self._prompt_key}/{self._context.step}/{'.'.join(map(str, self._path))}"
+        return self._context.trajectory_id(self._prompt_key, self._path)
 
     @property
     def topk_entropy_error(self) -> float | None:
@@ -94,36 +98,42 @@ class TurnGenerator:
             ContextReset(start=len(self._token_buffer), token_ids=tuple(token_ids)),
         )
 
-    def start_turn(self) -> None:
-        """Start a turn: the next request is its first."""
-        self._num_requests_in_turn = 0
-        self.spans.start_turn()
-
     async def sample(self, max_tokens: int) -> FinishReason:
         """Run one engine request and append its tokens to the open turn."""
-        context, buffer = self._context, self._token_buffer
-        turn, part = len(buffer.turns), self._num_requests_in_turn
-        self._num_requests_in_turn += 1
-        seed = request_seed(context.seed, context.step, self._prompt_key, self._path, turn, part)
-        request = build_request(
-            context,
-            f"{self.trajectory_id}/{turn}.{part}",
-            self._context_ids(),
-            max_tokens=max_tokens,
-            seed=seed,
-            num_top_logps=self._entropy_gap.top_k,
-        )
-        generation = await self.spans.trace_generate(
-            request, generate_or_abort(context.generator, request)
-        )
+        generation = await self.generate(max_tokens, num_top_logps=self._entropy_gap.top_k)
         num_new = len(generation.token_ids)
-        assert num_new <= max_tokens, f"{request.request_id}: {num_new} of {max_tokens} tokens"
-        assert num_new or generation.finish_reason is FinishReason.aborted, (
-            f"{request.request_id}: no token"
-        )
-        buffer.append_sampled(generation)
+        name = generation.request_id
+        assert num_new <= max_tokens, f"{name}: {num_new} of {max_tokens} tokens"
+        assert num_new or generation.finish_reason is FinishReason.aborted, f"{name}: no token"
+        self._token_buffer.append_sampled(generation)
         self._entropy_gap.add(generation)
         return generation.finish_reason
+
+    async def generate(self, max_tokens: int, *, num_top_logps: int) -> Generation:
+        """Run the next request of the turn, and abort it on cancellation.
+
+        Greedy requests have no seed.
+        """
+        context = self._context
+        turn = len(self._token_buffer.turns)
+        if turn != self._turn:
+            self._turn, self._num_requests_in_turn = turn, 0
+        part = self._num_requests_in_turn
+        self._num_requests_in_turn += 1
+        seed = request_seed(context.seed, context.step, self._prompt_key, self._path, turn, part)
+        request = GenerateRequest(
+            request_id=f"{self.trajectory_id}/{turn}.{part}",
+            token_ids=self._context_ids(),
+            max_tokens=max_tokens,
+            temperature=context.temperature,
+            top_p=context.config.top_p,
+            top_k=context.config.top_k,
+            seed=seed if context.temperature else None,
+            stop=context.tools.stop_strings,
+            num_top_logps=num_top_logps,
+        )
+        work = _generate_or_abort(context.generator, request)
+        return await self.spans.trace_generate(request, work)
 
     async def finish_turn(self, finish: FinishReason, start: int) -> FinishReason:
         """Sample the rest of a turn.
@@ -153,30 +163,7 @@ class TurnGenerator:
         return (*last.token_ids, *self._token_buffer.token_ids[last.start :])
 
 
-def build_request(
-    context: RolloutContext,
-    request_id: str,
-    token_ids: tuple[int, ...],
-    *,
-    max_tokens: int,
-    seed: int,
-    num_top_logps: int,
-) -> GenerateRequest:
-    """Build a request with the sampling settings of the run; greedy requests have no seed."""
-    return GenerateRequest(
-        request_id=request_id,
-        token_ids=token_ids,
-        max_tokens=max_tokens,
-        temperature=context.temperature,
-        top_p=context.config.top_p,
-        top_k=context.config.top_k,
-        seed=seed if context.temperature else None,
-        stop=context.tools.stop_strings,
-        num_top_logps=num_top_logps,
-    )
-
-
-async def generate_or_abort(generator: Generator, request: GenerateRequest) -> Generation:
+async def _generate_or_abort(generator: Generator, request: GenerateRequest) -> Generation:
     """Run the request, and abort it on cancellation."""
     try:
         return await generator.generate(request)
@@ -190,3 +177,65 @@ async def generate_or_abort(generator: Generator, request: GenerateRequest) -> G
 def ends_with_partial_stop(text: str, stops: Sequence[str]) -> bool:
     """Return whether the text ends in a proper prefix of a stop string."""
     return any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))
+
+
+class TopkEntropyGap:
+    """Error of the top-k estimate of token entropies over a trajectory; `top_k` 0 disables it.
+
+    Released branching code estimates entropies from the K most probable tokens that an engine
+    lists; `algo.branching.token_entropy_topk` treats the remaining probability as one outcome. If
+    `rollout.branch.entropy_estimate_top_k` is set, the estimate is compared with the engine's exact
+    entropy. This is a measurement only and does not affect branching.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self._gap_sum = 0.0
+        self._num_tokens = 0
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of |estimate - exact| in nats; None without tokens."""
+        return self._gap_sum / self._num_tokens if self._num_tokens else None
+
+    def add(self, generation: Generation) -> None:
+        """Add the tokens of a generation; it is skipped if it has no `top_logps`."""
+        if not self.top_k or not generation.top_logps:
+            return
+        rows = [sorted(row, reverse=True)[: self.top_k] for row in generation.top_logps]
+        logprob_TK = pad_top_logps(rows, self.top_k)
+        exact_T = torch.tensor(generation.entropies, dtype=torch.float64)
+        self._gap_sum += float((token_entropy_topk(logprob_TK) - exact_T).abs().sum())
+        self._num_tokens += len(rows)
+
+
+def pad_top_logps(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
+    """Return log-probs of listed tokens as `[T, width]` in float64, padded with -inf."""
+    padded = [[*row, *[-inf] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.float64).reshape(len(rows), width)
+
+
+def request_seed(
+    seed: int, step: int | str, prompt_key: str, path: tuple[int, ...], turn: int, part: int
+) -> int:
+    """Return the seed of a request, in [0, 2^63).
+
+    Args:
+        seed: Seed of the run.
+        step: Name of the pass.
+        prompt_key: Name of the prompt, unique in the pass.
+        path: Position in the tree.
+        turn: Index of the turn in the response.
+        part: Index of the request in its turn; a turn with a probe takes several requests.
+    """
+    return _hash_to_seed(seed, step, prompt_key, path, turn, part)
+
+
+def continuation_seed(seed: int, num_tokens: int) -> int:
+    """Return the seed for continuing a request with this seed after `num_tokens` tokens."""
+    return _hash_to_seed(seed, num_tokens)
+
+
+def _hash_to_seed(*where: object) -> int:
+    digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

@@ -5,7 +5,11 @@ did not fail, lies strictly inside of `rollout.filter_range`. A group with fewer
 trajectories is rejected, since there is nothing to compare. Without a metric every group is
 accepted, even one that failed as a whole.
 
-To add a metric: add a choice to `config.enums.FilterMetric` and its value to `_metric_value`.
+To add a metric:
+
+1. Add a choice to `config.enums.FilterMetric`.
+2. Return its value for a score in `_metric_value`.
+3. Add a case to `tests/rollout/groups/test_filter.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING, assert_never
 from mega_agentrl.config.enums import FilterMetric
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.sections.groups import GroupConfig
+    from mega_agentrl.config.sections.rollout import GroupConfig
     from mega_agentrl.types.records import RolloutTree, Score
 
 MIN_VALID_TRAJECTORIES = 2

@@ -5,6 +5,13 @@ With a filter (`filter.filter_group`) a group finishes when all of its scores ar
 can be paused. It is paused when all of its open trajectories wait for the engine: no request, tool
 or user is running then, and it can stay in this state indefinitely. A busy tool or reward keeps its
 group from pausing.
+
+With `RolloutContext.with_greedy` a group also gets a greedy trajectory, which ReMax uses as the
+baseline of the group. It runs concurrently with the group, with the same engines, tools and limits,
+at temperature 0 and without branching, and is stored as `RolloutTree.greedy_trajectory`. It is
+scored like every trajectory, but never trained on and not part of the group's statistics. If it
+fails, `train.advantages` uses the mean of the group's other trajectories as the baseline; the
+metric `rollout/greedy_failed` is the share of such groups.
 """
 
 from __future__ import annotations
@@ -15,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import FilterMetric
 from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
+from mega_agentrl.rollout.branching.policy import NoBranching
 from mega_agentrl.rollout.collector import unwrap_exception_group
 from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
 from mega_agentrl.rollout.groups.filter import FilterResult, filter_group
-from mega_agentrl.rollout.groups.greedy import sample_greedy_trajectory
 from mega_agentrl.rollout.groups.scoring import (
     PendingScore,
     cancel_scores,
@@ -30,7 +37,7 @@ from mega_agentrl.rollout.tree import sample_tree
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mega_agentrl.rollout.trajectory import RolloutContext
+    from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.types.protocols import Rubric
     from mega_agentrl.types.records import Prompt, RolloutTree, Trajectory
 
@@ -120,7 +127,7 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
                 greedy_task = None
                 if context.with_greedy:
                     greedy_task = both.create_task(
-                        sample_greedy_trajectory(context, prompt, key, greedy_tasks)
+                        _sample_greedy_trajectory(context, prompt, key, greedy_tasks)
                     )
                 tree = await sample_tree(context, prompt, key, trajectory_tasks)
             tree.greedy_trajectory = None if greedy_task is None else greedy_task.result()
@@ -136,6 +143,22 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
         pending_scores=pending,
         is_restored=restored is not None,
     )
+
+
+async def _sample_greedy_trajectory(
+    context: RolloutContext, prompt: Prompt, prompt_key: str, tasks: list[asyncio.Task[Trajectory]]
+) -> Trajectory:
+    """Sample the greedy trajectory of a prompt, unscored; `tasks` receives its task."""
+    greedy_context = replace(
+        context,
+        config=replace(context.config, group_size=1, top_p=1.0, top_k=0),
+        policy=NoBranching(),
+        temperature=0.0,
+        step=f"{context.step}-greedy",
+        with_greedy=False,
+    )
+    tree = await sample_tree(greedy_context, prompt, prompt_key, tasks)
+    return tree.trajectories[0]
 
 
 def start_lockstep_groups(

@@ -1,9 +1,17 @@
 """Simulated users and environments, and the yaml file that configures them.
 
-To add one, subclass `Interaction`, implement `respond`, and list the class in the yaml file. One
-object serves all trajectories; per-trajectory data lives in the *state* that `create` returns.
 An interaction receives every assistant message without a tool call and answers it, rewards it or
-ends the conversation.
+ends the conversation. One object serves all trajectories; per-trajectory data lives in the *state*
+that `create` returns.
+
+To add one:
+
+1. Write a subclass of `Interaction` with a `respond` method (example: `interaction.gsm8k`).
+2. If it has a state, write `create` and `fork`; if it has a final reward, `calc_reward`.
+3. List the class in the yaml file of `rollout.interaction_config_file`.
+4. Test it as `tests/rollout/interaction/test_interaction_gsm8k.py` does.
+
+The yaml file::
 
     - name: gsm8k                                   # default: the class attribute
       class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction    # or users.py:Mine

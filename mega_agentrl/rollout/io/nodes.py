@@ -1,14 +1,16 @@
-r"""Rollout trees as nodes: each turn is stored once, however many trajectories contain it.
+r"""Rollout trees as nodes: each token is stored once, however many trajectories contain it.
 
-The prompt is the root. A node is one turn behind its parent node. Since forks start between two
-turns, paths part only at the boundaries of turns::
+The prompt is the root. A node is a run of tokens of one turn that the same paths contain: a path is
+a sequence of whole nodes. A node ends where its turn ends, or where a path leaves the turn::
 
     prompt - 0 agent - 1 tool - 2 agent - 3 tool - 4 agent      path 0
-                            \- 5 agent                          path 0.0, forked behind node 1
+                            \- 5 agent - 6 agent                path 0.0, forked behind node 1
+                                      \- 7 agent                path 0.0.0, forked inside of a turn
+
+The turn is part of its last node. Nodes 6 and 7 end two turns that begin in node 5.
 
 A leaf names the last node of its path and holds the remaining fields of the trajectory, such as
 stop reason, score and decisions. `to_rollout_tree(to_node_tree(tree))` restores the tree exactly.
-`find_token_origin` finds the path that sampled a token and the decision that created this path.
 `tree_file` reads and writes node trees.
 """
 
@@ -17,11 +19,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, fields
-from itertools import accumulate
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.types.records import BranchDecision, Prompt, RolloutTree, Trajectory, Turn
+from mega_agentrl.types.records import Prompt, Role, RolloutTree, Trajectory, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,14 +39,17 @@ TREE_FIELDS = frozenset({"prompt", "trajectories"})
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class TurnNode:
-    """One turn; the token sequences have length `turn.stop - turn.start`."""
+class TreeNode:
+    """A run of tokens of one turn that the same paths contain; its sequences have one length."""
 
     parent: int | None
     """Index of the node before it; None right behind the prompt."""
     path: TreePath
-    """The path that produced the turn first."""
-    turn: Turn
+    """The path that produced the tokens first."""
+    start: int
+    """Number of response tokens before the node."""
+    turn: Turn | None
+    """The turn that ends with this node; None if it goes on in the nodes behind it."""
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     logps: tuple[float, ...]
@@ -57,12 +62,18 @@ class TurnNode:
         lengths = {name: len(getattr(self, name)) for name in TOKEN_FIELDS}
         if self.argmax_ids:
             lengths["argmax_ids"] = len(self.argmax_ids)
-        size = self.turn.stop - self.turn.start
+        size = self.stop - self.start if self.turn is None else self.turn.stop - self.start
         if set(lengths.values()) != {size}:
+            part = "part of a turn" if self.turn is None else f"turn {self.turn.index}"
             raise ValueError(
-                f"node of path {format_path(self.path)}: its turn {self.turn.index} has {size} "
-                f"tokens, got {lengths}"
+                f"node of path {format_path(self.path)}: its {part} has {size} tokens, "
+                f"got {lengths}"
             )
+
+    @property
+    def stop(self) -> int:
+        """One past the last token of the node."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -80,22 +91,12 @@ class NodeTree:
     """The tree of one prompt as nodes."""
 
     prompt: Prompt
-    nodes: Sequence[TurnNode]
+    nodes: Sequence[TreeNode]
     """Nodes, parents first."""
     leaves: Sequence[TreeLeaf]
     """Leaves in path order."""
     record_fields: Mapping[str, Any]
     """Fields of the `RolloutTree`, by name, that are not in `TREE_FIELDS`."""
-
-    def find_leaf(self, path: TreePath) -> TreeLeaf:
-        """Return the leaf of a path; raise `ValueError` if there is none."""
-        for leaf in self.leaves:
-            if leaf.record_fields["path"] == path:
-                return leaf
-        paths = ", ".join(format_path(leaf.record_fields["path"]) for leaf in self.leaves)
-        raise ValueError(
-            f"prompt {self.prompt.prompt_id}: got path {format_path(path)}, has {paths}"
-        )
 
     def node_indices(self, leaf: TreeLeaf) -> list[int]:
         """Return the indices of the nodes from the prompt to the leaf."""
@@ -110,21 +111,13 @@ class NodeTree:
                 )
             indices.append(index)
             index = self.nodes[index].parent
+        if indices and self.nodes[indices[0]].turn is None:
+            path = format_path(leaf.record_fields["path"])
+            raise ValueError(
+                f"prompt {self.prompt.prompt_id}, path {path}: got node {indices[0]} as its last "
+                "one, expected one that ends a turn"
+            )
         return indices[::-1]
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class TokenOrigin:
-    """Origin of a sampled token in the tree."""
-
-    node: int
-    """Index of the node."""
-    offset: int
-    """Index of the token in the node."""
-    path: TreePath
-    """The path that sampled the token."""
-    decision: BranchDecision | None
-    """Decision that created `path`; None for a root, or if no decisions were recorded."""
 
 
 def to_node_tree(tree: RolloutTree) -> NodeTree:
@@ -132,21 +125,33 @@ def to_node_tree(tree: RolloutTree) -> NodeTree:
 
     Raises:
         ValueError: The turns of a trajectory do not tile it, a parent is missing, a prefix differs
-            from the parent's, or a fork starts inside of a turn.
+            from the parent's, or a fork starts inside of a turn that the policy did not write.
     """
-    nodes: list[TurnNode] = []
+    nodes: list[TreeNode] = []
     leaves: list[TreeLeaf] = []
     chains: dict[str, tuple[Trajectory, list[int]]] = {}
+    cuts = _fork_positions(tree.trajectories)
     for one in tree.trajectories:
         _check_turns(one)
         chain: list[int] = []
         if one.parent_id is not None:
-            chain = _shared_prefix_nodes(one, *_find_parent(one, chains))
-        for turn in one.turns[len(chain) :]:
-            tokens = {n: tuple(getattr(one, n)[turn.start : turn.stop]) for n in _PER_TOKEN_FIELDS}
-            parent = chain[-1] if chain else None
-            chain.append(len(nodes))
-            nodes.append(TurnNode(parent=parent, path=one.path, turn=turn, **tokens))
+            chain = _shared_prefix_nodes(one, *chains[one.parent_id], nodes)
+        num_shared_tokens = nodes[chain[-1]].stop if chain else 0
+        for turn in one.turns[_num_complete_turns(nodes, chain) :]:
+            begin = max(turn.start, num_shared_tokens)
+            inside = sorted(at for at in cuts[one.trajectory_id] if begin < at <= turn.stop)
+            for start, stop in pairwise([begin, *inside, turn.stop]):
+                tokens = {name: tuple(getattr(one, name)[start:stop]) for name in _PER_TOKEN_FIELDS}
+                node = TreeNode(
+                    parent=chain[-1] if chain else None,
+                    path=one.path,
+                    start=start,
+                    turn=None,
+                    **tokens,
+                )
+                chain.append(len(nodes))
+                nodes.append(node)
+            nodes[-1] = replace(nodes[-1], turn=turn)
         chains[one.trajectory_id] = (one, chain)
         leaves.append(
             TreeLeaf(
@@ -166,33 +171,6 @@ def to_rollout_tree(tree: NodeTree) -> RolloutTree:
     return RolloutTree(prompt=tree.prompt, trajectories=trajectories, **tree.record_fields)
 
 
-def find_token_origin(tree: NodeTree, path: TreePath, position: int) -> TokenOrigin:
-    """Return where the response token at `position` of a path was sampled."""
-    for index in tree.node_indices(tree.find_leaf(path)):
-        node = tree.nodes[index]
-        if node.turn.start <= position < node.turn.stop:
-            return TokenOrigin(
-                node=index,
-                offset=position - node.turn.start,
-                path=node.path,
-                decision=find_fork_decision(tree, node.path),
-            )
-    raise ValueError(
-        f"prompt {tree.prompt.prompt_id}, path {format_path(path)}: got position {position}, "
-        "which is outside of its response"
-    )
-
-
-def find_fork_decision(tree: NodeTree, path: TreePath) -> BranchDecision | None:
-    """Return the decision that created `path`; None for a root."""
-    if tree.find_leaf(path).record_fields["parent_id"] is None:
-        return None
-    decisions: list[BranchDecision] = tree.find_leaf(path[:-1]).record_fields["decisions"]
-    totals = accumulate(decision.num_forks for decision in decisions)
-    made = (one for one, total in zip(decisions, totals, strict=True) if total > path[-1])
-    return next(made, None)
-
-
 def format_path(path: TreePath) -> str:
     """Format a path, for example as ``0.1.0``."""
     return ".".join(map(str, path))
@@ -200,13 +178,17 @@ def format_path(path: TreePath) -> str:
 
 def _build_trajectory(tree: NodeTree, leaf: TreeLeaf) -> Trajectory:
     nodes = [tree.nodes[index] for index in tree.node_indices(leaf)]
+    turns = [node.turn for node in nodes if node.turn is not None]
+    turn_of_node = accumulate((node.turn is not None for node in nodes), initial=0)
     tokens: dict[str, Any] = {
         name: [value for node in nodes for value in getattr(node, name)] for name in TOKEN_FIELDS
     }
     return Trajectory(
         prompt=tree.prompt,
-        turns=[node.turn for node in nodes],
-        turn_ids=[node.turn.index for node in nodes for _ in node.token_ids],
+        turns=turns,
+        turn_ids=[
+            index for index, node in zip(turn_of_node, nodes, strict=False) for _ in node.token_ids
+        ],
         argmax_ids=array("i", (value for node in nodes for value in node.argmax_ids)),
         **tokens,
         **{name: copy(value) for name, value in leaf.record_fields.items()},
@@ -232,29 +214,61 @@ def _check_turns(one: Trajectory) -> None:
         )
 
 
-def _find_parent(
-    one: Trajectory, chains: Mapping[str, tuple[Trajectory, list[int]]]
-) -> tuple[Trajectory, list[int]]:
-    if one.parent_id is None or one.parent_id not in chains:
-        raise ValueError(
-            f"trajectory {one.trajectory_id}: got the parent {one.parent_id}, expected one that "
-            "comes earlier in its tree"
-        )
-    return chains[one.parent_id]
+def _fork_positions(trajectories: Sequence[Trajectory]) -> dict[str, set[int]]:
+    """Return, by trajectory id, the positions at which other paths leave its turns inside.
+
+    A position is that of the trajectory that sampled the tokens around it.
+    """
+    lineages: dict[str, list[Trajectory]] = {}
+    positions: dict[str, set[int]] = {}
+    for one in trajectories:
+        lineage: list[Trajectory] = []
+        if one.parent_id is not None:
+            if one.parent_id not in lineages:
+                raise ValueError(
+                    f"trajectory {one.trajectory_id}: got the parent {one.parent_id}, expected "
+                    "one that comes earlier in its tree"
+                )
+            lineage = lineages[one.parent_id]
+            if _leaves_inside_of_turn(one, lineage[0]):
+                holders = (other for other in lineage if other.fork_len <= one.fork_len)
+                positions[next(holders, lineage[-1]).trajectory_id].add(one.fork_len)
+        lineages[one.trajectory_id] = [one, *lineage]
+        positions[one.trajectory_id] = set()
+    return positions
 
 
-def _shared_prefix_nodes(one: Trajectory, parent: Trajectory, chain: list[int]) -> list[int]:
+def _leaves_inside_of_turn(one: Trajectory, parent: Trajectory) -> bool:
+    """Return whether the turn in front of the fork is not a whole turn of both."""
+    size = one.fork_len
+    num_turns = sum(turn.start < size for turn in one.turns)
+    goes_on = any(turn.start < size < turn.stop for turn in one.turns)
+    return goes_on or one.turns[:num_turns] != parent.turns[:num_turns]
+
+
+def _num_complete_turns(nodes: Sequence[TreeNode], chain: Sequence[int]) -> int:
+    return sum(nodes[index].turn is not None for index in chain)
+
+
+def _shared_prefix_nodes(
+    one: Trajectory, parent: Trajectory, chain: Sequence[int], nodes: Sequence[TreeNode]
+) -> list[int]:
     """Return the indices of the parent's nodes that `one` shares."""
     size = one.fork_len
-    ends = [turn.stop for turn in one.turns if turn.stop <= size]
-    num_turns = len(ends)
-    while num_turns and parent.turns[:num_turns] != one.turns[:num_turns]:
-        num_turns -= 1
+    shared = [index for index in chain if nodes[index].stop <= size]
+    num_turns = _num_complete_turns(nodes, shared)
+    while shared and parent.turns[:num_turns] != one.turns[:num_turns]:
+        shared.pop()
+        num_turns = _num_complete_turns(nodes, shared)
     same = all(getattr(one, n)[:size] == getattr(parent, n)[:size] for n in _PER_TOKEN_FIELDS)
-    if not same or (ends[num_turns - 1] if num_turns else 0) != size:
+    same = same and (nodes[shared[-1]].stop if shared else 0) == size
+    if same and shared and nodes[shared[-1]].turn is None:
+        parted = [owner.turns[num_turns].role for owner in (one, parent)]
+        same = parted == [Role.assistant] * 2
+    if not same:
         raise ValueError(
             f"trajectory {one.trajectory_id}: its first {size} tokens and their turns are not "
-            f"those of {parent.trajectory_id}, or a turn goes on behind them; expected the "
-            f"parent's whole turns up to fork_len={size}"
+            f"those of {parent.trajectory_id}, expected the parent's turns up to fork_len={size}, "
+            "the last one whole or an assistant's"
         )
-    return chain[:num_turns]
+    return shared

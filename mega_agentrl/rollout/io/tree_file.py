@@ -6,6 +6,9 @@ Each line is self-contained::
      "num_forks": 3, "nodes": [{"parent": null, "path": [0], "turn": {...}, "token_ids": [...],
      "loss_mask": 1, "logps": {"f4": [...]}, ...}, ...], "leaves": [{"last": 4, ...}, ...]}
 
+A node that is a part of a turn, because a path leaves the turn inside, also has ``start`` and
+``stop``, and its ``turn`` is null if the turn goes on in the nodes behind it.
+
 A token field with a single value throughout is stored as that value. Floats that are exact in
 float32 are written with the digits that float32 needs, under ``f4``; others with full precision.
 Every number is restored exactly. Files are written under a temporary name and renamed when they are
@@ -27,7 +30,7 @@ from mega_agentrl.rollout.io.nodes import (
     TREE_FIELDS,
     NodeTree,
     TreeLeaf,
-    TurnNode,
+    TreeNode,
     to_node_tree,
 )
 from mega_agentrl.rollout.io.record_json import from_json, parse_record_fields, to_json
@@ -174,20 +177,22 @@ def _leaf_from_json(value: Mapping[str, Any], where: str) -> TreeLeaf:
     )
 
 
-def _node_to_json(node: TurnNode) -> dict[str, Any]:
+def _node_to_json(node: TreeNode) -> dict[str, Any]:
+    is_part = node.turn is None or node.start > node.turn.start
     return {
         "parent": node.parent,
         "path": list(node.path),
-        "turn": to_json(node.turn),
+        **({"start": node.start, "stop": node.stop} if is_part else {}),
+        "turn": None if node.turn is None else to_json(node.turn),
         **{name: _pack_ints(getattr(node, name)) for name in INT_FIELDS},
         **{name: _pack_floats(getattr(node, name)) for name in FLOAT_FIELDS},
         **({"argmax_ids": _pack_ints(node.argmax_ids)} if node.argmax_ids else {}),
     }
 
 
-def _node_from_json(value: Mapping[str, Any], where: str) -> TurnNode:
-    turn = from_json(Turn, value.get("turn"), f"{where}.turn")
-    size = turn.stop - turn.start
+def _node_from_json(value: Mapping[str, Any], where: str) -> TreeNode:
+    turn, start, stop = _turn_and_span_from_json(value, where)
+    size = stop - start
     ints = {
         name: _unpack_numbers(value.get(name), size, _INT_TYPES, f"{where}.{name}")
         for name in INT_FIELDS
@@ -202,15 +207,26 @@ def _node_from_json(value: Mapping[str, Any], where: str) -> TurnNode:
         for name in FLOAT_FIELDS
     }
     try:
-        return TurnNode(
+        return TreeNode(
             parent=from_json(int | None, value.get("parent"), f"{where}.parent"),
             path=from_json(tuple[int, ...], value.get("path"), f"{where}.path"),
+            start=start,
             turn=turn,
             **ints,
             **floats,
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _turn_and_span_from_json(value: Mapping[str, Any], where: str) -> tuple[Turn | None, int, int]:
+    """Return the turn that ends with a node, and the first token of the node and one past it."""
+    if "start" not in value:
+        turn = from_json(Turn, value.get("turn"), f"{where}.turn")
+        return turn, turn.start, turn.stop
+    part = from_json(Turn | None, value.get("turn"), f"{where}.turn")
+    start = from_json(int, value["start"], f"{where}.start")
+    return part, start, from_json(int, value.get("stop"), f"{where}.stop")
 
 
 def _pack_ints(values: Sequence[int]) -> int | list[int]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 NUM_OFFSETS = 51
 BUCKET_STARTS = (0, 5, 10, 20, 35)
 """First offset of each bucket."""
+WINDOW_TOKENS = 20
+"""Tokens at the start of a turn that `entropy_root` and `entropy_after_tool` cover."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -88,21 +90,24 @@ class EntropyCurves:
 
 def collect_entropy_curves(trajectories: Sequence[Trajectory]) -> EntropyCurves:
     """Compute the curves of all trajectories of whole trees."""
-    root: list[list[float]] = []
-    after_tool: list[list[float]] = []
+    root: list[tuple[int, list[float]]] = []
+    after_tool: list[tuple[int, list[float]]] = []
     for one in trajectories:
         for before, turn in _turns_not_inherited(one):
+            start = max(turn.start, one.fork_len)
+            num_inherited = sum(one.loss_mask[turn.start : start])
+            own = num_inherited, _sampled_entropies(one, start, turn.stop)
             if turn.role is Role.assistant and before is None:
-                root.append(_sampled_entropies(one, turn.start, turn.stop))
+                root.append(own)
             elif turn.role is Role.assistant and before is Role.tool:
-                after_tool.append(_sampled_entropies(one, turn.start, turn.stop))
+                after_tool.append(own)
     return EntropyCurves(
         root=_accumulate_by_offset(root), after_tool=_accumulate_by_offset(after_tool)
     )
 
 
-def entropy_metrics(trajectories: Sequence[Trajectory], *, window: int) -> dict[str, float]:
-    """Return means over all sampled tokens, the first `window` tokens of turns, and buckets."""
+def entropy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return means over all sampled tokens, the first `WINDOW_TOKENS` of turns, and buckets."""
     curves = collect_entropy_curves(trajectories)
     entropies = [
         entropy
@@ -111,8 +116,8 @@ def entropy_metrics(trajectories: Sequence[Trajectory], *, window: int) -> dict[
     ]
     values = {
         "entropy": sum(entropies) / len(entropies) if entropies else 0.0,
-        "entropy_root": curves.root.mean(0, window) or 0.0,
-        "entropy_after_tool": curves.after_tool.mean(0, window) or 0.0,
+        "entropy_root": curves.root.mean(0, WINDOW_TOKENS) or 0.0,
+        "entropy_after_tool": curves.after_tool.mean(0, WINDOW_TOKENS) or 0.0,
     }
     for name in ("root", "after_tool"):
         means: EntropyByOffset = getattr(curves, name)
@@ -121,10 +126,10 @@ def entropy_metrics(trajectories: Sequence[Trajectory], *, window: int) -> dict[
 
 
 def _turns_not_inherited(one: Trajectory) -> Iterator[tuple[Role | None, Turn]]:
-    """Yield the turns not inherited from the parent, each with the role of the turn before it."""
+    """Yield the turns not wholly inherited, each with the role of the turn before it."""
     before: Role | None = None
     for turn in one.turns:
-        if turn.start >= one.fork_len:
+        if turn.start >= one.fork_len or turn.stop > one.fork_len:
             yield before, turn
         before = turn.role
 
@@ -135,10 +140,11 @@ def _sampled_entropies(one: Trajectory, start: int, stop: int) -> list[float]:
     return [entropy for entropy, mask in pairs if mask]
 
 
-def _accumulate_by_offset(turns: Sequence[Sequence[float]]) -> EntropyByOffset:
+def _accumulate_by_offset(turns: Sequence[tuple[int, Sequence[float]]]) -> EntropyByOffset:
+    """Accumulate the entropies of turns, each with the offset of its first one in the turn."""
     sums, counts = [0.0] * NUM_OFFSETS, [0] * NUM_OFFSETS
-    for entropies in turns:
-        for offset, entropy in enumerate(entropies[:NUM_OFFSETS]):
+    for first, entropies in turns:
+        for offset, entropy in zip(range(first, NUM_OFFSETS), entropies, strict=False):
             sums[offset] += entropy
             counts[offset] += 1
     return EntropyByOffset(sums=tuple(sums), counts=tuple(counts))

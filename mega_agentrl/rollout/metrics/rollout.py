@@ -1,33 +1,32 @@
 """Metrics of finished rollout trees, named ``rollout/...``, and of their rewards (``reward/...``).
 
 Means over trajectories leave out failed ones; `failed_fraction` is their share. A shared prefix
-counts for every trajectory that contains it, except in entropies, which count each sampled token
-once. Lengths are in tokens. The other modules of this package add entropies, branching, tools and
-parts of the reward.
+counts for every trajectory that contains it, except in entropies (see `metrics.entropy`) and tool
+calls by tool, which count each token or call once. Lengths are in tokens.
 
-To add a metric: compute it here or in the module it belongs to, and assign it to a chart in
-`report.page.chart_groups`.
+To add a metric:
+
+1. Compute it in the function below whose trajectories it is about.
+2. Describe it in the docstring of this function.
+3. Assign it to a chart in `report.page.chart_groups`.
+4. Test it by hand in `tests/rollout/metrics/test_rollout_metrics.py`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.groups.greedy import greedy_metrics
-from mega_agentrl.rollout.metrics.branch import branch_metrics
+from mega_agentrl.rollout.conversation.messages import TOOL_NAME_PATTERN
 from mega_agentrl.rollout.metrics.entropy import entropy_metrics
-from mega_agentrl.rollout.metrics.reward import reward_metrics
-from mega_agentrl.rollout.metrics.tools import tool_metrics
 from mega_agentrl.types.records import Role, StopReason, ToolStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from mega_agentrl.types.records import RolloutTree, ToolOutcome, Trajectory
-
-ENTROPY_WINDOW_TOKENS = 20
-"""Default number of tokens at the start of a turn that its entropy metrics cover."""
+    from mega_agentrl.types.records import RolloutTree, Score, ToolOutcome, Trajectory
 
 LIMIT_STOP_REASONS = (
     StopReason.length,
@@ -39,37 +38,29 @@ LIMIT_STOP_REASONS = (
 """Stop reasons of trajectories that used up a budget."""
 
 
-def rollout_metrics(
-    trees: Sequence[RolloutTree], *, window: int = ENTROPY_WINDOW_TOKENS
-) -> dict[str, float]:
-    """Return all metrics of a batch of trees.
-
-    Args:
-        trees: The trees.
-        window: Number of tokens at the start of a turn that `entropy_root` (first turns) and
-            `entropy_after_tool` (turns behind a tool answer) cover.
-    """
+def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
+    """Return all metrics of a batch of trees."""
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     valid = [trajectory for trajectory in trajectories if not trajectory.failed]
     scores = [trajectory.score for trajectory in valid if trajectory.score is not None]
     values = {
-        "reward_mean": _mean(score.value for score in scores),
-        "success": _mean(float(score.correct) for score in scores),
-        "response_tokens_mean": _mean(len(trajectory.token_ids) for trajectory in valid),
-        "sampled_tokens_mean": _mean(sum(trajectory.loss_mask) for trajectory in valid),
-        "num_turns_mean": _mean(_num_assistant_turns(trajectory) for trajectory in valid),
-        "failed_fraction": _mean(float(trajectory.failed) for trajectory in trajectories),
+        "reward_mean": mean_or_zero(score.value for score in scores),
+        "success": mean_or_zero(float(score.correct) for score in scores),
+        "response_tokens_mean": mean_or_zero(len(trajectory.token_ids) for trajectory in valid),
+        "sampled_tokens_mean": mean_or_zero(sum(trajectory.loss_mask) for trajectory in valid),
+        "num_turns_mean": mean_or_zero(_num_assistant_turns(trajectory) for trajectory in valid),
+        "failed_fraction": mean_or_zero(float(trajectory.failed) for trajectory in trajectories),
         "num_trajectories": float(len(trajectories)),
-        "truncated_fraction": _mean(
+        "truncated_fraction": mean_or_zero(
             float(one.stop_reason in LIMIT_STOP_REASONS) for one in trajectories
         ),
-        "invalid_calls_mean": _mean(one.num_invalid_calls for one in valid),
-        "template_drift_fraction": _mean(float(one.template_drift != "") for one in valid),
+        "invalid_calls_mean": mean_or_zero(one.num_invalid_calls for one in valid),
+        "template_drift_fraction": mean_or_zero(float(one.template_drift != "") for one in valid),
         **branch_metrics(trees),
         **_stop_reason_shares(trajectories),
         **_tool_call_metrics(valid),
         **tool_metrics(trajectories),
-        **entropy_metrics(trajectories, window=window),
+        **entropy_metrics(trajectories),
         **greedy_metrics(trees),
     }
     named = {f"rollout/{name}": value for name, value in values.items()}
@@ -87,16 +78,18 @@ def _tool_call_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     outcomes = [outcome for trajectory in trajectories for outcome in _tool_outcomes(trajectory)]
     count = Counter(outcome.tool for outcome in outcomes)
     return {
-        "tool_use_fraction": _mean(
+        "tool_use_fraction": mean_or_zero(
             float(trajectory.num_tool_calls > 0) for trajectory in trajectories
         ),
-        "tool_calls_mean": _mean(trajectory.num_tool_calls for trajectory in trajectories),
+        "tool_calls_mean": mean_or_zero(trajectory.num_tool_calls for trajectory in trajectories),
         **{
             f"calls/{tool}": number / max(1, len(trajectories))
             for tool, number in sorted(count.items())
         },
-        "tool_success_rate": _mean(float(outcome.status is ToolStatus.ok) for outcome in outcomes),
-        "tool_latency_mean_s": _mean(outcome.latency_s for outcome in outcomes),
+        "tool_success_rate": mean_or_zero(
+            float(outcome.status is ToolStatus.ok) for outcome in outcomes
+        ),
+        "tool_latency_mean_s": mean_or_zero(outcome.latency_s for outcome in outcomes),
     }
 
 
@@ -108,7 +101,171 @@ def _num_assistant_turns(trajectory: Trajectory) -> int:
     return sum(turn.role is Role.assistant for turn in trajectory.turns)
 
 
-def _mean(values: Iterable[float]) -> float:
+def branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
+    """Return metrics of branching, over all trajectories including failed ones.
+
+    forks_per_prompt, top_ups_per_prompt, decisions_per_prompt
+                                mean per tree; a decision is one question to the branch policy
+    fork_rate                   share of decisions that forked
+    delta_h                     mean of the probe's entropy minus the baseline over all decisions,
+                                nats (with `released` in its own unit); left out without decisions
+    tokens_saved_fraction       sampled tokens inherited from a parent, as a share of the sampled
+                                tokens on all M paths, which M independent rollouts would sample
+    calls_saved_fraction        the same for tool calls
+    topk_entropy_gap            mean absolute error of the top-k entropy estimate, nats; only if
+                                `rollout.branch.entropy_estimate_top_k` is set
+    """
+    paths = [trajectory for tree in trees for trajectory in tree.trajectories]
+    decisions = [decision for one in paths for decision in one.decisions]
+    rises = [decision.delta_h for decision in decisions if decision.delta_h is not None]
+    values = {
+        "forks_per_prompt": _share(sum(tree.num_forks for tree in trees), len(trees)),
+        "top_ups_per_prompt": _share(sum(tree.num_top_ups for tree in trees), len(trees)),
+        "decisions_per_prompt": _share(len(decisions), len(trees)),
+        "fork_rate": _share(sum(one.num_forks > 0 for one in decisions), len(decisions)),
+        "tokens_saved_fraction": _saved_share(
+            (sum(one.loss_mask[: one.fork_len]), sum(one.loss_mask)) for one in paths
+        ),
+        "calls_saved_fraction": _saved_share(_num_inherited_and_total_calls(one) for one in paths),
+    }
+    if rises:
+        values["delta_h"] = sum(rises) / len(rises)
+    gaps = [one.topk_entropy_error for one in paths if one.topk_entropy_error is not None]
+    if gaps:
+        values["topk_entropy_gap"] = sum(gaps) / len(gaps)
+    return values
+
+
+def _num_inherited_and_total_calls(one: Trajectory) -> tuple[int, int]:
+    """Return the number of calls inherited from the parent, and of all calls on the path."""
+    starts = [turn.start for turn in one.turns if turn.outcome is not None]
+    return sum(start < one.fork_len for start in starts), len(starts)
+
+
+def _saved_share(inherited_and_total: Iterable[tuple[int, int]]) -> float:
+    pairs = list(inherited_and_total)
+    return _share(sum(inherited for inherited, _ in pairs), sum(total for _, total in pairs))
+
+
+def _share(part: int, whole: int) -> float:
+    """Return `part / whole`, or 0 if `whole` is 0."""
+    return part / whole if whole else 0.0
+
+
+def tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of each tool, named ``tool/<name>/...``; empty without calls and rewards.
+
+    num_calls, num_<status>   calls, total and by status; failures outside of calls count as
+                              infra_error
+    latency_mean_s, latency_p50_s, latency_p99_s, latency_max_s, queue_mean_s
+    step_reward, final_reward mean per valid trajectory (step rewards are summed)
+    metric/<key>              mean of the tool's own metrics
+
+    A call in a shared prefix counts once; rewards count for every trajectory on whose path they
+    lie. Quantiles are observed values (nearest rank).
+    """
+    outcomes: defaultdict[str, list[ToolOutcome]] = defaultdict(list)
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if turn.outcome is not None and turn.start >= trajectory.fork_len:
+                outcomes[_sanitize_tool_name(turn.outcome.tool)].append(turn.outcome)
+    values: dict[str, float] = {}
+    for name, calls in sorted(outcomes.items()):
+        values |= {f"tool/{name}/{key}": value for key, value in _call_metrics(calls).items()}
+    return values | _tool_reward_metrics([one for one in trajectories if not one.failed])
+
+
+def _call_metrics(outcomes: Sequence[ToolOutcome]) -> dict[str, float]:
+    latency_s = sorted(outcome.latency_s for outcome in outcomes)
+    measured: defaultdict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        for key, value in outcome.metrics.items():
+            measured[key].append(value)
+    return {
+        "num_calls": float(len(outcomes)),
+        **{
+            f"num_{status.value}": float(sum(outcome.status is status for outcome in outcomes))
+            for status in ToolStatus
+        },
+        "latency_mean_s": mean_or_zero(latency_s),
+        "latency_p50_s": _nearest_rank_quantile(latency_s, 0.5),
+        "latency_p99_s": _nearest_rank_quantile(latency_s, 0.99),
+        "latency_max_s": latency_s[-1],
+        "queue_mean_s": mean_or_zero(outcome.queue_s for outcome in outcomes),
+        **{f"metric/{key}": mean_or_zero(values) for key, values in sorted(measured.items())},
+    }
+
+
+def _tool_reward_metrics(valid: Sequence[Trajectory]) -> dict[str, float]:
+    steps: defaultdict[str, float] = defaultdict(float)
+    final: defaultdict[str, float] = defaultdict(float)
+    for trajectory in valid:
+        for name, rewards in trajectory.step_rewards.items():
+            steps[_sanitize_tool_name(name)] += sum(rewards)
+        for name, reward in trajectory.tool_rewards.items():
+            final[_sanitize_tool_name(name)] += reward
+    values = {f"tool/{name}/step_reward": total / len(valid) for name, total in steps.items()}
+    values |= {f"tool/{name}/final_reward": total / len(valid) for name, total in final.items()}
+    return dict(sorted(values.items()))
+
+
+def _sanitize_tool_name(name: str) -> str:
+    """Replace malformed names, which the policy made up."""
+    return name if TOOL_NAME_PATTERN.fullmatch(name) else "unknown"
+
+
+def _nearest_rank_quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least `share` of all values do not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def greedy_metrics(trees: Iterable[RolloutTree]) -> dict[str, float]:
+    """Return metrics of the greedy trajectories; empty if there are none.
+
+    `greedy_reward` and `greedy_success` are means over the scored ones, `greedy_failed` is the
+    share of the others. `greedy_tokens` and `greedy_calls` are the total sampled tokens and tool
+    calls, which the metrics of the groups do not include.
+    """
+    trajectories = [tree.greedy_trajectory for tree in trees if tree.greedy_trajectory is not None]
+    if not trajectories:
+        return {}
+    scores = [one.score for one in trajectories if not one.failed and one.score is not None]
+    return {
+        "greedy_reward": mean_or_zero(score.value for score in scores),
+        "greedy_success": mean_or_zero(score.correct for score in scores),
+        "greedy_failed": 1 - len(scores) / len(trajectories),
+        "greedy_tokens": float(sum(sum(one.loss_mask) for one in trajectories)),
+        "greedy_calls": float(sum(one.num_tool_calls for one in trajectories)),
+    }
+
+
+def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of the parts of the reward, as means over valid trajectories.
+
+    reward/<part>           weighted contribution of a part; only for rewards with several parts
+    reward/<part>/<field>   finite number (or bool) that a user's reward function returned in
+                            addition
+    reward/failed_fraction  share of all trajectories whose reward could not be computed
+    """
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for one in trajectories:
+        if one.score is not None and not one.failed:
+            for name, value in _score_values(one.score):
+                values[name].append(value)
+    missing = [float(one.reward_error != "") for one in trajectories]
+    means = {f"reward/{name}": fmean(values[name]) for name in sorted(values)}
+    return {"reward/failed_fraction": fmean(missing) if missing else 0.0, **means}
+
+
+def _score_values(score: Score) -> Iterator[tuple[str, float]]:
+    yield from score.parts.items()
+    for part, fields in score.extra_info.items():
+        for name, value in fields.items():
+            if isinstance(value, bool | int | float) and math.isfinite(value):
+                yield f"{part}/{name}", float(value)
+
+
+def mean_or_zero(values: Iterable[float]) -> float:
     """Return the mean, or 0 without values."""
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else 0.0

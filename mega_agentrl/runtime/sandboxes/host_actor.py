@@ -26,7 +26,7 @@ from mega_agentrl.sandbox.session import infra_error_result
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.config.sections.tools import PythonToolConfig
     from mega_agentrl.sandbox.client import SandboxResult
     from mega_agentrl.sandbox.session import SandboxSession
 

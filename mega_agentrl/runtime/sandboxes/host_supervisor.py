@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.config.sections.tools import PythonToolConfig
 
 SANDBOX_HOST_RESOURCE = "sandbox_host"
 """Custom Ray resource of nodes reserved for sandbox hosts.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from mega_agentrl.config.sections.sandbox import PythonToolConfig
+    from mega_agentrl.config.sections.tools import PythonToolConfig
     from mega_agentrl.runtime.sandboxes.host_client import HostClient
     from mega_agentrl.sandbox.client import SandboxResult
 

@@ -4,10 +4,10 @@ Requests of a prompt stay on one engine, so that forks find their prefix in its 
 prompt goes to the engine with the fewest running requests.
 
 A new or replaced engine gets no requests until routing to it is enabled, after it has received the
-current weights (`WeightSynchronizer.sync_new_engines`); the others keep serving.
+current weights (`Coordinator.sync_new_engines`); the others keep serving.
 
-With an `EngineSupervisor`, an engine that dies or hangs is replaced, and its requests are sent to
-the other engines or, if there are none, to the replacement. A request holds everything that it
+An engine that dies is reported to the `registry`. Its requests are sent to the other engines or, if
+there are none, wait for the replacement (`EngineSupervisor`). A request holds everything that it
 needs, including its seed, so the caller does not notice.
 
 On the policy's GPUs (`cluster.colocated`), `engine_placement` says where an engine starts, and it
@@ -17,6 +17,7 @@ sleeps until the GPUs are handed to the engines (`gpu_time_sharing`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,18 +30,21 @@ from mega_agentrl.runtime.remote_calls import (
     gather,
     redirect_output,
 )
+from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
 from mega_agentrl.types.errors import EngineLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from mega_agentrl.config.schema import EngineConfig, TrainConfig
-    from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.types.records import GenerateRequest, Generation
 
 
 _MAX_ENGINE_LOSSES_PER_REQUEST = 3
 """Number of engine deaths during a request after which the request itself counts as the cause."""
+
+_logger = logging.getLogger(__name__)
 
 
 class EngineActor:
@@ -110,29 +114,24 @@ class GeneratorGroup:
         self,
         actors: Sequence[Any],
         config: TrainConfig,
-        spawn_actor: Callable[[int], Any] | None = None,
+        spawn_actor: Callable[[int], Any],
     ) -> None:
         """Wrap the engine actors, all of which get requests at first.
 
         Args:
             actors: one actor per engine.
             config: configuration of the run.
-            spawn_actor: creates the actor of an engine by index; None if engines cannot be
-                replaced.
+            spawn_actor: creates the actor of an engine by index.
         """
         self._actors = list(actors)
         self._config = config
         self._spawn_actor = spawn_actor
-        self._routable_engines = set(range(len(self._actors)))
+        self.registry = EngineRegistry(len(self._actors))
+        """State of every engine."""
         self._version = 0
         self._num_running: Counter[int] = Counter()
         self._engine_of_prompt: dict[str, int] = {}
         self._engine_of_request: dict[str, int] = {}
-        self._engine_supervisor: EngineSupervisor | None = None
-
-    def set_engine_supervisor(self, supervisor: EngineSupervisor) -> None:
-        """Set the supervisor, which replaces lost engines from now on."""
-        self._engine_supervisor = supervisor
 
     def actor(self, index: int) -> Any:
         """Return the actor of an engine."""
@@ -191,25 +190,14 @@ class GeneratorGroup:
         gather(calls, "start of the engines", self._config.cluster.call_timeout_s)
 
     def sleep(self) -> None:
-        """Put all engines to sleep; report those that fail to the supervisor.
-
-        Raises:
-            RemoteCallError: an engine failed and there is no supervisor.
-        """
-        new_engines = (
-            set() if self._engine_supervisor is None else self._engine_supervisor.new_engines
-        )
-        actors = {
-            index: self._actors[index] for index in sorted(new_engines | self._routable_engines)
-        }
+        """Put all engines to sleep; those that fail are lost."""
+        actors = {index: self._actors[index] for index in self.registry.live_engines}
         calls = self.submit("sleep", only=list(actors))
         for (index, actor), (name, call) in zip(actors.items(), calls.items(), strict=True):
             try:
                 gather({name: call}, "sleep", self._config.cluster.call_timeout_s)
             except RemoteCallError as error:
-                if self._engine_supervisor is None:
-                    raise
-                self._engine_supervisor.report_lost(index, actor, str(error))
+                self.report_lost(index, actor, str(error))
 
     def wake_up(self, part: str, only: Sequence[int]) -> None:
         """Allocate `weights` or `cache` in the engines in `only`.
@@ -220,44 +208,41 @@ class GeneratorGroup:
         calls = self.submit("wake_up", part, only=only)
         gather(calls, f"wake-up of the {part}", self._config.cluster.call_timeout_s)
 
-    def respawn_engine(self, index: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Start a new process for an engine, dead or alive, or for one more engine.
+    def report_lost(self, index: int, actor: Any, reason: str) -> None:
+        """Report that an engine's process is dead or unusable; does nothing if it was replaced."""
+        with self.registry.condition:
+            if self._actors[index] is not actor or not self.registry.mark_lost(index, reason):
+                return
+        _logger.warning("engine %d is lost and replaced: %s", index, reason)
+        self._forget_prompts(index)
+        if self._config.cluster.colocated:
+            # Its memory must be free before the replacement starts.
+            ray.kill(actor, no_restart=True)
+
+    def respawn_engine(self, index: int) -> dict[str, Any]:
+        """Start a new process for an engine, dead or alive; return its start for `wait_started`.
 
         The engine gets no requests until `enable_routing`.
-
-        Args:
-            index: engine to replace; None adds one.
-
-        Returns:
-            The index of the engine and the pending start for `wait_started`.
         """
-        assert self._spawn_actor is not None, "a group that was not launched cannot grow"
-        if index is None:
-            index = len(self._actors)
-            self._actors.append(None)
-        else:
-            self.disable_routing(index)
-            ray.kill(self._actors[index], no_restart=True)
+        self.registry.disable_routing(index)
+        self._forget_prompts(index)
+        ray.kill(self._actors[index], no_restart=True)
         self._actors[index] = self._spawn_actor(index)
-        return index, dict([self._submit_engine_start(index)])
+        return dict([self._submit_engine_start(index)])
 
     def enable_routing(self, index: int) -> None:
         """Let an engine get requests."""
-        self._routable_engines.add(index)
+        self.registry.enable_routing([index])
 
     @property
     def routable_engines(self) -> list[int]:
         """Indices of the engines that get requests."""
-        return sorted(self._routable_engines)
+        return sorted(self.registry.routable)
 
-    def disable_routing(self, index: int) -> None:
-        """Stop sending requests to an engine."""
-        self._routable_engines.discard(index)
-        engine_of_prompt = self._engine_of_prompt
+    def _forget_prompts(self, index: int) -> None:
+        """Let the next requests of an engine's prompts choose another engine."""
         self._engine_of_prompt = {
-            key: index_of_prompt
-            for key, index_of_prompt in engine_of_prompt.items()
-            if index_of_prompt != index
+            key: engine for key, engine in list(self._engine_of_prompt.items()) if engine != index
         }
 
     def _submit_engine_start(self, index: int) -> tuple[str, Any]:
@@ -270,23 +255,26 @@ class GeneratorGroup:
         """Weight version that all engines have confirmed."""
         return self._version
 
-    def set_version(self, version: int) -> None:
-        """Set the weight version that all engines have confirmed."""
+    def serve_version(self, version: int, engines: Sequence[int]) -> None:
+        """Serve the weight version that these engines, which are all, have confirmed."""
         self._version = version
         self._engine_of_prompt.clear()  # their KV caches are gone
+        self.registry.enable_routing(engines)
+        self.registry.notify_waiters()
 
     @property
     def can_serve(self) -> bool:
         """Whether any engine gets requests."""
-        return bool(self._routable_engines)
+        return bool(self.registry.routable)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generate on the prompt's engine; retry on another engine if that one dies."""
         num_lost = 0
         while True:
-            if self._engine_supervisor is not None:
-                await self._engine_supervisor.wait_for_engine()
+            await self.registry.wait_for_engine()
             index = self._route(request.request_id)
+            if index is None:
+                continue
             actor = self._actors[index]
             self._num_running[index] += 1
             self._engine_of_request[request.request_id] = index
@@ -294,9 +282,7 @@ class GeneratorGroup:
                 result: Generation = await self._call_engine(index, "generate", request)
             except ProcessDiedError as error:
                 num_lost += 1
-                if self._engine_supervisor is None:
-                    raise
-                self._engine_supervisor.report_lost(index, actor, str(error))
+                self.report_lost(index, actor, str(error))
                 if num_lost == _MAX_ENGINE_LOSSES_PER_REQUEST:
                     raise
             else:
@@ -336,15 +322,19 @@ class GeneratorGroup:
             ray.kill(actor, no_restart=True)
         self._actors = []
 
-    def _route(self, request_id: str) -> int:
+    def _route(self, request_id: str) -> int | None:
+        """Return the engine for a request; None if another thread has just lost the last one."""
         prompt_key = request_id.split("/", 1)[0]
-        # Other threads may remove entries (`set_version`, `disable_routing`).
+        # Other threads may remove entries (`serve_version`, `report_lost`).
         index_of_prompt = self._engine_of_prompt.get(prompt_key)
-        if index_of_prompt is None:
+        if index_of_prompt not in self.registry.routable:
             index_of_prompt = min(
-                self.routable_engines, key=lambda index: (self._num_running[index], index)
+                self.routable_engines,
+                key=lambda index: (self._num_running[index], index),
+                default=None,
             )
-            self._engine_of_prompt[prompt_key] = index_of_prompt
+            if index_of_prompt is not None:
+                self._engine_of_prompt[prompt_key] = index_of_prompt
         return index_of_prompt
 
     async def _call_engine(self, index: int, method: str, *args: Any) -> Any:

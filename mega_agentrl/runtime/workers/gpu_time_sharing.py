@@ -10,7 +10,7 @@ own the GPUs (for a new engine, or to resync after a checkpoint): they sleep fir
 cache and the policy's weights never occupy memory together. A sleeping engine has no weights at all
 (`generator.sleep_mode`), so whoever puts the engines to sleep between two syncs must sync again.
 
-Ownership changes only under `PolicyGroup.lock`. In addition, `_gpu_lock` is held from
+Ownership changes only under the lock of the `Coordinator`. In addition, `_gpu_lock` is held from
 `acquire_for_policy` or `acquire_for_transfer` until the policy is offloaded, and by the engine
 supervisor while it starts an engine, because vLLM must find its share of memory free. Waiting for
 it ends with `release_to_engines`, `offload_policy` or the end of the engine start, which has a

@@ -18,7 +18,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mega_agentrl.config.checks.colocation import min_ranks_per_node
+from mega_agentrl.config.checks.parallel import min_ranks_per_node
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig

@@ -6,17 +6,16 @@ results return more than None. The ranks of a tensor-parallel group stay inside 
 A dead or hanging rank raises `RankLostError`, whatever errors the other ranks report. The group is
 unusable then; `restart` creates it again with the initial weights.
 
-`lock` serializes calls to the ranks from all threads. On GPUs shared with the engines
-(`set_gpu_time_sharing`), calls that need the model on the GPUs acquire them first, and calls
-between two weight syncs hand them back and resync the served weights.
+The group serializes nothing and knows nothing of the engines: `coordinator` does, by what
+`RANK_OPERATIONS` says of each method.
+
+To add an operation: a method on `PolicyRank`, an entry in `RANK_OPERATIONS`, a method here and in
+`Coordinator`, one in `types.protocols.Policy`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ from mega_agentrl.runtime.remote_calls import (
     PolicyRankDiedError,
     RemoteCallError,
 )
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
 from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
 from mega_agentrl.types.activity import track_activity
 
@@ -45,31 +43,41 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.session import TransferSession
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion, SourceDigests
     from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
-    from mega_agentrl.runtime.weight_sync import WeightSynchronizer
-    from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
-    from mega_agentrl.types.protocols import Generator
 
 
-_OPERATION_LABELS = {
-    "compute_log_probs": "log-prob pass",
-    "sft_step": "supervised step",
-    "load_hf": "load weights",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOperation:
+    """What the rest of the run must know of a method of the ranks."""
+
+    label: str = ""
+    """Name in activity reports, where the method's name is not clear enough."""
+    needs_gpu: bool = False
+    """Whether it needs the whole model and its optimizer on the GPUs."""
+    changes_weights: bool = False
+    """Whether the engines' weights are outdated afterwards."""
+    is_between_syncs: bool = False
+    """Whether engines that served before must serve the same weights afterwards."""
+
+
+RANK_OPERATIONS = {
+    "compute_log_probs": RankOperation(label="log-prob pass", needs_gpu=True),
+    "compute_prompt_log_probs": RankOperation(),
+    "export_hf": RankOperation(needs_gpu=True),
+    "gpu_name": RankOperation(),
+    "load_checkpoint": RankOperation(needs_gpu=True, changes_weights=True),
+    "load_hf": RankOperation(label="load weights", needs_gpu=True),
+    "memory_stats": RankOperation(),
+    "reset_optimizer": RankOperation(needs_gpu=True, is_between_syncs=True),
+    "save_checkpoint": RankOperation(needs_gpu=True, is_between_syncs=True),
+    "set_gpu_resident": RankOperation(),
+    "set_objective": RankOperation(needs_gpu=True, is_between_syncs=True),
+    "sft_step": RankOperation(label="supervised step", needs_gpu=True, changes_weights=True),
+    "start_profile": RankOperation(),
+    "stop_profile": RankOperation(),
+    "update": RankOperation(needs_gpu=True, changes_weights=True),
 }
-"""Labels of methods in activity reports, where the method name is not clear enough."""
-
-_WEIGHT_CHANGING_METHODS = frozenset({"update", "sft_step", "load_checkpoint"})
-"""Methods of the ranks after which the engines' weights are outdated."""
-
-_GPU_RESIDENT_METHODS = _WEIGHT_CHANGING_METHODS | {
-    "compute_log_probs",
-    "export_hf",
-    "load_hf",
-    "reset_optimizer",
-    "save_checkpoint",
-    "set_objective",
-}
-"""Methods of the ranks that need the model or its optimizer on the GPUs."""
+"""All methods of `actor.policy.PolicyRank` that the driver calls by name."""
 
 
 class PolicyActor(RankActor):
@@ -102,7 +110,7 @@ class PolicyActor(RankActor):
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the rank."""
-        with track_activity(_OPERATION_LABELS.get(method, method)):
+        with track_activity(RANK_OPERATIONS[method].label or method):
             return getattr(self._policy, method)(*args)
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -167,27 +175,12 @@ class PolicyGroup(RankGroup):
 
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         super().__init__(actors, config)
-        self._weight_sync: WeightSynchronizer | None = None
-        self._gpu_time_sharing: GpuTimeSharing | None = None
         self._visible_gpus: list[str] = []
-        self.lock = threading.RLock()
-        self.has_unsynced_weights = False
-        """Whether the weights differ from those that the engines received last."""
 
     def start(self) -> None:
         """Start all ranks and load the initial weights."""
         super().start()
         self.call_all("load_hf", self._config.model.path)
-
-    def restart(self) -> None:
-        """Restart all ranks with the initial weights; the engines keep theirs."""
-        with self.lock:
-            if self._gpu_time_sharing is not None:
-                self._gpu_time_sharing.reclaim_for_policy_restart()
-            super().restart()
-            self.has_unsynced_weights = True
-            if self._weight_sync is not None:
-                self._weight_sync.reset_policy_ranks()
 
     def diagnose(self, error: RemoteCallError) -> Exception:
         """Return a `PolicyRankDiedError` if a rank is dead or silent, else the error."""
@@ -197,14 +190,6 @@ class PolicyGroup(RankGroup):
             if isinstance(diagnosis, ModelRankDiedError)
             else diagnosis
         )
-
-    def set_weight_sync(self, weight_sync: WeightSynchronizer) -> None:
-        """Set the synchronizer that `sync_weights` uses."""
-        self._weight_sync = weight_sync
-
-    def set_gpu_time_sharing(self, gpu_time_sharing: GpuTimeSharing) -> None:
-        """Share the GPUs with the engines from now on."""
-        self._gpu_time_sharing = gpu_time_sharing
 
     def placement_for_engine(self, engine: int) -> tuple[Any, str]:
         """Return scheduling strategy and CUDA GPU names of an engine on this group's GPUs."""
@@ -221,27 +206,9 @@ class PolicyGroup(RankGroup):
         """Keep these of weights, gradients and optimizer on the GPUs, the others off them."""
         self.call_all("set_gpu_resident", parts)
 
-    @contextmanager
-    def _resync_engines_after(self) -> Iterator[None]:
-        """Resync engines that served before; they lose their weights when they sleep."""
-        with self.lock:
-            were_serving = (
-                self._gpu_time_sharing is not None
-                and self._gpu_time_sharing.owner is GpuOwner.engines
-            )
-            yield
-            if were_serving and self._weight_sync is not None:
-                self._weight_sync.resync()
-
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all ranks and wait; return the results in rank order."""
-        with self.lock:
-            if self._gpu_time_sharing is not None and method in _GPU_RESIDENT_METHODS:
-                self._gpu_time_sharing.acquire_for_policy()
-            self.has_unsynced_weights = (
-                self.has_unsynced_weights or method in _WEIGHT_CHANGING_METHODS
-            )
-            return list(self.gather(f"policy {method}", self.submit(method, *args)).values())
+        return list(self.gather(f"policy {method}", self.submit(method, *args)).values())
 
     def _call_rank0(self, method: str, *args: Any) -> Any:
         """Call a method of rank 0 alone and wait."""
@@ -303,27 +270,19 @@ class PolicyGroup(RankGroup):
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer's state on all ranks."""
-        with self._resync_engines_after():
-            self.call_all("reset_optimizer")
-
-    def sync_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
-        """Send the current weights to the engines as this version and return timing metrics."""
-        assert self._weight_sync is not None, "set_weight_sync() must come before the first sync"
-        return self._weight_sync.sync(generator, version)
+        self.call_all("reset_optimizer")
 
     def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
         """Set loss settings and sampling temperature on all ranks."""
         rollout = replace(self._config.rollout, temperature=temperature)
         self._config = replace(self._config, algo=algo, rollout=rollout)
-        with self._resync_engines_after():
-            self.call_all("set_objective", algo, temperature)
+        self.call_all("set_objective", algo, temperature)
 
     def save_checkpoint(
         self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
     ) -> None:
         """Save all ranks' state to a checkpoint folder."""
-        with self._resync_engines_after():
-            self.call_all("save_checkpoint", str(folder.resolve()), dict(extra or {}), keep)
+        self.call_all("save_checkpoint", str(folder.resolve()), dict(extra or {}), keep)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint and return the extra values saved with it."""

@@ -22,6 +22,10 @@ _MAX_FDS = 8
 _READ_CHUNK_BYTES = 1 << 16
 
 
+CONNECTION_ERRORS = (EOFError, OSError, ValueError)
+"""What sending or receiving raises when the peer is gone or sends nonsense."""
+
+
 class Channel:
     """One end of a channel, used by one thread at a time in each direction.
 

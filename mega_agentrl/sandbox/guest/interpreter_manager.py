@@ -31,7 +31,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.guest import processes, syscalls
-from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
 from mega_agentrl.sandbox.guest.interpreter import WRITABLE_FOLDERS, run_interpreter
 from mega_agentrl.sandbox.guest.privileged_helper import copy_tree
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _SETUP_TIMEOUT_S = 5.0
 _MAX_EVENT_BYTES = 4096
-_CONNECTION_ERRORS = (EOFError, OSError, ValueError)
 
 
 class InterpreterProcess:
@@ -145,7 +144,7 @@ class InterpreterManager:
             if self._settings.stateful and self._settings.isolated:
                 interpreter.listener = SeccompListener(interpreter.control.take_fds(1)[0])
                 interpreter.listener.ref_count = 1
-        except _CONNECTION_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             os.set_blocking(interpreter.output_fds[1], False)
             with contextlib.suppress(BlockingIOError):
                 message = (
@@ -172,7 +171,7 @@ class InterpreterManager:
             interpreter.listener.ref_count += 1
         try:
             self._set_up_fork(interpreter, parent)
-        except _CONNECTION_ERRORS:
+        except CONNECTION_ERRORS:
             self.release(interpreter)
             raise
         parent.retired = True

@@ -26,11 +26,22 @@ def child_pids(pid: int) -> list[int]:
     return found
 
 
+def stat_fields(pid: int, thread: int | None = None) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; raises `OSError` for a gone process.
+
+    Args:
+        pid: process id.
+        thread: id of one of its threads, None for the process.
+    """
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    text = Path(path).read_text(encoding="ascii", errors="replace")
+    return text.rpartition(") ")[2].split()
+
+
 def process_state(pid: int, thread: int | None = None) -> str:
     """Return the state letter of a process (or one of its threads), "X" if it is gone."""
     try:
-        path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
-        return Path(path).read_text(encoding="ascii", errors="replace").rpartition(") ")[2][0]
+        return stat_fields(pid, thread)[0]
     except _PROCESS_GONE_ERRORS:
         return "X"
 
@@ -38,10 +49,9 @@ def process_state(pid: int, thread: int | None = None) -> str:
 def cpu_time_s(pid: int) -> float:
     """Return the CPU time of a process's threads so far, 0 if it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        fields = stat_fields(pid)
     except _PROCESS_GONE_ERRORS:
         return 0.0
-    fields = text.rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -21,6 +21,9 @@ per session::
 state_lost: the state of earlier calls was lost before this one. alive: this call's state is kept.
 num_dropped_bytes: output left out, the end of stdout and the beginning of stderr (the last line of
 a traceback is the one that matters). A negative code is a signal.
+
+To add an order: its messages above, its handler in `Supervisor`, the method that sends it in
+`client`, a test in `tests/sandbox/guest/test_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +37,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.guest import processes
-from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
 from mega_agentrl.sandbox.guest.interpreter_manager import InterpreterManager, InterpreterProcess
-from mega_agentrl.sandbox.guest.output_buffer import OutputBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +47,51 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
 _POLL_INTERVAL_S = 0.1
-_CONNECTION_ERRORS = (EOFError, OSError, ValueError)
+
+
+MAX_DRAIN_BYTES = 1 << 20
+"""At most this much is read before other events are served."""
+
+
+class OutputBuffer:
+    """The first or the last bytes that come through a pipe.
+
+    Args:
+        fd: the pipe's read end.
+        max_bytes: how many bytes to keep.
+        keep_end: whether to keep the last bytes instead of the first.
+    """
+
+    def __init__(self, fd: int, max_bytes: int, *, keep_end: bool) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.num_dropped_bytes = 0
+        self._max_bytes = max_bytes
+        self._keep_end = keep_end
+        self._data = bytearray()
+
+    def drain(self, *, num_bytes: int = MAX_DRAIN_BYTES) -> bool:
+        """Read what is available, at most about `num_bytes`; return False at the pipe's end."""
+        while num_bytes > 0:
+            try:
+                chunk = os.read(self.fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            num_bytes -= len(chunk)
+            self._data += chunk
+            num_extra = len(self._data) - self._max_bytes
+            if num_extra > 0:
+                self.num_dropped_bytes += num_extra
+                self._data = (
+                    self._data[num_extra:] if self._keep_end else self._data[: self._max_bytes]
+                )
+        return True
+
+    def text(self) -> str:
+        """Return the buffered bytes as text."""
+        return self._data.decode("utf-8", "replace")
 
 
 class RunningCall:
@@ -108,7 +154,7 @@ class Supervisor:
             for call in tuple(self._calls):
                 self._check_limits(call)
             if not ready and self._spare_interpreter is None:
-                with contextlib.suppress(*_CONNECTION_ERRORS):
+                with contextlib.suppress(*CONNECTION_ERRORS):
                     self._spare_interpreter = self._interpreters.spawn()
 
     def _poll_timeout_s(self) -> float:
@@ -130,7 +176,7 @@ class Supervisor:
         try:
             for order in client.channel.receive_available():
                 self._handle_order(client, order)
-        except _CONNECTION_ERRORS:
+        except CONNECTION_ERRORS:
             self._disconnect(client)
 
     def _handle_order(self, client: GuestClient, order: dict[str, Any]) -> None:
@@ -146,7 +192,7 @@ class Supervisor:
                 self._open(client)
             else:
                 self._fork(client)
-        except _CONNECTION_ERRORS as error:
+        except CONNECTION_ERRORS as error:
             notes = " ".join(getattr(error, "__notes__", ()))
             client.channel.send({"event": "failed", "error": f"{error} {notes}".strip()})
 
@@ -182,7 +228,7 @@ class Supervisor:
             else:
                 session.interpreter = self._interpreters.fork(client.interpreter)
                 self._watch_listener(session.interpreter)
-        except _CONNECTION_ERRORS:
+        except CONNECTION_ERRORS:
             session.channel.close()
             raise
         self._add_session(session)
@@ -280,7 +326,7 @@ class Supervisor:
     def _read_done_event(self, call: RunningCall) -> None:
         try:
             events = call.interpreter.control.receive_available()
-        except _CONNECTION_ERRORS:
+        except CONNECTION_ERRORS:
             # The interpreter closed the channel or sent an invalid frame.
             self._unwatch(call.interpreter.control.fileno())
             return
@@ -327,7 +373,7 @@ class Supervisor:
             "num_dropped_bytes": call.stdout.num_dropped_bytes + call.stderr.num_dropped_bytes,
         } | outputs
         if not silent:
-            with contextlib.suppress(*_CONNECTION_ERRORS):
+            with contextlib.suppress(*CONNECTION_ERRORS):
                 client.channel.send(event, timeout_s=5.0)
         if not alive:
             client.interpreter = None

@@ -5,6 +5,9 @@ The whole text of a page is cached, so that another query needs no request; the 
 to cached pages as well. A page that may not be read, does not exist or fails is an error of the
 policy (`user_error`), which sees the reason. A missed deadline is a timeout; a failing resolver or
 network is an infrastructure error.
+
+The text of an HTML page is trafilatura's main text, or all its text if there is none. Plain text,
+JSON and similar formats are used as they are.
 """
 
 from __future__ import annotations
@@ -17,20 +20,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import trafilatura
 
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.browse.page_fetcher import PageFetcher
-from mega_agentrl.tool.browse.text_extraction import extract_page_text
 from mega_agentrl.tool.browse.url_rules import UrlRules, resolve_host
 from mega_agentrl.tool.snippet import estimate_max_words, text_from_best_window, truncate_to_tokens
 from mega_agentrl.tool.web.request_cache import RequestCache, cache_key
-from mega_agentrl.tool.web.retry import RequestRetrier, TransientError
+from mega_agentrl.tool.web.retry import RequestRetrier, TransientError, total_timeout_s
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mega_agentrl.config.sections.search import BrowseToolConfig, WebRequestConfig
+    from mega_agentrl.config.sections.tools import BrowseToolConfig, WebRequestConfig
+    from mega_agentrl.tool.browse.page_fetcher import Page
     from mega_agentrl.tool.browse.url_rules import Resolver
     from mega_agentrl.tool.web.disk_cache import DiskCache
     from mega_agentrl.types.protocols import TextCodec
@@ -40,7 +44,6 @@ EMPTY_PAGE_MESSAGE = "The page has no text."
 MAX_PAGE_BYTES = 2 << 20
 """The rest of a longer page is not read."""
 
-_CACHE_TIMEOUT_S = 15.0
 _FETCHER_VERSION = 1
 _NUM_EXTRACTOR_THREADS = 2
 _INFRA_ERRNOS = frozenset(
@@ -105,17 +108,12 @@ class BrowseTool(Tool):
         self._extract_executor = ThreadPoolExecutor(
             _NUM_EXTRACTOR_THREADS, thread_name_prefix="browse"
         )
-        # The retrier enforces the timeout of a call, from when the rate limit lets it start.
-        self.timeout_s = 2 * web.timeout_s + _CACHE_TIMEOUT_S
+        self.timeout_s = total_timeout_s(web.timeout_s)
 
     async def start(self) -> None:
         """Open the cache; raises `ValueError` if it cannot be written."""
         if self._cache is not None:
             await asyncio.to_thread(self._cache.open)
-
-    async def close(self) -> None:
-        """Stop the extractor threads and close the cache."""
-        self.close_now()
 
     def close_now(self) -> None:
         """Stop the extractor threads and close the cache; pages in progress are still extracted."""
@@ -175,3 +173,32 @@ def _is_infra_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+MAX_TEXT_CHARS = 1_000_000
+
+_HTML_MEDIA_TYPES = ("text/html", "application/xhtml+xml")
+
+
+def extract_page_text(page: Page) -> str:
+    """Return the text of a page, at most `MAX_TEXT_CHARS`; empty if it has none."""
+    source = _decode_body(page)
+    if page.media_type not in _HTML_MEDIA_TYPES:
+        return str(source if isinstance(source, str) else _decode_utf8(source)).strip()[
+            :MAX_TEXT_CHARS
+        ]
+    text = trafilatura.extract(source, include_comments=False, include_tables=True)
+    text = text or trafilatura.html2txt(source)
+    return str(text or "").strip()[:MAX_TEXT_CHARS]
+
+
+def _decode_body(page: Page) -> str | bytes:
+    """Decode by the declared charset; return the bytes if there is none or it is wrong."""
+    try:
+        return page.body.decode(page.charset) if page.charset else page.body
+    except (LookupError, UnicodeDecodeError):
+        return page.body
+
+
+def _decode_utf8(body: bytes) -> str:
+    return body.decode("utf-8", "replace")

@@ -92,7 +92,7 @@ class UrlRules:
     async def resolve_public(self, url: httpx.URL, resolve: Resolver) -> tuple[str, ...]:
         """The addresses of a checked URL's host, each of them public, in the order they came.
 
-        Raises `RefusedError`, also for a host without an address; `OSError` where the names
+        Raises `PageRefusedError`, also for a host without an address; `OSError` where the names
         cannot be asked for now.
         """
         host = url.raw_host.decode("ascii").strip("[]")

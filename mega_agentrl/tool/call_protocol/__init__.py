@@ -1,1 +1,6 @@
-"""Syntaxes of tool calls in a turn: `tags` (ARPO) and `hermes` (JSON), and the escaping."""
+"""Syntaxes of tool calls in a turn: `tags` (ARPO) and `hermes` (JSON), and the escaping.
+
+To add one: a module here with a class that has the members of `TagProtocol`, a value of
+`config.enums.CallProtocol`, a branch in `toolkit._make_call_protocol`, and tests like `test_tags`:
+calls that are read, text that is no call, and output that cannot forge a call once escaped.
+"""

@@ -6,6 +6,9 @@
 `num` (`count`), the key in a header, answered by `{"organic": [{"title", "link", "snippet"}]}`
 (`webPages.value` with `name` and `url`). Both requests only read, so they may be repeated. Proxies
 of the environment are not used.
+
+To add an API: a value of `config.enums.SearchBackend`, its request and the parser of its response
+here, and a case in `tests/tool/search/test_remote_search.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from mega_agentrl.tool.web.retry import RequestRetrier, raise_for_status, read_b
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mega_agentrl.config.sections.search import SearchToolConfig, WebRequestConfig
+    from mega_agentrl.config.sections.tools import SearchToolConfig, WebRequestConfig
     from mega_agentrl.tool.web.disk_cache import DiskCache
 
 MAX_QUERY_CHARS = 2000

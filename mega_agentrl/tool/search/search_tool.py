@@ -15,22 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.tool.base import Tool, ToolResponse
-from mega_agentrl.tool.search.index_store import is_writable, open_or_build_index
+from mega_agentrl.tool.search.local_index import is_writable, open_or_build_index
 from mega_agentrl.tool.search.remote import RemoteSearch
 from mega_agentrl.tool.snippet import truncate_to_tokens
+from mega_agentrl.tool.web.retry import total_timeout_s
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mega_agentrl.config.sections.search import SearchToolConfig, WebRequestConfig
+    from mega_agentrl.config.sections.tools import SearchToolConfig, WebRequestConfig
     from mega_agentrl.tool.search.local_index import Document, SearchIndex
     from mega_agentrl.tool.web.disk_cache import DiskCache
     from mega_agentrl.types.protocols import TextCodec
 
 NO_RESULTS_MESSAGE = "No search results found."
-
-_CACHE_TIMEOUT_S = 15.0
 
 
 class SearchTool(Tool):
@@ -71,8 +70,7 @@ class SearchTool(Tool):
         self.timeout_s = web.timeout_s
         if config.backend is not SearchBackend.local:
             self._remote = RemoteSearch(config, web, cache, api_key)
-            # The retrier enforces the timeout of a call, from when the rate limit lets it start.
-            self.timeout_s = 2 * web.timeout_s + _CACHE_TIMEOUT_S
+            self.timeout_s = total_timeout_s(web.timeout_s)
 
     async def start(self) -> None:
         """Open or build the index; raises `ValueError` for a bad corpus or a missing key."""

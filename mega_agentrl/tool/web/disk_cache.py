@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mega_agentrl.tool.file_lock import hold_file_lock
+from filelock import BaseFileLock, FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +181,7 @@ class DiskCache:
     def _reopen(self) -> None:
         """Open the file under the lock file; a damaged or foreign one is renamed first."""
         self._disconnect()
-        with hold_file_lock(self._path.with_name(f"{self._path.name}.lock"), BUSY_TIMEOUT_S):
+        with self._file_lock():
             try:
                 self._connection = _open_connection(self._path)
             except ForeignFileError as error:
@@ -199,13 +199,15 @@ class DiskCache:
         if _is_corruption(error) and self._inode and not self._is_replaced():
             inode = self._inode
             self._disconnect()
-            with (
-                suppress(OSError),
-                hold_file_lock(self._path.with_name(f"{self._path.name}.lock"), BUSY_TIMEOUT_S),
-            ):
+            with suppress(OSError), self._file_lock():
                 if self._path.exists() and self._path.stat().st_ino == inode:
                     self._quarantine_file(error)
         self._disconnect()
+
+    def _file_lock(self) -> BaseFileLock:
+        """Return the lock between processes, which the end of its holder releases."""
+        path = self._path.with_name(f"{self._path.name}.lock")
+        return FileLock(path, timeout=BUSY_TIMEOUT_S, mode=0o644, fallback_to_soft=False)
 
     def _quarantine_file(self, reason: Exception) -> None:
         quarantine_name = f"{self._path.name}.aside-{time.time_ns()}-{os.getpid()}"

@@ -24,11 +24,10 @@ import torch
 
 from mega_agentrl.algo import ares, mastery
 from mega_agentrl.algo.mastery import MasteryState
-from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.entropy_stats_file import EntropyStatsFile
 from mega_agentrl.train.ares.shaping import build_rules, to_ares_stats
-from mega_agentrl.train.rewards import add_reward_model_scores
+from mega_agentrl.train.evaluate import sample_trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.types.components import Components
-    from mega_agentrl.types.records import Prompt, RolloutTree
+    from mega_agentrl.types.records import Prompt
 
 BOOTSTRAP_FILE = "bootstrap.jsonl"
 BOOTSTRAP_STREAM = "bootstrap"
@@ -71,7 +70,7 @@ def run_bootstrap(
     )
     if file.result is None:
         for chunk in chunks[file.num_chunks_done :]:
-            trees = _collect_chunk(components, config, chunk)
+            trees = sample_trees(components, config, chunk, step=BOOTSTRAP_STREAM)
             file.append(collect_entropy_stats(trees, components.trigger_ids))
             if progress is not None:
                 progress(file.num_chunks_done, len(chunks))
@@ -124,28 +123,6 @@ def format_bootstrap_summary(controllers: Controllers) -> str:
     ]
     threshold = "none" if state.threshold is None else f"{state.threshold:.3f} nats"
     return f"bootstrap: {', '.join(buckets)}; threshold {threshold}"
-
-
-def _collect_chunk(
-    components: Components, config: TrainConfig, prompts: Sequence[Prompt]
-) -> list[RolloutTree]:
-    trees = components.run_coroutine(
-        collect_rollouts(
-            prompts,
-            generator=components.generator,
-            tools=components.tools,
-            codec=components.codec,
-            interactions=components.interactions,
-            rubric=components.rubric,
-            config=config.rollout,
-            max_model_len=config.engine.max_model_len,
-            seed=config.seed,
-            step=BOOTSTRAP_STREAM,
-            spans=components.monitors.rollout_spans,
-        )
-    )
-    add_reward_model_scores(components, trees)
-    return trees
 
 
 def _settings_fingerprint(

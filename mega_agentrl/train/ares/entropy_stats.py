@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mega_agentrl.algo.ares.entropy_windows import threshold_p95, window_entropy
+from mega_agentrl.algo.ares.entropy_windows import hwe_count, threshold_p95, window_entropy
 from mega_agentrl.algo.masking import masked_mean
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ class EntropyStats:
         """Return the number of windows at or above the threshold, [B] int64; 0 without one."""
         if threshold is None:
             return torch.zeros(len(self.trajectory_ids), dtype=torch.int64)
-        counts = [int((window_N >= threshold).sum()) for window_N in self.window_entropies]
+        counts = [
+            int(hwe_count(window_1N, ~window_1N.isnan(), threshold=threshold))
+            for window_1N in (window_N.unsqueeze(0) for window_N in self.window_entropies)
+        ]
         return torch.tensor(counts, dtype=torch.int64)
 
 

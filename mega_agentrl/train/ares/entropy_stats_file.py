@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mega_agentrl.train.ares.entropy_stats import EntropyStats
+from mega_agentrl.train.resume.run_dir import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -133,13 +134,7 @@ class EntropyStatsFile:
 
     def _rewrite(self, lines: list[dict[str, Any]]) -> None:
         """Replace the whole file atomically."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(map(_to_json_line, lines))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path)
+        write_atomic(self._path, "".join(map(_to_json_line, lines)), fsync=True)
 
 
 def _to_json_line(line: Mapping[str, Any]) -> str:

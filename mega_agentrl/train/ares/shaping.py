@@ -35,6 +35,7 @@ from mega_agentrl.algo import ares, mastery
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.masking import masked_sum
 from mega_agentrl.config.enums import AresMode
+from mega_agentrl.train.trajectory_rows import row_owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -256,8 +257,10 @@ def _match_rows(
     without statistics are left out.
     """
     ids = [one.trajectory_id for tree in trees for one in tree.trajectories]
-    owners = list(range(len(ids))) if batch.trajectory_B is None else batch.trajectory_B.tolist()
-    if len(owners) != batch.num_rows or max(owners, default=-1) >= len(ids):
+    owners = row_owners(batch)
+    if (batch.trajectory_B is None and len(ids) != batch.num_rows) or max(
+        owners, default=-1
+    ) >= len(ids):
         raise ValueError(
             f"trees: got {len(ids)} trajectories for a batch of {batch.num_rows} rows, expected "
             "those that the batch was packed of; probable cause: rows were added or taken out "

@@ -13,8 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.estimate.flops import peak_flops, train_flops
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.train.resume.run_dir import METRICS_FILE
+
 if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.monitoring import Tracker
+
+UPDATE_PHASE = "update"
+"""Name of the phase that trains."""
 
 
 class PhaseTimer:
@@ -43,7 +52,7 @@ class MetricWriter:
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._trackers = trackers
 
     def close(self) -> None:
@@ -57,3 +66,36 @@ class MetricWriter:
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         for tracker in self._trackers:
             tracker.log(stage, step, numbers)
+
+
+class ThroughputMeter:
+    """Computes the throughput metrics of a step.
+
+    perf/tokens_per_s   response tokens of the batch over the seconds of all phases
+    perf/mfu            model FLOPs of the update (`estimate.flops`) over its seconds, the policy's
+                        GPUs and their bfloat16 peak (`estimate.flops`); left out on CPUs
+                        and on GPUs whose peak is unknown
+    """
+
+    def __init__(self, config: TrainConfig, gpu_name: str) -> None:
+        """Take the name of the policy's GPUs, which is empty on CPUs."""
+        peak = peak_flops(gpu_name)
+        self._peak_flops = None if peak is None else peak * config.parallel.world_size
+        self._model_shape = None if peak is None else ModelShape.from_folder(config.model.path)
+
+    def step_metrics(self, batch: TrainBatch, phase_s: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step that trained on `batch`, from the seconds of its phases."""
+        responses = batch.length_B.tolist()
+        metrics = {"perf/tokens_per_s": sum(responses) / sum(phase_s.values())}
+        if (
+            self._model_shape is not None
+            and self._peak_flops is not None
+            and phase_s.get(UPDATE_PHASE)
+        ):
+            lengths = [
+                len(prompt) + response
+                for prompt, response in zip(batch.prompt_ids, responses, strict=True)
+            ]
+            flops = train_flops(self._model_shape, lengths, int(batch.mask_BT.sum()))
+            metrics["perf/mfu"] = flops / (phase_s[UPDATE_PHASE] * self._peak_flops)
+        return metrics

@@ -10,9 +10,15 @@ the folder's `model/` or in `model.path`.
 from __future__ import annotations
 
 import json
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -22,17 +28,17 @@ from mega_agentrl.report.metrics_file import read_metrics
 from mega_agentrl.report.page.render import ReportPage, render_page
 from mega_agentrl.report.tree_viewer.embedded_trees import (
     EmbeddedTree,
+    TreeFileSize,
     TreeFileView,
     embed_tree,
     max_colour_entropy,
+    select_trees,
 )
-from mega_agentrl.report.tree_viewer.token_texts import TokenTexts
-from mega_agentrl.report.tree_viewer.tree_json import sampled_entropies, tree_to_json
-from mega_agentrl.report.tree_viewer.tree_selection import TreeFileSize, select_trees
+from mega_agentrl.report.tree_viewer.tree_json import TokenTexts, sampled_entropies, tree_to_json
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
 from mega_agentrl.rollout.io.tree_file import read_trees
-from mega_agentrl.train.output.advantage_file import read_advantages
-from mega_agentrl.train.output.rollout_files import ROLLOUT_DIR
+from mega_agentrl.train.output.rollout_files import ROLLOUT_DIR, read_advantages
+from mega_agentrl.train.resume.run_dir import METRICS_FILE, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +47,14 @@ REPORT_FILE = "report.html"
 MAX_PAGE_TREE_BYTES = 20_000_000
 MAX_TREE_BYTES_READ = 200_000_000
 """Upper limit on the bytes of tree files that are read."""
+
+INTERRUPTED_TIMEOUT_S = 5.0
+"""Seconds for the page after a signal; after TERM mostly KILL follows 30 s later."""
+
+FAILED_TIMEOUT_S = 60.0
+"""Seconds for the page of a failed run, which nobody waits for."""
+
+_logger = logging.getLogger(__name__)
 
 
 def write_report(
@@ -58,15 +72,12 @@ def write_report(
     """
     path = out or run_dir / REPORT_FILE
     text = render_page(_load_page(run_dir, budget_bytes))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_atomic(path, text)
     return path
 
 
 def _load_page(run_dir: Path, budget_bytes: int) -> ReportPage:
-    log = read_metrics(run_dir / "metrics.jsonl")
+    log = read_metrics(run_dir / METRICS_FILE)
     tree_files = sorted((run_dir / ROLLOUT_DIR).glob("*.jsonl"), key=_file_order)
     if not log.lines and not tree_files:
         raise ValueError(
@@ -220,3 +231,48 @@ def _run_subtitle(config: Mapping[str, Any]) -> str:
         f"seed {config.get('seed')}",
     ]
     return " · ".join(part for part in parts if part)
+
+
+class _ReportTimeout(BaseException):
+    """The time limit is over. A `BaseException`, so that the report code does not catch it."""
+
+
+def write_interrupted_report(run_dir: Path, *, deadline_s: float) -> bool:
+    """Write the page of a run that was stopped or has failed; return whether it was written.
+
+    Call it last, after the run is saved, its processes have ended and its error is printed, because
+    whoever stops a run may kill it soon after. An alarm in the main thread stops it after
+    `deadline_s`. Nothing is raised, not even at Ctrl-C, so that the run's own error and exit code
+    stay as they are. If no page was written, a line in `logs/driver.log` says why.
+    """
+    try:
+        with _time_limit(deadline_s):
+            write_report(run_dir)
+    except _ReportTimeout:
+        _logger.warning("no report page: it was not written within %g s", deadline_s)
+    except KeyboardInterrupt:
+        _logger.warning("no report page: interrupted while it was written")
+    except Exception:
+        _logger.exception("no report page")
+    else:
+        return True
+    return False
+
+
+@contextmanager
+def _time_limit(deadline_s: float) -> Iterator[None]:
+    """Raise `_ReportTimeout` in the body after `deadline_s`; no limit outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, _on_alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, deadline_s)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _on_alarm(number: int, frame: FrameType | None) -> None:
+    raise _ReportTimeout

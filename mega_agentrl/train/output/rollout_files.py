@@ -5,17 +5,21 @@
     held_out_before.jsonl, held_out_after.jsonl, held_out_before_greedy.jsonl, ...
     held_out_step_000020.jsonl     of a validation within RL
 
-The format is that of `rollout.io.tree_file`. With `report.save_trees_every_steps=0` nothing is
+The format of the trees is that of `rollout.io.tree_file`. They record what was sampled; advantages
+are computed later, and are an object from trajectory id to the mean advantage of its trained
+tokens, without the trajectories that have none. With `report.save_trees_every_steps=0` nothing is
 saved.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.io.tree_file import write_trees
-from mega_agentrl.train.output.advantage_file import mean_advantages, write_advantages
+from mega_agentrl.train.resume.run_dir import write_atomic
+from mega_agentrl.train.trajectory_rows import row_owners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import RolloutTree
 
 ROLLOUT_DIR = "rollouts"
+ADVANTAGES_SUFFIX = ".advantages.json"
 
 
 class RolloutWriter:
@@ -62,3 +67,53 @@ class RolloutWriter:
             name = f"step_{step:06d}" if when == "during" else when
             path = self._rollout_dir / f"held_out_{name}{suffix}.jsonl"
             write_trees(path, trees, stage=f"held_out_{when}{suffix}", step=step)
+
+
+def mean_advantages(trees: Sequence[RolloutTree], batch: TrainBatch) -> dict[str, float]:
+    """Return the mean advantage by trajectory id; `batch` is packed from `trees`.
+
+    Raises:
+        ValueError: The batch has no advantages, or rows of other trajectories.
+    """
+    trajectory_ids = [one.trajectory_id for tree in trees for one in tree.trajectories]
+    owners = row_owners(batch)
+    if batch.advantage_BT is None or not set(owners) <= set(range(len(trajectory_ids))):
+        got = "no advantages" if batch.advantage_BT is None else f"rows of {1 + max(owners)}"
+        raise ValueError(
+            f"advantages of a step: got {got}, expected a batch with advantages packed from these "
+            f"{len(trajectory_ids)} trajectories"
+        )
+    sums, counts = [0.0] * len(trajectory_ids), [0] * len(trajectory_ids)
+    total_B = batch.advantage_BT.masked_fill(~batch.mask_BT, 0.0).double().sum(dim=1)
+    for owner, total, count in zip(
+        owners, total_B.tolist(), batch.mask_BT.sum(dim=1).tolist(), strict=True
+    ):
+        sums[owner] += total
+        counts[owner] += count
+    return {
+        name: total / count
+        for name, total, count in zip(trajectory_ids, sums, counts, strict=True)
+        if count
+    }
+
+
+def write_advantages(trees_file: Path, advantages: dict[str, float]) -> None:
+    """Write the advantages beside a file of trees, atomically."""
+    path = trees_file.with_suffix(ADVANTAGES_SUFFIX)
+    write_atomic(path, json.dumps(advantages) + "\n")
+
+
+def read_advantages(trees_file: Path) -> dict[str, float]:
+    """Read the advantages beside a file of trees; empty if there are none.
+
+    Raises:
+        ValueError: The file contains something else.
+    """
+    path = trees_file.with_suffix(ADVANTAGES_SUFFIX)
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): float(value) for name, value in values.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected numbers by trajectory id ({error})") from None

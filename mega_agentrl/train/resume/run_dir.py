@@ -18,14 +18,11 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from mega_agentrl.report.config_diff import flatten_config
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.yaml", "metrics.jsonl", "summary.json"
 CHECKPOINTS_DIR, WARM_START_DIR, CRITIC_DIR = "checkpoints", "start", "critic"
@@ -81,8 +78,7 @@ def changed_keys(earlier: str, now: str) -> list[str]:
     Those of `MUTABLE_KEYS` are left out.
     """
     old_settings, new_settings = (
-        dict(_flatten(yaml.safe_load(earlier))),
-        dict(_flatten(yaml.safe_load(now))),
+        flatten_config(yaml.safe_load(text) or {}) for text in (earlier, now)
     )
     return [
         key
@@ -95,11 +91,19 @@ def changed_keys(earlier: str, now: str) -> list[str]:
     ]
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that readers see either the old or the new content."""
+def write_atomic(path: Path, text: str, *, fsync: bool = False) -> None:
+    """Write a file so that readers see either the old or the new content; create its folder.
+
+    `fsync` waits for the disk, so that the same holds after the machine goes down.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if fsync:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
@@ -126,11 +130,3 @@ def _move_aside(run_dir: Path) -> Path:
     moved_to = next(path for path in numbered if not path.exists())
     run_dir.rename(moved_to)
     return moved_to
-
-
-def _flatten(tree: Mapping[str, Any] | None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in (tree or {}).items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

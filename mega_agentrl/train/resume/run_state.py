@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
@@ -27,59 +26,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
-from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.train.resume.run_dir import (
     CHECKPOINTS_DIR,
     CRITIC_DIR,
     METRICS_FILE,
     WARM_START_DIR,
+    write_atomic,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mega_agentrl.types.protocols import Critic, Policy
-    from mega_agentrl.types.records import RolloutTree
 
 DEFAULT_CHECKPOINT_DIR = CHECKPOINTS_DIR
 MAX_CHECKPOINTS = 2
 _WARM_START_PREFIX = "warm-"
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCost:
-    """Cost of training rollouts.
-
-    A prefix that several trajectories share counts once; invalid calls do not count.
-    """
-
-    num_tokens: int = 0
-    """Tokens that the policy sampled."""
-    num_tool_calls: int = 0
-    """Tool calls that were executed."""
-
-    @classmethod
-    def of_trees(cls, trees: Iterable[RolloutTree]) -> RolloutCost:
-        """Return the cost of finished trees, with failed trajectories and greedy answers."""
-        num_tokens = num_calls = 0
-        for tree in trees:
-            for one in tree.all_trajectories:
-                num_tokens += sum(one.loss_mask[one.fork_len :])
-                num_calls += sum(
-                    turn.outcome is not None
-                    and not turn.outcome.is_invalid_call
-                    and turn.start >= one.fork_len
-                    for turn in one.turns
-                )
-        return cls(num_tokens=num_tokens, num_tool_calls=num_calls)
-
-    def __add__(self, other: RolloutCost) -> RolloutCost:
-        return RolloutCost(
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_tool_calls=self.num_tool_calls + other.num_tool_calls,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +56,6 @@ class RunState:
     """`Controllers.to_dict()`; empty before the first RL step."""
     sampler_state: Mapping[str, Any]
     """State of the prompt sampler."""
-    rollout_cost: RolloutCost = field(default_factory=RolloutCost)
-    """Cost so far, in a comparison of algorithms."""
-    eval_points: tuple[EvalCostPoint, ...] = ()
-    """Evaluations so far, in a comparison of algorithms."""
     weight_version: int = 0
     """Version of the weights that the engines serve."""
     logger_state: Mapping[str, Any] = field(default_factory=dict)
@@ -127,20 +87,10 @@ class RunState:
                 f"run state: got keys {sorted(values)}, expected {sorted(expected)}; probable "
                 "cause: a checkpoint without a run's state, or of another version"
             )
-        try:
-            eval_points = tuple(EvalCostPoint(**mark) for mark in values["eval_points"])
-            rollout_cost = RolloutCost(**values["rollout_cost"])
-        except TypeError as error:
-            raise ValueError(
-                f"run state: eval_points or rollout_cost cannot be read ({error}); probable "
-                "cause: a checkpoint of another version"
-            ) from error
         return cls(
             step=int(values["step"]),
             controller_state=dict(values["controller_state"]),
             sampler_state=dict(values["sampler_state"]),
-            rollout_cost=rollout_cost,
-            eval_points=eval_points,
             weight_version=int(values["weight_version"]),
             logger_state=dict(values["logger_state"]),
             validation_before=None
@@ -195,11 +145,6 @@ def save_checkpoint(
         critic.save_checkpoint(critic_folder, {}, keep + 1)
     policy.save_checkpoint(folder, state.to_dict(), keep)
     return folder
-
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest valid checkpoint of a run; None without one."""
-    return checkpoint_folder.latest_checkpoint(run_dir / DEFAULT_CHECKPOINT_DIR)
 
 
 def valid_checkpoints(run_dir: Path) -> list[Path]:
@@ -310,9 +255,7 @@ def truncate_metrics(
         )
     ]
     if len(remaining) < len(lines):
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(remaining), encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomic(path, "".join(remaining))
     return len(lines) - len(remaining)
 
 

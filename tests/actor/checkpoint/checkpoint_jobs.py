@@ -12,7 +12,7 @@ import torch
 
 from mega_agentrl.actor.checkpoint import save_load
 from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
-from mega_agentrl.actor.checkpoint.save_load import AsyncCheckpointSaver
+from mega_agentrl.actor.checkpoint.sharded_state import _iter_flat_ranges, iter_hf_views
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 
@@ -40,18 +40,8 @@ def random(policy):
     return torch.rand(3)
 
 
-def scale(policy, factor):
-    """Scale all weights, as if training had gone on."""
-    with torch.no_grad():
-        for parameter in policy.megatron_model.parameters.values():
-            parameter.mul_(factor)
-
-
 def values(policy):
     """Return the training state as (kind, Hugging Face name, rectangle, value)."""
-    from mega_agentrl.actor.checkpoint.flat_shards import iter_hf_views
-    from mega_agentrl.actor.checkpoint.sharded_state import _iter_flat_ranges
-
     return [
         (kind, name, rect, view.clone())
         for kind, _, shard, first, run in _iter_flat_ranges(policy.megatron_model)
@@ -67,30 +57,8 @@ def export(policy, folder):
     policy.export_hf(str(folder))
 
 
-def save_beside_training(policy, folder, batch):
-    """Take steps during a save on a slow disk; return their losses and what poll and wait gave."""
-    slow_disk(policy, 0.2)
-    saving = AsyncCheckpointSaver(policy.megatron_model)
-    saving.start(folder)
-    over = saving.poll()
-    losses = steps(policy, batch, 3)
-    return over, losses, saving.wait(60.0), saving.poll()
-
-
-def slow_disk(policy, seconds):
-    """Make every fsync slower."""
-    flush = os.fsync
-
-    def slow(handle):
-        time.sleep(seconds)
-        flush(handle)
-
-    os.fsync = slow
-
-
 def die_in_save(policy, folder, dead_rank, token):
     """Kill one rank while it writes; the others write the error they get to the file `token`."""
-    saving = AsyncCheckpointSaver(policy.megatron_model)
     death = Path(f"{token}.death")
     save_load.SaveBarrier = partial(
         SaveBarrier, clock=lambda: time.monotonic() + (1000.0 if death.exists() else 0.0)
@@ -102,9 +70,8 @@ def die_in_save(policy, folder, dead_rank, token):
             os.kill(os.getpid(), signal.SIGKILL)
 
         os.fsync = die
-    saving.start(folder, copy=False)
     try:
-        saving.wait(60.0)
+        save_load.save_checkpoint(policy.megatron_model, folder, timeout_s=60.0)
     except RuntimeError as error:
         Path(token).write_text(str(error))
     else:

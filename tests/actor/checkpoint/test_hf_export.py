@@ -1,4 +1,4 @@
-"""Weights exported by every layout, against the source folder and transformers."""
+"""Weights exported by every layout and converted from a checkpoint, against transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from mega_agentrl.actor.checkpoint.hf_conversion import convert_checkpoint_to_hf
-from mega_agentrl.actor.checkpoint.hf_export import _blocks_by_rank, _hf_names_by_stage
-from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from mega_agentrl.actor.checkpoint.hf_export import (
+    _blocks_by_rank,
+    _hf_names_by_stage,
+    convert_checkpoint_to_hf,
+)
+from mega_agentrl.config.enums import Dtype
+from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.checkpoint.checkpoint_jobs import call_all
+from tests.parallel.reference import load_model, score
 from tests.tiny_models import POLICIES, make_tiny_model
 
 LAYOUTS = {
@@ -36,12 +40,6 @@ def folders(tmp_path_factory):
     return tied | {name: make_tiny_model(name, root / name) for name in POLICIES}
 
 
-def config_of(model, **layout):
-    config = TrainConfig(model=ModelConfig(path=str(model)), parallel=ParallelConfig(**layout))
-    config.optim.micro_batch_tokens = 24
-    return config
-
-
 def tensors(folder):
     return {
         n: value for file in folder.glob("*.safetensors") for n, value in load_file(file).items()
@@ -49,23 +47,17 @@ def tensors(folder):
 
 
 def torch_logp(folder, batch):
-    """Return `[B, T]` log-probs of transformers, one unpadded row at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    logp_BT = torch.zeros(batch.response_BT.shape)
-    for row, prompt in enumerate(batch.prompt_ids):
-        length = int(batch.length_B[row])
-        response = batch.response_BT[row, :length]
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0]
-        logp_TV = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        logp_BT[row, :length] = logp_TV.gather(1, response[:, None]).squeeze(1)
-    return logp_BT
+    """Return the `[B, T]` log-probs of transformers."""
+    with torch.no_grad():
+        return score(load_model(folder), batch, 1.0)[0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_writes_the_weights_it_has_read(name, folders, rank_pool, tmp_path):
+def test_every_layout_writes_the_weights_it_has_read(
+    name, folders, rank_pool, train_config, tmp_path
+):
     model = folders.get(name, folders[name.split()[0]])
-    config = config_of(model, **LAYOUTS[name])
+    config = train_config(model, **LAYOUTS[name])
     (tmp_path / "out").mkdir()
     calls = [("load", model), ("export", tmp_path / "out/hf")]
     rank_pool.run(call_all, config.parallel.world_size, config, calls)
@@ -73,13 +65,17 @@ def test_every_layout_writes_the_weights_it_has_read(name, folders, rank_pool, t
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[key], value) for key, value in expected.items())
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
+    if config.parallel.pipeline > 1:
+        index = json.loads((tmp_path / "out/hf/model.safetensors.index.json").read_text())
+        for key, file in index["weight_map"].items():
+            assert key in load_file(tmp_path / "out/hf" / file)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_trained_weights_give_the_same_log_probs_in_transformers(
-    name, folders, rank_pool, batch, tmp_path
+    name, folders, rank_pool, train_config, batch, tmp_path
 ):
-    config = config_of(folders[name], tensor=2, sequence_parallel=name == "qwen3_moe")
+    config = train_config(folders[name], tensor=2, sequence_parallel=name == "qwen3_moe")
     calls = [
         ("load", folders[name]),
         ("steps", batch, 1),
@@ -124,10 +120,60 @@ def test_every_element_is_sent_by_one_rank_of_a_stage(folders):
         assert all(f".experts.{rank}." in name for name in pieces[rank])
 
 
-def test_an_index_names_the_file_of_each_tensor(folders, rank_pool, tmp_path, batch):
-    config = config_of(folders["llama"], pipeline=2)
-    calls = [("load", folders["llama"]), ("export", tmp_path / "hf")]
-    rank_pool.run(call_all, 2, config, calls)
-    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
-    for name, file in index["weight_map"].items():
-        assert name in load_file(tmp_path / "hf" / file)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, batch, rank_pool, train_config):
+    """Return (model folder, checkpoint of a bf16 run on two data ranks, weights and masters)."""
+    root = tmp_path_factory.mktemp("convert")
+    model = make_tiny_model("qwen3", root / "model", tied=True)
+    config = train_config(model, data=2)
+    config.model.dtype = Dtype.bfloat16
+    calls = [("load", model), ("steps", batch, 2), ("save", root / "run/one"), ("values",)]
+    ranks = rank_pool.run(call_all, 2, config, calls)
+    values = {"weight": {}, "master": {}}
+    for rank in ranks:
+        for kind, name, rect, value in rank[3]:
+            if kind in values:
+                values[kind].setdefault(name, []).append((rect, value))
+    return model, root / "run/one", values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "written"),
+    [
+        (None, "weight", torch.bfloat16),
+        (torch.bfloat16, "weight", torch.bfloat16),
+        (torch.float32, "master", torch.float32),
+    ],
+)
+def test_weights_or_masters_are_written(saved, tmp_path, dtype, kind, written):
+    model, checkpoint, values = saved
+    convert_checkpoint_to_hf(checkpoint, model, tmp_path / "hf", dtype=dtype)
+    got = tensors(tmp_path / "hf")
+    assert got.keys() == tensors(model).keys() == values[kind].keys()
+    modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert modes == {(model / "config.json").stat().st_mode}
+    for name, pieces in values[kind].items():
+        assert got[name].dtype == written
+        for rect, value in pieces:
+            assert torch.equal(got[name][rect.slices], value), name
+
+
+def test_small_files_hold_the_same(saved, tmp_path):
+    model, checkpoint, _ = saved
+    convert_checkpoint_to_hf(checkpoint, model, tmp_path / "one")
+    convert_checkpoint_to_hf(checkpoint, model, tmp_path / "many", max_file_bytes=12_000)
+    one, many = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert all(torch.equal(many[name], value) for name, value in one.items())
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == one.keys() == many.keys()
+
+
+def test_what_does_not_fit_is_refused(saved, tmp_path):
+    model, checkpoint, _ = saved
+    other = make_tiny_model("qwen3", tmp_path / "other", tied=False)
+    with pytest.raises(ValueError, match="another model's folder"):
+        convert_checkpoint_to_hf(checkpoint, other, tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"expected manifest\.json"):
+        convert_checkpoint_to_hf(model, model, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
-from tests.parallel.fork_server import fork_server
+from tests.parallel.pool import fork_server
 
 NEVER_S = 600.0
 

@@ -11,10 +11,10 @@ import torch
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, latest_checkpoint
 from mega_agentrl.config.enums import Dtype
-from mega_agentrl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from tests.actor.checkpoint.checkpoint_jobs import call_all
-from tests.parallel.fork_server import fork_server
-from tests.parallel.pool import free_port
+from tests.parallel.pool import fork_server, free_port
 from tests.tiny_models import make_tiny_model
 
 # At 1, 2 and 4 tensor ranks the vocabulary of 67 is padded to 72, 80 and 96 rows.
@@ -81,19 +81,6 @@ class Runs:
                         ("refused", "save", self.folder("dense DP2")),
                         ("refused", "save", self.root / "unfit", {"x": {1, 2}}),
                     ],
-                ),
-                "beside": (
-                    config_of(self.models["dense"], data=2),
-                    [
-                        ("load", self.models["dense"]),
-                        ("steps", self.batch, 2),
-                        ("values",),
-                        ("save_beside_training", self.folder("beside"), self.batch),
-                    ],
-                ),
-                "from beside": (
-                    config_of(self.models["dense"], data=2),
-                    [("resume", self.folder("beside")), ("values",), ("steps", self.batch, 3)],
                 ),
             },
         )
@@ -217,18 +204,6 @@ def test_random_state_goes_on(runs):
         runs.results["dense TP2-PP2"], runs.results["dense on TP4"], strict=True
     ):
         assert torch.equal(before[3], after[1])
-
-
-def test_a_save_beside_training_holds_the_weights_of_its_start(runs):
-    for rank in runs.results["beside"]:
-        over, _, folder, after = rank[3]
-        assert over is None
-        assert folder == runs.folder("beside")
-        assert after is None
-    before, after = whole(runs.results["beside"], 2), whole(runs.results["from beside"], 1)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-    losses = runs.results["beside"][0][3][1]
-    assert runs.results["from beside"][0][2] == pytest.approx(losses, abs=1e-5)
 
 
 def test_what_cannot_be_loaded_or_saved_says_why(runs):

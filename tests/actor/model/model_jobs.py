@@ -125,7 +125,7 @@ def counted(parameters, groups):
         if param_is_not_shared(parameter)
         and param_is_not_tensor_parallel_duplicate(parameter, groups.pg_collection.tp)
         and (
-            coordinates.is_first_replica
+            coordinates.data_rank == coordinates.context_rank == 0
             if parameter.allreduce
             else coordinates.expert_data_rank == 0
         )

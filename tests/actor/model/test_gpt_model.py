@@ -14,11 +14,11 @@ from mega_agentrl.actor.model.gpt_model import (
     build_model_chunks,
     build_transformer_config,
     check_parameter_shapes,
-    make_vocab_shard,
+    set_grad_sync_flags,
     wrap_with_ddp,
 )
 from mega_agentrl.actor.training.packing import pack_rows
-from mega_agentrl.config.schema import ParallelConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
@@ -157,12 +157,6 @@ def test_one_rescaled_expert_per_token_is_refused(folders, one_rank):
         build_transformer_config(shape, one_rank, ParallelConfig(), torch.float32)
 
 
-def test_the_last_rows_of_a_shard_are_padding(folders, one_rank):
-    shape = ModelShape.from_folder(folders("qwen3"))
-    shard = make_vocab_shard(shape, one_rank)
-    assert (shard.first_token_id, shard.num_valid_rows, shard.group) == (0, shape.vocab_size, None)
-
-
 @pytest.fixture(scope="module")
 def ranks(rank_pool, folders, batch):
     """Return `ranks(number, name)`: the results of `differentiate` by rank."""
@@ -243,3 +237,47 @@ def test_the_device_chosen_is_that_of_the_parameters(folders, one_rank):
     shape = ModelShape.from_folder(folders("qwen3"))
     (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
     assert {parameter.device for parameter in model.parameters()} == {device.current_device()}
+
+
+LAYER = "decoder.layers.0."
+# name: sharded over tensor ranks, dense, summed under sequence parallelism
+FLAGS = {
+    "embedding.word_embeddings.weight": (True, True, False),
+    f"{LAYER}input_layernorm.weight": (False, True, True),
+    f"{LAYER}self_attention.linear_qkv.weight": (True, True, False),
+    f"{LAYER}self_attention.linear_qkv.bias": (True, True, False),
+    f"{LAYER}self_attention.linear_proj.bias": (False, True, True),
+    f"{LAYER}self_attention.q_layernorm.weight": (False, True, False),
+    f"{LAYER}self_attention.linear_qkv.layer_norm_weight": (False, True, True),
+    f"{LAYER}mlp.router.weight": (False, True, True),
+    f"{LAYER}mlp.experts.local_experts.1.linear_fc2.weight": (True, False, False),
+    f"{LAYER}mlp.experts.linear_fc1.weight3": (True, False, False),
+    "decoder.final_layernorm.weight": (False, True, True),
+}
+
+
+class Named(torch.nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        self.named = {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
+
+    def named_parameters(self):
+        return self.named.items()
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_grad_sync_flags_by_kind_of_parameter(folders, sequence):
+    model = Named([*FLAGS, "output_layer.weight"])
+    set_grad_sync_flags(model, ModelShape.from_folder(folders("moe")), sequence=sequence)
+    for name, (sharded, dense, summed) in FLAGS.items():
+        parameter = model.named[name]
+        marks = (parameter.tensor_model_parallel, parameter.allreduce, parameter.sequence_parallel)
+        assert marks == (sharded, dense, summed and sequence), name
+    assert model.named["output_layer.weight"].tensor_model_parallel
+
+
+def test_a_scalar_head_is_whole_and_never_summed(folders):
+    model = Named(["output_layer.weight"])
+    set_grad_sync_flags(model, ModelShape.from_folder(folders("reward")), sequence=True)
+    head = model.named["output_layer.weight"]
+    assert (head.tensor_model_parallel, head.sequence_parallel) == (False, False)

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-import pytest
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from types import SimpleNamespace
 
-from mega_agentrl.actor.model.gathered_kv_attention import GatheredKVAttention
-from mega_agentrl.actor.model.layer_spec import decoder_block_spec, linear_with_bias
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from mega_agentrl.actor.model.layer_spec import GatheredKVAttention, RMSNorm, decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedAttention
-from mega_agentrl.actor.model.rms_norm import RMSNorm
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
+from tests.actor.model.model_jobs import query_key_value
 from tests.tiny_models import make_tiny_model
 
 WHOLE = ModelParallelRank()
@@ -58,34 +60,55 @@ def test_local_layers_use_the_norm_and_attention_of_this_package(shape):
         assert attention.submodules.q_layernorm is RMSNorm
 
 
-def test_queries_and_keys_are_normalised_only_where_the_family_does(shape):
-    attention = (
-        decoder_block_spec(shape("qwen2"), WHOLE, 0).layer_specs[0].submodules.self_attention
-    )
-    assert attention.submodules.q_layernorm is attention.submodules.k_layernorm is IdentityOp
+def norm(weight, eps=1e-6):
+    made = RMSNorm(SimpleNamespace(params_dtype=weight.dtype), len(weight), eps=eps)
+    made.weight.data = weight
+    return made
 
 
-@pytest.mark.parametrize("attention_bias", [True, False])
-@pytest.mark.parametrize("mlp_bias", [True, False])
-def test_biases_stand_on_the_linears_that_have_one(shape, attention_bias, mlp_bias):
-    llama = shape("llama", attention_bias=attention_bias, mlp_bias=mlp_bias)
-    layer = decoder_block_spec(llama, WHOLE, 0).layer_specs[0].submodules
-    mlp = layer.mlp.submodules
-    changed = {
-        layer.self_attention.submodules.linear_proj: (RowParallelLinear, attention_bias),
-        mlp.linear_fc1: (ColumnParallelLinear, mlp_bias),
-        mlp.linear_fc2: (RowParallelLinear, mlp_bias),
-    }
-    for got, (plain, bias) in changed.items():
-        assert issubclass(got, plain)
-        assert (got is not plain) == bias
+def test_a_row_is_divided_by_its_root_mean_square():
+    # mean of squares of (3, 4) and eps 0.5: 12.5 + 0.5 = 13
+    out = norm(torch.tensor([1.0, 2.0]), eps=0.5)(torch.tensor([[3.0, 4.0]]))
+    torch.testing.assert_close(out, torch.tensor([[3.0, 8.0]]) / 13**0.5)
 
 
-def test_linear_with_bias_overrides_the_configuration():
-    class Linear:
-        def __init__(self, size, *, bias):
-            self.size, self.bias = size, bias
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_those_of_transformers(dtype):
+    generator = torch.Generator().manual_seed(5)
+    weight = (1 + 0.3 * torch.randn(64, generator=generator)).to(dtype)
+    reference = Qwen3RMSNorm(64, eps=1e-6).to(dtype)
+    reference.weight.data = weight.clone()
+    norm_module = norm(weight.clone())
+    inputs = [
+        (3 * torch.randn(7, 5, 64, generator=torch.Generator().manual_seed(6)))
+        .to(dtype)
+        .requires_grad_()
+        for _ in range(2)
+    ]
+    outs = [module(value) for module, value in zip((norm_module, reference), inputs, strict=True)]
+    # The same roundings in the same order: equal in bfloat16, not only close.
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.0}[dtype]
+    torch.testing.assert_close(outs[0], outs[1], rtol=tolerance, atol=tolerance)
+    for out in outs:
+        out.float().square().sum().backward()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    gradients = [norm_module.weight.grad, reference.weight.grad]
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=tolerance, atol=tolerance)
 
-    made = linear_with_bias(Linear)(3, bias=False)
-    assert (made.size, made.bias) == (3, True)
-    assert type(made).__name__ == "BiasedLinear"
+
+@pytest.mark.parametrize(("num_ranks", "num_groups"), [(2, 1), (4, 1), (4, 2), (2, 2)])
+def test_a_rank_has_its_queries_and_the_key_and_value_of_their_group(
+    rank_pool, tmp_path, num_ranks, num_groups
+):
+    folder = make_tiny_model("qwen3", tmp_path / "model", num_key_value_heads=num_groups)
+    ((query, key, value),) = rank_pool.run(query_key_value, 1, str(folder), ParallelConfig())
+    assert query.shape == (10, 1, 4, 16)
+    layout = ParallelConfig(tensor=num_ranks)
+    for rank, parts in enumerate(rank_pool.run(query_key_value, num_ranks, str(folder), layout)):
+        heads = range(rank * 4 // num_ranks, (rank + 1) * 4 // num_ranks)
+        groups = sorted({head * num_groups // 4 for head in heads})
+        for part, whole, picked in zip(
+            parts, (query, key, value), (list(heads), groups, groups), strict=True
+        ):
+            torch.testing.assert_close(part, whole[:, :, picked], rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ def test_packed_rows_attend_as_with_torchs_kernels(one_rank):
     from mega_agentrl.actor.model.gpt_model import build_transformer_config
     from mega_agentrl.actor.model.packed_attention import PackedRowParams, packed_attention
     from mega_agentrl.actor.model.te_attention import PackedTEAttention
-    from mega_agentrl.config.schema import ParallelConfig
+    from mega_agentrl.config.sections.policy import ParallelConfig
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
     from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 

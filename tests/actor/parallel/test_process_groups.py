@@ -10,7 +10,7 @@ from mega_agentrl.actor.parallel.process_groups import (
     init_process_groups,
     partition_ranks,
 )
-from mega_agentrl.config.schema import ParallelConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
 
 
 def test_tensor_runs_fastest_then_context_then_data_then_pipeline():
@@ -21,7 +21,6 @@ def test_tensor_runs_fastest_then_context_then_data_then_pipeline():
     assert (mp_rank.tensor_rank, coordinates.context_rank) == (1, 1)
     assert (coordinates.data_rank, mp_rank.pipeline_rank) == (1, 1)
     assert coordinates.is_last_stage
-    assert not coordinates.is_first_replica
     everyone = {RankCoordinates.from_rank(rank, layout) for rank in range(layout.world_size)}
     assert len(everyone) == layout.world_size == 24
 
@@ -37,12 +36,9 @@ def test_experts_cut_the_ranks_of_a_stage_another_way():
 
 def test_groups_are_rows_of_the_grid():
     layout = ParallelConfig(tensor=2, data=2, pipeline=2)
-    data = partition_ranks(
-        layout,
-        lambda at: (at.model_parallel_rank.tensor_rank, at.model_parallel_rank.pipeline_rank),
-    )
+    data = partition_ranks(layout, ("tensor", "pipeline"))
     assert data == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    model = partition_ranks(layout, lambda at: (at.data_rank,))
+    model = partition_ranks(layout, ("data",))
     assert model == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
@@ -54,10 +50,7 @@ def test_of_many_ranks_the_first_and_the_last_are_named():
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "data": 4, "expert": 4}, {"context": 4}])
 def test_a_partition_holds_each_rank_once(layout):
     layout = ParallelConfig(pipeline=2, **layout)
-    parts = partition_ranks(
-        layout,
-        lambda at: (at.model_parallel_rank.expert_rank, at.model_parallel_rank.pipeline_rank),
-    )
+    parts = partition_ranks(layout, ("expert", "pipeline"))
     assert sorted(rank for part in parts for rank in part) == list(range(layout.world_size))
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.parallel import process_groups
-from mega_agentrl.config.schema import OptimConfig, ParallelConfig
+from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig
 from tests.parallel.pool import free_port
 
 SHAPES = {"matrix": (8, 6), "vector": (5,), "router": (3, 6), "tied": (4, 6), "expert": (4, 6)}

@@ -5,7 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.actor.training.offload import ALL_STATE, HostBuffer, Offloader
+from mega_agentrl.actor.training.offload import (
+    ALL_STATE,
+    HostBuffer,
+    Offloader,
+    ReferenceWeights,
+)
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
 from tests.actor.training.small_model import SETTINGS, alone, fill, wrap
 
@@ -150,3 +155,39 @@ def test_frozen_weights_have_no_optimizer():
             chunk.module()
         offload.to_device()
         assert all(torch.equal(value, before[name]) for name, value in values(chunk).items())
+
+
+def weights():
+    """Return parameters that are views of one buffer, as in Megatron, and a bfloat16 one."""
+    buffer = torch.arange(27.0)
+    parts = buffer.split([15, 7, 4, 1])
+    views = [
+        part.view(size) for part, size in zip(parts, ((3, 5), (7,), (2, 2), (1,)), strict=True)
+    ]
+    return buffer, [*map(torch.nn.Parameter, views), torch.nn.Parameter(torch.ones(3).bfloat16())]
+
+
+@pytest.mark.parametrize("block_bytes", [8, 24, 64, 2**20])
+def test_reference_weights_are_swapped_in_inside_the_context_only(block_bytes):
+    buffer, parameters = weights()
+    reference = ReferenceWeights(parameters, block_bytes=block_bytes)
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(-1).sub_(0.5)
+    trained = [parameter.detach().clone() for parameter in parameters]
+    for _ in range(2):
+        with reference.swapped_in():
+            assert buffer.tolist() == list(range(27))
+            assert parameters[-1].tolist() == [1, 1, 1]
+        assert all(map(torch.equal, parameters, trained))
+    assert [parameter.data_ptr() for parameter in parameters] == addresses
+
+
+def test_a_failing_pass_leaves_the_present_weights():
+    buffer, parameters = weights()
+    reference = ReferenceWeights(parameters)
+    buffer.add_(1)
+    with pytest.raises(RuntimeError, match="of the pass"), reference.swapped_in():
+        raise RuntimeError("of the pass")
+    assert buffer.tolist() == list(range(1, 28))

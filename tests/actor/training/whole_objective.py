@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.config.enums import PolicyLoss
+from mega_agentrl.algo.policy_loss import find_loss
 from mega_agentrl.config.sections.algo import AlgoConfig
 
 SETTINGS = {"clip_low": 0.1, "clip_high": 0.15, "clip_dual": 1.1, "entropy_coef": 0.05}
@@ -46,17 +46,23 @@ def _row(algo, batch, row, logp_T, entropy_T):
 
 
 def _policy(algo, logp_N, old_N, advantage_N):
+    loss = find_loss(algo.loss)
     low, high = 1 - algo.clip_low, 1 + algo.clip_high
     ratio_N = (logp_N - old_N).exp()
-    if algo.loss is PolicyLoss.cispo:
-        return -ratio_N.clamp(low, high).detach() * advantage_N * logp_N
-    if algo.loss is PolicyLoss.gspo and len(logp_N):
+    if loss.per_trajectory and len(logp_N):
         ratio_N = (logp_N - old_N).mean().exp().expand_as(logp_N)
     bound_N = ratio_N.clamp(low, high)
-    if algo.loss is PolicyLoss.balanced:
-        bound_N = torch.where(ratio_N > high, high * ratio_N / ratio_N.detach(), bound_N)
+    match algo.loss:
+        case "cispo":
+            return -bound_N.detach() * advantage_N * logp_N
+        case "balanced":
+            bound_N = torch.where(ratio_N > high, high * ratio_N / ratio_N.detach(), bound_N)
+        case "clipped" | "gspo":
+            pass
+        case _:
+            raise ValueError(f"loss={algo.loss}: expected a loss with a formula here")
     loss_N = torch.maximum(-advantage_N * ratio_N, -advantage_N * bound_N)
-    if algo.loss is PolicyLoss.gspo:
+    if "clip_dual" not in loss.options:
         return loss_N
     capped_N = torch.minimum(loss_N, -advantage_N * algo.clip_dual)
     return torch.where(advantage_N < 0, capped_N, loss_N)

@@ -1,10 +1,14 @@
-"""Ranges of `data.*`."""
+"""Ranges of `data.*`, and file lists with weights as written on a command line."""
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.enums import PromptOrder, Truncation
-from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.data import DataConfig, DataFile, parse_data_files
+from tests.config.refusals import refused, refused_setting
 
 
 def test_a_list_of_files_survives_the_schema():
@@ -16,18 +20,85 @@ def test_a_list_of_files_survives_the_schema():
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("key", "value", "others"),
     [
-        ({"prompts_per_step": 0}, r"data\.prompts_per_step=0: expected at least 1"),
-        ({"max_prompt_tokens": 0}, r"data\.max_prompt_tokens=0: expected at least 1"),
-        ({"prompt_key": " "}, r"data\.prompt_key=' ': expected the name of a column"),
-        ({"reward_fn_key": ""}, r"data\.reward_fn_key='': expected the name of a column"),
-        ({"dataset_class": "a.b.C"}, r"data\.dataset_class=a\.b\.C: expected package"),
-        ({"train": 3}, r"data\.train=3: expected a path"),
-        ({"train": "a@2", "dataset_class": "a:C"}, r"data\.train=a@2: expected no weights"),
-        ({"validation": "a@2"}, r"data\.validation=a@2: expected no weights"),
+        ("prompts_per_step", 0, {}),
+        ("max_prompt_tokens", 0, {}),
+        ("prompt_key", " ", {}),
+        ("reward_fn_key", "", {}),
+        ("dataset_class", "a.b.C", {}),
+        ("train", 3, {}),
+        ("train", "a@2", {"dataset_class": "a:C"}),
+        ("validation", "a@2", {}),
     ],
 )
-def test_out_of_range_names_key_and_value(values, expected):
-    with pytest.raises(ValueError, match=expected):
-        DataConfig(**values)
+def test_out_of_range_names_key_and_value(key, value, others):
+    assert refused_setting(DataConfig, **{key: value}, **others) == (f"data.{key}", value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a.parquet", [("a.parquet", 1.0)]),
+        ("[a.parquet,b.jsonl@0.5]", [("a.parquet", 1.0), ("b.jsonl", 0.5)]),
+        ("/d/a.jsonl.gz@2", [("/d/a.jsonl.gz", 2.0)]),
+        ("hf://datasets/me/set@main/c.parquet", [("hf://datasets/me/set@main/c.parquet", 1.0)]),
+        ("s3://bucket/c.parquet@.25", [("s3://bucket/c.parquet", 0.25)]),
+        ("v@2@1", [("v@2", 1.0)]),
+        ("file:///d/a.parquet@2", [("file:///d/a.parquet", 2.0)]),
+    ],
+)
+def test_values_parsed_by_hydra(text, expected):
+    override = OverridesParser.create().parse_override(f"data.train={text}")
+    assert parse_data_files(override.value(), "k") == tuple(DataFile(*one) for one in expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "needs_copy", "local_path"),
+    [
+        ("d/a.parquet", False, "d/a.parquet"),
+        ("file:///d/a.parquet", True, "/d/a.parquet"),
+        ("local://d/a.parquet", True, "d/a.parquet"),
+        ("s3://b/a.parquet", True, None),
+        ("file+s3://b/a.parquet", True, None),
+    ],
+)
+def test_remote_files_and_local_paths(path, needs_copy, local_path):
+    (file,) = parse_data_files(path, "k")
+    assert (file.needs_copy, file.local_path) == (needs_copy, local_path)
+
+
+def test_an_empty_setting_has_no_files():
+    assert parse_data_files("", "k") == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (5, 5),
+        ({"a.parquet": 2}, {"a.parquet": 2}),
+        (["a", 5], ["a", 5]),
+        (["a", ""], ""),
+        ("a@0", "a@0"),
+        (["a", "a@2"], ["a", "a@2"]),
+        (["/a", "file:///a"], ["/a", "file:///a"]),
+    ],
+)
+def test_invalid_entries_are_refused(value, got):
+    assert refused_setting(parse_data_files, value, "data.train") == ("data.train", got)
+
+
+def test_the_file_that_is_listed_twice_is_named():
+    assert "/a occurs twice" in refused(parse_data_files, ["/a", "file:///a"], "k").expected
+
+
+@given(
+    st.lists(
+        st.tuples(st.from_regex(r"[a-z]{1,9}\.jsonl", fullmatch=True), st.integers(1, 99)),
+        min_size=1,
+        unique_by=lambda one: one[0],
+    )
+)
+def test_formatted_entries_parse_back(entries):
+    files = parse_data_files([f"{path}@{weight / 10}" for path, weight in entries], "k")
+    assert [(file.path, file.weight) for file in files] == [(p, w / 10) for p, w in entries]

@@ -7,22 +7,22 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.override_keys import is_known
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
+from tests.config.refusals import refused, refused_setting
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "key"),
     [
-        ({"rubric": {"default": {}}}, r"reward.rubric.default=.*at least one part"),
-        ({"rubric": {"bfcl": {"arpo": math.nan}}}, r"reward.rubric.bfcl.arpo=nan.*finite"),
-        ({"functions": {"arpo": "a:b"}}, r"reward.functions.arpo=a:b.*built in"),
-        ({"num_workers": 0}, "reward.num_workers=0"),
-        ({"timeout_s": 0.0}, "reward.timeout_s=0.0"),
+        ({"rubric": {"default": {}}}, "reward.rubric.default"),
+        ({"rubric": {"bfcl": {"arpo": math.nan}}}, "reward.rubric.bfcl.arpo"),
+        ({"functions": {"arpo": "a:b"}}, "reward.functions.arpo"),
+        ({"num_workers": 0}, "reward.num_workers"),
+        ({"timeout_s": 0.0}, "reward.timeout_s"),
         ({"rubric": {"default": {"model": 1.0}}}, "reward.model.path_or_url"),
     ],
 )
-def test_a_wrong_value_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        RewardConfig(**changes)
+def test_a_wrong_value_is_named(changes, key):
+    assert refused(RewardConfig, **changes).key == key
 
 
 def test_the_parts_in_use():
@@ -33,8 +33,8 @@ def test_the_parts_in_use():
 
 
 def test_a_remote_reward_model_needs_a_name():
-    with pytest.raises(ValueError, match=r"reward\.model\.served_model_name=''"):
-        RewardModelConfig(path_or_url="http://localhost:8000/v1")
+    unnamed = refused_setting(RewardModelConfig, path_or_url="http://localhost:8000/v1")
+    assert unnamed == ("reward.model.served_model_name", "")
     assert RewardModelConfig(
         path_or_url="https://judge.example/v1", served_model_name="judge"
     ).is_remote

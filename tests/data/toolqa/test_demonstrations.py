@@ -10,11 +10,11 @@ from mega_agentrl.data.toolqa.demonstrations import (
     make_tool_demonstration,
 )
 from mega_agentrl.data.toolqa.entity_splits import Split, make_split_inventories
-from mega_agentrl.data.toolqa.knowledge_base import make_facts
 from mega_agentrl.data.toolqa.questions import (
     AnsweredToolCall,
     Question,
     QuestionKind,
+    make_facts,
     make_questions,
 )
 from mega_agentrl.reward import arpo

@@ -1,14 +1,28 @@
 """Questions are right, unique, and use nothing of another split."""
 
+from __future__ import annotations
+
+import json
 import re
 from collections import Counter
 from functools import cache
 
 import pytest
 
-from mega_agentrl.data.toolqa.entity_splits import Split, SplitInventory, make_split_inventories
-from mega_agentrl.data.toolqa.knowledge_base import make_facts
-from mega_agentrl.data.toolqa.questions import QuestionKind, make_questions
+from mega_agentrl.data.toolqa.entity_splits import (
+    Split,
+    SplitInventory,
+    make_split_inventories,
+    value_names,
+)
+from mega_agentrl.data.toolqa.questions import (
+    Fact,
+    QuestionKind,
+    make_facts,
+    make_questions,
+    write_corpus,
+)
+from mega_agentrl.tool.search.local_index import SearchIndex, iter_corpus
 
 
 @cache
@@ -74,3 +88,47 @@ def test_asking_for_more_than_there_is_names_the_split_and_the_kind():
     facts = make_facts(dict.fromkeys(Split, inventory), 0)
     with pytest.raises(ValueError, match=r"dev questions: num_questions=9 .* of kind python"):
         make_questions(Split.dev, inventory, facts, num_questions=9, seed=0)
+
+
+SMALL = {
+    Split.train: SplitInventory(("Bako", "Dumi"), (32, 33)),
+    Split.dev: SplitInventory(("Gora",), (40,)),
+    Split.validation: SplitInventory(("Zipa",), (50,)),
+}
+
+
+def test_a_fact_reads_as_a_sentence_and_quotes_names_only():
+    assert Fact("Bako", "price", "52").text == "The price of Bako is 52."
+    assert Fact("Bako", "home", "Tirok").text == 'The home of Bako is "Tirok".'
+    assert Fact("Bako", "home", "Tirok").query == "home of Bako"
+
+
+def test_facts_use_the_numbers_of_the_entitys_split():
+    facts = make_facts(SMALL, seed=0)
+    assert len(facts) == 4 * 4
+    assert facts["Gora", "price"].value == "40"
+    assert facts["Zipa", "weight"].value == "50"
+    assert facts["Bako", "weight"].value in ("32", "33")
+    assert facts["Bako", "owner"].value in value_names()
+    assert facts == make_facts(SMALL, seed=0)
+
+
+def test_search_finds_the_one_document_of_every_query(tmp_path):
+    facts = make_facts(make_split_inventories(0), seed=0)
+    path = tmp_path / "corpus.jsonl"
+    write_corpus(facts, path)
+    index = SearchIndex(iter_corpus(path))
+    wrong = [
+        (fact.query, hits[0].text if hits else None)
+        for fact in facts.values()
+        if not (hits := index.search(fact.query, 1)) or hits[0].text != fact.text
+    ]
+    assert not wrong, wrong[:5]
+
+
+def test_the_corpus_has_one_document_a_line(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    write_corpus(make_facts(SMALL, seed=0), path)
+    documents = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({document["id"] for document in documents}) == 16
+    assert all(set(document) == {"id", "title", "text"} for document in documents)

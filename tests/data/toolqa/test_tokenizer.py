@@ -9,8 +9,7 @@ from mega_agentrl.data.toolqa.entity_splits import (
     make_split_inventories,
     value_names,
 )
-from mega_agentrl.data.toolqa.knowledge_base import make_facts
-from mega_agentrl.data.toolqa.questions import make_questions
+from mega_agentrl.data.toolqa.questions import make_facts, make_questions
 from mega_agentrl.data.toolqa.tokenizer import BOXED_PREFIX, TAGS, train_tokenizer
 
 

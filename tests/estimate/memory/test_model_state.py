@@ -1,11 +1,22 @@
-"""Predicted bytes against what the actor allocates, over grids of layouts."""
+"""Predicted parameters, buffers and bytes against released models and what the actor allocates."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mega_agentrl.config.sections.policy import ParallelConfig
-from mega_agentrl.estimate.memory.model_state import ModelState, estimate_model_state
+from mega_agentrl.estimate.memory.model_state import (
+    FlatBuffer,
+    ModelState,
+    RankParameter,
+    estimate_model_state,
+    flat_buffers,
+    num_active_parameters,
+    num_parameters,
+    rank_parameters,
+)
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.estimate.rank_jobs import held_bytes
 from tests.estimate.shapes import released
@@ -96,3 +107,102 @@ def test_a_host_copy_is_rounded_up_like_pinned_memory():
 
     assert state(2**28 + 5).host_copy_bytes == 2**28 + 8
     assert state(2**29).host_copy_bytes == 2**29
+
+
+TOTALS = {
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-32b": 32_762_123_264,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+
+
+@pytest.mark.parametrize(("name", "total"), TOTALS.items())
+def test_the_released_models_have_as_many(name, total):
+    assert num_parameters(released(name)) == total
+
+
+def test_a_token_goes_through_some_of_the_experts():
+    assert round(num_active_parameters(released("qwen3-235b-a22b")) / 1e9, 1) == 22.2
+    dense = released("qwen3-32b")
+    assert num_active_parameters(dense) == num_parameters(dense)
+
+
+def test_the_stages_together_hold_the_model():
+    shape = released("qwen2.5-72b")
+    layout = ParallelConfig(tensor=8, pipeline=4, virtual_pipeline=2)
+    held = [rank_parameters(shape, layout, stage) for stage in range(4)]
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size  # on every tensor rank
+    total = sum(parameter.numel for stage in held for parameter in stage)
+    assert 8 * total == num_parameters(shape) + 7 * norms
+    assert {parameter.chunk for parameter in held[1]} == {0, 1}
+
+
+def test_experts_are_cut_over_their_own_ranks():
+    shape = released("qwen3-30b-a3b")
+    layout = ParallelConfig(tensor=2, data=8, expert=16)
+    experts = [p for p in rank_parameters(shape, layout, 0) if p.is_expert]
+    assert sum(p.numel for p in experts) * 16 == 48 * 128 * 3 * 2048 * 768
+    half = ParallelConfig(tensor=2, data=8, expert=8, expert_tensor=2)
+    assert sum(p.numel for p in rank_parameters(shape, half, 0)) == sum(
+        p.numel for p in rank_parameters(shape, layout, 0)
+    )
+
+
+def test_a_tied_embedding_is_shared_by_two_stages_only():
+    shape = released("qwen3-4b")
+    rows = shape.vocab_size * shape.hidden_size
+
+    def shared(pipeline, stage):
+        parameters = rank_parameters(shape, ParallelConfig(pipeline=pipeline), stage)
+        return [p.numel for p in parameters if p.is_shared_embedding]
+
+    assert shared(1, 0) == []
+    assert [shared(3, stage) for stage in range(3)] == [[rows], [], [rows]]
+
+
+def test_a_cut_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="28"):
+        rank_parameters(released("qwen2.5-7b"), ParallelConfig(tensor=8), 0)
+
+
+def dense(numel, *, chunk=0, shared=False):
+    return RankParameter(chunk, numel, False, shared)
+
+
+def test_padding_by_hand():
+    """Last first: 100 at 0, 70 at 128, then up to 256: two halves of 128."""
+    assert flat_buffers([dense(70), dense(100)], ParallelConfig(data=2)) == [
+        FlatBuffer(False, 256, (100, 70))
+    ]
+
+
+def test_a_shared_embedding_is_a_bucket_of_its_own():
+    parameters = [dense(200, shared=True), dense(100)]
+    assert flat_buffers(parameters, ParallelConfig(data=2)) == [
+        FlatBuffer(False, 128 + 256, (64 + 128, 36 + 72))
+    ]
+
+
+def test_without_the_distributed_optimizer_nothing_is_padded_or_cut():
+    layout = ParallelConfig(data=2, distributed_optimizer=False)
+    assert flat_buffers([dense(70), dense(100)], layout) == [FlatBuffer(False, 170, (170, 170))]
+
+
+def test_chunks_and_experts_lie_apart_and_experts_have_fewer_replicas():
+    layout = ParallelConfig(tensor=2, data=4, context=2, expert=8)
+    parameters = [dense(128), RankParameter(0, 256, True, False), dense(128, chunk=1)]
+    found = flat_buffers(parameters, layout)
+    assert [(buffer.is_expert, buffer.numel, len(buffer.owned_by_replica)) for buffer in found] == [
+        (False, 128, 8),
+        (True, 256, 2),
+        (False, 128, 8),
+    ]
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(1, 6))
+def test_every_element_is_stepped_by_one_replica(sizes, num_replicas):
+    (buffer,) = flat_buffers([dense(size) for size in sizes], ParallelConfig(data=num_replicas))
+    assert sum(buffer.owned_by_replica) == sum(sizes)
+    assert max(buffer.owned_by_replica) <= buffer.numel // num_replicas
+    assert sum(sizes) <= buffer.numel < sum(sizes) + 64 * len(sizes) + 128 * num_replicas

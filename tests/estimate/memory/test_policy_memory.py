@@ -1,16 +1,19 @@
-"""The parts of a policy rank put together."""
+"""The parts of a rank of policy or critic put together."""
 
 from __future__ import annotations
 
 import pytest
 
+from mega_agentrl.config.enums import AdvantageEstimator
 from mega_agentrl.estimate.device import GIB, DeviceSpec
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.policy import (
+    estimate_critic_memory,
     estimate_policy_memory,
     max_micro_batches,
     max_row_tokens,
 )
+from mega_agentrl.estimate.preflight.suggestions import num_required_gpus
 from tests.estimate.configs import configured
 from tests.estimate.shapes import released
 
@@ -128,3 +131,36 @@ def test_on_shared_gpus_the_peak_is_that_of_learning_or_of_the_transfer():
         ].sleeping_engine
         == 0
     )
+
+
+def test_the_critic_is_a_policy_without_its_head_reference_and_transfer():
+    config, shape = configured(tensor=4, pipeline=2, sequence_parallel=True), released("qwen2.5-7b")
+    assert estimate_critic_memory(config, shape, DeviceSpec()) == []
+    assert num_required_gpus(config) == 9
+    config.algo.advantage, config.algo.kl_coef = AdvantageEstimator.gae, 0.1
+    policy, critic = (
+        estimate_policy_memory(config, shape, DeviceSpec()),
+        estimate_critic_memory(config, shape, DeviceSpec()),
+    )
+    assert num_required_gpus(config) == 17
+    # Of 152,064 rows of 3,584 numbers in two bytes, each tensor rank has a quarter.
+    first, last = zip(policy, critic, strict=True)
+    assert first[0].weights == first[1].weights
+    head = last[0].num_parameters - last[1].num_parameters
+    assert head == 152_064 * 3_584 // 4 - 3_584
+    for memory, other in (first, last):
+        assert other.activations == memory.activations
+        assert (
+            other.head_workspace,
+            other.transfer_buckets,
+            other.reference_staging,
+            other.pinned_host,
+        ) == (0, 0, 0, 0)
+        assert other.peak <= memory.peak
+
+
+def test_an_evaluation_alone_has_no_critic():
+    config = configured()
+    config.algo.advantage, config.total_steps = AdvantageEstimator.gae, 0
+    assert estimate_critic_memory(config, released("qwen2.5-7b"), DeviceSpec()) == []
+    assert num_required_gpus(config) == 2

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from mega_agentrl.config.checks import report as check_report
+from mega_agentrl.config.checks import inputs
 from mega_agentrl.config.enums import TrackerName
-from mega_agentrl.config.schema import ReportConfig
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.runtime import ReportConfig
 from mega_agentrl.report.trackers import factory as module
 from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.report.trackers.tensorboard import TensorBoardTracker
@@ -32,17 +33,17 @@ class Recorder:
 
 @pytest.fixture
 def recorders(monkeypatch):
-    monkeypatch.setattr(check_report, "find_spec", lambda name: name)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: name)
     monkeypatch.setattr(module.importlib, "import_module", lambda name: name)
     monkeypatch.setattr(module, "WandbTracker", Recorder)
     monkeypatch.setattr(module, "MlflowTracker", Recorder)
 
 
 def test_a_missing_package_is_found_before_anything_is_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_report, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     config = ReportConfig(trackers=[TrackerName.tensorboard, TrackerName.wandb])
     with (
-        pytest.raises(ValueError, match=r"report\.trackers=wandb: .*not installed"),
+        pytest.raises(ConfigError, match=r"report\.trackers=wandb: .*not installed"),
         open_trackers(tmp_path, config),
     ):
         pytest.fail("opened")

@@ -1,23 +1,28 @@
-"""A tree as the viewer reads it: every token once, in the place where it was written."""
+"""A tree as the viewer reads it: every token once and in its place; lanes; texts of tokens."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.report.page.html import json_for_script
 from mega_agentrl.report.tree_viewer.tree_json import (
     MAX_TEXT_CHARS,
+    TokenTexts,
+    assign_lanes,
+    parent_indices,
     sampled_entropies,
     tree_to_json,
     turns_after_fork,
 )
 from mega_agentrl.types.records import ContextReset, ToolStatus
 from tests.fakes import FakeGenerator, FakeTools, turns
-from tests.rollout.grown_trees import CALL, END, grow, grown, nested_tree
+from tests.rollout.grown_trees import CALL, END, grow, grown, nested_tree, parted
 
 
 def characters(token_ids):
@@ -93,7 +98,7 @@ def test_extras_are_there_only_where_they_are():
     assert path["drift"].endswith("x ... (7 more characters)")
 
 
-@given(grown())
+@given(st.one_of(grown(), parted()))
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 def test_every_token_is_written_once_and_paths_are_whole(tree):
     view = tree_to_json(tree, characters)
@@ -108,9 +113,88 @@ def test_every_token_is_written_once_and_paths_are_whole(tree):
             if turn["by"] == "assistant"
         ]
         assert all(sizes)
-        assert [turn.start for turn in turns_after_fork(one)] == [start for start, _ in covered]
+        assert [max(turn.start, one.fork_len) for turn in turns_after_fork(one)] == [
+            start for start, _ in covered
+        ]
         made = [name for asked in path["decisions"] for name in asked["made"]]
         assert set(made) <= {other["name"] for other in paths}
     num_sampled = sum(sum(one.loss_mask[one.fork_len :]) for one in tree.trajectories)
     assert len(sampled_entropies(tree)) == num_sampled
     json.loads(json_for_script(view))
+
+
+def test_the_last_fork_is_nearest():
+    paths = nested_tree().trajectories
+    assert [one.path for one in paths] == [(0,), (0, 0), (0, 0, 0), (0, 1)]
+    assert parent_indices(paths) == [None, 0, 1, 0]
+    assert [one.fork_len for one in paths] == [0, 50, 101, 101]
+    assert assign_lanes(paths) == [0, 2, 3, 1]
+
+
+def test_of_forks_at_one_place_the_first_is_nearest():
+    paths = nested_tree().trajectories
+    paths[1].fork_len = paths[3].fork_len
+    assert assign_lanes(paths) == [0, 1, 2, 3]
+
+
+def test_a_missing_parent_is_refused():
+    paths = nested_tree().trajectories
+    with pytest.raises(ValueError, match=r"got the parent .*, expected one that comes earlier"):
+        assign_lanes(paths[1:])
+    assert assign_lanes([]) == []
+
+
+@given(grown(rounds=False))
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+def test_no_fork_line_crosses_a_lane(tree):
+    paths = list(tree.trajectories)
+    lanes, parents = assign_lanes(paths), parent_indices(paths)
+    assert sorted(lanes) == list(range(len(paths)))
+    for number, parent in enumerate(parents):
+        if parent is None:
+            continue
+        assert lanes[parent] < lanes[number]
+        between = [
+            one
+            for one, lane in zip(paths, lanes, strict=True)
+            if lanes[parent] < lane < lanes[number]
+        ]
+        assert all(one.fork_len >= paths[number].fork_len for one in between)
+
+
+def from_bytes(token_ids):
+    """A decoder whose tokens are bytes."""
+    return bytes(token_ids).decode("utf-8", "replace")
+
+
+def without_first_space(token_ids):
+    """A decoder that drops the space in front of everything, as some do."""
+    words = {1: "▁the", 2: "▁cat", 3: "s", 4: "▁"}
+    return "".join(words[token] for token in token_ids).replace("▁", " ").removeprefix(" ")
+
+
+def test_a_character_of_several_tokens_is_with_the_last():
+    assert TokenTexts(from_bytes).split("aé漢!".encode()) == ["a", "", "é", "", "", "漢", "!"]
+
+
+def test_half_a_character_at_the_end_is_shown_broken():
+    assert TokenTexts(from_bytes).split("a漢".encode()[:-1]) == ["a", "", "\ufffd"]
+
+
+def test_spaces_are_kept():
+    pieces = TokenTexts(without_first_space)
+    assert pieces.split([1, 2, 3, 1]) == ["the", " cat", "s", " the"]
+    assert pieces.split([]) == []
+
+
+def test_bytes_that_are_no_text_do_not_stall():
+    pieces = TokenTexts(from_bytes).split([0xFF] * 20 + [65])
+    assert len(pieces) == 21 and pieces[-1].endswith("A")
+
+
+@given(st.text(max_size=30))
+def test_the_pieces_are_the_text(words):
+    token_ids = words.encode("utf-8", "ignore")
+    pieces = TokenTexts(from_bytes).split(token_ids)
+    assert len(pieces) == len(token_ids)
+    assert "".join(pieces) == from_bytes(token_ids)

@@ -6,7 +6,7 @@ import pytest
 
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from tests.reshard.model_cuts import BIASES, make_moe_shape, make_shape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.reshard.mapping.model_mapping import megatron_layout
-from mega_agentrl.reshard.mapping.model_parallel_rank import ModelParallelRank
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
 from mega_agentrl.reshard.planner.repeated_layers import (
     TrainerParallelSizes,

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.reshard.planner.traffic import count_traffic
+from mega_agentrl.reshard.planner.traffic import LinkSimulator, count_traffic
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TransferPlan
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
 
 SPEEDS = LinkSpeeds(same_gpu=100.0, same_node=10.0, network=1.0)
 # One trainer rank; three rollout ranks: on its device, on its machine, elsewhere.
 LOCATIONS = [RankLocation(0, 0), RankLocation(0, 0), RankLocation(0, 1), RankLocation(1, 0)]
+TWO_BY_TWO = [RankLocation(0, 0), RankLocation(0, 1), RankLocation(1, 0), RankLocation(1, 1)]
+
+
+def test_one_port_carries_one_transfer_at_a_time():
+    simulator = LinkSimulator(TWO_BY_TWO, SPEEDS)
+    assert simulator.transfer(0, 2, 5, {}) == 5.0
+    assert simulator.transfer(0, 3, 5, {}) == 10.0  # rank 0 is still sending
+    assert simulator.transfer(1, 2, 5, {}) == 10.0  # rank 2 is still receiving
+    assert simulator.transfer(1, 2, 5, {1: 20.0}) == 25.0  # rank 1 has the bytes later
+
+
+def test_sending_receiving_and_other_links_go_on_meanwhile():
+    simulator = LinkSimulator(TWO_BY_TWO, SPEEDS)
+    simulator.transfer(0, 2, 5, {})
+    assert simulator.transfer(2, 0, 5, {}) == 5.0
+    assert simulator.transfer(0, 1, 5, {}) == 0.5
 
 
 def plan(*buckets):

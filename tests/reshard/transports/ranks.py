@@ -17,7 +17,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from mega_agentrl.reshard.session import open_store
-from tests.parallel.fork_server import fork_server
+from tests.parallel.pool import fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

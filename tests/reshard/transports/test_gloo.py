@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from mega_agentrl.reshard.transports.gloo import GlooTransport
+from mega_agentrl.reshard.transports.gloo import GlooTransport, HostStagedTransport
+from tests.reshard.transports.in_process import InProcessHub
 
 DEADLINE_S = 10.0
 SLOT_BYTES = 1000
@@ -102,3 +103,30 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_deadline():
     with pytest.raises(RuntimeError):
         GlooTransport.join(HashStore(), 0, 2, 0.5)
     assert time.monotonic() - start_s < 50
+
+
+def exchange(device):
+    hub = InProcessHub(2)
+    sender, receiver = (HostStagedTransport(hub.transport(rank)) for rank in range(2))
+    frame = torch.arange(50, dtype=torch.uint8, device=device)
+    send_handle = sender.send(frame, 1)
+    frame.fill_(0)  # what was sent is a copy
+    slot = torch.zeros(50, dtype=torch.uint8, device=device)
+    recv_handle = receiver.receive(slot, 0)
+    got = recv_handle.wait(1.0)
+    recv_handle.release()
+    send_handle.wait(1.0)
+    assert got.data_ptr() == slot.data_ptr()
+    assert got.tolist() == list(range(50))
+    sender.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        receiver.receive(slot, 0).wait(1.0)
+
+
+def test_a_frame_arrives_in_the_slot():
+    exchange("cpu")
+
+
+@pytest.mark.gpu
+def test_a_frame_arrives_in_the_slot_of_a_gpu():
+    exchange("cuda")

@@ -1,22 +1,32 @@
-"""Branch policies at their threshold, and fork budgets that add up."""
+"""Branch policies at their threshold, AEPO's roots and penalty, and fork budgets that add up."""
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.config.enums import ForkBudgetMode
-from mega_agentrl.config.sections.branching import BranchConfig
+from mega_agentrl.config.enums import Branching, ForkBudgetMode
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching.policy import (
+    AepoBranching,
     ArpoBranching,
+    BranchPolicy,
     ForkPoint,
     NoBranching,
     PathBudget,
     SharedBudget,
+    TurnStart,
     make_root_budgets,
     split_evenly,
 )
+from mega_agentrl.rollout.tree import sample_tree
+from mega_agentrl.types.records import Role
+from tests.fakes import EOS, FakeGenerator, make_context, make_prompt, turns
+from tests.rollout.virtual_time import run_virtually
 
 
 def _point(entropies, baseline=1.0, slots=8):
@@ -74,12 +84,32 @@ def test_more_roots_than_trajectories_is_an_error():
         ArpoBranching(BranchConfig(initial_rollouts=9)).fork_slots(8)
 
 
-def test_none_is_independent_roots():
-    policy = NoBranching()
+NO_PROBE = BranchConfig(num_probe_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [NoBranching(), ArpoBranching(NO_PROBE), AepoBranching(NO_PROBE)],
+    ids=["none", "arpo", "aepo"],
+)
+def test_a_policy_that_never_asks_is_independent_roots(policy):
     assert policy.fork_slots(3) == (0, 0, 0) and policy.num_probe_tokens == 0
     assert policy.baseline_entropy([1.0] * 20) is None and policy.num_forks(_point([9.0] * 20)) == 0
-    assert policy.probability(_point([9.0] * 20)) is policy.threshold is None
+    assert policy.probability(_point([9.0] * 20)) is None
     assert not policy.needs_monitor_root(8)
+
+
+def test_a_rule_of_its_own_is_the_number_of_its_forks():
+    class Always(BranchPolicy):
+        def num_forks(self, point):
+            return point.num_slots
+
+    policy = Always(BranchConfig(initial_rollouts=2))
+    assert policy.num_forks(_point([0.0])) == 8 and policy.fork_slots(8) == (3, 3)
+    start = TurnStart(path=(0,), position=9, previous_role=Role.tool, num_slots=1)
+    assert policy.asks_at(start) and not policy.asks_at(replace(start, previous_role=Role.user))
+    assert policy.probability(_point([0.0])) is policy.threshold is None
+    assert not policy.needs_monitor_root(8) and policy.baseline_entropy([1.0] * 20) == 1.0
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
@@ -112,3 +142,137 @@ def test_budgets_of_the_roots():
     first, second = make_root_budgets(ForkBudgetMode.first_come, (2, 1))
     assert first is second and first.num_left == 3
     assert make_root_budgets(ForkBudgetMode.first_come, ()) == []
+
+
+CALL = "<search>q1</search>"
+END = f"<answer>1</answer>{EOS}"
+TALK = turns("thinkhard" + CALL, "more words" + CALL, "and so on" + CALL, "at last" + END)
+
+
+def _grow(generator, *, num_trajectories=12, branching=Branching.aepo, **branch):
+    config = RolloutConfig(
+        group_size=num_trajectories,
+        branching=branching,
+        branch=BranchConfig(num_probe_tokens=8, **branch),
+        max_tool_calls=9,
+        max_turns=20,
+        max_response_tokens=400,
+    )
+    context = make_context(
+        config,
+        generator=generator,
+    )
+    return run_virtually(asyncio.wait_for(sample_tree(context, make_prompt(), "p0"), 20))
+
+
+def _entropies(root, after):
+    """`root` before the first answer, `after` behind it."""
+    return lambda response, request: after if "</result>" in response else root
+
+
+def _roots(tree):
+    return sum(len(one.path) == 1 for one in tree.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("num_consecutive_forks", "entropy", "p", "forks"),
+    [
+        (0, 1.1, 0.52, 1),  # .5 + .2 * .1
+        (1, 1.1, 0.52 * 0.95, 0),
+        (1, 2.0, 0.7 * 0.95, 1),
+        (5, 2.0, 0.7 * 0.75, 1),
+        (6, 2.0, 0.7 * 0.70, 0),
+        (20, 99.0, 0.0, 0),
+    ],
+)
+def test_probability_falls_with_consecutive_forks(num_consecutive_forks, entropy, p, forks):
+    point = ForkPoint(
+        path=(0,),
+        num_slots=9,
+        baseline=1.0,
+        probe_entropies=[entropy] * 20,
+        num_consecutive_forks=num_consecutive_forks,
+    )
+    policy = AepoBranching(BranchConfig())
+    assert policy.probability(point) == pytest.approx(p) and policy.num_forks(point) == forks
+    # Without a penalty it is the plain rule.
+    plain = AepoBranching(BranchConfig(consecutive_penalty=0.0))
+    assert plain.num_forks(point) == 1
+    assert policy.probability(replace(point, probe_entropies=[9.0] * 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("root", "after", "num_roots"),
+    [
+        (1.0, 1.0, 7),  # equal entropies: int(12 / 2) + 1
+        (2.0, 1.0, 8),
+        (0.0, 3.0, 3),
+        (0.0, 30.0, 2),  # N = 1, and one root more that can fork
+        (30.0, 0.0, 12),
+    ],
+)
+def test_a_monitored_root_says_how_many_there_are(root, after, num_roots):
+    # tau is below any P: whoever has slots forks at every answer, the rest is topped up.
+    generator = FakeGenerator(TALK, entropy=_entropies(root, after))
+    tree = _grow(generator, alpha=0.0, beta=1.0, tau=-99.0)
+    assert len(tree.trajectories) == 12
+    assert _roots(tree) - tree.num_top_ups == num_roots
+    assert tree.num_forks + tree.num_top_ups == 12 - num_roots
+    assert tree.num_top_ups == (3 if num_roots == 2 else 0), "10 slots of one root are too many"
+    assert all(one.path[0] > 0 for one in tree.trajectories if one.parent_id is not None)
+    assert tree.trajectories[0].path == (0,) and tree.trajectories[0].decisions == []
+
+
+def test_no_root_starts_before_the_monitored_root_has_ended():
+    generator = FakeGenerator(TALK, entropy=_entropies(1.0, 1.0), delays=3)
+    tree = _grow(generator)
+    paths = [request.request_id.split("/")[2] for request in generator.requests]
+    assert paths[:4] == ["0"] * 4 and "0" not in paths[4:]
+    assert len(tree.trajectories) == 12
+
+
+@pytest.mark.parametrize("write", [turns(END), turns("x" * 999)])
+def test_without_tool_steps_the_configuration_decides(write):
+    tree = _grow(FakeGenerator(write))
+    # 1 monitored, 5 more: half of 12; the six slots become top-ups.
+    assert _roots(tree) == 12 and tree.num_top_ups == 6
+
+
+def test_a_monitored_root_that_fails_tells_nothing():
+    def breaks(request):
+        return request.request_id.startswith("p0/0/0/2.")
+
+    entropy = _entropies(30.0, 0.0)
+    assert _grow(FakeGenerator(TALK, entropy=entropy)).num_top_ups == 0
+    tree = _grow(FakeGenerator(TALK, entropy=entropy, breaks=breaks))
+    assert tree.trajectories[0].failed and len(tree.trajectories) == 12
+    assert tree.num_top_ups == 6
+
+
+def test_a_given_number_of_roots_is_not_monitored():
+    generator = FakeGenerator(TALK, entropy=_entropies(30.0, 0.0))
+    tree = _grow(generator, initial_rollouts=4, alpha=1.0, beta=0.0, consecutive_penalty=0.0)
+    assert _roots(tree) == 4 and tree.num_forks == 8
+    policy = AepoBranching(BranchConfig(initial_rollouts=4))
+    assert not policy.needs_monitor_root(12) and not AepoBranching(
+        BranchConfig()
+    ).needs_monitor_root(1)
+
+
+def test_consecutive_forks_count_along_the_path_and_are_inherited():
+    # P is .6 * (1 - .25 l): forks at l = 0 only; then the row is broken and it forks again.
+    tree = _grow(
+        FakeGenerator(TALK, entropy=_entropies(1.0, 1.0)),
+        initial_rollouts=1,
+        alpha=0.6,
+        beta=0.0,
+        consecutive_penalty=0.25,
+    )
+    made = {
+        one.path: [decision.num_forks for decision in one.decisions] for one in tree.trajectories
+    }
+    assert made[(0,)] == [1, 0, 1]
+    # Its fork at the first answer asks at the second and third: inherited l = 1, then 0.
+    assert made[(0, 0)] == [0, 1]
+    assert [round(d.probability, 6) for d in tree.trajectories[0].decisions] == [0.6, 0.45, 0.6]
+    assert {d.threshold for one in tree.trajectories for d in one.decisions} == {0.5}

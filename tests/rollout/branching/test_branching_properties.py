@@ -14,24 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import Branching, ForkBudgetMode
-from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.config.sections.branching import BranchConfig
-from mega_agentrl.rollout.branching.aepo import AepoBranching
-from mega_agentrl.rollout.branching.policy import ArpoBranching, NoBranching
-from mega_agentrl.rollout.branching.registry import make_branch_policy
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.branching.policy import (
+    AepoBranching,
+    ArpoBranching,
+    NoBranching,
+    make_branch_policy,
+)
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.rollout.io.nodes import find_fork_decision, to_node_tree, to_rollout_tree
+from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
 from mega_agentrl.types.records import Role
 from tests.fakes import (
     EOS,
-    CharCodec,
     FakeGenerator,
     FakeRubric,
     FakeTools,
+    make_context,
     make_prompt,
     turns,
     unit,
 )
+from tests.rollout.grown_trees import find_fork_decision
 from tests.rollout.virtual_time import run_virtually
 
 WAYS = (Branching.after_result, Branching.aepo, Branching.released)
@@ -39,7 +42,7 @@ PROMPTS = [make_prompt("p0", question="Q0"), make_prompt("p1", question="Q1")]
 
 branches = st.builds(
     BranchConfig,
-    num_probe_tokens=st.integers(1, 12),
+    num_probe_tokens=st.integers(0, 12),
     num_forks_per_decision=st.integers(0, 3),
     initial_rollouts=st.one_of(st.none(), st.just(1)),
     consecutive_penalty=st.sampled_from([0.0, 0.05, 0.5]),
@@ -60,15 +63,15 @@ seeds = st.integers(0, 10_000)
 def _collect(config, *, seed=1, generator=None, tools=None, **options):
     work = collect_rollouts(
         PROMPTS,
-        generator=generator or FakeGenerator(),
-        tools=tools or FakeTools(),
-        codec=CharCodec(),
-        rubric=FakeRubric(),
-        config=config,
-        max_model_len=options.pop("max_model_len", 140),
-        seed=seed,
-        step=0,
-        **options,
+        FakeRubric(),
+        make_context(
+            config,
+            generator=generator or FakeGenerator(),
+            tools=tools or FakeTools(),
+            max_model_len=options.pop("max_model_len", 140),
+            seed=seed,
+            **options,
+        ),
     )
     return run_virtually(asyncio.wait_for(work, 20))
 
@@ -97,10 +100,8 @@ def test_policy_by_name():
         Branching.aepo: AepoBranching,
         Branching.released: NoBranching,
     }
-    assert (
-        make_branch_policy(RolloutConfig(branch=BranchConfig(num_probe_tokens=7))).num_probe_tokens
-        == 7
-    )
+    policy = make_branch_policy(RolloutConfig(branch=BranchConfig(num_probe_tokens=7)))
+    assert policy.num_probe_tokens == 7
 
 
 @settings(max_examples=40, deadline=None)
@@ -146,7 +147,7 @@ def test_every_fork_is_traced_to_the_decision_that_made_it(config, seed):
         nodes = to_node_tree(tree)
         assert to_rollout_tree(nodes) == tree
         for one in tree.trajectories:
-            made_by = find_fork_decision(nodes, one.path)
+            made_by = find_fork_decision(tree, one.path)
             assert (made_by is not None) is (one.parent_id is not None)
             assert made_by is None or (made_by.position, made_by.path) == (
                 one.fork_len,
@@ -210,6 +211,16 @@ def test_with_a_weight_they_do(branching):
         decisions = [decision for one in _all(trees) for decision in one.decisions]
         highest.append(max(decision.probability for decision in decisions))
     assert highest[0] <= 0.5 < highest[1]
+
+
+@pytest.mark.parametrize("branching", [Branching.after_result, Branching.aepo])
+def test_without_probe_tokens_nothing_is_asked(branching):
+    config = _roomy(branching, 4, 2)
+    config = replace(config, branch=replace(config.branch, num_probe_tokens=0), max_tool_calls=3)
+    trees = _collect(config, max_model_len=6000)
+    plain = replace(config, branching=Branching.none)
+    assert trees == _collect(plain, max_model_len=6000)
+    assert any(one.num_tool_calls for one in _all(trees))
 
 
 def test_greedy_never_branches():

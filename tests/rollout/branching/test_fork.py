@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mega_agentrl.config.schema import BranchConfig
+from mega_agentrl.config.sections.rollout import BranchConfig
 from mega_agentrl.rollout.branching.fork import ForkDecider, fork_sessions
 from mega_agentrl.rollout.branching.policy import (
     ArpoBranching,
@@ -14,24 +14,21 @@ from mega_agentrl.rollout.branching.policy import (
     PathBudget,
     SharedBudget,
 )
+from mega_agentrl.types.records import Role
 from tests.fakes import FakeTools
 
 EXCITED, CALM = [2.0] * 6, [0.5] * 6
 
 
 def test_every_decision_is_recorded_and_paid_for():
-    decider = ForkDecider(
-        ArpoBranching(BranchConfig()), (1,), PathBudget(2), num_consecutive_forks=0
-    )
-    assert (
-        decider.decide(5, 1.0, CALM) == ()
-        and decider.num_consecutive_forks == 0
-        and decider.num_slots_left == 2
-    )
+    own = PathBudget(2)
+    decider = ForkDecider(ArpoBranching(BranchConfig()), (1,), own, num_consecutive_forks=0)
+    assert decider.decide(5, 1.0, CALM) == ()
+    assert (decider.num_consecutive_forks, own.num_left) == (0, 2)
     (budget,) = decider.decide(9, 1.0, EXCITED)
-    assert (decider.num_consecutive_forks, decider.num_slots_left, budget.num_left) == (1, 1, 0)
+    assert (decider.num_consecutive_forks, own.num_left, budget.num_left) == (1, 1, 0)
     (budget,) = decider.decide(12, 1.0, EXCITED)
-    assert (decider.num_consecutive_forks, decider.num_slots_left, budget.num_left) == (2, 0, 0)
+    assert (decider.num_consecutive_forks, own.num_left, budget.num_left) == (2, 0, 0)
     assert decider.decide(15, 1.0, EXCITED) == () and decider.num_consecutive_forks == 0
     assert [(one.position, one.num_slots_left, one.num_forks) for one in decider.decisions] == [
         (5, 2, 0),
@@ -43,11 +40,26 @@ def test_every_decision_is_recorded_and_paid_for():
     assert decider.decisions[1].threshold == 0.5 and decider.decisions[0].path == (1,)
 
 
-def test_a_shared_budget_is_shared_and_no_branching_never_forks():
+def test_a_shared_budget_is_shared():
     shared = SharedBudget(1)
     first, second = (ForkDecider(ArpoBranching(BranchConfig()), (i,), shared, 0) for i in range(2))
-    assert first.decide(1, 1.0, EXCITED) == [shared] and second.num_slots_left == 0
-    assert ForkDecider(NoBranching(), (0,), PathBudget(3), 0).decide(1, 1.0, EXCITED) == ()
+    assert second.num_probe_tokens(1, Role.tool) == 20
+    assert first.decide(1, 1.0, EXCITED) == [shared] and second.decide(1, 1.0, EXCITED) == ()
+    assert second.num_probe_tokens(1, Role.tool) == 0, "no slots, no question"
+
+
+@pytest.mark.parametrize(
+    ("policy", "role", "num_tokens"),
+    [
+        (ArpoBranching(BranchConfig(num_probe_tokens=7)), Role.tool, 7),
+        (ArpoBranching(BranchConfig(num_probe_tokens=7)), Role.user, 0),
+        (ArpoBranching(BranchConfig(num_probe_tokens=0)), Role.tool, 0),
+        (NoBranching(), Role.tool, 0),
+    ],
+    ids=["after_tool", "after_user", "zero_probe_tokens", "no_branching"],
+)
+def test_where_policies_ask(policy, role, num_tokens):
+    assert ForkDecider(policy, (0,), PathBudget(3), 0).num_probe_tokens(9, role) == num_tokens
 
 
 class User:

@@ -8,15 +8,21 @@ from dataclasses import replace
 import pytest
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.config.sections.branching import BranchConfig
-from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout, ReleasedCodeBugs
-from mega_agentrl.rollout.branching.policy import NoBranching
-from mega_agentrl.rollout.context import RolloutContext
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
 from mega_agentrl.types.records import StopReason
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeSession, FakeTools, make_prompt, turns
+from tests.fakes import (
+    EOS,
+    FakeGenerator,
+    FakeSession,
+    FakeTools,
+    make_context,
+    make_prompt,
+    turns,
+)
 from tests.rollout.lockstep_script import (
     GOLDEN,
+    ReleasedCodeRollout,
     ScriptedEngine,
     ScriptedTools,
     context_of,
@@ -27,7 +33,7 @@ from tests.rollout.virtual_time import run_virtually
 
 
 def _replay(scenario, row, baselines):
-    """Run one batch of a trace: the batch, its trees, tools, and the unused random numbers."""
+    """Run one batch of a trace: batch, trees, engine, tools, and the unused random numbers."""
     engine = ScriptedEngine(row["rounds"])
     tools = ScriptedTools(scenario["config"]["tool_table"])
     prompts = [
@@ -35,19 +41,25 @@ def _replay(scenario, row, baselines):
         for index, text in enumerate(scenario["prompts"])
     ]
     uniforms = iter(row["uniforms"])
-    bugs = ReleasedCodeBugs(baselines=baselines, draw_uniform=lambda: next(uniforms))
-    keys = [prompt.prompt_id for prompt in prompts]
-    batch = LockstepArpoRollout(context_of(scenario, engine, tools), prompts, keys, bugs)
+    batch = ReleasedCodeRollout(
+        context_of(scenario, engine, tools),
+        prompts,
+        [prompt.prompt_id for prompt in prompts],
+        baselines=baselines,
+        draw=lambda: next(uniforms),
+    )
     engine.batch = batch
     trees = run_virtually(asyncio.wait_for(batch.run(), 20))
-    return batch, trees, tools, list(uniforms)
+    return batch, trees, engine, tools, list(uniforms)
 
 
-def _check_rounds(batch, row):
+def _check_rounds(batch, engine, row):
     assert len(batch.rounds) == len(row["rounds"])
-    for got, expected in zip(batch.rounds, row["rounds"], strict=True):
-        assert got.max_tokens == expected["max_tokens"]
-        assert list(got.active_indices) == expected["active"]
+    for index, expected in enumerate(row["rounds"]):
+        got = batch.rounds[index]
+        limits = [limit for number, limit in engine.max_tokens if number == index]
+        assert limits == [expected["max_tokens"]] * len(expected["active"])
+        assert got.active == expected["active"]
         assert len(got.decisions) == len(expected["decisions"])
         for (number, decision), coin in zip(got.decisions, expected["decisions"], strict=True):
             assert number == coin["traj"] and decision.threshold == coin["u"]
@@ -55,8 +67,7 @@ def _check_rounds(batch, row):
             assert decision.baseline_entropy == pytest.approx(coin["H_init"], abs=1e-9)
             assert decision.delta_h == pytest.approx(coin["delta"], abs=1e-9)
             assert bool(decision.num_forks) is coin["branch"]
-        assert len(got.created_indices) == len(expected["new"])
-        for number, new in zip(got.created_indices, expected["new"], strict=True):
+        for number, new in zip(got.created, expected["new"], strict=True):
             path = batch.trajectories[number]
             assert (number, path.prompt_index) == (new["traj"], new["sample"])
             assert (len(path.path) > 1) is (new["kind"] == "branch")
@@ -96,9 +107,9 @@ def test_golden_traces(scenario):
     for row in scenario["batches"]:
         before = {int(key): value for key, value in row["initial_entropy_before"].items()}
         assert before == pytest.approx(baselines, abs=1e-9)
-        batch, trees, tools, uniforms = _replay(scenario, row, baselines)
+        batch, trees, engine, tools, uniforms = _replay(scenario, row, baselines)
         assert uniforms == []
-        _check_rounds(batch, row)
+        _check_rounds(batch, engine, row)
         _check_final(batch, trees, scenario, row)
         reached = [
             one.stop_reason is StopReason.call_limit for tree in trees for one in tree.trajectories
@@ -116,26 +127,24 @@ CALL = "<search>q1</search>"
 
 
 def _batch(generator, *, tools=None, bugs=None, num_prompts=2, **options):
+    """bugs: keyword arguments of `ReleasedCodeRollout`; None for the rollout without them."""
     branch = BranchConfig(**options.pop("branch", {}))
-    context = RolloutContext(
-        generator=generator,
-        tools=tools or FakeTools(),
-        codec=CharCodec(),
-        policy=NoBranching(),
-        config=RolloutConfig(
+    context = make_context(
+        RolloutConfig(
             **(
                 {"group_size": 6, "max_response_tokens": 150, "branch": branch}
                 | {"branching": Branching.released}
                 | options
             )
         ),
-        temperature=1.0,
-        max_model_len=500,
-        seed=1,
-        step=0,
+        generator=generator,
+        tools=tools or FakeTools(),
     )
     prompts = [make_prompt(f"p{index}", question=f"Q{index}") for index in range(num_prompts)]
-    return LockstepArpoRollout(context, prompts, [prompt.prompt_id for prompt in prompts], bugs)
+    keys = [prompt.prompt_id for prompt in prompts]
+    if bugs is None:
+        return LockstepArpoRollout(context, prompts, keys)
+    return ReleasedCodeRollout(context, prompts, keys, **bugs)
 
 
 def _run(generator, **options):
@@ -143,9 +152,14 @@ def _run(generator, **options):
 
 
 def test_missing_trajectories_are_created_one_after_another():
-    batch = _batch(FakeGenerator(turns(END)), branch={"initial_rollouts": 2}, num_prompts=1)
+    batch = _batch(
+        FakeGenerator(turns(END)),
+        bugs={"baselines": {}, "draw": lambda: 0.9},
+        branch={"initial_rollouts": 2},
+        num_prompts=1,
+    )
     (tree,) = run_virtually(batch.run())
-    assert [round_.active_indices for round_ in batch.rounds] == [(0, 1), (2,), (3,), (4,), (5,)]
+    assert [one.active for one in batch.rounds] == [[0, 1], [2], [3], [4], [5]]
     assert tree.num_top_ups == 4 and tree.num_forks == 0
     assert [one.path for one in tree.trajectories] == [(index,) for index in range(6)]
 
@@ -167,7 +181,7 @@ def test_baselines_end_with_the_batch_unless_the_released_bugs_are_asked_for():
         generator = FakeGenerator(turns(CALL, END), entropy=lambda *_: level)
         return _run(generator, branch={"initial_rollouts": 3}, bugs=bugs)
 
-    bugs = ReleasedCodeBugs(draw_uniform=lambda: 0.9)
+    bugs = {"baselines": {}, "draw": lambda: 0.9}
     grow(0.1, bugs)
     deltas = [
         decision.delta_h

@@ -7,12 +7,10 @@ import asyncio
 import pytest
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.branching.lockstep_trajectory import LockstepTrajectory, truncate_buffer
-from mega_agentrl.rollout.branching.policy import NoBranching
-from mega_agentrl.rollout.context import RolloutContext
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
-from mega_agentrl.types.errors import RankLostError, ToolSessionError
+from mega_agentrl.types.errors import RankLostError
 from mega_agentrl.types.records import (
     FinishReason,
     Generation,
@@ -21,7 +19,15 @@ from mega_agentrl.types.records import (
     ToolOutcome,
     ToolStatus,
 )
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeSession, FakeTools, make_prompt, turns
+from tests.fakes import (
+    EOS,
+    CharCodec,
+    FakeGenerator,
+    FakeTools,
+    make_context,
+    make_prompt,
+    turns,
+)
 
 CALL = "<search>q1</search>"
 RESULT = "<result>ok:q1</result>"
@@ -29,18 +35,11 @@ END = f"<answer>1</answer>{EOS}"
 
 
 def _context(write, *, tools=None, max_model_len=1000, **options):
-    return RolloutContext(
+    return make_context(
+        RolloutConfig(**({"max_response_tokens": 200, "branching": Branching.released} | options)),
         generator=write if isinstance(write, FakeGenerator) else FakeGenerator(write),
         tools=tools or FakeTools(),
-        codec=CharCodec(),
-        policy=NoBranching(),
-        config=RolloutConfig(
-            **({"max_response_tokens": 200, "branching": Branching.released} | options)
-        ),
-        temperature=1.0,
         max_model_len=max_model_len,
-        seed=1,
-        step=0,
     )
 
 
@@ -193,44 +192,16 @@ async def test_a_fork_inherits_tokens_calls_and_tools():
     await parent.release()
 
 
-class FaultySession(FakeSession):
-    step = ""
-
-    def _fail(self, step):
-        if step == self.step:
-            raise ToolSessionError(
-                ToolOutcome(
-                    tool="python", status=ToolStatus.infra_error, answer="no disk", latency_s=0.1
-                )
-            )
-
-    async def create(self, tools_kwargs):
-        await super().create(tools_kwargs)
-        self._fail("create")
-
-    async def calc_reward(self):
-        self._fail("calc_reward")
-        return {}
-
-    async def release(self):
-        await super().release()
-        self._fail("release")
-
-
 @pytest.mark.parametrize("step", ["create", "calc_reward", "release"])
 async def test_tools_that_fail_outside_of_a_call(step):
-    class Tools(FakeTools):
-        def open_session(self):
-            return type("Session", (FaultySession,), {"step": step})(self)
-
-    tools = Tools()
+    tools = FakeTools(fails_at=step)
     got = await _live(_context(turns(CALL, END), tools=tools))
     assert tools.sessions[0].released == 1
     if step == "release":
         assert got.stop_reason is StopReason.eos
         return
     assert got.failed and got.stop_reason is StopReason.tool_failure
-    assert got.turns[-1].outcome.answer == "no disk" and got.tool_rewards == {}
+    assert got.turns[-1].outcome.answer == f"{step}: no disk" and got.tool_rewards == {}
 
 
 async def test_a_dead_engine_fails_the_trajectory_and_keeps_its_tokens():

@@ -1,27 +1,30 @@
-"""Engine requests of a trajectory stay within its budgets."""
+"""Engine requests within their budgets, their seeds, and the error of the top-k estimate."""
 
 from __future__ import annotations
 
-from mega_agentrl.config.schema import RolloutConfig
-from mega_agentrl.rollout.branching.policy import NoBranching
-from mega_agentrl.rollout.context import RolloutContext
+import math
+
+import pytest
+
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
-from mega_agentrl.rollout.generation.turn_generator import TurnGenerator, ends_with_partial_stop
-from mega_agentrl.types.records import ContextReset, FinishReason
-from tests.fakes import CharCodec, FakeGenerator, FakeTools, make_prompt, turns
+from mega_agentrl.rollout.generation.turn_generator import (
+    TopkEntropyGap,
+    TurnGenerator,
+    continuation_seed,
+    ends_with_partial_stop,
+    request_seed,
+)
+from mega_agentrl.types.records import ContextReset, FinishReason, Generation
+from tests.fakes import FakeGenerator, make_context, make_prompt, turns
 
 
 def _make_generator(write, *, max_model_len=100, context_resets=(), **options):
     generator = FakeGenerator(write)
-    context = RolloutContext(
+    context = make_context(
+        RolloutConfig(**options),
         generator=generator,
-        tools=FakeTools(),
-        codec=CharCodec(),
-        policy=NoBranching(),
-        config=RolloutConfig(**options),
-        temperature=1.0,
         max_model_len=max_model_len,
-        seed=1,
         step="s",
     )
     buffer = TokenBuffer()
@@ -40,7 +43,6 @@ async def test_parts_of_a_turn_have_names_and_seeds_of_their_own():
         and await turn_generator.sample(5) is FinishReason.length
     )
     buffer.close_turn("")
-    turn_generator.start_turn()
     await turn_generator.sample(6)
     names = [request.request_id for request in generator.requests]
     assert names == ["p0/s/2.1/0.0", "p0/s/2.1/0.1", "p0/s/2.1/1.0"]
@@ -99,4 +101,81 @@ def test_beginnings_of_stop_strings():
     assert ends_with_partial_stop("a</sea", ("</search>",)) and not ends_with_partial_stop(
         "</search>", ("</search>",)
     )
-    assert not ends_with_partial_stop("a<", ())
+    assert ends_with_partial_stop("<", ("</search>",)) and not ends_with_partial_stop("a<", ())
+
+
+def test_a_known_value_never_moves():
+    # A change here changes what every run samples.
+    assert request_seed(1, "train-3", "toolqa_7", (0, 1), 2, 0) == 8716954078516794663
+
+
+def test_every_part_of_the_place_counts():
+    place = (1, 3, "p", (0,), 2, 0)
+    others = [
+        (2, 3, "p", (0,), 2, 0),
+        (1, 4, "p", (0,), 2, 0),
+        (1, "3", "p", (0,), 2, 0),
+        (1, 3, "q", (0,), 2, 0),
+        (1, 3, "p", (0, 0), 2, 0),
+        (1, 3, "p", (0,), 3, 0),
+        (1, 3, "p", (0,), 2, 1),
+    ]
+    assert len({request_seed(*each) for each in [place, *others]}) == len(others) + 1
+
+
+def test_seeds_fill_the_range():
+    seeds = [request_seed(0, step, "p", (0,), 0, 0) for step in range(200)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert 80 < sum(seed >= 2**62 for seed in seeds) < 120
+
+
+def test_the_rest_of_a_request_has_a_seed_of_its_own():
+    seeds = {continuation_seed(seed, num_tokens) for seed in (1, 2) for num_tokens in range(1, 9)}
+    assert len(seeds | {1, 2}) == 18
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def generation(top_logps, entropies):
+    num = len(entropies)
+    return Generation(
+        request_id="r",
+        token_ids=(1,) * num,
+        logps=(-1.0,) * num,
+        entropies=tuple(entropies),
+        argmax_ids=(1,) * num,
+        finish_reason=FinishReason.length,
+        stop_string=None,
+        version=0,
+        top_logps=tuple(map(tuple, top_logps)),
+    )
+
+
+def logs(*probabilities):
+    return [math.log(p) for p in probabilities]
+
+
+def test_all_alternatives_listed_is_exact():
+    exact = -sum(p * math.log(p) for p in (0.5, 0.3, 0.2))
+    gap = TopkEntropyGap(3)
+    gap.add(generation([logs(0.2, 0.5, 0.3)], [exact]))
+    assert gap.mean == pytest.approx(0, abs=1e-12)
+
+
+def test_the_rest_counts_as_one_outcome_and_the_sampled_token_beyond_k_not_at_all():
+    # Exact: 0.5 and five times 0.1; the estimate from two: 0.5, 0.1 and 0.4 together.
+    exact = -(0.5 * math.log(0.5) + 5 * 0.1 * math.log(0.1))
+    estimate = -(0.5 * math.log(0.5) + 0.1 * math.log(0.1) + 0.4 * math.log(0.4))
+    gap = TopkEntropyGap(2)
+    gap.add(generation([logs(0.1, 0.5, 0.1)], [exact]))
+    assert gap.mean == pytest.approx(exact - estimate)
+    gap.add(generation([logs(1.0)], [0.0]))
+    assert gap.mean == pytest.approx((exact - estimate) / 2)
+
+
+def test_nothing_to_compare():
+    gap = TopkEntropyGap(0)
+    gap.add(generation([logs(1.0)], [9.0]))
+    assert gap.mean is None
+    asked = TopkEntropyGap(2)
+    asked.add(generation([], [9.0]))
+    assert asked.mean is None

@@ -15,8 +15,7 @@ from mega_agentrl.rollout.groups.scoring import (
 )
 from mega_agentrl.types.errors import RewardError
 from mega_agentrl.types.records import RolloutTree, Score, StopReason
-from tests.fakes import FakeGenerator, FakeRubric, FakeTools
-from tests.rollout.bare_trajectory import PROMPT, bare_trajectory
+from tests.fakes import FakeGenerator, FakeRubric, FakeTools, make_trajectory
 from tests.rollout.graded_prompts import (
     RecordingPromptSource,
     make_collector,
@@ -45,8 +44,8 @@ class Later(FakeRubric):
 
 
 def tree(*reasons):
-    rows = [bare_trajectory((index,), stop_reason=one) for index, one in enumerate(reasons)]
-    return RolloutTree(prompt=PROMPT, trajectories=rows)
+    rows = [make_trajectory((index,), stop_reason=one) for index, one in enumerate(reasons)]
+    return RolloutTree(prompt=rows[0].prompt, trajectories=rows)
 
 
 def test_known_scores_are_recorded_and_pending_ones_returned():

@@ -7,17 +7,19 @@ import asyncio
 import pytest
 
 from mega_agentrl.config.enums import CallProtocol
-from mega_agentrl.config.schema import BranchConfig, RolloutConfig
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.data.encoding.codec import HFCodec
-from mega_agentrl.rollout.branching.policy import ArpoBranching
+from mega_agentrl.rollout.branching.policy import BranchPolicy
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
 from mega_agentrl.rollout.interaction.session import InteractionRegistry, load_interaction_registry
 from mega_agentrl.types.errors import ToolSessionError
-from mega_agentrl.types.records import FinishReason, Generation, StopReason
+from mega_agentrl.types.records import FinishReason, Generation, Role, StopReason
 from tests.chat_models import save_tokenizer
-from tests.fakes import FakeRubric, make_prompt
+from tests.fakes import FakeRubric, make_context, make_prompt
 from tests.rollout.chat_run import call, converse, make_kit, prompt_for
+
+BRANCH = BranchConfig(initial_rollouts=1, num_probe_tokens=6)
 
 
 class User(Interaction):
@@ -232,21 +234,25 @@ class Excited:
         )
 
 
-async def _tree(codec, user):
-    """Two trajectories, one of them a fork where the user lets it."""
+async def _tree(codec, user, policy=None):
+    """Two trajectories, one of them a fork where the user lets it. policy: default: ARPO's."""
     kit = make_kit(codec)
     (tree,) = await collect_rollouts(
         [prompt_for(codec, kit, extra_info={"interaction_kwargs": {}})],
-        generator=Excited(codec),
-        tools=kit,
-        codec=codec,
-        rubric=FakeRubric(),
-        config=RolloutConfig(group_size=2, call_protocol=CallProtocol.hermes),
-        branching=ArpoBranching(BranchConfig(initial_rollouts=1, num_probe_tokens=6)),
-        max_model_len=5000,
-        seed=1,
-        step=0,
-        interactions=InteractionRegistry([user]),
+        FakeRubric(),
+        make_context(
+            RolloutConfig(
+                group_size=2,
+                call_protocol=CallProtocol.hermes,
+                branch=BRANCH,
+            ),
+            generator=Excited(codec),
+            tools=kit,
+            codec=codec,
+            max_model_len=5000,
+            interactions=InteractionRegistry([user]),
+            policy=policy,
+        ),
     )
     return tree
 
@@ -255,6 +261,30 @@ async def test_a_fork_has_a_user_of_its_own(codec):
     user = User(patience=1)
     tree = await _tree(codec, user)
     assert tree.num_forks == 1 and user.num_open == 0
+    for one in tree.trajectories:
+        assert one.stop_reason is StopReason.interaction_end
+        assert one.tool_rewards == {"user": 2.0}
+
+
+class ForkAfterUser(BranchPolicy):
+    """A whole rule: fork at every turn after a message of the user."""
+
+    def asks_at(self, turn):
+        return turn.previous_role is Role.user
+
+    def num_forks(self, point):
+        return 1
+
+
+async def test_a_rule_may_fork_after_the_users_message(codec):
+    user = User(patience=1)
+    tree = await _tree(codec, user, ForkAfterUser(BRANCH))
+    root, fork = tree.trajectories
+    assert fork.parent_id == root.trajectory_id and user.num_open == 0
+    (decision,) = root.decisions
+    assert decision.position == fork.fork_len == root.turns[4].start
+    assert [turn.role for turn in root.turns[2:5]] == [Role.assistant, Role.user, Role.assistant]
+    assert len(decision.probe_entropies) <= 6 and decision.probability is None
     for one in tree.trajectories:
         assert one.stop_reason is StopReason.interaction_end
         assert one.tool_rewards == {"user": 2.0}

@@ -10,27 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.packing import pack_trees
-from mega_agentrl.rollout.io.nodes import (
-    find_fork_decision,
-    find_token_origin,
-    to_node_tree,
-    to_rollout_tree,
-)
+from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
 from mega_agentrl.types.records import (
     Role,
     RolloutTree,
-    StopReason,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-    Turn,
 )
-from tests.fakes import make_prompt
-from tests.rollout.grown_trees import grown, nested_tree
+from tests.fakes import make_trajectory
+from tests.rollout.grown_trees import find_fork_decision, grown, nested_tree, part, parted
 
 
-@settings(max_examples=30, deadline=None)
-@given(grown())
+def _origins(nodes, path):
+    """Of each response token of a path: index of its node, and offset in the node."""
+    (leaf,) = [one for one in nodes.leaves if one.record_fields["path"] == path]
+    return [
+        (index, offset)
+        for index in nodes.node_indices(leaf)
+        for offset in range(len(nodes.nodes[index].token_ids))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(grown(), parted()))
 def test_leaves_become_the_trajectories_again(tree):
     nodes = to_node_tree(tree)
     assert to_rollout_tree(nodes) == tree
@@ -48,17 +48,19 @@ def test_every_token_leads_to_the_decision_that_made_it(tree):
     nodes = to_node_tree(tree)
     by_path = {one.path: one for one in tree.trajectories}
     for one in tree.trajectories:
-        for position in range(len(one.token_ids)):
-            origin = find_token_origin(nodes, one.path, position)
-            assert nodes.nodes[origin.node].token_ids[origin.offset] == one.token_ids[position]
-            writer = by_path[origin.path]
+        origins = _origins(nodes, one.path)
+        assert len(origins) == len(one.token_ids)
+        for position, (index, offset) in enumerate(origins):
+            assert nodes.nodes[index].token_ids[offset] == one.token_ids[position]
+            writer = by_path[nodes.nodes[index].path]
             assert writer.path == one.path[: len(writer.path)]
             assert position >= writer.fork_len
-            assert (origin.decision is None) == (writer.parent_id is None)
-            if origin.decision is not None:
-                assert origin.decision.path == writer.path[:-1]
-                assert origin.decision.position == writer.fork_len
-                assert origin.decision.num_forks > 0
+            decision = find_fork_decision(tree, writer.path)
+            assert (decision is None) == (writer.parent_id is None)
+            if decision is not None:
+                assert decision.path == writer.path[:-1]
+                assert decision.position == writer.fork_len
+                assert decision.num_forks > 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -80,7 +82,7 @@ def test_decisions_account_for_every_fork_and_every_probe(tree):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.tuples(grown(), grown()))
+@given(st.tuples(grown(), st.one_of(grown(), parted())))
 def test_nodes_are_those_of_the_training_batch(trees):
     if not any(any(t.loss_mask) and not t.failed for tree in trees for t in tree.trajectories):
         return
@@ -88,10 +90,9 @@ def test_nodes_are_those_of_the_training_batch(trees):
     ours = {}
     rows = [(i, to_node_tree(tree), t) for i, tree in enumerate(trees) for t in tree.trajectories]
     for row, (index, nodes, one) in enumerate(rows):
-        for position in range(len(one.token_ids)):
-            origin = find_token_origin(nodes, one.path, position)
+        for position, origin in enumerate(_origins(nodes, one.path)):
             theirs = int(batch.node_BT[row, position])
-            assert ours.setdefault((index, origin.node, origin.offset), theirs) == theirs
+            assert ours.setdefault((index, *origin), theirs) == theirs
     assert len(set(ours.values())) == len(ours), "different tokens have different ids"
 
 
@@ -114,14 +115,81 @@ def test_a_nested_tree_by_hand():
         and first.baseline_entropy == 1.0
         and first.delta_h == 1.0
     )
-    assert find_fork_decision(nodes, (0,)) is None
-    assert find_fork_decision(nodes, (0, 0)) == first
-    assert find_fork_decision(nodes, (0, 1)) == second
     (nested,) = tree.trajectories[1].decisions
-    assert find_fork_decision(nodes, (0, 0, 0)) == nested
-    assert find_token_origin(nodes, (0, 0, 0), 0).path == (0,)
-    assert find_token_origin(nodes, (0, 0, 0), first.position).decision == first
-    assert find_token_origin(nodes, (0, 0, 0), nested.position).decision == nested
+    writers = [nodes.nodes[index].path for index, _ in _origins(nodes, (0, 0, 0))]
+    assert [writers[at] for at in (0, first.position, nested.position)] == [
+        (0,),
+        (0, 0),
+        (0, 0, 0),
+    ]
+    assert [find_fork_decision(tree, one.path) for one in tree.trajectories] == [
+        None,
+        first,
+        nested,
+        second,
+    ]
+
+
+def test_paths_part_inside_of_a_turn_by_hand():
+    spans = [(Role.assistant, 2), (Role.tool, 3), (Role.assistant, 4)]
+    root = make_trajectory((0,), spans)
+    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
+    tree = part(tree, root, root.turns[2], 7, num_new=3)
+    (fork,) = tree.trajectories[1:]
+    tree = part(tree, fork, fork.turns[2], 9, num_new=1)
+    tree = part(tree, root, root.turns[2], 9, num_new=2)
+    assert [(one.path, one.fork_len, len(one.token_ids)) for one in tree.trajectories] == [
+        ((0,), 0, 9),
+        ((0, 0), 7, 10),
+        ((0, 0, 0), 9, 10),
+        ((0, 1), 9, 11),
+    ]
+    nodes = to_node_tree(tree)
+    # Node 4 has no tokens: the root's turn ends where path 0.1 goes on with it.
+    assert [(n.parent, n.path, n.start, n.stop, n.turn and n.turn.text) for n in nodes.nodes] == [
+        (None, (0,), 0, 2, "t"),
+        (0, (0,), 2, 5, "t"),
+        (1, (0,), 5, 7, None),
+        (2, (0,), 7, 9, None),
+        (3, (0,), 9, 9, "t"),
+        (2, (0, 0), 7, 9, None),
+        (5, (0, 0), 9, 10, "part (0, 0)"),
+        (5, (0, 0, 0), 9, 10, "part (0, 0, 0)"),
+        (3, (0, 1), 9, 11, "part (0, 1)"),
+    ]
+    assert [leaf.last_node for leaf in nodes.leaves] == [4, 6, 7, 8]
+    assert to_rollout_tree(nodes) == tree
+
+
+def test_a_path_may_leave_a_turn_and_write_the_same():
+    root = make_trajectory((0,), [(Role.assistant, 4)])
+    fork = make_trajectory((0, 0), [(Role.assistant, 4)], parent_id="0", fork_len=3)
+    tree = RolloutTree(prompt=root.prompt, trajectories=[root, fork], num_forks=1)
+    nodes = to_node_tree(tree)
+    assert [(node.parent, node.start, node.stop) for node in nodes.nodes] == [
+        (None, 0, 3),
+        (0, 3, 4),
+        (0, 3, 4),
+    ]
+    assert to_rollout_tree(nodes) == tree
+
+
+def test_only_turns_of_the_policy_part():
+    spans = [(Role.assistant, 2), (Role.tool, 3), (Role.assistant, 4)]
+    root = make_trajectory((0,), spans)
+    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
+    with pytest.raises(ValueError, match="are not those of"):
+        to_node_tree(part(tree, root, root.turns[1], 4, num_new=0))
+
+
+def test_a_leaf_inside_of_a_turn_is_an_error():
+    spans = [(Role.assistant, 4)]
+    root = make_trajectory((0,), spans)
+    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
+    nodes = to_node_tree(part(tree, root, root.turns[0], 3, num_new=1))
+    leaves = [replace(leaf, last_node=0) for leaf in nodes.leaves]
+    with pytest.raises(ValueError, match="expected one that ends a turn"):
+        to_rollout_tree(replace(nodes, leaves=leaves))
 
 
 def test_a_decision_that_did_not_fork_is_recorded():
@@ -129,14 +197,6 @@ def test_a_decision_that_did_not_fork_is_recorded():
     asked = [[decision.num_forks for decision in one.decisions] for one in calm.trajectories]
     assert asked == [[0, 0], [], [], []]
     assert calm.num_top_ups == 3 and calm.trajectories[0].decisions[1].delta_h == -0.5
-
-
-def test_an_unknown_path_or_position_is_an_error():
-    nodes = to_node_tree(nested_tree())
-    with pytest.raises(ValueError, match=r"got path 7, has 0, 0\.0, 0\.0\.0, 0\.1"):
-        find_token_origin(nodes, (7,), 0)
-    with pytest.raises(ValueError, match="position 500"):
-        find_token_origin(nodes, (0,), 500)
 
 
 def test_what_is_no_tree_is_an_error():
@@ -173,10 +233,9 @@ def test_authors_take_turns_in_the_nodes():
 
 
 def test_answers_that_came_in_together_are_nodes_without_tokens_but_the_last():
-    outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="1", latency_s=0.1)
     spans = [(Role.assistant, 2), (Role.tool, 0), (Role.tool, 3), (Role.assistant, 2)]
-    root = _by_hand((0,), spans, outcome)
-    fork = _by_hand((0, 0), spans, outcome, parent_id="(0,)", fork_len=5)
+    root = make_trajectory((0,), spans)
+    fork = make_trajectory((0, 0), spans, parent_id="0", fork_len=5)
     fork.token_ids[5:] = [8, 9]
     tree = RolloutTree(prompt=root.prompt, trajectories=[root, fork], num_forks=1)
     nodes = to_node_tree(tree)
@@ -188,47 +247,15 @@ def test_answers_that_came_in_together_are_nodes_without_tokens_but_the_last():
         (2, 2),
     ]
     assert to_rollout_tree(nodes) == tree
-    # Without decisions nobody can say which one made the fork.
-    assert find_token_origin(nodes, (0, 0), 6).decision is None
-    assert find_token_origin(nodes, (0, 0), 6).path == (0, 0)
-    assert find_token_origin(nodes, (0, 0), 4).path == (0,)
+    writers = [nodes.nodes[index].path for index, _ in _origins(nodes, (0, 0))]
+    assert writers == [(0,)] * 5 + [(0, 0)] * 2
 
 
 def test_a_turn_without_tokens_at_the_fork_stays_with_the_fork():
     # Its tools could not be forked: a turn without tokens, right where it begins.
-    outcome = ToolOutcome(tool="python", status=ToolStatus.infra_error, answer="", latency_s=0)
     spans = [(Role.assistant, 2), (Role.tool, 3)]
-    root = _by_hand((0,), [*spans, (Role.assistant, 2)], outcome)
-    fork = _by_hand((0, 0), [*spans, (Role.tool, 0)], outcome, parent_id="(0,)", fork_len=5)
+    root = make_trajectory((0,), [*spans, (Role.assistant, 2)])
+    fork = make_trajectory((0, 0), [*spans, (Role.tool, 0)], parent_id="0", fork_len=5)
     tree = RolloutTree(prompt=root.prompt, trajectories=[root, fork], num_forks=1)
     assert to_rollout_tree(to_node_tree(tree)) == tree
     assert [node.path for node in to_node_tree(tree).nodes] == [(0,), (0,), (0,), (0, 0)]
-
-
-def _by_hand(path, spans, outcome, **changes):
-    """A trajectory whose turns have the given authors and lengths; token 1, mask by author."""
-    turns, mask, ids = [], [], []
-    for index, (author, size) in enumerate(spans):
-        said = author is Role.assistant
-        start = len(mask)
-        mask += [int(said)] * size
-        ids += [index] * size
-        answer = None if said else outcome
-        turns.append(
-            Turn(index=index, role=author, start=start, stop=len(mask), text="t", outcome=answer)
-        )
-    size = len(mask)
-    return Trajectory(
-        trajectory_id=str(path),
-        prompt=make_prompt(),
-        path=path,
-        token_ids=[1] * size,
-        loss_mask=mask,
-        logps=[0.0] * size,
-        entropies=[0.0] * size,
-        versions=[1] * size,
-        turn_ids=ids,
-        turns=turns,
-        stop_reason=StopReason.eos,
-        **changes,
-    )

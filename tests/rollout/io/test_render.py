@@ -1,29 +1,46 @@
-"""Trajectories as text."""
+"""Trajectories and trees as text: every path, turn and decision is drawn once."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
 
-from mega_agentrl.config.schema import RolloutConfig
+import pytest
+from hypothesis import given, settings
+from hypothesis.vendor.pretty import pretty
+
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.rollout.io.render import render_trajectory
-from mega_agentrl.types.records import ToolStatus
-from tests.fakes import EOS, CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, turns
+from mega_agentrl.rollout.io.render import (
+    decision_line,
+    render_trajectory,
+    render_tree,
+    summary_line,
+)
+from mega_agentrl.types.records import BranchDecision, ToolStatus
+from tests.fakes import (
+    EOS,
+    FakeGenerator,
+    FakeRubric,
+    FakeTools,
+    make_context,
+    make_prompt,
+    turns,
+)
+from tests.rollout.grown_trees import grown, nested_tree, part
 
 
 def _one(*texts, **tools):
     (tree,) = asyncio.run(
         collect_rollouts(
             [make_prompt("set/7", question="how?", token_ids=(63,))],
-            generator=FakeGenerator(turns(*texts)),
-            tools=FakeTools(**tools),
-            codec=CharCodec(),
-            rubric=FakeRubric(),
-            config=RolloutConfig(group_size=1),
-            max_model_len=4096,
-            seed=1,
-            step=0,
+            FakeRubric(),
+            make_context(
+                RolloutConfig(group_size=1),
+                generator=FakeGenerator(turns(*texts)),
+                tools=FakeTools(**tools),
+                max_model_len=4096,
+            ),
         )
     )
     return tree.trajectories[0]
@@ -77,3 +94,94 @@ def test_control_characters_are_shown_not_obeyed():
     assert lines[4].startswith("  agent | \\x1b[2J")
     one.score = replace(one.score, reason="wrong answer: \x1b[2J\nok")
     assert "(wrong answer: \\x1b[2J\\nok), stop eos" in render_trajectory(one)
+
+
+def _decision(**changes):
+    values = {
+        "position": 40,
+        "num_slots_left": 1,
+        "baseline_entropy": 0.5,
+        "probe_entropies": (1.0, 2.0),
+        "num_forks": 1,
+    }
+    return BranchDecision(path=(0,), **(values | changes))
+
+
+def test_a_nested_tree():
+    tree = nested_tree()
+    ends = {one.path: summary_line(one) for one in tree.trajectories}
+    asked = "H 2 over 8 tokens, baseline 1, dH +1, P 0.7 against 0.5: 1 fork"
+    assert render_tree(tree).split("\n") == [
+        "question set/0: Q",
+        "  truth   1",
+        "  4 paths: 3 forks, 0 top-ups",
+        "0 agent | thinkhard<search>q1</search>",
+        "  tool  | <result>ok:q1</result>",
+        f"  asked at token 50 with 3 slots: {asked}",
+        "  | 0.0 agent | more words<search>q1</search>",
+        "  |     tool  | <result>ok:q1</result>",
+        f"  |     asked at token 101 with 1 slot: {asked}",
+        "  |     | 0.0.0 agent | more words<answer>1</answer>",
+        f"  |     |       = {ends[0, 0, 0]}",
+        "  |     agent | more words<answer>1</answer>",
+        f"  |     = {ends[0, 0]}",
+        "  agent | more words<search>q1</search>",
+        "  tool  | <result>ok:q1</result>",
+        f"  asked at token 101 with 1 slot: {asked}",
+        "  | 0.1 agent | more words<answer>1</answer>",
+        f"  |     = {ends[0, 1]}",
+        "  agent | more words<answer>1</answer>",
+        f"  = {ends[0,]}",
+    ]
+
+
+def test_a_turn_that_a_path_leaves_inside_is_drawn_on_both():
+    tree = nested_tree()
+    root = tree.trajectories[0]
+    text = render_tree(part(tree, root, root.turns[-1], root.turns[-1].start + 4, num_new=2))
+    assert "| 0.2 agent | part (0, 2)" in text and text.count("= ") >= 5
+
+
+def test_what_was_decided_on_one_line():
+    assert decision_line(_decision(probability=0.7, threshold=0.5)) == (
+        "asked at token 40 with 1 slot: H 1.5 over 2 tokens, baseline 0.5, dH +1, "
+        "P 0.7 against 0.5: 1 fork"
+    )
+    assert decision_line(_decision(num_forks=0, num_slots_left=2, probe_entropies=(0.25,))) == (
+        "asked at token 40 with 2 slots: H 0.25 over 1 token, baseline 0.5, dH -0.25: no fork"
+    )
+    assert decision_line(_decision(num_forks=0, probe_entropies=())) == (
+        "asked at token 40 with 1 slot: no fork"
+    )
+
+
+@settings(max_examples=40)
+@given(grown())
+def test_every_path_every_turn_and_every_decision_is_drawn_once(tree):
+    text = render_tree(tree)
+    assert text.count("= ") >= len(tree.trajectories)
+    for one in tree.trajectories:
+        assert f"= {summary_line(one)}" in text
+    num_decisions = sum(len(one.decisions) for one in tree.trajectories)
+    assert text.count("asked at token") == num_decisions
+    num_own = sum(turn.start >= one.fork_len for one in tree.trajectories for turn in one.turns)
+    assert text.count("agent |") + text.count("tool  |") == num_own
+
+
+def test_a_failing_property_shows_its_tree_drawn():
+    tree = nested_tree()
+    drawn = [line.strip() for line in render_tree(tree).split("\n")]
+    assert [line.strip() for line in pretty((tree,)).split("\n")] == [
+        "(",
+        *drawn[:-1],
+        f"{drawn[-1]},)",
+    ]
+
+
+def test_trees_that_differ_name_the_field():
+    tree, other = nested_tree(), nested_tree()
+    other.trajectories[2].logps[7] = 9.0
+    with pytest.raises(AssertionError) as caught:
+        assert [tree] == [other]
+    assert "[0].trajectories[2].logps[7]: " in str(caught.value)
+    assert len(str(caught.value)) < 500

@@ -14,7 +14,7 @@ from mega_agentrl.rollout.io import tree_file
 from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
 from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
 from mega_agentrl.types.records import ContextReset, Role, StopReason, ToolStatus
-from tests.rollout.grown_trees import grown, nested_tree
+from tests.rollout.grown_trees import grown, nested_tree, parted
 
 
 def _restored(path):
@@ -22,7 +22,7 @@ def _restored(path):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(grown(), min_size=1, max_size=3))
+@given(st.lists(st.one_of(grown(), parted()), min_size=1, max_size=3))
 def test_what_is_read_is_what_was_written(tmp_path_factory, trees):
     path = tmp_path_factory.mktemp("trees") / "step.jsonl"
     write_trees(path, trees, stage="rl", step=7)

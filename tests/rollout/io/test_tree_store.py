@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from mega_agentrl.config.enums import Branching
-from mega_agentrl.config.schema import RolloutConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
-from mega_agentrl.rollout.collector import make_rollout_context
 from mega_agentrl.rollout.groups.collector import RolloutCollector
 from mega_agentrl.rollout.io.tree_store import TreeStore
 from mega_agentrl.types.records import StopReason
-from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+from tests.fakes import FakeGenerator, FakeRubric, make_context, make_prompt
 
 PROMPTS = [make_prompt(f"p{index}", f"Q{index}") for index in range(6)]
 
@@ -22,13 +21,10 @@ def collect(path, generator=None, step="train-1", **changes):
     generator = generator or FakeGenerator()
     store = TreeStore(path)
     config = RolloutConfig(group_size=4, max_response_tokens=60, max_turns=4, **changes)
-    context = make_rollout_context(
+    context = make_context(
+        config,
         generator=generator,
-        tools=FakeTools(),
-        codec=CharCodec(),
-        config=config,
         max_model_len=128,
-        seed=1,
         step="train",
         tree_store=store,
     )

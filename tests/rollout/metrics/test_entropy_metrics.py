@@ -15,8 +15,9 @@ from mega_agentrl.rollout.metrics.entropy import (
     collect_entropy_curves,
     entropy_metrics,
 )
-from mega_agentrl.types.records import Role
-from tests.rollout.grown_trees import grown, nested_tree
+from mega_agentrl.types.records import Role, RolloutTree
+from tests.fakes import make_trajectory
+from tests.rollout.grown_trees import grown, nested_tree, part
 
 
 def test_the_nested_tree_by_hand():
@@ -27,7 +28,7 @@ def test_the_nested_tree_by_hand():
     assert set(curve.root.sums[:28]) == {1.0}
     assert curve.after_tool.counts[0] == 6
     assert curve.after_tool.mean() == 2.0
-    metrics = entropy_metrics(nested_tree().trajectories, window=20)
+    metrics = entropy_metrics(nested_tree().trajectories)
     assert metrics["entropy_root"] == 1.0 and metrics["entropy_after_tool"] == 2.0
     for start in (0, 5, 10, 20):
         assert metrics[f"entropy_root/{start}"] == 1.0
@@ -42,6 +43,14 @@ def test_offsets_count_sampled_tokens_only():
     curve = collect_entropy_curves([one])
     assert curve.root.sums[:3] == (9.0, 7.0, 3.0)
     assert curve.root.counts[:28] == (1,) * 27 + (0,)
+
+
+def test_a_path_that_leaves_a_turn_inside_counts_at_its_offset():
+    root = make_trajectory((0,), [(Role.assistant, 4)], entropies=[1.0] * 4)
+    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
+    curve = collect_entropy_curves(part(tree, root, root.turns[0], 2, num_new=3).trajectories)
+    assert curve.root.counts[:6] == (1, 1, 2, 2, 1, 0)
+    assert curve.root.sums[:6] == (1.0, 1.0, 1.125, 1.125, 0.125, 0.0)
 
 
 @settings(max_examples=40)

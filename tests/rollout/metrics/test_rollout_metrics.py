@@ -1,10 +1,22 @@
-"""Hand-counted metrics of a tree with a call, a fork and a failure."""
+"""Metrics counted by hand, and branching metrics against the nodes of the tree."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from mega_agentrl.rollout.metrics.rollout import rollout_metrics
+import pytest
+from hypothesis import given, settings
+
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.io.nodes import to_node_tree
+from mega_agentrl.rollout.metrics.rollout import (
+    branch_metrics,
+    greedy_metrics,
+    reward_metrics,
+    rollout_metrics,
+    tool_metrics,
+)
 from mega_agentrl.types.records import (
     Role,
     RolloutTree,
@@ -12,52 +24,11 @@ from mega_agentrl.types.records import (
     StopReason,
     ToolOutcome,
     ToolStatus,
-    Trajectory,
-    Turn,
 )
-from tests.fakes import make_prompt
+from tests.fakes import FakeRubric, make_context, make_prompt, make_trajectory
+from tests.rollout.grown_trees import grown, nested_tree
 
 PROMPT = make_prompt()
-
-
-def _outcome(status=ToolStatus.ok):
-    return ToolOutcome(tool="python", status=status, answer="2", latency_s=0.5)
-
-
-def _trajectory(path, spans, entropies, *, score=None, stop=StopReason.eos, **changes):
-    """spans: (author, length) per turn."""
-    turns, mask, ids, at = [], [], [], 0
-    for index, (author, length) in enumerate(spans):
-        said = author is Role.assistant
-        turns.append(
-            Turn(
-                index=index,
-                role=author,
-                start=at,
-                stop=at + length,
-                text="t",
-                outcome=None if said else _outcome(),
-            )
-        )
-        mask += [int(said)] * length
-        ids += [index] * length
-        at += length
-    return Trajectory(
-        trajectory_id=str(path),
-        prompt=PROMPT,
-        path=path,
-        token_ids=[1] * at,
-        loss_mask=mask,
-        logps=[0.0] * at,
-        entropies=entropies,
-        versions=[1] * at,
-        turn_ids=ids,
-        turns=turns,
-        stop_reason=stop,
-        num_tool_calls=len(turns) // 2,
-        score=score,
-        **changes,
-    )
 
 
 def _score(value, correct, **parts):
@@ -69,17 +40,20 @@ AGENT, TOOL = Role.assistant, Role.tool
 
 def _tree():
     spans = [(AGENT, 2), (TOOL, 1), (AGENT, 2)]
-    root = _trajectory((0,), spans, [1, 1, 0, 3, 3], score=_score(1.0, True))
-    fork = _trajectory(
+    root = make_trajectory(
+        (0,), spans, entropies=[1, 1, 0, 3, 3], score=_score(1.0, True), num_tool_calls=1
+    )
+    fork = make_trajectory(
         (0, 0),
         spans,
-        [1, 1, 0, 5, 5],
+        entropies=[1, 1, 0, 5, 5],
         score=_score(0.5, False),
-        parent_id="(0,)",
+        num_tool_calls=1,
+        parent_id="0",
         fork_len=3,
-        stop=StopReason.length,
+        stop_reason=StopReason.length,
     )
-    failed = _trajectory((1,), [(AGENT, 1)], [9], stop=StopReason.aborted)
+    failed = make_trajectory((1,), [(AGENT, 1)], entropies=[9], stop_reason=StopReason.aborted)
     trajectories = [root, fork, failed]
     return RolloutTree(prompt=PROMPT, trajectories=trajectories, num_forks=1, num_top_ups=0)
 
@@ -136,10 +110,178 @@ def test_parts_of_the_reward():
 
 
 def test_the_window_bounds_the_entropies_of_a_turn():
-    tree = RolloutTree(prompt=PROMPT, trajectories=[_trajectory((0,), [(AGENT, 3)], [1, 2, 30])])
-    assert rollout_metrics([tree], window=2)["rollout/entropy_root"] == 1.5
-    assert rollout_metrics([tree])["rollout/entropy_root"] == 11
+    one = make_trajectory((0,), [(AGENT, 21)], entropies=[1, 2] * 10 + [30])
+    tree = RolloutTree(prompt=PROMPT, trajectories=[one])
+    got = rollout_metrics([tree])
+    assert got["rollout/entropy_root"] == 1.5 and got["rollout/entropy"] == 60 / 21
 
 
 def test_nothing_gives_zeros():
     assert set(rollout_metrics([]).values()) == {0.0}
+
+
+def test_branch_metrics_the_nested_tree_by_hand():
+    tree = nested_tree()
+    first, second = (28 + 22, 28 + 22 + 29 + 22)
+    # 0 is whole; 0.0 takes over the first turn, 0.0.0 and 0.1 the first two, 28 and 29 sampled.
+    assert [one.fork_len for one in tree.trajectories] == [0, first, second, second]
+    held = sum(sum(one.loss_mask) for one in tree.trajectories)
+    assert branch_metrics([tree]) == pytest.approx(
+        {
+            "forks_per_prompt": 3,
+            "top_ups_per_prompt": 0,
+            "decisions_per_prompt": 3,
+            "fork_rate": 1,
+            "delta_h": 1,
+            "tokens_saved_fraction": (28 + 57 + 57) / held,
+            "calls_saved_fraction": (1 + 2 + 2) / 8,
+        }
+    )
+
+
+def test_decisions_that_did_not_fork_count_too():
+    got = branch_metrics([nested_tree(), nested_tree(after=0.5)])
+    assert got["decisions_per_prompt"] == 2.5 and got["fork_rate"] == 0.6
+    assert got["delta_h"] == pytest.approx((3 * 1.0 - 2 * 0.5) / 5)
+    assert got["forks_per_prompt"] == 1.5 and got["top_ups_per_prompt"] == 1.5
+
+
+@settings(max_examples=40)
+@given(grown())
+def test_saved_is_what_the_nodes_hold_only_once(tree):
+    nodes = to_node_tree(tree)
+    held = sum(sum(one.loss_mask) for one in tree.trajectories)
+    sampled = sum(sum(node.loss_mask) for node in nodes.nodes)
+    got = branch_metrics([tree])["tokens_saved_fraction"]
+    assert got == pytest.approx(1 - sampled / held if held else 0)
+    assert (got > 0) == (tree.num_forks > 0)
+
+
+async def test_the_estimates_distance_is_there_when_asked_for():
+    gaps = []
+    for top_k in (0, 1):
+        config = RolloutConfig(group_size=4, branch=BranchConfig(entropy_estimate_top_k=top_k))
+        (tree,) = await collect_rollouts(
+            [make_prompt()],
+            FakeRubric(),
+            make_context(
+                config,
+                max_model_len=200,
+                step=1,
+            ),
+        )
+        gaps.append(branch_metrics([tree]).get("topk_entropy_gap"))
+    assert gaps[0] is None
+    assert gaps[1] > 0
+
+
+def test_without_decisions_there_is_no_mean_of_them():
+    assert "delta_h" not in branch_metrics([])
+    assert set(branch_metrics([]).values()) == {0.0}
+
+
+def _tool_outcome(tool="python", status=ToolStatus.ok, latency_s=1.0, **changes):
+    return ToolOutcome(tool=tool, status=status, answer="", latency_s=latency_s, **changes)
+
+
+def _tool_trajectory(outcomes, **changes):
+    """Two tokens a call: one sampled, one of the answer."""
+    return make_trajectory(
+        (0,), [(AGENT, 1), (TOOL, 1)] * len(outcomes), outcomes=outcomes, **changes
+    )
+
+
+def test_tool_metrics_by_hand():
+    shared = _tool_outcome(latency_s=1.0, queue_s=0.5, step_reward=0.5, metrics={"run_s": 2.0})
+    root = _tool_trajectory(
+        [shared, _tool_outcome(latency_s=3.0, status=ToolStatus.timeout)],
+        tool_rewards={"gsm8k": 1.0},
+    )
+    fork = _tool_trajectory(
+        [shared, _tool_outcome(latency_s=8.0, step_reward=-0.25, metrics={"run_s": 4.0})],
+        fork_len=2,
+        parent_id="t",
+    )
+    failed = _tool_trajectory(
+        [_tool_outcome("search", ToolStatus.infra_error, 0.0, step_reward=9.0)],
+        stop_reason=StopReason.tool_failure,
+    )
+    got = tool_metrics([root, fork, failed])
+    expected = {
+        "tool/python/num_calls": 3,
+        "tool/python/num_ok": 2,
+        "tool/python/num_timeout": 1,
+        "tool/python/num_user_error": 0,
+        "tool/python/num_infra_error": 0,
+        "tool/python/latency_mean_s": 4,
+        "tool/python/latency_p50_s": 3,
+        "tool/python/latency_p99_s": 8,
+        "tool/python/latency_max_s": 8,
+        "tool/python/queue_mean_s": 0.5 / 3,
+        "tool/python/metric/run_s": 3,
+        "tool/python/step_reward": (0.5 + 0.25) / 2,
+        "tool/gsm8k/final_reward": 0.5,
+        "tool/search/num_calls": 1,
+        "tool/search/num_infra_error": 1,
+    }
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value), name
+    assert "tool/search/step_reward" not in got, "a failed trajectory earned nothing"
+
+
+def test_p99_of_two_hundred():
+    calls = _tool_trajectory([_tool_outcome(latency_s=float(n)) for n in range(1, 201)])
+    got = tool_metrics([calls])
+    assert (got["tool/python/latency_p50_s"], got["tool/python/latency_p99_s"]) == (100, 198)
+
+
+def test_a_name_the_policy_made_up_names_no_metric():
+    got = tool_metrics([_tool_trajectory([_tool_outcome("a/b\n<think>"), _tool_outcome("c d")])])
+    assert got["tool/unknown/num_calls"] == 2
+    assert {name.split("/")[1] for name in got} == {"unknown"}
+
+
+def test_tool_metrics_nothing_gives_nothing():
+    assert tool_metrics([]) == {}
+    assert tool_metrics([_tool_trajectory([])]) == {}
+
+
+def _scored(parts, fields, reward_error=""):
+    one = make_trajectory(reward_error=reward_error)
+    if not reward_error:
+        one.score = Score(
+            value=0.0, correct=False, f1=0.0, answer="", reason="", parts=parts, extra_info=fields
+        )
+    return one
+
+
+def test_reward_metrics_by_hand():
+    rows = [
+        _scored({"arpo": 1.0, "mine": 0.5}, {"mine": {"right": True, "len": 4, "why": "x"}}),
+        _scored({"arpo": 0.0, "mine": 0.0}, {"mine": {"right": False, "len": float("inf")}}),
+        _scored({}, {}, reward_error="hung"),
+        _scored({}, {}),
+    ]
+    assert reward_metrics(rows) == {
+        "reward/failed_fraction": 0.25,
+        "reward/arpo": 0.5,
+        "reward/mine": 0.25,
+        "reward/mine/right": 0.5,
+        "reward/mine/len": 4.0,
+    }
+    assert reward_metrics([]) == {"reward/failed_fraction": 0.0}
+
+
+def test_greedy_metrics_by_hand():
+    tokens = {name: [0] * 3 for name in ("token_ids", "logps", "entropies", "versions", "turn_ids")}
+    score = Score(value=0.5, correct=True, f1=1.0, answer="", reason="")
+    good = make_trajectory(loss_mask=[1, 0, 1], score=score, **tokens)
+    lost = make_trajectory(loss_mask=[1, 1, 1], reward_error="nobody knows", **tokens)
+    trees = [
+        RolloutTree(prompt=PROMPT, trajectories=[], greedy_trajectory=one) for one in (good, lost)
+    ]
+    found = greedy_metrics(trees)
+    assert found["greedy_reward"] == 0.5 and found["greedy_success"] == 1.0
+    assert found["greedy_failed"] == 0.5
+    assert (found["greedy_tokens"], found["greedy_calls"]) == (5.0, 0.0)
+    assert greedy_metrics([replace(trees[0], greedy_trajectory=None)]) == {}

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.runtime.sandboxes.host_actor import SandboxHostActor
 from mega_agentrl.types.records import ToolStatus
 

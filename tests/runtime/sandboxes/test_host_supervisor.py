@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.runtime.sandboxes import host_supervisor as module
 from mega_agentrl.runtime.sandboxes.host_supervisor import (
     HostStartError,

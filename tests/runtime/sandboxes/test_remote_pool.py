@@ -15,7 +15,7 @@ import ray
 
 import mega_agentrl
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool, RemoteSandboxSession
 from mega_agentrl.sandbox.pool import SandboxPool
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE, SandboxSession
@@ -238,7 +238,7 @@ from pathlib import Path
 
 import ray
 
-from mega_agentrl.config.sections.sandbox import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)

@@ -9,8 +9,10 @@ import ray
 import torch
 
 from mega_agentrl.config.enums import AdvantageEstimator
-from mega_agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.critic_group import CriticGroup
 from mega_agentrl.types.errors import AuxiliaryModelLostError

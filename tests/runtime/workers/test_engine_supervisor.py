@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import ray
 
-from mega_agentrl.config.schema import ClusterConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
 from mega_agentrl.runtime.workers import engine_supervisor as module
 from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
@@ -51,16 +53,19 @@ class FakeEngine:
 class FakeWeightSync:
     """Records which engines it synced.
 
-    busy: the engines have to wait. policy_lost: a policy rank has died.
+    busy: the engines have to wait. policy_lost: a policy rank has died. broken: it has a bug.
     """
 
     def __init__(self):
-        self.synced, self.busy, self.policy_lost, self.num_attempts = [], False, False, 0
+        self.synced, self.num_attempts = [], 0
+        self.busy = self.policy_lost = self.broken = False
 
     def sync_new_engines(self, engines):
         self.num_attempts += 1
         if self.policy_lost:
             raise PolicyRankDiedError("policy rank 1 died")
+        if self.broken:
+            raise KeyError("layer 3")
         if not self.busy:
             self.synced += engines
         return not self.busy
@@ -86,8 +91,7 @@ def supervised(ray_local, request, monkeypatch):
     ray.get([actor.call.remote("check_health") for actor in actors], timeout=300)
     engines = GeneratorGroup(actors, config, spawn)
     weight_sync = FakeWeightSync()
-    supervisor = EngineSupervisor(engines, weight_sync)
-    engines.set_engine_supervisor(supervisor)
+    supervisor = EngineSupervisor(engines, weight_sync.sync_new_engines, nullcontext)
     supervisor.start()
     yield engines, weight_sync, supervisor
     supervisor.close()
@@ -122,8 +126,8 @@ async def until_sync_attempts(weight_sync, times):
 
 
 async def test_requests_of_a_dead_engine_are_retried_and_it_is_replaced(supervised):
-    engines, weight_sync, supervisor = supervised
-    supervisor.report_lost(0, object(), "old news: somebody else's process died")
+    engines, weight_sync, _ = supervised
+    engines.report_lost(0, object(), "old news: somebody else's process died")
     assert engines.routable_engines == [0, 1]
     both = [pid(engines, 0), pid(engines, 1)]
     running = [asyncio.create_task(generate(engines, f"{key}slow/0")) for key in "ab"]
@@ -136,11 +140,11 @@ async def test_requests_of_a_dead_engine_are_retried_and_it_is_replaced(supervis
     await until(lambda: engines.routable_engines == [0, 1])
     assert weight_sync.synced == [0]
     assert pid(engines, 0) not in both
-    assert supervisor.num_replaced == 1
+    assert engines.registry.num_replaced == 1
 
 
 async def test_requests_wait_for_a_replacement_when_no_engine_is_left(supervised):
-    engines, weight_sync, supervisor = supervised
+    engines, weight_sync, _ = supervised
     weight_sync.busy = True
     running = [asyncio.create_task(generate(engines, f"{key}slow/0")) for key in "ab"]
     for index in (0, 1):
@@ -148,20 +152,20 @@ async def test_requests_wait_for_a_replacement_when_no_engine_is_left(supervised
     old = {pid(engines, index) for index in (0, 1)}
     for index in (0, 1):
         await engines._call_engine(index, "die")
-    await until(lambda: supervisor.new_engines == {0, 1})
+    await until(lambda: engines.registry.new_engines == {0, 1})
     assert not any(task.done() for task in running)
     weight_sync.busy = False
     assert not old & set(await asyncio.gather(*running))
 
 
 async def test_stopped_engine_process_counts_as_lost(supervised, caplog, monkeypatch):
-    engines, _, supervisor = supervised
+    engines, _, _ = supervised
     stopped = pid(engines, 1)
     with monkeypatch.context() as patch:
         patch.setattr(module, "ENGINE_TIMEOUT_S", 5.0)
         os.kill(stopped, signal.SIGSTOP)
         await until(lambda: "engine 1 is lost and replaced: it accepts requests but" in caplog.text)
-    await until(lambda: supervisor.num_replaced >= 1)
+    await until(lambda: engines.registry.num_replaced >= 1)
     await until(lambda: engines.routable_engines == [0, 1])
     assert pid(engines, 1) != stopped
 
@@ -177,18 +181,18 @@ async def test_engines_that_cannot_restart_are_abandoned_with_an_error(supervise
 
 
 async def test_request_that_kills_several_engines_fails(supervised):
-    engines, _, supervisor = supervised
+    engines, _, _ = supervised
     with pytest.raises(RemoteCallError, match="engine is dead"):
         await generate(engines, "poison/0")
     await until(lambda: engines.routable_engines == [0, 1])
-    assert supervisor.num_replaced >= 3
+    assert engines.registry.num_replaced >= 3
 
 
 async def test_lost_policy_is_logged_once_and_raised_in_waiting_requests(supervised, caplog):
-    engines, weight_sync, supervisor = supervised
+    engines, weight_sync, _ = supervised
     weight_sync.policy_lost = True
     await engines._call_engine(1, "die")
-    await until(lambda: supervisor.new_engines == {1})
+    await until(lambda: engines.registry.new_engines == {1})
     await until_sync_attempts(weight_sync, times=4)
     assert caplog.text.count("engine 1 waits for a new policy") == 1
     assert await generate(engines, "a/0"), "another one serves"
@@ -198,19 +202,32 @@ async def test_lost_policy_is_logged_once_and_raised_in_waiting_requests(supervi
     with pytest.raises(PolicyRankDiedError, match=r"no engine has weights: policy rank 1 died"):
         async with asyncio.timeout(300):
             await waiting
-    await until(lambda: supervisor.new_engines == {0, 1})
+    await until(lambda: engines.registry.new_engines == {0, 1})
     await until_sync_attempts(weight_sync, times=12)  # often enough to lose an engine too often
-    assert supervisor.num_replaced == 2
+    assert engines.registry.num_replaced == 2
     weight_sync.policy_lost = False
     await until(lambda: engines.routable_engines == [0, 1])
     assert await generate(engines, "b/0")
 
 
+async def test_waiting_requests_fail_when_the_supervisor_itself_fails(supervised, caplog):
+    engines, weight_sync, _ = supervised
+    weight_sync.broken = True
+    for index in (0, 1):
+        await engines._call_engine(index, "die")
+    with pytest.raises(RemoteCallError, match="the engine supervisor failed"):
+        async with asyncio.timeout(300):
+            await generate(engines, "a/0")
+    assert "layer 3" in caplog.text
+
+
 def test_replace_lost_engines_waits_for_the_replacement(supervised):
     engines, weight_sync, supervisor = supervised
-    assert not supervisor.replace_lost_engines()
+    assert not supervisor.replace_lost_engines(0)
     weight_sync.busy = True
     os.kill(pid(engines, 0), signal.SIGKILL)
-    assert supervisor.replace_lost_engines()
-    assert supervisor.new_engines == {0}
+    assert supervisor.replace_lost_engines(0)
+    assert engines.registry.new_engines == {0}
     assert engines.routable_engines == [1]
+    assert supervisor.replace_lost_engines(0), "one that was replaced before the call counts"
+    assert not supervisor.replace_lost_engines(1)

@@ -1,12 +1,12 @@
 """Routing and errors of the engine group, with small Ray actors in place of vLLM."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 import ray
 
-from mega_agentrl.config.schema import ClusterConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 from mega_agentrl.types.records import GenerateRequest
@@ -42,7 +42,7 @@ def group_of(actors, call_timeout_s=300.0):
     config = TrainConfig(
         cluster=ClusterConfig(num_engines=len(actors), call_timeout_s=call_timeout_s),
     )
-    return GeneratorGroup(actors, config)
+    return GeneratorGroup(actors, config, FakeEngine.remote)
 
 
 def new_group(num_engines):
@@ -85,9 +85,9 @@ async def test_prompt_stays_on_its_engine_and_new_prompts_spread(actors):
 async def test_can_serve_while_one_engine_is_routable(actors):
     engines = group_of(actors)
     assert engines.can_serve
-    engines.disable_routing(0)
+    engines.registry.routable.discard(0)
     assert engines.can_serve
-    engines.disable_routing(1)
+    engines.registry.routable.discard(1)
     assert not engines.can_serve
     engines.enable_routing(0)
     assert engines.can_serve
@@ -102,25 +102,46 @@ async def test_deadline_and_failure_name_the_engine(actors):
         await engines.generate(request("fail/0"))
 
 
-async def test_dead_engine_is_named(ray_local):
+def wait_until_dead(actor):
+    """Wait until a killed process is gone; calls still get through for a moment."""
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.recorded_calls.remote())
+
+
+async def test_dead_engine_is_named_and_its_requests_wait_for_the_replacement(ray_local):
     engines, actors = new_group(1)
     ray.kill(actors[0])
-    with pytest.raises(RemoteCallError, match="engine 0 died"):
-        await engines.generate(request("a/0"))
+    wait_until_dead(actors[0])
+    waiting = asyncio.create_task(engines.generate(request("a/0")))
+    while not engines.registry.lost_reasons:
+        await asyncio.sleep(0.05)
+    assert engines.registry.lost_reasons[0].startswith("generate: engine 0 died")
+    with pytest.raises(RemoteCallError, match="pause: engine 0 died"):
+        await engines._call_engine(0, "pause")
+    assert not waiting.done()
+    engines.registry.close()
+    with pytest.raises(RemoteCallError, match="no engine is left: the run is ending"):
+        await waiting
+
+
+def test_lost_engine_on_shared_gpus_is_killed_at_once(ray_local):
+    engines, actors = new_group(1)
+    engines._config.cluster.colocated = True
+    engines.report_lost(0, actors[0], "it hangs")
+    wait_until_dead(actors[0])
 
 
 async def test_replaced_engine_gets_requests_once_routing_is_enabled(ray_local):
     engines, actors = new_group(2)
-    engines._spawn_actor = FakeEngine.remote
     engine_indices = await asyncio.gather(*(engines.generate(request(f"{key}/0")) for key in "ab"))
     assert engine_indices == [0, 1]
-    index, starting = engines.respawn_engine(1)
-    engines.wait_started(starting)
+    engines.wait_started(engines.respawn_engine(1))
     assert engines.routable_engines == [0]
     # Its prompts move to the other engine, and stay there.
     assert {await engines.generate(request(f"{key}/1")) for key in "abcd"} == {0}
     await engines.pause()
-    engines.enable_routing(index)
+    engines.enable_routing(1)
     assert await engines.generate(request("b/2")) == 0
     running = [asyncio.create_task(engines.generate(request(f"hang{n}/0"))) for n in range(2)]
     while not (seen := await engines._actors[1].recorded_calls.remote()):
@@ -151,21 +172,15 @@ async def test_entropies_of_a_request_that_does_not_run(actors):
 
 def test_engines_sleep_together_and_one_that_fails_is_lost(ray_local):
     engines, actors = new_group(3)
-    engines.disable_routing(1)
+    engines.registry.routable.discard(1)
     engines.sleep()
     engines.wake_up("cache", [2])
     seen = [ray.get(actor.recorded_calls.remote()) for actor in actors]
     assert seen == [[("sleep",)], [], [("sleep",), ("wake_up", "cache")]]
+    engines.registry.new_engines.add(1)
     ray.kill(actors[2])
-    with pytest.raises(RemoteCallError, match="sleep: engine 2 died"):
-        while True:  # calls still get through for a moment
-            engines.sleep()
-    lost = []
-    engines.set_engine_supervisor(
-        SimpleNamespace(
-            new_engines={1}, report_lost=lambda index, actor, reason: lost.append(index)
-        )
-    )
-    engines.sleep()
-    assert lost == [2]
-    assert ray.get(actors[1].recorded_calls.remote()) == [("sleep",)]
+    while not engines.registry.lost_reasons:  # calls still get through for a moment
+        engines.sleep()
+    assert engines.registry.lost_reasons.keys() == {2}
+    assert engines.registry.live_engines == [0, 1]
+    assert ("sleep",) in ray.get(actors[1].recorded_calls.remote())

@@ -3,7 +3,9 @@
 import pytest
 import ray
 
-from mega_agentrl.config.schema import ClusterConfig, ParallelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.workers import placement as module
 from mega_agentrl.runtime.workers.placement import RankPlacement, placement_bundles
 

@@ -9,12 +9,12 @@ import pytest
 import ray
 import torch
 
+from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.config.enums import AresMode
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
-from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS, PolicyGroup
 from mega_agentrl.types.batch import TrainBatch, UpdateStats
 from mega_agentrl.types.errors import RankLostError
 
@@ -31,6 +31,7 @@ class Rank:
         self.methods, self.args = [], None
 
     def call(self, method, *args):
+        assert method in RANK_OPERATIONS
         self.methods.append(method)
         if method == "compute_log_probs":
             batch, reference = args
@@ -167,14 +168,6 @@ def test_dead_rank_differs_from_a_failure_and_close_kills_the_others(ray_local, 
             time.sleep(0.1)
 
 
-def test_weights_are_unsynced_after_an_update(group, tmp_path):
-    policy, _ = group()
-    policy.compute_log_probs(batch())
-    assert not policy.has_unsynced_weights
-    policy.update(batch())
-    assert policy.has_unsynced_weights
-
-
 def test_every_rank_saves_under_the_same_absolute_path(group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy, actors = group()
@@ -225,36 +218,5 @@ def test_colocated_engine_gets_the_gpus_of_its_ranks(group):
     assert policy.placement_for_engine(0) == ("beside 0", "4,5")
 
 
-def test_gpu_methods_acquire_the_gpus_and_resync_engines(group):
-    policy, actors = group()
-    gpu_time_sharing = GpuTimeSharing(
-        policy, SimpleNamespace(sleep=lambda: None, wake_up=lambda part, only: None)
-    )
-    owners_after_resync = []
-
-    def resync():
-        gpu_time_sharing.acquire_for_transfer([0])
-        gpu_time_sharing.release_to_engines([0])
-        owners_after_resync.append(gpu_time_sharing.owner)
-
-    policy.set_gpu_time_sharing(gpu_time_sharing)
-    policy.set_weight_sync(SimpleNamespace(resync=resync))
-    policy.reset_optimizer()
-    assert owners_after_resync == []  # the engines were not serving
-    gpu_time_sharing.offload_policy()
-    policy.reset_optimizer()
-    assert owners_after_resync == [GpuOwner.engines]
-    policy.call_all("layout")
-    assert gpu_time_sharing.owner is GpuOwner.engines
-    policy.update(batch())
-    assert gpu_time_sharing.owner is GpuOwner.policy
-    seen = ray.get(actors[1].recorded_methods.remote())
-    around = ["set_gpu_resident", "reset_optimizer", "set_gpu_resident", "set_gpu_resident"]
-    assert seen == [
-        "reset_optimizer",
-        "set_gpu_resident",
-        *around,
-        "layout",
-        "set_gpu_resident",
-        "update",
-    ]
+def test_operations_are_methods_of_the_rank():
+    assert set(RANK_OPERATIONS) <= set(dir(PolicyRank))

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mega_agentrl.config.schema import ClusterConfig, ParallelConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime import heartbeat
 from mega_agentrl.runtime.remote_calls import ProcessDiedError, RemoteCallError
 from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows

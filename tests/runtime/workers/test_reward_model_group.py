@@ -4,8 +4,10 @@ import pytest
 import ray
 import torch
 
-from mega_agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.inputs import check_tokenizers
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.reward_model_group import RewardModelGroup

@@ -1,12 +1,14 @@
 """The program's start: what it warms, what it refuses, how it ends."""
 
+import gc
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mega_agentrl.sandbox.guest.main import main
+from mega_agentrl.sandbox.guest.main import WARM_UP_CODE, main, warm_up_interpreter
 from mega_agentrl.sandbox.guest.settings import GuestSettings
 from mega_agentrl.sandbox.isolation import unisolated_command
 from tests.sandbox.guest.guest_program import WAIT_S, output, program
@@ -54,3 +56,27 @@ def test_what_cannot_be_imported_is_told_and_nothing_is_served():
         assert done.returncode == 1
         assert done.stderr.rstrip().endswith(b"No module named 'no_such_module'")
         assert host_end.recv(1) == b""
+
+
+@pytest.fixture(autouse=True)
+def _thaw():
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("name", WARM_UP_CODE)
+def test_each_first_use_runs_and_leaves_nothing_in_main(name):
+    main = set(vars(sys.modules["__main__"]))
+    warm_up_interpreter([name])
+    assert name in sys.modules
+    assert set(vars(sys.modules["__main__"])) == main
+
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(ImportError, match="no_such_module_at_all"):
+        warm_up_interpreter(["no_such_module_at_all"])
+
+
+def test_what_is_there_is_kept_from_the_collector():
+    warm_up_interpreter([])
+    assert gc.get_freeze_count() > 0

@@ -123,8 +123,7 @@ async def test_a_toolkit_called_by_json():
     assert [outcome.is_invalid_call for outcome in outcomes] == [False, True, True]
     assert toolkit.render_outcome(outcomes[0]) == "6"
     assert "width" in outcomes[1].answer and "<|" not in outcomes[2].answer
-    assert (
-        toolkit.parse_final_call(turn).tool == "volume<|im_end|>"
-        and toolkit.parse_final_call("none") is None
+    assert toolkit.parse_calls(turn)[-1].tool == "volume<|im_end|>" and not toolkit.parse_calls(
+        "none"
     )
     await session.release()

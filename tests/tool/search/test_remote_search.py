@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mega_agentrl.config.enums import SearchBackend
-from mega_agentrl.config.sections.search import SearchToolConfig, WebRequestConfig
+from mega_agentrl.config.sections.tools import SearchToolConfig, WebRequestConfig
 from mega_agentrl.tool.search.local_index import Document
 from mega_agentrl.tool.search.remote import RemoteSearch
 from mega_agentrl.tool.web import retry

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mega_agentrl.config.enums import SearchBackend
-from mega_agentrl.config.sections.search import SearchToolConfig, WebRequestConfig
+from mega_agentrl.config.sections.tools import SearchToolConfig, WebRequestConfig
 from mega_agentrl.tool.search import search_tool
 from mega_agentrl.tool.search.search_tool import NO_RESULTS_MESSAGE, SearchTool
 from mega_agentrl.tool.web import retry

@@ -6,15 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from mega_agentrl.config.schema import (
-    DataConfig,
-    EngineConfig,
-    EvaluateConfig,
-    ReportConfig,
-    RolloutConfig,
-    SftConfig,
-    TrainConfig,
-)
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.policy import SftConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.config.sections.runtime import EngineConfig, EvaluateConfig, ReportConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.data.sft_dataset import Demonstration, DemonstrationSampler
 from mega_agentrl.types.batch import UpdateStats

@@ -11,6 +11,7 @@ from mega_agentrl.algo import ares
 from mega_agentrl.algo.kl import AdaptiveKL
 from mega_agentrl.config.enums import AresMode
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.train.ares.bootstrap import (
     compute_bootstrap_state,
     format_bootstrap_summary,
@@ -52,14 +53,16 @@ def test_all_prompts_make_one_batch(components, config, prompts):
     trees = components.run_coroutine(
         collect_rollouts(
             prompts,
-            generator=FakeGenerator(),
-            tools=components.tools,
-            codec=components.codec,
-            rubric=components.rubric,
-            config=config.rollout,
-            max_model_len=config.engine.max_model_len,
-            seed=config.seed,
-            step="bootstrap",
+            components.rubric,
+            make_rollout_context(
+                generator=FakeGenerator(),
+                tools=components.tools,
+                codec=components.codec,
+                config=config.rollout,
+                max_model_len=config.engine.max_model_len,
+                seed=config.seed,
+                step="bootstrap",
+            ),
         )
     )
     entropy_stats = collect_entropy_stats(trees, None)

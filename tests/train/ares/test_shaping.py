@@ -25,8 +25,9 @@ from mega_agentrl.train.ares.shaping import (
     update_controllers,
 )
 from mega_agentrl.train.controllers import Controllers, initial_controllers
-from mega_agentrl.train.rewards import resolve_rewards
-from mega_agentrl.train.rollout_collection import collect_rollouts, open_rollout_collector
+from mega_agentrl.train.rewards import RewardResolver
+from mega_agentrl.train.scheduler import open_rollout_scheduler
+from mega_agentrl.train.signals import SignalHandler
 from mega_agentrl.types.records import ContextReset, StopReason
 from tests.train.entropy_trees import path, steady, tree
 
@@ -268,11 +269,11 @@ def test_real_steps_with_filtered_groups(components, config):
     config.rollout.filter_metric, config.rollout.filter_range = FilterMetric.accuracy, [0.0, 1.0]
     components.prompt_source = PromptSampler(components.validation_prompts, seed=1)
     controllers, num_shaped = initial_controllers(algo), 0
-    with open_rollout_collector(components, config) as collector:
+    with open_rollout_scheduler(components, config, SignalHandler()) as scheduler:
         for number in range(1, 6):
-            rollout_batch = collect_rollouts(components, collector, number)
+            rollout_batch = scheduler.collect(number)
             batch = with_reference(pack_trees(rollout_batch.trees), kl=0.1)
-            rollout_batch, batch = resolve_rewards(components, rollout_batch, batch)
+            batch = RewardResolver(components).resolve(rollout_batch, batch)
             entropy_stats = collect_entropy_stats(
                 rollout_batch.finished_trees, components.trigger_ids
             )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,7 +19,7 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.rollout.io.tree_file import write_trees
 from mega_agentrl.train.output import report_page
-from mega_agentrl.train.output.report_page import write_report
+from mega_agentrl.train.output.report_page import write_interrupted_report, write_report
 from tests.chat_models import save_tokenizer
 from tests.rollout.grown_trees import nested_tree
 
@@ -132,3 +138,74 @@ def test_a_run_without_trees(run_dir):
 def test_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no metrics.jsonl .* expected the folder of a run"):
         write_report(tmp_path)
+
+
+@pytest.fixture
+def early_dir(tmp_path):
+    line = {"stage": "rl", "step": 1, "rollout/reward_unfiltered": 0.25}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A page that takes a minute, made by code that gives up at no error."""
+
+    def endless(run_dir):
+        end_s = time.monotonic() + 60
+        while time.monotonic() < end_s:
+            with suppress(Exception):
+                time.sleep(60)
+
+    monkeypatch.setattr(report_page, "write_report", endless)
+
+
+def test_what_there_is_by_then_is_on_the_page(early_dir):
+    before = signal.getsignal(signal.SIGALRM)
+    assert write_interrupted_report(early_dir, deadline_s=60)
+    assert "<html" in (early_dir / "report.html").read_text()
+    assert not list(early_dir.glob(".*partial"))
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_from_another_thread_too(early_dir):
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(write_interrupted_report(early_dir, deadline_s=60))
+    )
+    thread.start()
+    thread.join(60)
+    assert found == [True] and (early_dir / "report.html").is_file()
+
+
+def test_a_page_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
+    (tmp_path / "report.html").write_text("the one before")
+    assert not write_interrupted_report(tmp_path, deadline_s=60)
+    assert "no report page" in caplog.text and "no metrics.jsonl" in caplog.text
+    assert (tmp_path / "report.html").read_text() == "the one before"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), MemoryError(), KeyError("x")])
+def test_no_error_of_the_page_is_raised(early_dir, monkeypatch, caplog, error):
+    def fails(run_dir):
+        raise error
+
+    monkeypatch.setattr(report_page, "write_report", fails)
+    assert not write_interrupted_report(Path(early_dir), deadline_s=60)
+    assert type(error).__name__ in caplog.text
+
+
+def test_a_page_that_takes_too_long_is_given_up(early_dir, slow, caplog):
+    assert not write_interrupted_report(early_dir, deadline_s=0.2)
+    assert "not written within 0.2 s" in caplog.text
+
+
+def test_ctrl_c_ends_the_page_and_nothing_else(early_dir, monkeypatch, caplog):
+    def interrupted(run_dir):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setattr(report_page, "write_report", interrupted)
+    assert not write_interrupted_report(early_dir, deadline_s=60)
+    assert "interrupted while it was written" in caplog.text

@@ -1,4 +1,4 @@
-"""A run's state: costs by hand, there and back through a checkpoint folder, what is kept."""
+"""A run's state: there and back through a checkpoint folder, what is kept."""
 
 import json
 
@@ -8,20 +8,14 @@ from hypothesis import strategies as st
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
 from mega_agentrl.data.prompt_sampler import PromptSampler
-from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.train.resume import run_state
-from mega_agentrl.train.resume.run_state import RolloutCost, RunState
-from mega_agentrl.types.records import (
-    Role,
-    RolloutTree,
-    StopReason,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-    Turn,
-)
+from mega_agentrl.train.resume.run_state import RunState
 from tests.fakes import make_prompt
 from tests.train.file_policy import WEIGHT, FilePolicy
+
+
+def newest(run_dir):
+    return next(iter(run_state.valid_checkpoints(run_dir)), None)
 
 
 def state_at(step, **changes):
@@ -29,94 +23,23 @@ def state_at(step, **changes):
         "step": step,
         "controller_state": {"beta": 0.1 + 0.2, "seen": {"p1": [0.5, 3]}},
         "sampler_state": {"position": 3 * step},
-        "rollout_cost": RolloutCost(num_tokens=100 * step, num_tool_calls=step),
-        "eval_points": (EvalCostPoint(num_tokens=0, num_tool_calls=0, reward=1 / 3, success=0.25),),
     }
     return RunState(**(values | changes))
 
 
-def trajectory(spans, *, fork_len=0, stop=StopReason.eos, bad=(), parent=None):
-    """spans: lengths of what the policy and the tools wrote, in turns. bad: calls not run."""
-    turns, mask, at = [], [], 0
-    for index, length in enumerate(spans):
-        told = index % 2
-        outcome = ToolOutcome(
-            tool="python",
-            status=ToolStatus.ok,
-            answer="",
-            latency_s=0.0,
-            is_invalid_call=index in bad,
-        )
-        turns.append(
-            Turn(
-                index=index,
-                role=Role.tool if told else Role.assistant,
-                start=at,
-                stop=at + length,
-                text="",
-                outcome=outcome if told else None,
-            )
-        )
-        mask += [1 - told] * length
-        at += length
-    return Trajectory(
-        trajectory_id=f"{spans}",
-        prompt=make_prompt(),
-        path=(0,),
-        token_ids=[1] * at,
-        loss_mask=mask,
-        logps=[0.0] * at,
-        entropies=[0.0] * at,
-        versions=[1] * at,
-        turn_ids=[0] * at,
-        turns=turns,
-        stop_reason=stop,
-        fork_len=fork_len,
-        parent_id=parent,
-    )
-
-
-def test_what_is_shared_counts_once_and_what_was_not_run_not_at_all():
-    root = trajectory([4, 3, 5, 2, 6])
-    # Shares the first turn and its answer, then makes a call of its own and a bad one.
-    fork = trajectory([4, 3, 2, 1, 2, 1, 2], fork_len=7, bad=(5,), parent="root")
-    failed = trajectory([8, 1], stop=StopReason.tool_failure)
-    trees = [
-        RolloutTree(prompt=make_prompt(), trajectories=[root, fork]),
-        RolloutTree(prompt=make_prompt(), trajectories=[failed]),
-    ]
-    # Root 4 + 5 + 6 tokens and 2 calls, fork 2 + 2 + 2 and 1, failed 8 and 1.
-    assert RolloutCost.of_trees(trees) == RolloutCost(num_tokens=29, num_tool_calls=4)
-    assert RolloutCost.of_trees(trees[:1]) + RolloutCost.of_trees(
-        trees[1:]
-    ) == RolloutCost.of_trees(trees)
-    assert RolloutCost.of_trees([]) == RolloutCost()
-
-
-@given(
-    st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False)),
-    st.lists(st.builds(EvalCostPoint, num_tokens=st.integers(), num_tool_calls=st.integers(),
-                       reward=st.floats(allow_nan=False), success=st.floats(0, 1))),
-)  # fmt: skip
-def test_json_gives_back_the_same_values(controllers, points):
-    state = state_at(3, controller_state=controllers, eval_points=tuple(points))
+@given(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False)))
+def test_json_gives_back_the_same_values(controllers):
+    state = state_at(3, controller_state=controllers)
     assert RunState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain.pop("rollout_cost"), "got keys .*expected .*'rollout_cost'"),
+        (lambda plain: plain.pop("sampler_state"), "got keys .*expected .*'sampler_state'"),
         (lambda plain: plain.update(more=1), "got keys .*'more'"),
-        (
-            lambda plain: plain["rollout_cost"].update(money=1),
-            "eval_points or rollout_cost cannot be read.*money",
-        ),
-        (
-            lambda plain: plain["eval_points"][0].pop("reward"),
-            "eval_points or rollout_cost cannot be read.*reward",
-        ),
     ],
+    ids=["missing", "unknown"],
 )
 def test_what_is_no_state_is_refused(change, message):
     plain = state_at(1).to_dict()
@@ -126,10 +49,10 @@ def test_what_is_no_state_is_refused(change, message):
 
 
 def test_the_two_newest_stay_and_the_newest_is_taken_up(tmp_path):
-    assert run_state.latest_checkpoint(tmp_path) is None
+    assert newest(tmp_path) is None
     for step in (2, 4, 6):
         run_state.save_checkpoint(FilePolicy(step / 10), tmp_path, state_at(step))
-    found = run_state.latest_checkpoint(tmp_path)
+    found = newest(tmp_path)
     assert found == tmp_path / "checkpoints" / "step-000006"
     assert len(list(found.parent.iterdir())) == run_state.MAX_CHECKPOINTS == 2
     policy = FilePolicy(0.0)
@@ -141,19 +64,19 @@ def test_a_save_cut_short_before_its_manifest_does_not_count(tmp_path):
     run_state.save_checkpoint(FilePolicy(0.2), tmp_path, state_at(2))
     cut = run_state.save_checkpoint(FilePolicy(0.4), tmp_path, state_at(4))
     (cut / MANIFEST_FILE).unlink()
-    assert run_state.latest_checkpoint(tmp_path).name == "step-000002"
+    assert newest(tmp_path).name == "step-000002"
     run_state.save_checkpoint(FilePolicy(0.4), tmp_path, state_at(4))
-    assert run_state.latest_checkpoint(tmp_path).name == "step-000004"
+    assert newest(tmp_path).name == "step-000004"
 
 
 def test_a_damaged_one_is_passed_over_and_written_anew(tmp_path):
     run_state.save_checkpoint(FilePolicy(0.2), tmp_path, state_at(2))
     damaged = run_state.save_checkpoint(FilePolicy(0.4), tmp_path, state_at(4))
     (damaged / WEIGHT).write_text("")
-    assert run_state.latest_checkpoint(tmp_path).name == "step-000002"
+    assert newest(tmp_path).name == "step-000002"
     run_state.save_checkpoint(FilePolicy(0.5), tmp_path, state_at(4))
     policy = FilePolicy(0.0)
-    assert run_state.load_checkpoint(policy, run_state.latest_checkpoint(tmp_path)) == state_at(4)
+    assert run_state.load_checkpoint(policy, newest(tmp_path)) == state_at(4)
     assert policy.weight == 0.5
 
 
@@ -167,7 +90,7 @@ def test_a_checkpoint_of_something_else_changes_nothing(tmp_path):
     FilePolicy(0.5).save_checkpoint(tmp_path / "checkpoints" / "other", {"answer": 42})
     policy = FilePolicy(0.0)
     with pytest.raises(ValueError, match="without a run's state"):
-        run_state.load_checkpoint(policy, run_state.latest_checkpoint(tmp_path))
+        run_state.load_checkpoint(policy, newest(tmp_path))
     assert policy.weight == 0.0
 
 
@@ -181,9 +104,7 @@ def test_a_restored_sampler_goes_on_where_it_was(tmp_path):
     expected = [one.prompt_id for one in sampler.next_prompts(6)]
     resumed = PromptSampler(prompts, seed=3)
     resumed.load_state_dict(
-        run_state.load_checkpoint(
-            FilePolicy(0.0), run_state.latest_checkpoint(tmp_path)
-        ).sampler_state
+        run_state.load_checkpoint(FilePolicy(0.0), newest(tmp_path)).sampler_state
     )
     assert [one.prompt_id for one in resumed.next_prompts(6)] == expected
 
@@ -254,18 +175,18 @@ def test_the_start_is_the_last_to_go_on_from_and_is_not_removed(tmp_path):
 def test_damaged_ones_are_named_and_the_next_is_taken(tmp_path, caplog):
     for step in (2, 4):
         run_state.save_checkpoint(FilePolicy(step / 10), tmp_path, state_at(step))
-    newest = run_state.latest_checkpoint(tmp_path)
-    (newest / WEIGHT).write_text("0.9")  # as long as it was
+    folder_4 = newest(tmp_path)
+    (folder_4 / WEIGHT).write_text("0.9")  # as long as it was
     policy = FilePolicy(0.0)
     folder, state = run_state.load_newest_checkpoint(policy, run_state.valid_checkpoints(tmp_path))
     assert (folder.name, state.step, policy.weight) == ("step-000002", 2, 0.2)
-    assert f"{newest} is skipped" in caplog.text
+    assert f"{folder_4} is skipped" in caplog.text
     # It is no checkpoint any more: the step can be saved again.
     run_state.save_checkpoint(FilePolicy(0.5), tmp_path, state_at(4))
-    assert run_state.latest_checkpoint(tmp_path) == newest
-    (newest / WEIGHT).write_text("")
+    assert newest(tmp_path) == folder_4
+    (folder_4 / WEIGHT).write_text("")
     assert run_state.valid_checkpoints(tmp_path) == [folder]
-    assert f"{newest} is damaged" in caplog.text
+    assert f"{folder_4} is damaged" in caplog.text
 
 
 def test_a_failure_without_damage_condemns_no_checkpoint(tmp_path):
@@ -276,7 +197,7 @@ def test_a_failure_without_damage_condemns_no_checkpoint(tmp_path):
     run_state.save_checkpoint(FilePolicy(0.2), tmp_path, state_at(2))
     with pytest.raises(RuntimeError, match="no answer"):
         run_state.load_newest_checkpoint(DeafPolicy(), run_state.valid_checkpoints(tmp_path))
-    assert run_state.latest_checkpoint(tmp_path) is not None
+    assert newest(tmp_path) is not None
     assert run_state.load_newest_checkpoint(DeafPolicy(), []) is None
 
 

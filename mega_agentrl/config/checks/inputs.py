@@ -1,0 +1,177 @@
+"""Check files, prompts, rewards and trackers against the rest of a configuration.
+
+Part of `check_config`. Remote files are not checked here. With a user dataset class, `data.train`
+may be anything. Checks that need the tools or the rows of the data are in `reward` and `data`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mega_agentrl.config.enums import (
+    FilterMetric,
+    SandboxIsolation,
+    SearchBackend,
+    TrackerName,
+    Truncation,
+)
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.data import parse_data_files
+from mega_agentrl.config.sections.reward import MODEL_PART
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.config.sections.reward import RewardConfig
+    from mega_agentrl.config.sections.runtime import ReportConfig
+
+OPTIONAL_TRACKERS = (TrackerName.wandb, TrackerName.mlflow)
+"""Trackers that need an optional package of the same name."""
+_CUTTING_MODES = (Truncation.left, Truncation.right, Truncation.middle)
+
+
+def check_files(config: TrainConfig) -> None:
+    """Raise a `ConfigError` for the first file that is missing."""
+    check_data(config)
+    needed: dict[str, str] = {}
+    if config.sft.max_steps:
+        needed |= {"sft.train_data": config.sft.train_data, "sft.dev_data": config.sft.dev_data}
+    if config.tool.search.backend is SearchBackend.local and config.tool.search.source:
+        needed["tool.search.source"] = config.tool.search.source
+    if config.tool.user_tools_file:
+        needed["tool.user_tools_file"] = config.tool.user_tools_file
+    if config.rollout.interaction_config_file:
+        needed["rollout.interaction_config_file"] = config.rollout.interaction_config_file
+    for key, value in needed.items():
+        _check_file_exists(key, value)
+    if Path(config.run_dir).exists() and not Path(config.run_dir).is_dir():
+        raise ConfigError(
+            "run_dir",
+            config.run_dir,
+            "a new or existing folder",
+            "a mistyped path, because it is a file",
+        )
+
+
+def check_data(config: TrainConfig) -> None:
+    """Raise a `ConfigError` for the first condition on `data.*` that `config` violates."""
+    data = config.data
+    for key, value in (("data.train", data.train), ("data.validation", data.validation)):
+        files = parse_data_files(value, key)
+        if not files:
+            _check_file_exists(key, "")
+        for file in files:
+            if file.local_path is not None and not data.dataset_class:
+                _check_file_exists(key, file.local_path)
+    if data.prompt_template:
+        _check_file_exists("data.prompt_template", data.prompt_template)
+    if data.truncation in _CUTTING_MODES and config.rollout.use_inference_chat_template:
+        raise ConfigError(
+            "data.truncation",
+            data.truncation,
+            "error or drop with rollout.use_inference_chat_template=True, which renders all "
+            "messages at every turn",
+            "only one of the two was changed",
+        )
+
+
+def _check_file_exists(key: str, value: str) -> None:
+    if not value:
+        raise ConfigError(key, value, "a file", "it was never set")
+    if not Path(value).is_file():
+        raise ConfigError(
+            key,
+            value,
+            f"an existing file, as a path below {Path.cwd()} or an absolute path",
+            "it has not been created yet (`make smoke` creates those under runs/toolqa), or the "
+            "working folder is another",
+        )
+
+
+def check_reward(config: TrainConfig) -> None:
+    """Raise a `ConfigError` for the first condition on `reward.*` that `config` violates."""
+    reward = config.reward
+    for name, path in reward.functions.items():
+        if name not in reward.part_names:
+            raise ConfigError(
+                f"reward.functions.{name}",
+                path,
+                f"a part of reward.rubric ({', '.join(reward.part_names)}) as its name",
+                "a mistyped name or a missing weight",
+            )
+    if reward.worker_env_vars and not reward.functions:
+        raise ConfigError(
+            "reward.worker_env_vars",
+            list(reward.worker_env_vars),
+            "none without reward.functions, whose worker processes see them",
+            "the API key of a reward model, which is set by reward.model.api_key_env",
+        )
+    if reward.hosts_reward_model:
+        _check_hosted_reward_model(reward)
+        _check_filter(config)
+
+
+def _check_hosted_reward_model(reward: RewardConfig) -> None:
+    folder = reward.model.path_or_url
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            "reward.model.path_or_url",
+            folder,
+            "a Hugging Face checkpoint folder with a config.json, or a URL that starts with "
+            "http:// or https://",
+            "a mistyped path, or a URL without http://",
+        )
+    if reward.model.api_key_env:
+        raise ConfigError(
+            "reward.model.api_key_env",
+            reward.model.api_key_env,
+            "none with a folder as reward.model.path_or_url",
+            "only the URL was replaced",
+        )
+
+
+def _check_filter(config: TrainConfig) -> None:
+    """Check that the filter needs no hosted reward model, which scores whole batches later."""
+    metric, rubric = config.rollout.filter_metric, config.reward.weights_by_source
+    sources = [source for source, parts in rubric.items() if next(iter(parts)) == MODEL_PART]
+    if metric is FilterMetric.reward or (metric is FilterMetric.accuracy and sources):
+        expected = f"none ({MODEL_PART} decides {', '.join(sources)})" if sources else "accuracy"
+        raise ConfigError(
+            "rollout.filter_metric",
+            metric,
+            f"{expected} with a reward model in a folder, which scores whole batches after groups "
+            "have been filtered",
+            "a filter of another rubric. A reward model behind a URL scores in time",
+        )
+
+
+def check_report(report: ReportConfig) -> None:
+    """Raise a `ConfigError` for a tracker whose package is not installed, without importing it."""
+    for name in report.trackers:
+        if name in OPTIONAL_TRACKERS and find_spec(name.value) is None:
+            raise ConfigError(
+                "report.trackers",
+                name,
+                f"the package {name} in this environment (`pip install {name}`)",
+                f"it is optional and not installed. Or remove {name} from report.trackers",
+            )
+
+
+def check_bubblewrap(config: TrainConfig) -> None:
+    """Raise a `ConfigError` if sandboxes run on this machine and bubblewrap is not installed.
+
+    Sandboxes on other nodes check this when they start.
+    """
+    python = config.tool.python
+    if python.isolation is not SandboxIsolation.bubblewrap or python.num_hosts:
+        return
+    if shutil.which("bwrap") is None:
+        raise ConfigError(
+            "tool.python.isolation",
+            python.isolation,
+            "the program bwrap on PATH, which isolates the Python tool",
+            "bubblewrap is not installed (Debian, Ubuntu: `apt-get install bubblewrap`, or "
+            "`make env`)",
+        )

@@ -1,0 +1,207 @@
+"""Check parallel sizes against the model, and the layout of engines on the policy's GPUs.
+
+Part of `check_config`. With `cluster.colocated`, each engine is on the GPUs of
+`engine.tensor_parallel_size` consecutive policy ranks; no two engines share a GPU. Critic and
+reward model always have their own GPUs. The preflight checks whether both sides fit into the GPU
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+_OTHER_MODEL = "a size chosen for another model"
+
+
+def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
+    """Read `config.json` of a supported Hugging Face checkpoint folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            key,
+            str(folder),
+            "a local Hugging Face checkpoint folder",
+            "there is no config.json in it, because it has not been downloaded or created yet "
+            "(`make smoke` creates runs/toolqa/model), or the working folder is another",
+        )
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            key,
+            str(folder),
+            "a folder with the config.json that transformers writes",
+            f"an interrupted copy, because config.json is no JSON ({error})",
+        ) from error
+    got = model.get("architectures") if isinstance(model, dict) else None
+    if not isinstance(got, list) or not set(got) & set(SUPPORTED_ARCHITECTURES):
+        raise ConfigError(
+            key,
+            str(folder),
+            f"a model with one of the architectures {', '.join(SUPPORTED_ARCHITECTURES)}",
+            f"another model family, architectures={got}",
+        )
+    return dict(model)
+
+
+def read_model_size(config: TrainConfig, model: dict[str, Any], name: str) -> int:
+    """Return a positive number of the model's `config.json`."""
+    value = model.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"a config.json with a positive number as {name}",
+            f"an incomplete config.json, which has {name}={value}",
+        )
+    return value
+
+
+def has_experts(model: dict[str, Any]) -> bool:
+    """Whether `config.json` is that of a mixture of experts."""
+    return any("Moe" in name for name in model["architectures"])
+
+
+def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:
+    """Raise a `ConfigError` for the first parallel size that the model cannot be split into."""
+    heads = read_model_size(config, model, "num_attention_heads")
+    layers = read_model_size(config, model, "num_hidden_layers")
+    parallel, engine = config.parallel, config.engine
+    # Older Llama configs omit the key if every head has its own key and value.
+    kv_heads = heads
+    if model.get("num_key_value_heads") is not None:
+        kv_heads = read_model_size(config, model, "num_key_value_heads")
+    for key, size in (
+        ("parallel.tensor", parallel.tensor),
+        ("engine.tensor_parallel_size", engine.tensor_parallel_size),
+    ):
+        _check_divides(key, size, "attention heads", heads)
+        if kv_heads % size and size % kv_heads:
+            raise ConfigError(
+                key,
+                size,
+                f"a size that divides the model's {kv_heads} key/value heads or that they divide",
+                _OTHER_MODEL,
+            )
+        if _has_dense_layers(model):
+            feed_forward = read_model_size(config, model, "intermediate_size")
+            _check_divides(key, size, "feed-forward channels", feed_forward)
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    key = (
+        "parallel.pipeline"
+        if parallel.virtual_pipeline == 1
+        else "parallel.pipeline * parallel.virtual_pipeline"
+    )
+    _check_divides(key, stages, "layers", layers)
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            "parallel.virtual_pipeline",
+            parallel.virtual_pipeline,
+            "1 with parallel.pipeline=1",
+            "only the pipeline was removed",
+        )
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel",
+            True,
+            "False with parallel.tensor=1, where no rank can share a sequence",
+            "only the tensor ranks were removed",
+        )
+    _check_expert_parallel(config, model)
+
+
+def _check_expert_parallel(config: TrainConfig, model: dict[str, Any]) -> None:
+    parallel, expert = config.parallel, config.parallel.expert
+    if not has_experts(model):
+        if expert > 1:
+            raise ConfigError(
+                "parallel.expert", expert, "1, the model has no experts", _OTHER_MODEL
+            )
+        return
+    # Newer configs have num_local_experts, older ones num_experts.
+    key = "num_local_experts" if "num_local_experts" in model else "num_experts"
+    width = read_model_size(config, model, "moe_intermediate_size")
+    _check_divides("parallel.expert", expert, "experts", read_model_size(config, model, key))
+    share = parallel.expert_tensor_size
+    for name, size in (
+        ("parallel.expert_tensor", share),
+        ("engine.tensor_parallel_size", config.engine.tensor_parallel_size),
+    ):
+        _check_divides(name, size, "channels in an expert", width)
+    ranks = parallel.tensor * parallel.context * parallel.data
+    if ranks % (expert * share):
+        raise ConfigError(
+            "parallel.expert",
+            expert,
+            f"a divisor of {ranks} = parallel.tensor={parallel.tensor} * "
+            f"parallel.context={parallel.context} * parallel.data={parallel.data} when multiplied "
+            f"by parallel.expert_tensor={share}, which makes {expert * share} ranks",
+            "it was taken for an additional factor",
+        )
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            "parallel.sequence_parallel",
+            False,
+            f"True with parallel.tensor={parallel.tensor} and experts, whose tokens must be split",
+            "a layout of a dense model",
+        )
+
+
+def _has_dense_layers(model: dict[str, Any]) -> bool:
+    dense = model.get("mlp_only_layers") or (model.get("decoder_sparse_step") or 1) > 1
+    return bool(dense) or not has_experts(model)
+
+
+def _check_divides(key: str, size: int, what: str, total: int) -> None:
+    if total % size:
+        fits = [n for n in range(1, total + 1) if total % n == 0]
+        shown = ", ".join(map(str, fits[:12]))
+        raise ConfigError(
+            key, size, f"a divisor of the model's {total} {what} ({shown})", _OTHER_MODEL
+        )
+
+
+def check_colocation(config: TrainConfig) -> None:
+    """Raise a `ConfigError` if engines cannot share the policy's GPUs as `config` says."""
+    if not config.cluster.colocated:
+        return
+    if config.rollout.max_staleness:
+        raise ConfigError(
+            "rollout.max_staleness",
+            config.rollout.max_staleness,
+            "0 with cluster.colocated=true, where sampling and training share the GPUs",
+            "settings for engines on separate GPUs",
+        )
+    ranks, tensor = config.parallel.world_size, config.engine.tensor_parallel_size
+    needed = config.cluster.num_engines * tensor
+    if ranks % needed:
+        raise ConfigError(
+            "cluster.num_engines",
+            config.cluster.num_engines,
+            f"a number of engines whose {needed} ranks (engine.tensor_parallel_size={tensor}) are "
+            f"a divisor of the policy's {ranks}, whose GPUs they share with cluster.colocated=true",
+            "a number of engines for separate GPUs",
+        )
+
+
+def min_ranks_per_node(config: TrainConfig) -> int:
+    """Number of consecutive policy ranks that must be on one machine.
+
+    Tensor-parallel groups and colocated engines do not span machines.
+    """
+    tensor = config.parallel.tensor
+    return lcm(tensor, config.engine.tensor_parallel_size) if config.cluster.colocated else tensor

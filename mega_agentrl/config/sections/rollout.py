@@ -1,0 +1,199 @@
+"""Settings of the rollout (`rollout.*`): sampling, branching, and which groups are trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+from mega_agentrl.config.enums import (
+    Branching,
+    CallProtocol,
+    FilterMetric,
+    ForkBudgetMode,
+    InvalidCallAction,
+    TemplateCheck,
+)
+from mega_agentrl.config.errors import check_minimums, check_range
+
+
+@dataclass
+class BranchConfig:
+    """Conditions under which a trajectory forks, and the number of forks.
+
+    A trajectory forks when alpha + beta * (H - H_root) > tau (arXiv 2507.19849), where H is the
+    mean entropy of the probe after a tool's answer. `rollout.branching=released` compares the left
+    side with a random number instead of tau.
+    """
+
+    alpha: float = 0.5
+    """Base of the branching probability."""
+    beta: float = 0.2
+    """Weight of the entropy change."""
+    tau: float = 0.5
+    """Threshold of the branching probability."""
+    consecutive_penalty: float = 0.05
+    """Fraction by which `rollout.branching=aepo` lowers the probability for every consecutive
+    fork."""
+    num_probe_tokens: int = 20
+    """Tokens sampled after a tool's answer whose mean entropy in nats is H; 0 never forks."""
+    initial_rollouts: int | None = None
+    """Roots per prompt, N in ARPO; null is half of `rollout.group_size`, or, with aepo, a number
+    computed from a first monitored root."""
+    num_forks_per_decision: int = 1
+    """Forks per decision, Z in ARPO (beam_size - 1 in the released code)."""
+    fork_budget: ForkBudgetMode = ForkBudgetMode.partitioned
+    """Distribution of a prompt's forks over its paths; `released` has its own rule."""
+    entropy_estimate_top_k: int = 0
+    """Above 0, also estimate each entropy from the K most probable tokens, as the released code
+    does, and report the error. Needs temperature 1."""
+
+    def __post_init__(self) -> None:
+        for key in ("alpha", "beta", "tau"):
+            value = getattr(self, key)
+            check_range(isfinite(value), f"rollout.branch.{key}", value, "a finite number")
+        penalty = self.consecutive_penalty
+        check_range(
+            0 <= penalty <= 1, "rollout.branch.consecutive_penalty", penalty, "between 0 and 1"
+        )
+        check_range(
+            0 <= self.entropy_estimate_top_k <= 20,  # vLLM's limit
+            "rollout.branch.entropy_estimate_top_k",
+            self.entropy_estimate_top_k,
+            "between 0 (off) and 20",
+        )
+        num_tokens = self.num_probe_tokens
+        check_range(
+            num_tokens >= 0,
+            "rollout.branch.num_probe_tokens",
+            num_tokens,
+            "at least 0 (which never forks)",
+        )
+        roots = self.initial_rollouts
+        check_range(
+            roots is None or roots >= 1,
+            "rollout.branch.initial_rollouts",
+            roots,
+            "null, or at least 1",
+        )
+        check_range(
+            self.num_forks_per_decision >= 0,
+            "rollout.branch.num_forks_per_decision",
+            self.num_forks_per_decision,
+            "at least 0 (which never forks)",
+        )
+
+
+@dataclass
+class GroupConfig:
+    """Selection of the groups (all trajectories of a prompt) of a step, and the wait for them."""
+
+    filter_metric: FilterMetric = FilterMetric.none
+    """Metric by whose group mean groups are filtered; filtered groups are replaced by other
+    prompts."""
+    filter_range: list[float] = field(default_factory=lambda: [0.01, 0.99])
+    """Open interval of the group mean within which a group is kept."""
+    num_oversampled_prompts: int = 0
+    """Prompts started in a step beyond `data.prompts_per_step`."""
+    min_finished_fraction: float = 1.0
+    """Fraction of `data.prompts_per_step` that starts the straggler timeout once it is kept."""
+    straggler_timeout_s: float = 0.0
+    """Time that the unfinished groups then have; 0 is no limit."""
+    partial_rollout: bool = False
+    """Continue unfinished or surplus groups in the next step, with its weights, instead of dropping
+    them."""
+    max_staleness: int = 0
+    """Maximum number of updates that rollouts may be ahead of the training step, and by which a
+    trained token may be old. 0 is synchronous; 1 trains on a step while the next is sampled; above
+    1 sampling also continues while weights are sent. See `algo.rollout_correction`."""
+
+    def __post_init__(self) -> None:
+        check_range(
+            isfinite(self.straggler_timeout_s),
+            "rollout.straggler_timeout_s",
+            self.straggler_timeout_s,
+            "finite",
+        )
+        ends = self.filter_range
+        check_range(
+            len(ends) == 2 and all(map(isfinite, ends)) and ends[0] < ends[1],
+            "rollout.filter_range",
+            ends,
+            "two finite numbers, the lower one first",
+        )
+        check_minimums(
+            self, "rollout", num_oversampled_prompts=0, straggler_timeout_s=0, max_staleness=0
+        )
+        check_range(
+            0 < self.min_finished_fraction <= 1,
+            "rollout.min_finished_fraction",
+            self.min_finished_fraction,
+            "in (0, 1]",
+        )
+        check_range(
+            self.min_finished_fraction == 1 or self.straggler_timeout_s > 0,
+            "rollout.straggler_timeout_s",
+            self.straggler_timeout_s,
+            f"more than 0 with rollout.min_finished_fraction={self.min_finished_fraction}, which "
+            "has no effect without a timeout",
+        )
+
+
+@dataclass
+class RolloutConfig(GroupConfig):
+    """Sampling of trajectories and selection of the groups to train on (`GroupConfig`)."""
+
+    group_size: int = 8
+    """Trajectories per prompt, M in ARPO."""
+    branching: Branching = Branching.after_result
+    """Rule that decides where a trajectory forks."""
+    branch: BranchConfig = field(default_factory=BranchConfig)
+    """Parameters of the branching rule."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    top_p: float = 1.0
+    """Nucleus sampling threshold; 1 disables it."""
+    top_k: int = 0
+    """Number of most probable tokens to sample from; 0 disables it."""
+    max_response_tokens: int = 2048
+    """Maximum number of response tokens of a trajectory, tool answers included."""
+    max_turns: int = 8
+    """Maximum number of assistant turns of a trajectory."""
+    max_tool_calls: int = 3
+    """Maximum number of tool calls of a trajectory."""
+    trajectory_timeout_s: float = 0.0
+    """Maximum duration of a trajectory; 0 is no limit. A fork continues its parent's clock."""
+    call_protocol: CallProtocol = CallProtocol.tags
+    """Syntax of tool calls."""
+    on_invalid_call: InvalidCallAction = InvalidCallAction.answer
+    """Response to a tool call that cannot be run."""
+    template_check: TemplateCheck = TemplateCheck.strict
+    """Comparison of the finished conversation with the full chat template."""
+    use_inference_chat_template: bool = False
+    """Render the conversation anew for every turn instead of appending to the sampled tokens, for
+    chat templates that drop earlier reasoning."""
+    interaction_config_file: str = ""
+    """Yaml list of simulated users; empty for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_minimums(
+            self, "rollout", group_size=1, max_response_tokens=1, max_turns=1, max_tool_calls=0
+        )
+        check_range(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        check_range(
+            not self.branch.entropy_estimate_top_k or self.temperature == 1,
+            "rollout.branch.entropy_estimate_top_k",
+            self.branch.entropy_estimate_top_k,
+            f"0 unless rollout.temperature={self.temperature} is 1, at which the engine lists them",
+        )
+        check_range(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
+        limit_s = self.trajectory_timeout_s
+        check_range(
+            0 <= limit_s < inf, "rollout.trajectory_timeout_s", limit_s, "seconds, 0 for no limit"
+        )
+        check_range(
+            not (limit_s and self.partial_rollout),
+            "rollout.trajectory_timeout_s",
+            limit_s,
+            "0 with rollout.partial_rollout, whose groups pause while the policy is updated",
+        )

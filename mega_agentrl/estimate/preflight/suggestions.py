@@ -1,0 +1,302 @@
+"""Suggests configuration changes that make the policy or an engine fit its GPUs.
+
+Every suggestion is verified by a memory estimate. Candidates for the policy are tried in this
+order, each alone and then with a smaller micro-batch:
+
+    a smaller micro-batch;
+    sharding of replicated state (distributed optimizer, sequence parallelism);
+    the same number of ranks: data ranks turned into pipeline, tensor or context ranks, or experts
+    over more ranks;
+    more ranks
+
+An engine fits if its peak is within the usable memory and the KV cache holds one request of
+`engine.max_model_len` tokens, without which vLLM does not start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from mega_agentrl.estimate.device import GIB
+from mega_agentrl.estimate.memory.engine import estimate_engine_memory
+from mega_agentrl.estimate.memory.policy import estimate_policy_memory, max_row_tokens
+
+if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.reshard.mapping.model_shape import ModelShape
+
+SettingValue = int | float | bool
+Overrides = Mapping[str, SettingValue]
+"""New values by dotted configuration key."""
+
+ConfigCheck = Callable[["TrainConfig"], None]
+"""A check that raises `ValueError` for a configuration that cannot run."""
+
+_TOKENS_KEY = "optim.micro_batch_tokens"
+_BUCKET_KEY = "weight_sync.bucket_mib"
+_TOKEN_GRANULARITY = 128
+_FACTORS = (2, 4, 8)
+_BUCKETS_MIB = (1024, 256, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigChange:
+    """A suggested change of configuration values."""
+
+    new_values: Overrides
+    """The values that differ from the present configuration."""
+    old_values: Overrides
+    """The present values of the same keys."""
+    peak_gib: float
+    """Peak GiB of a rank after the change."""
+    num_extra_gpus: int
+    """Number of GPUs that the change adds; negative if it needs fewer."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"{key}={_format_value(value)} (from {_format_value(self.old_values[key])})"
+            for key, value in self.new_values.items()
+        ]
+        more = f" on {self.num_extra_gpus} more GPUs" if self.num_extra_gpus > 0 else ""
+        return f"{' with '.join(parts)}: {self.peak_gib:.1f} GiB{more}"
+
+
+def get_setting(config: TrainConfig, key: str) -> SettingValue:
+    """Return the value of a dotted key."""
+    node: object = config
+    for name in key.split("."):
+        node = getattr(node, name)
+    assert isinstance(node, int | float), f"{key} is a {type(node).__name__}"
+    return node
+
+
+def with_overrides(config: TrainConfig, settings: Overrides) -> TrainConfig:
+    """Return a copy with the given values, whose ranges are not checked."""
+    other = copy.deepcopy(config)
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        node: object = other
+        for section in sections:
+            node = getattr(node, section)
+        setattr(node, name, value)
+    return other
+
+
+def valid_candidates(
+    config: TrainConfig, candidates: Iterable[Overrides], check: ConfigCheck
+) -> Iterator[tuple[Overrides, TrainConfig]]:
+    """Yield the candidates that change the configuration and that `check` accepts."""
+    for settings in candidates:
+        if all(get_setting(config, key) == value for key, value in settings.items()):
+            continue
+        other = with_overrides(config, settings)
+        try:
+            check(other)
+        except ValueError:
+            continue
+        yield settings, other
+
+
+def make_change(config: TrainConfig, settings: Overrides, gib: float) -> ConfigChange:
+    """Return the change that the settings make to the configuration."""
+    new = {key: value for key, value in settings.items() if get_setting(config, key) != value}
+    return ConfigChange(
+        new_values=new,
+        old_values={key: get_setting(config, key) for key in new},
+        peak_gib=gib,
+        num_extra_gpus=num_required_gpus(with_overrides(config, new)) - num_required_gpus(config),
+    )
+
+
+def num_required_gpus(config: TrainConfig) -> int:
+    """Return the number of GPUs of a run.
+
+    Policy and critic have GPUs of their own; engines too, unless `cluster.colocated` is set.
+    """
+    critic = config.algo.needs_critic and not config.is_eval_only
+    trained = config.parallel.world_size * (2 if critic else 1)
+    engines = config.cluster.num_engines * config.engine.tensor_parallel_size
+    return trained + (0 if config.cluster.colocated else engines)
+
+
+def _format_value(value: SettingValue) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def policy_peak_gib(
+    config: TrainConfig, shape: ModelShape, device: DeviceSpec, *, imbalance: float = 1.0
+) -> float:
+    """Return the peak GiB of the fullest rank."""
+    stages = estimate_policy_memory(config, shape, device, imbalance=imbalance)
+    return max(memory.peak for memory in stages) / GIB
+
+
+def suggest_policy_changes(
+    config: TrainConfig,
+    shape: ModelShape,
+    device: DeviceSpec,
+    check: ConfigCheck,
+    *,
+    imbalance: float = 1.0,
+    limit: int = 4,
+) -> list[ConfigChange]:
+    """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first.
+
+    Args:
+        config: the configuration that does not fit.
+        shape: the model.
+        device: the device of a rank.
+        check: raises `ValueError` for a configuration that cannot run.
+        imbalance: tokens of the busiest expert rank divided by the mean.
+        limit: maximum number of changes.
+    """
+    room = device.usable_bytes / GIB
+
+    def peak(settings: Overrides) -> float:
+        return policy_peak_gib(with_overrides(config, settings), shape, device, imbalance=imbalance)
+
+    found: dict[frozenset[str], ConfigChange] = {}
+    for settings in ({}, *_policy_candidates(config)):
+        chosen = settings
+        if not settings or not _is_valid(config, settings, check) or peak(settings) > room:
+            if _BUCKET_KEY in settings:  # the bucket size does not help against activations
+                continue
+            smaller = _largest_fitting_micro_batch(config, settings, check, peak, room)
+            if smaller is None:
+                continue
+            chosen = smaller
+        change = make_change(config, chosen, peak(chosen))
+        found.setdefault(frozenset(change.new_values), change)
+    return sorted(found.values(), key=_change_cost)[:limit]
+
+
+def _change_cost(change: ConfigChange) -> tuple[int, int]:
+    """Return the sort key of a change: extra GPUs, then keys."""
+    return max(0, change.num_extra_gpus), len(change.new_values)
+
+
+def _largest_fitting_micro_batch(
+    config: TrainConfig,
+    settings: Overrides,
+    check: ConfigCheck,
+    peak: Callable[[Overrides], float],
+    room: float,
+) -> Overrides | None:
+    """Return the settings with the largest micro-batch that fits `room` GiB, or None."""
+    low = _round_up_tokens(ceil(max_row_tokens(config) / _context_parallel_size(config, settings)))
+    high = config.optim.micro_batch_tokens
+    smallest = {**settings, _TOKENS_KEY: low}
+    if low >= high or not _is_valid(config, smallest, check) or peak(smallest) > room:
+        return None
+    while high - low > _TOKEN_GRANULARITY:
+        middle = _round_up_tokens((low + high) // 2)
+        if middle >= high:
+            break
+        fits = peak({**settings, _TOKENS_KEY: middle}) <= room
+        low, high = (middle, high) if fits else (low, middle)
+    return {**settings, _TOKENS_KEY: low}
+
+
+def _is_valid(config: TrainConfig, settings: Overrides, check: ConfigCheck) -> bool:
+    return any(True for _ in valid_candidates(config, [settings], check))
+
+
+def _policy_candidates(config: TrainConfig) -> Iterator[Overrides]:
+    layout = config.parallel
+    if not layout.distributed_optimizer:
+        yield {"parallel.distributed_optimizer": True}
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        yield {"parallel.sequence_parallel": True}
+    for bucket_mib in _BUCKETS_MIB:
+        if bucket_mib < config.weight_sync.bucket_mib:
+            yield {_BUCKET_KEY: bucket_mib}
+    for factor in (*_FACTORS, 16, 32, 64):
+        yield {"parallel.expert": layout.expert * factor}
+    for factor in _FACTORS:
+        for settings in _layout_candidates(config, factor):
+            if layout.data % factor == 0:
+                yield {**settings, "parallel.data": layout.data // factor}
+    for factor in _FACTORS:
+        yield {"parallel.data": layout.data * factor}
+        yield from _layout_candidates(config, factor)
+        wider = {"parallel.tensor": layout.tensor * 2, "parallel.sequence_parallel": True}
+        yield {**wider, "parallel.data": layout.data * factor}
+
+
+def _layout_candidates(config: TrainConfig, factor: int) -> Iterator[Overrides]:
+    layout = config.parallel
+    yield {"parallel.pipeline": layout.pipeline * factor}
+    yield {"parallel.tensor": layout.tensor * factor, "parallel.sequence_parallel": True}
+    yield {"parallel.context": layout.context * factor}
+
+
+def _context_parallel_size(config: TrainConfig, settings: Overrides) -> int:
+    return int(settings.get("parallel.context", config.parallel.context))
+
+
+def _round_up_tokens(tokens: int) -> int:
+    return -(-tokens // _TOKEN_GRANULARITY) * _TOKEN_GRANULARITY
+
+
+def engine_fits(config: TrainConfig, shape: ModelShape, device: DeviceSpec) -> bool:
+    """Return whether the peak fits the device and the KV cache holds one full request."""
+    memory = estimate_engine_memory(config, shape, device)
+    holds_request = memory.num_kv_cache_tokens >= config.engine.max_model_len
+    return holds_request and memory.peak <= device.usable_bytes
+
+
+def suggest_engine_changes(
+    config: TrainConfig,
+    shape: ModelShape,
+    device: DeviceSpec,
+    check: ConfigCheck,
+    *,
+    limit: int = 4,
+) -> list[ConfigChange]:
+    """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first."""
+    found = [
+        make_change(config, settings, estimate_engine_memory(other, shape, device).peak / GIB)
+        for settings, other in valid_candidates(config, _engine_candidates(config), check)
+        if engine_fits(other, shape, device)
+    ]
+    found.sort(key=_change_cost)
+    minimal: list[ConfigChange] = []
+    for change in found:  # one change per set of keys, and none with more keys than needed
+        if not any(set(other.new_values) <= set(change.new_values) for other in minimal):
+            minimal.append(change)
+    return minimal[:limit]
+
+
+def _engine_candidates(config: TrainConfig) -> Iterator[Overrides]:
+    engine, engines = config.engine, config.cluster.num_engines
+    now = engine.gpu_memory_utilization
+    for share in sorted((percent / 100 for percent in range(10, 96)), key=lambda p: abs(p - now)):
+        yield {"engine.gpu_memory_utilization": share}
+    for factor in _FACTORS:
+        if engine.max_num_seqs % factor == 0:
+            yield {"engine.max_num_seqs": engine.max_num_seqs // factor}
+    for bucket_mib in _BUCKETS_MIB:
+        if bucket_mib < config.weight_sync.bucket_mib:
+            yield {"weight_sync.bucket_mib": bucket_mib}
+    for factor in _FACTORS:
+        tensor = {"engine.tensor_parallel_size": engine.tensor_parallel_size * factor}
+        if engines % factor == 0:
+            yield {**tensor, "cluster.num_engines": engines // factor}
+        for share in (0.85, 0.9):
+            if engines % factor == 0:
+                fewer = {"cluster.num_engines": engines // factor}
+                yield {**tensor, **fewer, "engine.gpu_memory_utilization": share}
+        yield tensor
+    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    yield {"engine.max_model_len": least}

@@ -1,0 +1,226 @@
+"""Tables of the report page: held-out evaluations, and tool calls over a whole run.
+
+The table of evaluations compares the first and the last one. Known metrics come first, with labels,
+then all other metrics. Changes are coloured if higher is known to be better.
+
+The table of tools has counts by outcome, latencies and rewards, aggregated from the metrics
+``rollout/tool/<name>/...`` of every step. Counts are summed, mean latencies are weighted by calls,
+p50 is the median over steps, p99 and max are the largest values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from mega_agentrl.report.page.axes import format_number
+from mega_agentrl.report.page.chart_groups import RL_STAGE, tool_names
+from mega_agentrl.report.page.html import SafeHtml, html_element
+from mega_agentrl.report.validation_console import EvalComparisonRow
+from mega_agentrl.types.records import ToolStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from mega_agentrl.report.metrics_file import MetricLine, MetricLog
+
+TOOL_STATUSES = tuple(status.value for status in ToolStatus)
+TOOL_METRIC_PREFIX = "rollout/tool/"
+_LABELLED_METRICS = (
+    ("sampled/reward", "reward"),
+    ("sampled/success", "success"),
+    ("greedy/reward", "reward, greedy"),
+    ("greedy/success", "success, greedy"),
+    ("sampled/rollout/tool_use_fraction", "answers with a tool"),
+    ("sampled/rollout/tool_calls_mean", "calls per answer"),
+    ("sampled/rollout/response_tokens_mean", "response tokens"),
+    ("sampled/rollout/entropy", "entropy, nats"),
+)
+_BY_SOURCE_PREFIXES = ("sampled/success/", "sampled/reward/", "greedy/success/", "greedy/reward/")
+_STANDARD_ERROR_SUFFIX = "_se"
+_HIGHER_IS_BETTER = ("reward", "success", "pass", "mean@")
+
+
+def validation_rows(
+    before: Mapping[str, float], after: Mapping[str, float]
+) -> list[EvalComparisonRow]:
+    """Return rows of the metrics of either evaluation, except for unlabelled rollout metrics."""
+    names = list(dict.fromkeys([*before, *after]))
+    chosen = [(name, label) for name, label in _LABELLED_METRICS if name in names]
+    for head in _BY_SOURCE_PREFIXES:
+        kind, measure, _ = head.split("/")
+        suffix = ", greedy" if kind == "greedy" else ""
+        chosen += [
+            (name, f"{measure} on {name.removeprefix(head)}{suffix}")
+            for name in names
+            if name.startswith(head)
+        ]
+    known = {name for name, _ in chosen}
+    for name in names:
+        is_rest = name not in known and "/rollout/" not in name and not name.startswith("time/")
+        if is_rest and not name.endswith(_STANDARD_ERROR_SUFFIX):
+            chosen.append((name, name.removeprefix("sampled/")))
+    return [
+        EvalComparisonRow(
+            label=label,
+            before=before.get(name),
+            after=after.get(name),
+            before_se=before.get(name + _STANDARD_ERROR_SUFFIX),
+            after_se=after.get(name + _STANDARD_ERROR_SUFFIX),
+        )
+        for name, label in chosen
+    ]
+
+
+def validation_table(lines: Sequence[MetricLine]) -> SafeHtml:
+    """Render the first and the last evaluation, or a single one."""
+    first, last = lines[0], lines[-1]
+    if len(lines) == 1:
+        rows = validation_rows(first.values, {})
+        heads = ["", f"after step {first.step}"]
+    else:
+        rows = validation_rows(first.values, last.values)
+        heads = ["", f"after step {first.step}", f"after step {last.step}", "change"]
+    body = [
+        html_element(
+            "tr",
+            html_element("th", row.label, scope="row"),
+            html_element("td", _html_cell(row.before, row.before_se)),
+            *(
+                [html_element("td", _html_cell(row.after, row.after_se)), _html_change_cell(row)]
+                if len(lines) > 1
+                else []
+            ),
+        )
+        for row in rows
+    ]
+    return _table(heads, body, "held-out")
+
+
+def _html_cell(value: float | None, error: float | None) -> SafeHtml:
+    if value is None:
+        return html_element("span", "-")
+    spread = "" if error is None else html_element("small", f" ± {format_number(error)}")
+    return html_element("span", format_number(value), spread)
+
+
+def _html_change_cell(row: EvalComparisonRow) -> SafeHtml:
+    change = row.change
+    if change is None:
+        return html_element("td", "-")
+    is_better = row.label.startswith(_HIGHER_IS_BETTER)
+    kind = None if not is_better or change == 0 else "up" if change > 0 else "down"
+    sign = "+" if change > 0 else ""
+    return html_element("td", f"{sign}{format_number(change)}", class_=kind)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ToolRow:
+    """Statistics of a tool; None where nothing was measured."""
+
+    name: str
+    num_calls: float
+    num_by_status: Mapping[str, float]
+    mean_s: float | None
+    p50_s: float | None
+    p99_s: float | None
+    max_s: float | None
+    queue_s: float | None
+    reward: float | None
+
+
+def tool_rows(log: MetricLog) -> list[ToolRow]:
+    """Return the tools of the RL steps, or of the evaluations in a run without RL steps."""
+    lines, prefix = log.lines_of_stage(RL_STAGE), TOOL_METRIC_PREFIX
+    names = tool_names(log, RL_STAGE)
+    if not names and (found := log.validation_lines()):
+        lines, prefix = found, f"sampled/{TOOL_METRIC_PREFIX}"
+        names = sorted({name for line in found for name in tool_names(log, line.stage, prefix)})
+    return [_build_tool_row(name, lines, f"{prefix}{name}/") for name in names]
+
+
+def _build_tool_row(name: str, lines: Sequence[MetricLine], head: str) -> ToolRow:
+    def values(key: str) -> list[float]:
+        found = (line.values.get(f"{head}{key}", math.nan) for line in lines)
+        return [value for value in found if math.isfinite(value)]
+
+    def weighted(key: str) -> float | None:
+        pairs = [
+            (line.values[f"{head}{key}"], line.values.get(f"{head}num_calls", 0.0))
+            for line in lines
+            if math.isfinite(line.values.get(f"{head}{key}", math.nan))
+        ]
+        calls = sum(count for _, count in pairs)
+        return sum(value * count for value, count in pairs) / calls if calls else None
+
+    rewards = [*values("step_reward"), *values("final_reward")]
+    return ToolRow(
+        name=name,
+        num_calls=sum(values("num_calls")),
+        num_by_status={status: sum(values(f"num_{status}")) for status in TOOL_STATUSES},
+        mean_s=weighted("latency_mean_s"),
+        p50_s=median(found) if (found := values("latency_p50_s")) else None,
+        p99_s=max(values("latency_p99_s"), default=None),
+        max_s=max(values("latency_max_s"), default=None),
+        queue_s=weighted("queue_mean_s"),
+        reward=sum(rewards) / len(lines) if rewards else None,
+    )
+
+
+def tool_table(rows: Sequence[ToolRow]) -> SafeHtml:
+    """Render the rows as an HTML table with a bar of outcomes."""
+    times = ("mean s", "p50 s", "p99 s", "max s", "queue s")
+    heads = ["tool", "calls", "outcomes", *TOOL_STATUSES, *times, "reward"]
+    body = [
+        html_element(
+            "tr",
+            html_element("th", row.name, scope="row"),
+            html_element("td", f"{row.num_calls:,.0f}"),
+            html_element("td", _outcome_bar(row), class_="bar"),
+            *(
+                html_element("td", _count_cell(row.num_by_status[status], row.num_calls))
+                for status in TOOL_STATUSES
+            ),
+            *(
+                html_element("td", "-" if value is None else format_number(value))
+                for value in (row.mean_s, row.p50_s, row.p99_s, row.max_s, row.queue_s, row.reward)
+            ),
+        )
+        for row in rows
+    ]
+    return _table([name.replace("_", " ") for name in heads], body, "tools")
+
+
+def _count_cell(count: float, total: float) -> SafeHtml:
+    share = f"{count / total:.1%}" if total else "-"
+    return html_element("span", f"{count:,.0f} ", html_element("small", share))
+
+
+def _outcome_bar(row: ToolRow) -> SafeHtml:
+    """Render the outcomes as a bar of 100 units."""
+    parts, at = [], 0.0
+    for status in TOOL_STATUSES:
+        width = 100 * row.num_by_status[status] / row.num_calls if row.num_calls else 0.0
+        if width > 0:
+            parts.append(
+                html_element(
+                    "rect", x=f"{at:.2f}", width=f"{width:.2f}", height=8, class_=f"o-{status}"
+                )
+            )
+        at += width
+    return html_element(
+        "svg", *parts, viewBox="0 0 100 8", preserveAspectRatio="none", class_="share"
+    )
+
+
+def _table(heads: Sequence[str], body: Sequence[SafeHtml], name: str) -> SafeHtml:
+    head = html_element("tr", *(html_element("th", text, scope="col") for text in heads))
+    return html_element(
+        "table",
+        html_element("thead", head),
+        html_element("tbody", *body),
+        class_="figures",
+        id=name,
+    )

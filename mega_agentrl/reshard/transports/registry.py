@@ -1,0 +1,233 @@
+"""Registry of the transports: which of them connects two ranks, and how a rank joins it.
+
+    shared_memory   ranks on one GPU, or on one machine and both without a GPU
+    nccl            ranks on two GPUs
+    gloo            any two ranks; device memory is staged through the host
+
+With `weight_sync.transport=auto` each pair of ranks uses the first transport of `TRANSPORTS` that
+connects it. Any other value names the one transport that all frames of a session use, for example
+gloo on a cluster where NCCL does not work. The slots of a rank are of one kind, GPU or host memory,
+and serve all its transports.
+
+To add one:
+
+1. Write its module; `base` has the interface, which `test_all_transports.py` checks.
+2. Add its name to `config.enums.TransportKind`; run `python tools/make_config_reference.py`.
+3. Add its row to `TRANSPORTS`, before all slower ones, and its pairs to `test_registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mega_agentrl.config.enums import TransportKind
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.reshard.topology import LinkType, link_type_between
+from mega_agentrl.reshard.transports.gloo import GlooTransport, HostStagedTransport
+from mega_agentrl.reshard.transports.memory_handles import CudaIpcMemory, MemfdMemory
+from mega_agentrl.reshard.transports.nccl import NcclTransport
+from mega_agentrl.reshard.transports.shared_memory import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from mega_agentrl.reshard.topology import RankLocation
+    from mega_agentrl.reshard.transports.base import RecvHandle, SendHandle, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinContext:
+    """What a transport of one rank is made from."""
+
+    store: Store
+    """Where the ranks meet."""
+    rank: int
+    world_size: int
+    timeout_s: float
+    """Deadline for meeting, and for control messages afterwards."""
+    device: torch.device | None
+    """GPU of this process, or None without one."""
+    hops: Sequence[tuple[int, int]]
+    """(source, target) of all frames that the transport will carry, the same on all ranks."""
+    gloo: GlooTransport
+    """Connects all ranks; for control messages and host memory."""
+    shared_memory: SharedMemoryTransport
+    """Owns the slots of the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportEntry:
+    """A transport in the registry."""
+
+    connects: Callable[[RankLocation, RankLocation], bool]
+    """Whether the transport can connect two ranks."""
+    join: Callable[[JoinContext], Transport]
+    """Connects a rank to its peers."""
+
+
+def _shares_memory(one: RankLocation, other: RankLocation) -> bool:
+    link = link_type_between(one, other)
+    on_host = one.device is None and other.device is None
+    return link is LinkType.same_gpu or (link is LinkType.same_node and on_host)
+
+
+def _has_two_gpus(one: RankLocation, other: RankLocation) -> bool:
+    on_gpus = one.device is not None and other.device is not None
+    return on_gpus and link_type_between(one, other) is not LinkType.same_gpu
+
+
+def _join_nccl(context: JoinContext) -> Transport:
+    assert context.device is not None, "NCCL connects only ranks with a GPU"
+    return NcclTransport.join(
+        context.store,
+        context.rank,
+        context.world_size,
+        context.timeout_s,
+        device=context.device,
+        hops=context.hops,
+        control=context.gloo,
+    )
+
+
+def _join_gloo(context: JoinContext) -> Transport:
+    return context.gloo if context.device is None else HostStagedTransport(context.gloo)
+
+
+TRANSPORTS: Mapping[TransportKind, TransportEntry] = {
+    TransportKind.shared_memory: TransportEntry(_shares_memory, lambda made: made.shared_memory),
+    TransportKind.nccl: TransportEntry(_has_two_gpus, _join_nccl),
+    TransportKind.gloo: TransportEntry(lambda one, other: True, _join_gloo),
+}
+"""All transports, fastest first."""
+
+
+def transport_kind_between(
+    one: RankLocation, other: RankLocation, chosen: TransportKind = TransportKind.auto
+) -> TransportKind:
+    """Return the chosen transport if it connects two ranks, else the fastest that does."""
+    if chosen is not TransportKind.auto and TRANSPORTS[chosen].connects(one, other):
+        return chosen
+    return next(kind for kind, entry in TRANSPORTS.items() if entry.connects(one, other))
+
+
+def check_transport(
+    chosen: TransportKind, locations: Sequence[RankLocation], hops: Iterable[tuple[int, int]]
+) -> None:
+    """Raise a `ConfigError` if the chosen transport cannot carry one of the hops."""
+    if chosen is TransportKind.auto or (chosen is TransportKind.gloo and not locations):
+        return
+    for source, target in hops:
+        if not locations or not TRANSPORTS[chosen].connects(locations[source], locations[target]):
+            places = f"{locations[source]} and {locations[target]}" if locations else "unknown"
+            raise ConfigError(
+                "weight_sync.transport",
+                chosen,
+                f"auto, or a transport that connects ranks {source} and {target} ({places})",
+                "a transport chosen for another placement of the ranks",
+            )
+
+
+class PerPeerTransport:
+    """Transport of one rank that delegates to one transport per peer.
+
+    Args:
+        by_peer: Transport to each peer.
+        slot_owner: Transport whose slots all others can use.
+    """
+
+    def __init__(self, by_peer: Mapping[int, Transport], slot_owner: Transport) -> None:
+        self._by_peer, self._slot_owner = by_peer, slot_owner
+        self.needs_exact_size = any(transport.needs_exact_size for transport in by_peer.values())
+        self._slot_by_address: dict[int, torch.Tensor] = {}
+
+    def allocate_slots(self, count: int, num_bytes: int) -> list[torch.Tensor]:  # noqa: D102
+        slots = self._slot_owner.allocate_slots(count, num_bytes)
+        self._slot_by_address = {slot.data_ptr(): slot for slot in slots}
+        return slots
+
+    def send(self, frame: torch.Tensor, peer: int) -> SendHandle:  # noqa: D102
+        return self._by_peer[peer].send(frame, peer)
+
+    def receive(self, slot: torch.Tensor, peer: int) -> RecvHandle:
+        """Start receiving; transports that need no exact size get the whole slot."""
+        transport = self._by_peer[peer]
+        if not transport.needs_exact_size:
+            slot = self._slot_by_address.get(slot.data_ptr(), slot)
+        return transport.receive(slot, peer)
+
+    def close(self) -> None:  # noqa: D102
+        for transport in {
+            id(transport): transport for transport in (*self._by_peer.values(), self._slot_owner)
+        }.values():
+            transport.close()
+        self._slot_by_address = {}
+
+
+def join_transport(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    *,
+    locations: Sequence[RankLocation] = (),
+    hops: Iterable[tuple[int, int]] = (),
+    chosen: TransportKind = TransportKind.auto,
+) -> Transport:
+    """Connect to all other ranks.
+
+    Args:
+        store: Where the ranks meet.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout_s: Deadline for meeting, and for control messages afterwards.
+        locations: Locations of all ranks; without any, all links use gloo.
+        hops: (source, target) of all frames that will be sent, the same on all ranks.
+        chosen: Transport of all hops, which must connect them (`check_transport`), or auto.
+
+    Raises:
+        RuntimeError: If not all ranks arrive by the deadline.
+        ValueError: If the number of locations is not the number of ranks.
+    """
+    if locations and len(locations) != world_size:
+        raise ValueError(
+            f"join_transport: {len(locations)} locations, expected {world_size}, one per rank"
+        )
+    gloo = GlooTransport.join(store, rank, world_size, timeout_s)
+    on_device = bool(locations) and locations[rank].device is not None
+    if not locations or (chosen is TransportKind.gloo and not on_device):
+        return gloo
+    device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
+    shared_memory = SharedMemoryTransport(
+        gloo, MemfdMemory() if device is None else CudaIpcMemory(device), timeout_s
+    )
+    kind_of_peer = {
+        peer: transport_kind_between(locations[rank], locations[peer], chosen)
+        for peer in range(world_size)
+        if peer != rank
+    }
+    hops_of_kind: dict[TransportKind, list[tuple[int, int]]] = {kind: [] for kind in TRANSPORTS}
+    for source, target in hops:
+        kind = transport_kind_between(locations[source], locations[target], chosen)
+        hops_of_kind[kind].append((source, target))
+    transports = {
+        kind: entry.join(
+            JoinContext(
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout_s=timeout_s,
+                device=device,
+                hops=hops_of_kind[kind],
+                gloo=gloo,
+                shared_memory=shared_memory,
+            )
+        )
+        for kind, entry in TRANSPORTS.items()
+        if kind in kind_of_peer.values()
+    }
+    by_peer = {peer: transports[kind] for peer, kind in kind_of_peer.items()}
+    return PerPeerTransport(by_peer, shared_memory)

@@ -1,0 +1,253 @@
+"""Coordinate the policy and the engines of a run (`types.protocols.Policy`).
+
+The coordinator owns both groups and everything that concerns the two of them: the lock that
+serializes the use of the policy's ranks, the weight version that the engines serve, GPUs that both
+sides share, and the replacement of lost engines. The parts know nothing of each other:
+
+    build -> Coordinator -> {WeightSynchronizer, GpuTimeSharing, EngineSupervisor}
+                         -> {PolicyGroup, GeneratorGroup} -> remote_calls
+
+Each operation of the policy runs under the lock and, on GPUs shared with the engines
+(`cluster.colocated`), gets what its entry in `policy_group.RANK_OPERATIONS` asks for.
+
+Threads: the training loop and the engine supervisor's. Locks are taken in the order coordinator,
+GPUs, engine registry. The supervisor never waits for the coordinator's lock, whose holder may be
+waiting for an engine that the supervisor replaces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
+from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
+from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from mega_agentrl.config.sections.algo import AlgoConfig
+    from mega_agentrl.runtime.weight_sync import WeightSynchronizer
+    from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+    from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+    from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.protocols import Generator
+
+
+class Coordinator:
+    """The policy of a run, with the engines that serve its weights."""
+
+    def __init__(
+        self,
+        policy: PolicyGroup,
+        engines: GeneratorGroup,
+        weight_sync: WeightSynchronizer,
+        gpus: GpuTimeSharing | None,
+    ) -> None:
+        """Take over both groups, which have started.
+
+        Args:
+            policy: source of the weights.
+            engines: destination of the weights.
+            weight_sync: sends weights from `policy` to `engines`.
+            gpus: hands over the GPUs that both sides share; None if each side has its own.
+        """
+        self._policy = policy
+        self._engines = engines
+        self._weight_sync = weight_sync
+        self._gpus = gpus
+        self._lock = threading.RLock()
+        self._has_unsynced_weights = False
+        self._version = 0
+        self._supervisor = EngineSupervisor(
+            engines,
+            self.sync_new_engines,
+            nullcontext if gpus is None else gpus.reserve_for_engine_start,
+        )
+
+    def start(self) -> None:
+        """Supervise the engines from now on."""
+        self._supervisor.start()
+
+    def close(self) -> None:
+        """Stop supervising, and kill all engines and ranks; safe to call twice."""
+        self._supervisor.close()
+        self._engines.close()
+        self._policy.close()
+
+    def sync_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
+        """Send the current weights to all engines as this version and route requests to them.
+
+        If an engine is lost meanwhile, the sync waits for its replacement and starts over.
+
+        Returns:
+            The report of `WeightSynchronizer.sync`.
+
+        Raises:
+            RemoteCallError: the transfer failed; names ranks, tensor and bucket. The engines then
+                refuse requests.
+            ValueError: the weights that arrived are wrong, or `generator` is not this run's.
+        """
+        if generator is not self._engines:
+            raise ValueError("sync_weights: expected the generator that this policy is attached to")
+        registry = self._engines.registry
+        with self._lock:
+            if self._gpus is not None and registry.lost_reasons:
+                # Engines can only be replaced while the policy is off the GPUs.
+                self._replace_lost_engines(registry.num_handled_losses)
+            while True:
+                num_handled_losses = registry.num_handled_losses
+                try:
+                    engines, report = self._sync_live_engines(version)
+                except PolicyRankDiedError:
+                    raise
+                except RemoteCallError:
+                    # Either an engine has been replaced, or the cause was not an engine's death.
+                    if not self._replace_lost_engines(num_handled_losses):
+                        raise
+                else:
+                    break
+            self._has_unsynced_weights = False
+            self._version = version
+            self._engines.serve_version(version, engines)
+        return report
+
+    def sync_new_engines(self, engines: Sequence[int]) -> bool:
+        """Send the served weights to new engines.
+
+        The other engines keep serving, except on shared GPUs, where all receive them again.
+
+        Returns:
+            False if the engines have to wait for the next sync, because the policy is busy, owns
+            the GPUs, or has weights newer than the served version.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False  # its holder may be waiting for these engines
+        try:
+            if self._has_unsynced_weights:
+                return False
+            if self._gpus is None:
+                self._weight_sync.sync_separately(engines, self._version)
+                return True
+            if self._gpus.owner is not GpuOwner.engines:
+                return False
+            self._weight_sync.disconnect()  # its plan is for other workers
+            try:
+                synced, _ = self._sync_live_engines(self._version)
+            except (RemoteCallError, ValueError):
+                self._gpus.offload_policy()  # so that a failed engine can be replaced
+                raise
+            for engine in synced:
+                self._engines.enable_routing(engine)
+            return True
+        finally:
+            self._lock.release()
+
+    def _sync_live_engines(self, version: int) -> tuple[list[int], dict[str, float]]:
+        """Send the weights to all engines that run; return their indices and the report."""
+        # An engine that starts meanwhile is not awake and waits for `sync_new_engines`.
+        engines = self._engines.registry.live_engines
+        if not engines:
+            raise RemoteCallError("weight transfer: no engine is left to receive the weights")
+        release = None if self._gpus is None else partial(self._gpus.release_to_engines, engines)
+        try:
+            if self._gpus is not None:
+                self._gpus.acquire_for_transfer(engines)
+            return engines, self._weight_sync.sync(engines, version, release)
+        except (RemoteCallError, ValueError):
+            self._weight_sync.disconnect()
+            raise
+
+    def _replace_lost_engines(self, num_handled_losses: int) -> bool:
+        """Wait until lost engines are replaced; see `EngineSupervisor.replace_lost_engines`."""
+        if self._gpus is not None:
+            self._gpus.offload_policy()
+            self._weight_sync.disconnect()  # the link would lack engines replaced meanwhile
+        return self._supervisor.replace_lost_engines(num_handled_losses)
+
+    def restart(self) -> None:
+        """Restart all policy ranks with the initial weights; the engines keep theirs."""
+        with self._lock:
+            if self._gpus is not None:
+                self._gpus.reclaim_for_policy_restart()
+            self._policy.restart()
+            self._has_unsynced_weights = True
+            self._weight_sync.reset_policy_ranks()
+
+    @contextmanager
+    def _operation(self, method: str) -> Iterator[None]:
+        """Run an operation of the ranks under the lock, with the GPUs if it needs them.
+
+        Engines that served before an operation between two syncs serve afterwards: they lost their
+        weights when they slept, and get the same version again.
+        """
+        operation = RANK_OPERATIONS[method]
+        with self._lock:
+            were_serving = self._gpus is not None and self._gpus.owner is GpuOwner.engines
+            if self._gpus is not None and operation.needs_gpu:
+                self._gpus.acquire_for_policy()
+            self._has_unsynced_weights |= operation.changes_weights
+            yield
+            if were_serving and operation.is_between_syncs:
+                self.sync_weights(self._engines, self._version)
+
+    def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with log-probs and entropies, each [B, T] float32."""
+        with self._operation("compute_log_probs"):
+            return self._policy.compute_log_probs(batch)
+
+    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+        """Train on the batch; see `PolicyGroup.update`."""
+        with self._operation("update"):
+            return self._policy.update(batch, kl_weight_BT)
+
+    def sft_step(self, batch: TrainBatch) -> UpdateStats:
+        """Train on a batch of demonstrations."""
+        with self._operation("sft_step"):
+            return self._policy.sft_step(batch)
+
+    def reset_optimizer(self) -> None:
+        """Reset the optimizer's state on all ranks."""
+        with self._operation("reset_optimizer"):
+            self._policy.reset_optimizer()
+
+    def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
+        """Set loss settings and sampling temperature on all ranks."""
+        with self._operation("set_objective"):
+            self._policy.set_objective(algo, temperature)
+
+    def save_checkpoint(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Save all ranks' state to a checkpoint folder."""
+        with self._operation("save_checkpoint"):
+            self._policy.save_checkpoint(folder, extra, keep)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint and return the extra values saved with it."""
+        with self._operation("load_checkpoint"):
+            return self._policy.load_checkpoint(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        with self._operation("export_hf"):
+            self._policy.export_hf(folder)
+
+    def start_profile(self) -> None:
+        """Start a profiler trace on rank 0."""
+        self._policy.start_profile()
+
+    def stop_profile(self, file: Path) -> None:
+        """Stop the trace on rank 0 and write it to a file."""
+        self._policy.stop_profile(file)
+
+    def gpu_name(self) -> str:
+        """Return the CUDA name of the policy's GPUs; empty on CPUs."""
+        return self._policy.gpu_name()

@@ -1,0 +1,132 @@
+"""Score batches, update the policy and its critic, profile chosen steps, and sync the weights.
+
+In the first `optim.critic_warmup_steps` RL steps only the critic is updated, because advantages
+from an untrained critic would be noise to the policy. Without a critic only the policy is updated.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mega_agentrl.batch.packing import pack_trees
+from mega_agentrl.types.batch import UpdateStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.groups.collector import RolloutBatch
+    from mega_agentrl.train.algorithm import TrainInputs
+    from mega_agentrl.types.batch import TrainBatch
+    from mega_agentrl.types.components import Components
+    from mega_agentrl.types.records import RolloutTree
+
+PROFILE_DIR = "profile"
+
+
+class PolicyTrainer:
+    """The trained models: the policy, and the critic if there is one."""
+
+    def __init__(self, components: Components, config: TrainConfig) -> None:
+        self._components = components
+        self._config = config
+
+    @staticmethod
+    def pack(trees: Sequence[RolloutTree]) -> TrainBatch:
+        """Return the batch that the models process, without their log-probs and values."""
+        return pack_trees(trees)
+
+    def score(self, batch: TrainBatch) -> TrainBatch:
+        """Fill log-probs and entropies, and with a critic `value_BT`."""
+        batch = self._components.policy.compute_log_probs(batch)
+        critic = self._components.critic
+        return batch if critic is None else critic.compute_values(batch)
+
+    def update(self, train_inputs: TrainInputs, step: int) -> tuple[UpdateStats, dict[str, float]]:
+        """Update the policy and the critic once.
+
+        Returns:
+            The policy's statistics, and the critic's metrics, empty without a critic:
+            `critic/loss`, `critic/explained_variance` (of the values before the update; NaN if the
+            returns do not vary), `critic/clipfrac` (fraction of tokens), `critic/value_mean`,
+            `critic/return_mean`, `critic/grad_norm`, `critic/num_skipped_steps` (non-finite
+            gradients) and `critic/is_warmup` (1 if the policy was not updated).
+        """
+        policy, critic = self._components.policy, self._components.critic
+        if critic is None:
+            return policy.update(train_inputs.batch, train_inputs.kl_weight_BT), {}
+        critic_stats = critic.update(train_inputs.batch)
+        is_warmup = step <= self._config.optim.critic_warmup_steps
+        policy_stats = (
+            self._skipped_update_stats()
+            if is_warmup
+            else policy.update(train_inputs.batch, train_inputs.kl_weight_BT)
+        )
+        return policy_stats, {
+            "critic/loss": critic_stats.metrics["value_loss"],
+            "critic/explained_variance": critic_stats.metrics["explained_variance"],
+            "critic/clipfrac": critic_stats.metrics["value_clipfrac"],
+            "critic/value_mean": critic_stats.metrics["value"],
+            "critic/return_mean": critic_stats.metrics["return"],
+            "critic/grad_norm": critic_stats.grad_norm,
+            "critic/num_skipped_steps": float(critic_stats.num_skipped_steps),
+            "critic/is_warmup": float(is_warmup),
+        }
+
+    def sync_weights(self) -> Mapping[str, float]:
+        """Send the policy's weights to the engines as their next version; return metrics."""
+        generator = self._components.generator
+        return self._components.policy.sync_weights(generator, generator.version + 1)
+
+    def _skipped_update_stats(self) -> UpdateStats:
+        """Return the statistics of a policy that is not updated: all steps count as skipped."""
+        return UpdateStats(
+            loss=0.0,
+            grad_norm=0.0,
+            learning_rate=0.0,
+            num_tokens=0,
+            num_skipped_steps=self._config.optim.num_minibatches,
+            metrics={},
+        )
+
+
+class Profiler:
+    """Profiles the policy in `report.profile_steps`, on rank 0, from the rollouts to the update.
+
+    The result is a Chrome trace (`chrome://tracing`, https://ui.perfetto.dev) in
+    ``profile/step-<n>-rank0.json`` of the run folder. Profiling slows the step down; a step that
+    fails leaves no file.
+    """
+
+    def __init__(self, components: Components, config: TrainConfig) -> None:
+        self._policy = components.policy
+        self._steps = config.report.profile_steps
+        self._profile_dir = Path(config.run_dir) / PROFILE_DIR
+
+    def start_after(self, collect: Callable[[int], RolloutBatch]) -> Callable[[int], RolloutBatch]:
+        """Wrap the collection of a step: the profile starts when its rollouts are there."""
+
+        @wraps(collect)
+        def wrapped(step: int) -> RolloutBatch:
+            rollouts = collect(step)
+            if step in self._steps:
+                self._policy.start_profile()
+            return rollouts
+
+        return wrapped
+
+    def stop_after(
+        self, update: Callable[[TrainInputs, int], tuple[UpdateStats, dict[str, float]]]
+    ) -> Callable[[TrainInputs, int], tuple[UpdateStats, dict[str, float]]]:
+        """Wrap the update of a step: the profile ends with it, and the file is written."""
+
+        @wraps(update)
+        def wrapped(train_inputs: TrainInputs, step: int) -> tuple[UpdateStats, dict[str, float]]:
+            result = update(train_inputs, step)
+            if step in self._steps:
+                self._policy.stop_profile(self._profile_dir / f"step-{step}-rank0.json")
+            return result
+
+        return wrapped

@@ -1,0 +1,131 @@
+"""Files that must exist, and settings of data, rewards and trackers that exclude each other."""
+
+import sys
+
+import pytest
+
+from mega_agentrl.config.checks import inputs
+from mega_agentrl.config.checks.inputs import check_data, check_report, check_reward
+from mega_agentrl.config.enums import FilterMetric, TrackerName, Truncation
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
+from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.config.sections.runtime import ReportConfig
+from tests.config.refusals import refused, refused_setting
+
+
+@pytest.fixture
+def config(tmp_path):
+    for name in ("a.parquet", "b.jsonl", "held_out.parquet", "t.jinja"):
+        (tmp_path / name).touch()
+    train = [str(tmp_path / "a.parquet"), f"{tmp_path}/b.jsonl@0.5"]
+    return TrainConfig(data=DataConfig(train=train, validation=str(tmp_path / "held_out.parquet")))
+
+
+def test_every_local_file_must_exist(config):
+    check_data(config)
+    config.data.train.append("s3://bucket/c.parquet")
+    check_data(config)
+    config.data.train.append("nowhere.jsonl@2")
+    assert refused_setting(check_data, config) == ("data.train", "nowhere.jsonl")
+    config.data.train[-1] = "file:///nowhere.jsonl"
+    assert refused_setting(check_data, config) == ("data.train", "/nowhere.jsonl")
+    config.data.dataset_class = "my.module:Rows"
+    check_data(config)
+
+
+def test_a_prompt_template_must_exist(config, tmp_path):
+    config.data.prompt_template = str(tmp_path / "t.jinja")
+    check_data(config)
+    config.data.prompt_template = "nowhere.jinja"
+    assert refused_setting(check_data, config) == ("data.prompt_template", "nowhere.jinja")
+
+
+@pytest.mark.parametrize("truncation", list(Truncation))
+def test_a_cut_prompt_cannot_be_rendered_again(config, truncation):
+    config.data.truncation = truncation
+    check_data(config)
+    config.rollout.use_inference_chat_template = True
+    if truncation in (Truncation.error, Truncation.drop):
+        check_data(config)
+    else:
+        assert refused_setting(check_data, config) == ("data.truncation", truncation)
+
+
+def reward_settings(filter_metric=FilterMetric.none, **reward):
+    return TrainConfig(
+        reward=RewardConfig(**reward), rollout=RolloutConfig(filter_metric=filter_metric)
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return RewardModelConfig(path_or_url=str(tmp_path))
+
+
+def test_every_filter_passes_without_a_reward_model():
+    for key in FilterMetric:
+        check_reward(reward_settings(key))
+
+
+def test_functions_have_a_weight_and_worker_env_vars_have_functions():
+    mine = {"functions": {"mine": "m:f"}}
+    unweighted = refused_setting(check_reward, reward_settings(**mine))
+    assert unweighted == ("reward.functions.mine", "m:f")
+    used = mine | {"rubric": {"default": {"arpo": 1.0, "mine": 1.0}}, "worker_env_vars": ["KEY"]}
+    check_reward(reward_settings(FilterMetric.reward, **used))
+    unread = refused_setting(check_reward, reward_settings(worker_env_vars=["KEY"]))
+    assert unread == ("reward.worker_env_vars", ["KEY"])
+
+
+def test_a_reward_model_is_a_folder_or_a_url(folder):
+    rubric = {"default": {"arpo": 1.0, "model": 1.0}}
+    check_reward(reward_settings(rubric=rubric, model=folder))
+    remote = RewardModelConfig(
+        path_or_url="http://host/v1", served_model_name="judge", api_key_env="KEY"
+    )
+    for key in FilterMetric:
+        check_reward(reward_settings(key, rubric=rubric, model=remote))
+    missing = RewardModelConfig(path_or_url="host:8000/v1")
+    no_folder = refused_setting(check_reward, reward_settings(rubric=rubric, model=missing))
+    assert no_folder == ("reward.model.path_or_url", "host:8000/v1")
+    folder.api_key_env = "KEY"
+    unsent = refused_setting(check_reward, reward_settings(rubric=rubric, model=folder))
+    assert unsent == ("reward.model.api_key_env", "KEY")
+
+
+def test_a_filter_cannot_use_a_hosted_reward_model(folder):
+    second = {"default": {"arpo": 1.0, "model": 1.0}}
+    first = {"judged": {"model": 1.0}, "default": {"arpo": 1.0}}
+    check_reward(reward_settings(FilterMetric.accuracy, rubric=second, model=folder))
+    check_reward(reward_settings(rubric=first, model=folder))
+    late = refused(check_reward, reward_settings(FilterMetric.reward, rubric=second, model=folder))
+    assert (late.key, late.got) == ("rollout.filter_metric", FilterMetric.reward)
+    assert late.expected.startswith("accuracy")
+    for key in (FilterMetric.reward, FilterMetric.accuracy):
+        late = refused(check_reward, reward_settings(key, rubric=first, model=folder))
+        assert (late.key, late.got) == ("rollout.filter_metric", key)
+        assert "model decides judged" in late.expected
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_an_error_with_the_line_that_installs_it(monkeypatch, name):
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    report = ReportConfig(trackers=[TrackerName.tensorboard, TrackerName(name)])
+    error = refused(check_report, report)
+    assert (error.key, error.got) == ("report.trackers", name)
+    assert f"`pip install {name}`" in error.expected
+
+
+def test_installed_packages_pass_and_are_not_imported(monkeypatch):
+    monkeypatch.setattr(inputs, "find_spec", lambda name: object())
+    check_report(ReportConfig(trackers=list(TrackerName)))
+    assert "mlflow" not in sys.modules
+
+
+def test_only_requested_trackers_are_looked_for(monkeypatch):
+    monkeypatch.setattr(inputs, "find_spec", lambda name: pytest.fail(f"looked for {name}"))
+    check_report(ReportConfig())
+    check_report(ReportConfig(trackers=[]))

@@ -1,0 +1,51 @@
+"""Sizes of policy and engines that can share GPUs."""
+
+import pytest
+
+from mega_agentrl.config.checks.parallel import check_colocation, min_ranks_per_node
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
+from tests.config.refusals import refused_setting
+
+
+def configured(num_engines, engine_tensor, colocated=True, **layout):
+    return TrainConfig(
+        parallel=ParallelConfig(**layout),
+        engine=EngineConfig(tensor_parallel_size=engine_tensor),
+        cluster=ClusterConfig(num_engines=num_engines, colocated=colocated),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "tensor", "layout"),
+    [
+        (4, 2, {"tensor": 4, "data": 2}),
+        (2, 4, {"tensor": 2, "data": 4}),
+        (1, 2, {"data": 4}),  # two GPUs without an engine
+        (3, 2, {"tensor": 3, "pipeline": 2}),
+    ],
+)
+def test_engines_use_all_ranks_or_some(num_engines, tensor, layout):
+    check_colocation(configured(num_engines, tensor, **layout))
+
+
+@pytest.mark.parametrize(("num_engines", "tensor"), [(3, 1), (1, 3), (4, 2), (2, 4)])
+def test_engines_that_do_not_divide_the_ranks_are_refused(num_engines, tensor):
+    made = configured(num_engines, tensor, data=4)
+    assert refused_setting(check_colocation, made) == ("cluster.num_engines", num_engines)
+    made.cluster.colocated = False
+    check_colocation(made)
+
+
+def test_asynchronous_rollouts_are_refused():
+    made = configured(1, 1)
+    made.rollout.max_staleness = 1
+    assert refused_setting(check_colocation, made) == ("rollout.max_staleness", 1)
+
+
+def test_tensor_groups_and_engines_do_not_span_machines():
+    assert min_ranks_per_node(configured(1, 8, tensor=2, data=4)) == 8
+    assert min_ranks_per_node(configured(4, 2, tensor=8)) == 8
+    assert min_ranks_per_node(configured(3, 2, tensor=3, data=2)) == 6
+    assert min_ranks_per_node(configured(1, 8, colocated=False, tensor=2, data=4)) == 2

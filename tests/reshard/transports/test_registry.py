@@ -1,0 +1,169 @@
+"""Which transport between whom, and frames that change transports on their way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mega_agentrl.config.enums import TransportKind
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.reshard.topology import RankLocation
+from mega_agentrl.reshard.transports.gloo import GlooTransport
+from mega_agentrl.reshard.transports.registry import (
+    TRANSPORTS,
+    PerPeerTransport,
+    check_transport,
+    join_transport,
+    transport_kind_between,
+)
+from tests.reshard.transports.in_process import InProcessHub, InProcessTransport
+from tests.reshard.transports.ranks import ranks, receive, send
+
+VALUES = [3, 1, 4, 1, 5]
+GOOD = [(value, True) for value in VALUES]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "route"),
+    [
+        (RankLocation(0), RankLocation(0), TransportKind.shared_memory),
+        (RankLocation(0), RankLocation(1), TransportKind.gloo),
+        (RankLocation(0, 0), RankLocation(0, 0), TransportKind.shared_memory),
+        (RankLocation(0, 0), RankLocation(0, 1), TransportKind.nccl),
+        (RankLocation(0, 0), RankLocation(1, 2), TransportKind.nccl),
+        (RankLocation(0, 0), RankLocation(0), TransportKind.gloo),
+        (RankLocation(0, 0), RankLocation(1), TransportKind.gloo),
+    ],
+)
+def test_the_route_is_the_same_both_ways(one, other, route):
+    assert transport_kind_between(one, other) is transport_kind_between(other, one) is route
+
+
+def test_every_kind_is_in_the_registry_and_the_last_one_connects_any_ranks():
+    assert set(TRANSPORTS) == set(TransportKind) - {TransportKind.auto}
+    last = list(TRANSPORTS.values())[-1]
+    assert last.connects(RankLocation(0, 0), RankLocation(1))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "one", "other", "route"),
+    [
+        ("gloo", RankLocation(0, 0), RankLocation(0, 1), "gloo"),
+        ("gloo", RankLocation(0), RankLocation(0), "gloo"),
+        ("nccl", RankLocation(0, 0), RankLocation(1, 2), "nccl"),
+        ("nccl", RankLocation(0, 0), RankLocation(0, 0), "shared_memory"),
+        ("shared_memory", RankLocation(0), RankLocation(1), "gloo"),
+    ],
+    ids=["gloo-gpus", "gloo-host", "nccl-gpus", "nccl-same-gpu", "memory-apart"],
+)
+def test_a_chosen_transport_is_used_where_it_connects(chosen, one, other, route):
+    assert transport_kind_between(one, other, TransportKind(chosen)) == route
+    if chosen == route:
+        check_transport(TransportKind(chosen), [one, other], [(0, 1)])
+    else:
+        with pytest.raises(ConfigError) as raised:
+            check_transport(TransportKind(chosen), [one, other], [(0, 1)])
+        assert (raised.value.key, raised.value.got) == ("weight_sync.transport", chosen)
+        check_transport(TransportKind(chosen), [one, other], [])  # they exchange no weights
+
+
+def test_without_locations_only_gloo_can_be_chosen():
+    check_transport(TransportKind.gloo, [], [(0, 1)])
+    with pytest.raises(ConfigError):
+        check_transport(TransportKind.nccl, [], [(0, 1)])
+
+
+class Exact(InProcessTransport):
+    needs_exact_size = True
+
+    def receive(self, slot, peer):
+        self.num_slot_bytes = len(slot)
+        return super().receive(slot, peer)
+
+
+class Roomy(Exact):
+    needs_exact_size = False
+
+
+def test_only_exact_transports_get_a_part_of_a_slot():
+    hub = InProcessHub(3)
+    exact, roomy = Exact(hub, 0), Roomy(hub, 0)
+    transport = PerPeerTransport({1: exact, 2: roomy}, roomy)
+    assert transport.needs_exact_size
+    assert not PerPeerTransport({2: roomy}, roomy).needs_exact_size
+    slots = transport.allocate_slots(2, 100)
+    for peer in (1, 2):
+        transport.receive(slots[1][:40], peer)
+    assert (exact.num_slot_bytes, roomy.num_slot_bytes) == (40, 100)
+
+
+def test_close_closes_every_transport():
+    one, two = InProcessHub(2), InProcessHub(2)
+    PerPeerTransport({1: one.transport(0)}, two.transport(0)).close()
+    assert one.closed_ranks == two.closed_ranks == {0}
+
+
+def two_machines(store, rank, world_size, timeout_s):
+    """Ranks 0 and 1 on one, ranks 2 and 3 on another."""
+    locations = [RankLocation(number // 2) for number in range(world_size)]
+    return join_transport(store, rank, world_size, timeout_s, locations=locations)
+
+
+def nowhere(store, rank, world_size, timeout_s):
+    return join_transport(store, rank, world_size, timeout_s)
+
+
+def over_gloo(store, rank, world_size, timeout_s):
+    locations = [RankLocation(0)] * world_size
+    return join_transport(
+        store, rank, world_size, timeout_s, locations=locations, chosen=TransportKind.gloo
+    )
+
+
+def kind_of(rank_state):
+    return type(rank_state.transport) is GlooTransport
+
+
+def test_a_frame_goes_from_machine_to_machine_and_on():
+    with ranks(4) as group:
+        group.join(two_machines)
+        group.start(0, send, VALUES, [1])  # shared memory
+        group.start(1, receive, 0, len(VALUES), (2,))  # gloo, from rank 0's memory
+        group.start(2, receive, 1, len(VALUES), (3,))  # shared memory, from its own slot
+        group.start(3, receive, 2, len(VALUES))
+        assert [group.finish(rank) for rank in (1, 2, 3)] == [GOOD] * 3
+        group.finish(0)
+
+        group.join(nowhere, "without-locations")
+        assert all(group.ask(rank, kind_of) for rank in range(4))
+
+        group.join(over_gloo, "gloo-is-chosen")
+        assert all(group.ask(rank, kind_of) for rank in range(4))
+
+
+def test_locations_of_other_ranks_are_an_error():
+    with pytest.raises(ValueError, match="2 locations, expected 3"):
+        join_transport(None, 0, 3, 1.0, locations=[RankLocation(0)] * 2)
+
+
+def with_devices(store, rank, world_size, timeout_s):
+    """Two ranks on GPU 0, one on GPU 1, one on none."""
+    devices = [0, 0, 1, None]
+    if devices[rank] is not None:
+        torch.cuda.set_device(devices[rank])
+    locations = [RankLocation(0, device) for device in devices]
+    hops = [(0, 1), (1, 2), (2, 3)]
+    return join_transport(store, rank, world_size, timeout_s, locations=locations, hops=hops)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_frame_goes_from_gpu_to_gpu_and_to_the_host():
+    with ranks(4) as group:
+        group.join(with_devices)
+        group.start(0, send, VALUES, [1])  # shared memory
+        group.start(1, receive, 0, len(VALUES), (2,))  # NCCL
+        group.start(2, receive, 1, len(VALUES), (3,))  # staged
+        group.start(3, receive, 2, len(VALUES))  # gloo
+        assert [group.finish(rank) for rank in (1, 2, 3)] == [GOOD] * 3
+        group.finish(0)

@@ -1,0 +1,75 @@
+"""What the coordinator decides, with recording stand-ins; `test_weight_sync` has real processes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mega_agentrl.runtime.coordinator import Coordinator
+from mega_agentrl.runtime.remote_calls import RemoteCallError
+from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
+
+
+class Recorder:
+    """Both groups and the weight sync; records the calls in one list."""
+
+    def __init__(self):
+        self.calls, self.registry = [], EngineRegistry(1)
+
+    def sync(self, engines, version, release_policy):
+        self.calls.append(f"sync {version}")
+        release_policy()
+        return {}
+
+    def __getattr__(self, method):
+        return lambda *args, **kwargs: self.calls.append(method)
+
+
+def test_operations_get_the_gpus_and_engines_that_served_serve_again():
+    both = Recorder()
+    gpus = GpuTimeSharing(both, SimpleNamespace(sleep=lambda: None, wake_up=lambda *_: None))
+    coordinator = Coordinator(both, both, both, gpus)
+    coordinator.reset_optimizer()
+    assert both.calls == ["reset_optimizer"]  # the engines were not serving
+    coordinator.sync_weights(both, 3)
+    assert gpus.owner is GpuOwner.engines
+    both.calls.clear()
+    coordinator.reset_optimizer()
+    assert both.calls == [
+        *("set_gpu_resident", "reset_optimizer"),
+        *("set_gpu_resident", "sync 3", "set_gpu_resident", "serve_version"),
+    ]
+    coordinator.gpu_name()
+    assert gpus.owner is GpuOwner.engines
+    coordinator.compute_log_probs(None)
+    assert gpus.owner is GpuOwner.policy
+    assert not coordinator._has_unsynced_weights
+    coordinator.update(None)
+    assert coordinator._has_unsynced_weights
+    assert not coordinator.sync_new_engines([0])
+
+
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "alive"])
+def test_a_failed_sync_starts_over_if_an_engine_was_replaced_meanwhile(is_replaced):
+    both = Recorder()
+    coordinator = Coordinator(both, both, both, None)
+    coordinator._supervisor = SimpleNamespace(
+        replace_lost_engines=lambda before: both.registry.num_handled_losses > before
+    )
+    errors = iter([RemoteCallError("pause: engine 0 died")])
+
+    def sync(engines, version, release_policy):
+        for error in errors:
+            if is_replaced:
+                both.registry.mark_lost(0, "died")
+                both.registry.mark_started(0)
+            raise error
+        return {"total_s": 1.0}
+
+    both.sync = sync
+    if is_replaced:
+        assert coordinator.sync_weights(both, 1) == {"total_s": 1.0}
+    else:
+        with pytest.raises(RemoteCallError, match="engine 0 died"):
+            coordinator.sync_weights(both, 1)
+    assert both.calls == ["disconnect", *["serve_version"] * is_replaced]
