@@ -82,21 +82,23 @@ class RequestCache:
 
     def __init__(self, cache: DiskCache | None) -> None:
         self._cache = cache
-        self._single_flight: SingleFlight[str] = SingleFlight()
+        self._single_flight: SingleFlight[tuple[str, bool]] = SingleFlight()
 
     async def get_or_fetch(self, key: str, fetch: Callable[[], Awaitable[str]]) -> tuple[str, bool]:
         """Return the response and whether it came from the cache; raises what `fetch` raises."""
-        if self._cache is not None:
-            cached = await asyncio.to_thread(self._cache.get, key)
-            if cached is not None:
-                return cached, True
-        return await self._single_flight.run(key, lambda: self._fetch_and_store(key, fetch)), False
+        return await self._single_flight.run(key, lambda: self._get_or_fetch(key, fetch))
 
-    async def _fetch_and_store(self, key: str, fetch: Callable[[], Awaitable[str]]) -> str:
+    async def _get_or_fetch(
+        self, key: str, fetch: Callable[[], Awaitable[str]]
+    ) -> tuple[str, bool]:
+        if self._cache is None:
+            return await fetch(), False
+        cached = await asyncio.to_thread(self._cache.get, key)
+        if cached is not None:
+            return cached, True
         value = await fetch()
-        if self._cache is not None:
-            await asyncio.to_thread(self._cache.put, key, value)
-        return value
+        await asyncio.to_thread(self._cache.put, key, value)
+        return value, False
 
 
 def normalize_query(query: str) -> str:
