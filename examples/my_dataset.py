@@ -1,4 +1,4 @@
-"""A dataset in one class, `data.dataset_class=examples.my_dataset:CsvRows`; see docs/data.md."""
+"""A dataset in one class, `data.dataset_class=examples/my_dataset.py:CsvRows`: docs/data.md."""
 
 import csv
 from typing import Any

@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mega_agentrl.config.checks.algo import LossTraits, check_loss
 from mega_agentrl.config.checks.cross_section import check_config
 from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys, parse_command_line
 from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
@@ -107,10 +108,7 @@ def _read_inputs(config: TrainConfig, run_dir: Path) -> RunInputs:
     from mega_agentrl.runtime.inputs import read_inputs
 
     try:
-        if config.algo.has_user_advantage:
-            from mega_agentrl.train.advantages import load_user_advantage
-
-            load_user_advantage(config.algo.advantage)
+        load_user_algorithm(config)
         return read_inputs(config)
     except ValueError as error:
         logging.exception("the input is invalid")
@@ -118,6 +116,24 @@ def _read_inputs(config: TrainConfig, run_dir: Path) -> RunInputs:
     except (RuntimeError, OSError) as error:
         logging.exception("the input cannot be read")
         _fail_run(f"{error}\n{_log_hint(run_dir)}", EXIT_FAILED)
+
+
+def load_user_algorithm(config: TrainConfig) -> None:
+    """Load the user's advantage, loss and branching rule and check the settings of the loss."""
+    if config.algo.has_user_advantage:
+        from mega_agentrl.train.advantages import load_user_advantage
+
+        load_user_advantage(config.algo.advantage)
+    if config.algo.has_user_loss:
+        from mega_agentrl.actor.training.objectives import load_user_loss
+
+        loss = load_user_loss(config.algo.loss)
+        traits = LossTraits(options=loss.options, per_trajectory=loss.per_trajectory)
+        check_loss(config, traits)
+    if config.rollout.has_user_branching:
+        from mega_agentrl.rollout.branching.policy import load_user_branching
+
+        load_user_branching(config.rollout.branching)
 
 
 def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:

@@ -7,6 +7,9 @@
 # this start, because two nodes may share a host (Slurm's virtual nodes do), and so may two jobs. For
 # the same reason the script does not call `ray stop`, which would end every Ray on the host. When it
 # ends, for any reason except SIGKILL, every process that it started and the folder are gone.
+#
+# `ray symmetric-run` does not replace it: that command calls `ray stop`, refuses to start where
+# another Ray runs on the host, and does not start a node's Ray again that was too slow to start.
 set -uo pipefail
 
 node=$1 index=$2 address=$3

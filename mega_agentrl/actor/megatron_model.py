@@ -358,7 +358,9 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
           linear    min_lr + (lr - min_lr) * (1 - x)
           cosine    min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2     (arXiv:1608.03983, eq. 5)
 
-    The caller counts the steps and decides whether skipped steps count.
+    The caller counts the steps and decides whether skipped steps count. Megatron's
+    `OptimizerParamScheduler` cannot compute these values: with any of its settings that give this
+    warm-up, its decay is one step ahead, (step + 1 - W) in place of (step - W).
 
     Raises:
         ValueError: If `step` is negative or `total_steps`, the optimizer steps of the whole

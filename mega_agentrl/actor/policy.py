@@ -22,10 +22,11 @@ from mega_agentrl.actor.megatron_model import (
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.training.objectives import (
-    POLICY_METRICS,
     SFT_METRICS,
     PolicyObjective,
     SftObjective,
+    find_policy_loss,
+    policy_metrics,
 )
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
 from mega_agentrl.actor.training.packing import response_mask
@@ -53,6 +54,8 @@ class PolicyRank(TrainableRank):
 
     def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
         self._config = config
+        # A user's file that this node lacks is an error now and not in the first update.
+        find_policy_loss(config.algo)
         shape = ModelShape.from_folder(config.model.path)
         self.megatron_model = MegatronModel(
             config, shape, rank_info, is_trainable=not config.is_eval_only
@@ -164,15 +167,14 @@ class PolicyRank(TrainableRank):
             lr: Learning rate; replaces the schedule of `optim`.
         """
         head = self._log_prob_head(batch.response_BT.size(1), self._temperature)
+        metrics = policy_metrics(self._config.algo)
         results = []
         for mask_BT in minibatch_masks(batch.mask_BT, self._config.optim.num_minibatches):
             objective = PolicyObjective(self._config.algo, batch, mask_BT, kl_weight_BT)
             results.append(
-                self.megatron_model.train_step(
-                    batch, mask_BT, head, objective, POLICY_METRICS, lr=lr
-                )
+                self.megatron_model.train_step(batch, mask_BT, head, objective, metrics, lr=lr)
             )
-        return summarize_steps(results, POLICY_METRICS)
+        return summarize_steps(results, metrics)
 
     def sft_step(self, batch: TrainBatch, lr: float | None = None) -> UpdateStats:
         """Take one step on the mean negative log-prob of the masked tokens, at temperature 1.

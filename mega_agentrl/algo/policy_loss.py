@@ -16,10 +16,12 @@ B trajectories, T response positions; float32, or float64 if the log-probs are. 
 depend on how a batch was split: with the global `denominator` the values of the shards add up. Only
 `gspo` needs whole trajectories, because its ratio is a mean over one.
 
-To add a loss:
+A loss of your own can stay in your own file: `algo.loss=FILE.py`, see `examples/my_loss.py`. To add
+one here:
 
 1. Write the function here and register it: `@register_loss("name", options=(...), metrics=(...))`.
-2. Add the name to `config.enums.PolicyLoss`, and a preset to `configs/algo/`.
+2. Add the name to `config.enums.PolicyLoss` and its traits to `BUILT_IN_LOSSES` in
+   `config/checks/algo.py`, and a preset to `configs/algo/`.
 3. Test hand-worked numbers in `tests/algo/test_policy_loss.py`.
 4. Add its formula to `tests/actor/training/whole_objective.py`, which splits are compared with.
 """
@@ -57,7 +59,7 @@ class RegisteredLoss:
     options: tuple[str, ...]
     """Its keyword arguments, which are the settings of `algo.*` with the same names."""
     metrics: tuple[str, ...]
-    """Names of its metrics."""
+    """Names of its metrics, each a mean over the unmasked positions."""
     per_trajectory: bool
     """Whether it takes advantages [B], and rows that are whole trajectories, instead of [B, T]."""
 
@@ -74,7 +76,8 @@ class RegisteredLoss:
         A loss per trajectory uses the mean advantage over the unmasked tokens of a row.
 
         Raises:
-            ValueError: the loss does not have one of the options.
+            ValueError: the loss does not have one of the options, or the function returns losses of
+                another shape or other metrics than it is registered with.
         """
         unknown = sorted(set(options) - set(self.options))
         if unknown:
@@ -84,7 +87,14 @@ class RegisteredLoss:
         advantage = advantage_BT
         if self.per_trajectory:
             advantage = masked_mean(advantage_BT, mask_BT, dim=1)
-        return self.function(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+        loss_BT, info = self.function(logp_BT, old_logp_BT, advantage, mask_BT, **options)
+        check_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
+        if set(info) != set(self.metrics):
+            raise ValueError(
+                f"metrics: got {', '.join(info)}, expected {', '.join(self.metrics)}, with which "
+                "the loss is registered"
+            )
+        return loss_BT, info
 
 
 LOSSES: dict[str, RegisteredLoss] = {}

@@ -1,4 +1,4 @@
-"""Rows from a user's dataset class (`data.dataset_class=package.module:Class`).
+"""Rows from a user's dataset class (`data.dataset_class=FILE.py:Class` or `package.module:Class`).
 
     class Rows(torch.utils.data.Dataset):
         def __init__(self, paths: list[str], key: str) -> None: ...
@@ -12,49 +12,38 @@ items works. Iterable-only datasets do not: resuming and shuffling need rows by 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.user_code import load_user_object
+
+_KEY = "data.dataset_class"
 _EXPECTED_CLASS = (
-    "expected a class of torch.utils.data.Dataset, or of anything else with __len__ and "
-    "__getitem__ that gives rows as mappings"
+    "a class of torch.utils.data.Dataset, or of anything else with __len__ and __getitem__ that "
+    "gives rows as mappings"
 )
 
 
 class DatasetTypeError(TypeError, ValueError):
-    """The class is no dataset: a `TypeError`, and a `ValueError` for the command line."""
+    """A row is no mapping: a `TypeError`, and a `ValueError` for the command line."""
 
 
-def load_dataset_class(name: str) -> type[Any]:
-    """Import the class that `package.module:Class` names.
+def load_dataset_class(reference: str) -> type[Any]:
+    """Load the class that `data.dataset_class` names.
 
     Raises:
-        ValueError: the module or class does not exist.
-        DatasetTypeError: the class is no dataset with `__len__` and `__getitem__`.
+        ConfigError: there is no such class, or it has no `__len__` or no `__getitem__`.
     """
-    module_name, _, class_name = name.partition(":")
-    where = f"data.dataset_class={name}"
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{where}: {error}; expected a module that this Python can import; probable cause: it "
-            "is not installed, a mistyped name, or a run started in another folder"
-        ) from error
-    if not hasattr(module, class_name):
-        there = sorted(key for key, value in vars(module).items() if isinstance(value, type))
-        raise ValueError(f"{where}: the module has no {class_name}; its classes are {there}")
-    found = getattr(module, class_name)
+    found = load_user_object(reference, _KEY, _EXPECTED_CLASS)
     if not isinstance(found, type):
-        raise DatasetTypeError(f"{where}: got a {type(found).__name__}, {_EXPECTED_CLASS}")
+        raise ConfigError(_KEY, reference, _EXPECTED_CLASS, f"got a {type(found).__name__}")
     # A subclass has imported torch already; the preflight runs without torch.
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and issubclass(found, torch_data.IterableDataset):
-        raise DatasetTypeError(
-            f"{where}: got an IterableDataset, whose rows have no index; {_EXPECTED_CLASS}"
-        )
+        cause = "got an IterableDataset, whose rows have no index"
+        raise ConfigError(_KEY, reference, _EXPECTED_CLASS, cause)
     placeholder = getattr(getattr(torch_data, "Dataset", None), "__getitem__", None)
     missing = [
         need
@@ -62,10 +51,8 @@ def load_dataset_class(name: str) -> type[Any]:
         if getattr(found, need, None) in (None, placeholder)
     ]
     if missing:
-        raise DatasetTypeError(
-            f"{where}: got a class ({_format_mro(found)}) without {' and '.join(missing)}, "
-            f"{_EXPECTED_CLASS}"
-        )
+        cause = f"got a class ({_format_mro(found)}) without {' and '.join(missing)}"
+        raise ConfigError(_KEY, reference, _EXPECTED_CLASS, cause)
     return found
 
 

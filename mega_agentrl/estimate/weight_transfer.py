@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.memory.engine import num_engine_rank_elements
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
+from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.planner.planner import plan_from_owners
 from mega_agentrl.reshard.planner.regions import RankSetCache
@@ -129,7 +130,7 @@ def rank_locations(
     gpu = num_policy_ranks
     for _ in range(num_engines):
         if tensor_size <= gpus_per_node and gpu % gpus_per_node + tensor_size > gpus_per_node:
-            gpu = -(-gpu // gpus_per_node) * gpus_per_node
+            gpu = round_up(gpu, gpus_per_node)
         locations += [
             RankLocation((gpu + n) // gpus_per_node, (gpu + n) % gpus_per_node)
             for n in range(tensor_size)

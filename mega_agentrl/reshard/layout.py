@@ -162,3 +162,8 @@ def distinct_layouts(
 ) -> list[Sequence[ShardLayout]]:
     """Return each layout object once; ranks with equal shards may share one."""
     return list({id(layout): layout for layout in layouts}.values())
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.sandbox.worker_main import to_json
 from mega_agentrl.sandbox.worker_pool import WorkerCall, WorkerCallError, make_worker_call
 from mega_agentrl.types.errors import RewardError
-from mega_agentrl.types.user_code import load_user_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 DEFAULT_FUNCTION_NAME = "compute_score"
 ARGUMENT_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _MODULE = __name__
+_KEY = "reward.functions"
+_EXPECTED = f"a plain function that is called with {', '.join(ARGUMENT_NAMES)}"
 
 
 class UserRewardError(RewardError):
@@ -151,20 +154,16 @@ def _finite_score(path: str, value: object) -> float:
 
 @cache
 def _load_function(path: str) -> Callable[..., object]:
-    name, function = load_user_object(path, f"reward function {path}", DEFAULT_FUNCTION_NAME)
+    function = load_user_object(path, _KEY, _EXPECTED, default_name=DEFAULT_FUNCTION_NAME)
     if not callable(function):
-        place = path.removesuffix(f":{name}")
-        raise ValueError(  # noqa: TRY004
-            f"reward function {path}: {place} has no function {name}, got {function!r}, expected "
-            f"{_expected_signature(name)}"
-        )
+        raise ConfigError(_KEY, path, _EXPECTED, f"got {function!r}")
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward function {path}: got an async function, expected a plain one")
-    _check_signature(path, name, function)
+        raise ConfigError(_KEY, path, _EXPECTED, "got an async function")
+    _check_signature(path, function)
     return function  # type: ignore[no-any-return]
 
 
-def _check_signature(path: str, name: str, function: Callable[..., object]) -> None:
+def _check_signature(path: str, function: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -172,15 +171,8 @@ def _check_signature(path: str, name: str, function: Callable[..., object]) -> N
     try:
         signature.bind(**dict.fromkeys(ARGUMENT_NAMES))
     except TypeError as error:
-        raise ValueError(
-            f"reward function {path}: got {name}{signature}, expected {_expected_signature(name)}, "
-            "called "
-            f"with these names; {error}"
-        ) from error
-
-
-def _expected_signature(name: str) -> str:
-    return f"{name}({', '.join(ARGUMENT_NAMES)})"
+        cause = f"its arguments are {signature}: {error}"
+        raise ConfigError(_KEY, path, _EXPECTED, cause) from error
 
 
 def _resolve_future(path: str, scored: Future[UserRewardResult], call_future: Future[Any]) -> None:

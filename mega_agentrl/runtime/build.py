@@ -30,11 +30,10 @@ from mega_agentrl.runtime.memory_monitor import MemoryMonitor
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
 from mega_agentrl.runtime.rubric import open_rubric
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
-from mega_agentrl.runtime.workers.critic_group import CriticGroup
+from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
-from mega_agentrl.runtime.workers.reward_model_group import RewardModelGroup
 from mega_agentrl.types.components import Components
 from mega_agentrl.types.monitoring import Monitors
 

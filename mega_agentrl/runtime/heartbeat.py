@@ -6,6 +6,7 @@ holding the interpreter lock, sends none. A thread in the driver keeps the last 
 rank:
 
     no heartbeat for `HEARTBEAT_TIMEOUT_S`   the rank is lost; `HeartbeatMonitor.check` raises
+                                             (pauses of the driver do not count: `types.silence`)
     an activity older than its limit         a warning in `logs/driver.log` (`OverdueTracker`)
 
 Datagrams are cheap, need no connection and may get lost. A token separates them from those of other
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mega_agentrl.runtime.remote_calls import ProcessDiedError
 from mega_agentrl.types.activity import current_activities
+from mega_agentrl.types.silence import SilenceTracker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
 HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 15.0
 """Silence in seconds after which a rank is lost; working code never holds the GIL for so long."""
-
-_LISTENER_PAUSE_S = 4 * HEARTBEAT_INTERVAL_S
-"""If the listener thread itself did not run for this long, the silence of others proves nothing."""
 
 _MAX_DATAGRAM_BYTES = 4096
 _logger = logging.getLogger(__name__)
@@ -104,12 +103,6 @@ class HeartbeatSender:
         return json.dumps(message).encode()
 
 
-@dataclass(slots=True)
-class _LastHeartbeat:
-    received_s: float
-    activities: list[ActivityReport]
-
-
 class OverdueTracker:
     """Decides which overdue activities to report, each once while it lasts.
 
@@ -159,7 +152,8 @@ class HeartbeatMonitor:
         self._socket.settimeout(HEARTBEAT_INTERVAL_S)
         self.endpoint = HeartbeatEndpoint(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()
-        self._last_heartbeats: dict[str, _LastHeartbeat] = {}
+        self._silence = SilenceTracker[str]()
+        self._activities: dict[str, list[ActivityReport]] = {}
         self._overdue_tracker = OverdueTracker()
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="heartbeats", daemon=True)
@@ -167,18 +161,13 @@ class HeartbeatMonitor:
 
     def check(self, names: Collection[str]) -> None:
         """Raise `ProcessDiedError` if one of these ranks was heard before and is now silent."""
-        now = time.monotonic()
         with self._lock:
-            silent = {
-                name: now - self._last_heartbeats[name].received_s
-                for name in names
-                if name in self._last_heartbeats
-                and now - self._last_heartbeats[name].received_s > HEARTBEAT_TIMEOUT_S
-            }
-        if silent:
-            name = max(silent, key=lambda one: silent[one])
+            silence_s, name = max(
+                ((self._silence.silence_s(name), name) for name in names), default=(0.0, "")
+            )
+        if silence_s > HEARTBEAT_TIMEOUT_S:
             raise ProcessDiedError(
-                f"{name} has not been heard of for {silent[name]:.0f} s; probable cause: its "
+                f"{name} has not been heard of for {silence_s:.0f} s; probable cause: its "
                 "process is stopped, blocked in native code, or its node is gone. Last activities: "
                 f"{self.describe()}",
                 name,
@@ -186,11 +175,11 @@ class HeartbeatMonitor:
 
     def describe(self) -> str:
         """Return the last known activities of all ranks as one line."""
-        now = time.monotonic()
         with self._lock:
             lines = [
-                f"{name}: {_format_activities(last.activities)} ({now - last.received_s:.0f} s ago)"
-                for name, last in sorted(self._last_heartbeats.items())
+                f"{name}: {_format_activities(activities)} "
+                f"({self._silence.silence_s(name):.0f} s ago)"
+                for name, activities in sorted(self._activities.items())
             ]
         return "; ".join(lines) or "none"
 
@@ -201,31 +190,24 @@ class HeartbeatMonitor:
         self._socket.close()
 
     def _listen(self) -> None:
-        before_s = time.monotonic()
         while not self._stop_event.is_set():
             try:
                 data: bytes | None = self._socket.recv(_MAX_DATAGRAM_BYTES)
             except TimeoutError:
                 data = None
-            now = time.monotonic()
-            if now - before_s > _LISTENER_PAUSE_S:  # this process itself was paused
-                self._extend_deadlines(now - before_s)
-            before_s = now
+            with self._lock:
+                self._silence.begin_round()
             if data is not None:
-                self._record_heartbeat(data, now)
+                self._record_heartbeat(data)
 
-    def _extend_deadlines(self, pause_s: float) -> None:
-        with self._lock:
-            for last in self._last_heartbeats.values():
-                last.received_s += pause_s
-
-    def _record_heartbeat(self, data: bytes, now: float) -> None:
+    def _record_heartbeat(self, data: bytes) -> None:
         message = _decode_heartbeat(data, self.endpoint.token)
         if message is None:
             return
         name, activities = message
         with self._lock:
-            self._last_heartbeats[name] = _LastHeartbeat(now, activities)
+            self._silence.record_sign_of_life(name)
+            self._activities[name] = activities
         for line in self._overdue_tracker.newly_overdue(name, activities):
             _logger.warning(
                 "overdue: %s: %s. Its activities: %s", name, line, _format_activities(activities)
@@ -243,7 +225,7 @@ def _decode_heartbeat(data: bytes, token: str) -> tuple[str, list[ActivityReport
             for a, b, c, d in message["activities"]
         ]
         return str(message["name"]), activities
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -1,7 +1,7 @@
 """The rubric of a run with the worker processes and the judge client that it needs.
 
 Only what the rubric uses is started. API keys and other environment variables are read here. A
-reward model in a folder is a group of ranks instead (`workers.reward_model_group`).
+reward model in a folder is a group of ranks instead (`workers.auxiliary_groups`).
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ class WeightSynchronizer:
 
     def disconnect(self) -> None:
         """Close the link, if there is one; the next `sync` opens a new one."""
-        if self._shared_link is not None:
-            self._close_link(self._shared_link)
-            self._shared_link = None
+        link, self._shared_link = self._shared_link, None
+        if link is not None:
+            self._close_link(link)
 
     def reset_policy_ranks(self) -> None:
         """Forget the link and the store of the policy's previous ranks, after a restart."""

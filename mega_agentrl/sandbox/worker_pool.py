@@ -16,7 +16,9 @@ that the loader or the interpreter itself reads (LD_LIBRARY_PATH, PYTHONHASHSEED
 results travel as JSON: tuples arrive as lists, keys as text. What a function prints is dropped,
 except that the error of a call that died or timed out shows the end of it.
 
-The pool isolates nothing: code written by the policy belongs in a `SandboxPool`.
+The pool isolates nothing: code written by the policy belongs in a `SandboxPool`. It is not Pebble's
+`ProcessPool`, which at a deadline ends the worker but not the processes that the worker started,
+and which unpickles in this process what the user's functions return.
 """
 
 from __future__ import annotations

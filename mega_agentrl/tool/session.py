@@ -19,11 +19,9 @@ import asyncio
 import logging
 import math
 import re
-import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -52,64 +50,16 @@ _KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "releas
 _log = logging.getLogger(__name__)
 
 
-class ConcurrencyLimiter:
-    """A semaphore of `limit` slots over all event loops of the process, None for no limit.
-
-    Slots have no owner: whoever acquired one releases it, from any thread. (`asyncio.Semaphore`
-    belongs to one loop.)
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"max_concurrent={limit}: expected at least 1, or None for no limit")
-        self._lock = threading.Lock()
-        self._num_free = limit
-        self._waiters: deque[Future[None]] = deque()
-
-    async def acquire(self, timeout_s: float | None) -> None:
-        """Take a slot, in order of arrival; raises `TimeoutError` if none becomes free in time."""
-        waiter: Future[None] = Future()
-        with self._lock:
-            if self._num_free is None:
-                return
-            if self._num_free:
-                self._num_free -= 1
-                return
-            self._waiters.append(waiter)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.wrap_future(waiter)
-        except (TimeoutError, asyncio.CancelledError):
-            # The slot arrived just now: pass it on.
-            if not waiter.cancel():
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Return a slot; it goes to the caller that has waited longest."""
-        with self._lock:
-            if self._num_free is None:
-                return
-            while self._waiters:
-                waiter = self._waiters.popleft()
-                if waiter.set_running_or_notify_cancel():
-                    break
-            else:
-                self._num_free += 1
-                return
-        waiter.set_result(None)
-
-
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RegisteredTool:
-    """A tool of the run with its validated schema and its limiter, shared by all sessions."""
+    """A tool of the run with its validated schema and its slots, shared by all sessions."""
 
     tool: Tool
     """The tool."""
     schema: FunctionSchema
     """Its validated schema."""
-    limiter: ConcurrencyLimiter
-    """Its limit on concurrent executions."""
+    slots: asyncio.Semaphore
+    """One slot for each concurrent execution; first come, first served."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -200,7 +150,8 @@ class TrajectoryToolSession:
         """Run a validated call once a slot is free; `arrival_time` is on the monotonic clock."""
         tool = registered.tool.name
         try:
-            await registered.limiter.acquire(self._limits.queue_timeout_s)
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                await registered.slots.acquire()
         except TimeoutError:
             limit = registered.tool.max_concurrent
             text = f"none of the {limit} slots became free in {self._limits.queue_timeout_s:g} s"
@@ -312,7 +263,7 @@ class TrajectoryToolSession:
         work = tool.execute(state, arguments, self._kwargs_for(tool.name, "execute_kwargs"))
         try:
             response = await run_with_deadline(
-                work, tool.timeout_s, on_end=registered.limiter.release
+                work, tool.timeout_s, on_end=registered.slots.release
             )
             return _validate_response(response, tool.name)
         except DeadlineExceededError:

@@ -1,14 +1,15 @@
 """The tools of a run and the protocol of their calls: implements `types.protocols.ToolProvider`.
 
 Call `start` before the first session and `close` at the end. A tool's limit on concurrent calls
-holds over all sessions of a toolkit. User tools come from a file (`user_tools`) or are passed to
-`ToolKit`.
+holds over all sessions of a toolkit, which belong to one event loop. User tools come from a file
+(`user_tools`) or are passed to `ToolKit`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -19,7 +20,6 @@ from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSch
 from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.tool.search.search_tool import SearchTool
 from mega_agentrl.tool.session import (
-    ConcurrencyLimiter,
     RegisteredTool,
     SessionLimits,
     TrajectoryToolSession,
@@ -237,4 +237,10 @@ def _register_tool(tool: Tool) -> RegisteredTool:
             f"{where}: its text_argument={tool.text_argument!r} is not "
             f"among the schema's properties {sorted(schema.parameters.get('properties', {}))}"
         )
-    return RegisteredTool(tool=tool, schema=schema, limiter=ConcurrencyLimiter(tool.max_concurrent))
+    limit = tool.max_concurrent
+    if limit is not None and limit < 1:
+        raise ValueError(
+            f"{where}: max_concurrent={limit}: expected at least 1, or None for no limit"
+        )
+    slots = asyncio.Semaphore(sys.maxsize if limit is None else limit)
+    return RegisteredTool(tool=tool, schema=schema, slots=slots)

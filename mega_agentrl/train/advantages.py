@@ -42,8 +42,9 @@ from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.kl import apply_kl_penalty, kl_penalty
 from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
 from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
-from mega_agentrl.types.user_code import load_user_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,22 +155,17 @@ def load_user_advantage(path: str) -> AdvantageFunction:
     It runs on the driver, in the process of the training loop.
 
     Raises:
-        ValueError: There is no such function, or it does not take (inputs, algo).
+        ConfigError: There is no such function, or it does not take (inputs, algo).
     """
-    where = f"algo.advantage={path}"
-    name, loaded = load_user_object(path, where, DEFAULT_FUNCTION_NAME)
+    key = "algo.advantage"
+    loaded = load_user_object(path, key, _EXPECTED_SIGNATURE, default_name=DEFAULT_FUNCTION_NAME)
     if not callable(loaded):
-        raise ValueError(  # noqa: TRY004
-            f"{where}: got {loaded!r} for {name}, expected {_EXPECTED_SIGNATURE}; "
-            "probable cause: a mistyped name"
-        )
+        raise ConfigError(key, path, _EXPECTED_SIGNATURE, f"got {loaded!r}")
     try:
         inspect.signature(loaded).bind(None, None)
     except TypeError as error:
-        raise ValueError(
-            f"{where}: got {name}{inspect.signature(loaded)}, expected {_EXPECTED_SIGNATURE}; "
-            f"{error}"
-        ) from error
+        cause = f"its arguments are {inspect.signature(loaded)}: {error}"
+        raise ConfigError(key, path, _EXPECTED_SIGNATURE, cause) from error
     return cast("AdvantageFunction", loaded)
 
 

@@ -6,7 +6,6 @@ from an untrained critic would be noise to the policy. Without a critic only the
 
 from __future__ import annotations
 
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,9 @@ from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.types.batch import UpdateStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.collector import RolloutBatch
     from mega_agentrl.train.algorithm import TrainInputs
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.components import Components
@@ -105,28 +103,12 @@ class Profiler:
         self._steps = config.report.profile_steps
         self._profile_dir = Path(config.run_dir) / PROFILE_DIR
 
-    def start_after(self, collect: Callable[[int], RolloutBatch]) -> Callable[[int], RolloutBatch]:
-        """Wrap the collection of a step: the profile starts when its rollouts are there."""
+    def start(self, step: int) -> None:
+        """Start the profile if this step is one to profile."""
+        if step in self._steps:
+            self._policy.start_profile()
 
-        @wraps(collect)
-        def wrapped(step: int) -> RolloutBatch:
-            rollouts = collect(step)
-            if step in self._steps:
-                self._policy.start_profile()
-            return rollouts
-
-        return wrapped
-
-    def stop_after(
-        self, update: Callable[[TrainInputs, int], tuple[UpdateStats, dict[str, float]]]
-    ) -> Callable[[TrainInputs, int], tuple[UpdateStats, dict[str, float]]]:
-        """Wrap the update of a step: the profile ends with it, and the file is written."""
-
-        @wraps(update)
-        def wrapped(train_inputs: TrainInputs, step: int) -> tuple[UpdateStats, dict[str, float]]:
-            result = update(train_inputs, step)
-            if step in self._steps:
-                self._policy.stop_profile(self._profile_dir / f"step-{step}-rank0.json")
-            return result
-
-        return wrapped
+    def stop(self, step: int) -> None:
+        """End the profile if this step is one to profile, and write its file."""
+        if step in self._steps:
+            self._policy.stop_profile(self._profile_dir / f"step-{step}-rank0.json")

@@ -1,7 +1,6 @@
 """The training run: warm start, evaluation, RL steps with evaluations in between, evaluation.
 
-`Trainer.step` is the algorithm. `open_trainer` wraps the methods of its components once, with
-signals, timing and profiling. `run_rl_steps` evaluates and saves between steps.
+`Trainer.step` is the algorithm; `run_rl_steps` evaluates and saves between steps.
 
 With `rollout.max_staleness=0` every trajectory of a step is sampled with the weights that the step
 updates, except for the beginnings that `rollout.partial_rollout` carries over. Otherwise
@@ -15,11 +14,11 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mega_agentrl.train.algorithm import Algorithm, bootstrap_controllers
 from mega_agentrl.train.checkpoints import CheckpointManager
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
 
 MAX_FAILURES_WITHOUT_PROGRESS = 3
 
+_P = ParamSpec("_P")
+_ResultT = TypeVar("_ResultT")
+
 _logger = logging.getLogger(__name__)
 
 
@@ -59,22 +61,48 @@ class Trainer:
     """Waits for rewards that are computed elsewhere, and asks the reward model for its scores."""
     algorithm: Algorithm
     """Computes advantages, and keeps the state that lasts across steps."""
+    profiler: Profiler
+    """Profiles the steps of `report.profile_steps`."""
     logger: RunLogger
     """Writes and shows the metrics of the step."""
+    signal_handler: SignalHandler
+    """Interrupts a step only inside `_interruptible`, if the caller defers signals."""
 
     def step(self, step: int) -> None:
         """Run one RL step; until its update, nothing changes but the position in the prompts."""
-        rollouts = self.rollouts.collect(step)
-        batch = self.policy.score(self.policy.pack(rollouts.trees))
-        batch = self.rewards.resolve(rollouts, batch)
-        inputs = self.algorithm.compute_advantages(rollouts, batch)
-        stats, critic_metrics = self.policy.update(inputs, step)
-        self.rollouts.wait_before_weight_sync()
-        controller_metrics = self.algorithm.observe(rollouts, inputs, stats)
-        sync_metrics = self.policy.sync_weights()
+        rollouts = self._interruptible("rollout", self.rollouts.collect, step)
+        self.profiler.start(step)
+        batch = self._interruptible("rollout", self.policy.pack, rollouts.trees)
+        batch = self._interruptible("logprob", self.policy.score, batch)
+        batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
+        compute_advantages = self.algorithm.compute_advantages
+        inputs = self._interruptible("advantage", compute_advantages, rollouts, batch)
+        stats, critic_metrics = self._timed("update", self.policy.update, inputs, step)
+        self.profiler.stop(step)
+        self._timed("rollout", self.rollouts.wait_before_weight_sync)
+        metrics = self._timed("advantage", self.algorithm.observe, rollouts, inputs, stats)
+        sync_metrics = self._timed("weight_sync", self.policy.sync_weights)
         self.rollouts.on_weights_synced(step)
-        metrics = inputs.metrics | controller_metrics | critic_metrics
+        metrics = inputs.metrics | metrics | critic_metrics
         self.logger.log_step(step, rollouts, inputs.batch, stats, metrics, sync_metrics)
+
+    def _timed(
+        self, phase: str, call: Callable[_P, _ResultT], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _ResultT:
+        """Return the call's result; its duration counts under `time/<phase>_s`."""
+        with self.logger.phase_timer.phase(phase):
+            return call(*args, **kwargs)
+
+    def _interruptible(
+        self, phase: str, call: Callable[_P, _ResultT], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _ResultT:
+        """Like `_timed`, and signals may interrupt the call.
+
+        Only for calls that change nothing but the position in the prompts: a checkpoint has the
+        position at the last boundary between steps, so a resumed run repeats them.
+        """
+        with self.signal_handler.allow_signals():
+            return self._timed(phase, call, *args, **kwargs)
 
 
 @contextmanager
@@ -105,59 +133,15 @@ def open_trainer(
     with open_rollout_scheduler(
         components, config, signal_handler, num_done=num_done, tree_store=tree_store
     ) as rollouts:
-        trainer = Trainer(
+        yield Trainer(
             rollouts=rollouts,
             policy=PolicyTrainer(components, config),
             rewards=RewardResolver(components),
             algorithm=algorithm,
+            profiler=Profiler(components, config),
             logger=logger,
+            signal_handler=signal_handler,
         )
-        _wrap_components(trainer, logger, signal_handler, Profiler(components, config))
-        yield trainer
-
-
-def _wrap_components(
-    trainer: Trainer, logger: RunLogger, signal_handler: SignalHandler, profiler: Profiler
-) -> None:
-    """Time and profile the methods of a step, and let signals interrupt those before the update.
-
-    The interruptible methods change nothing but the position in the prompts. A checkpoint has the
-    position at the last boundary, so a resumed run repeats them.
-    """
-    # Object, name of its method, `time/<phase>_s` that the method counts under, interruptible.
-    for component, method, phase, is_interruptible in (
-        (trainer.rollouts, "collect", "rollout", True),
-        (trainer.policy, "pack", "rollout", True),
-        (trainer.policy, "score", "logprob", True),
-        (trainer.rewards, "resolve", "reward", True),
-        (trainer.algorithm, "compute_advantages", "advantage", True),
-        (trainer.policy, "update", "update", False),
-        (trainer.rollouts, "wait_before_weight_sync", "rollout", False),
-        (trainer.algorithm, "observe", "advantage", False),
-        (trainer.policy, "sync_weights", "weight_sync", False),
-    ):
-        _wrap_method(component, method, partial(logger.phase_timer.phase, phase))
-        if is_interruptible:
-            _wrap_method(component, method, signal_handler.allow_signals)
-    for component, method, wrap in (
-        (trainer.rollouts, "collect", profiler.start_after),
-        (trainer.policy, "update", profiler.stop_after),
-    ):
-        setattr(component, method, wrap(getattr(component, method)))
-
-
-def _wrap_method(
-    component: object, method: str, open_context: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """Replace a method of one object by one that runs inside a context."""
-    inner = getattr(component, method)
-
-    @wraps(inner)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with open_context():
-            return inner(*args, **kwargs)
-
-    setattr(component, method, wrapped)
 
 
 def train(

@@ -1,9 +1,9 @@
 """Supervised warm start: imitate demonstrations until the policy has some success, then stop.
 
-It ends after success on the development questions has reached `sft.target_success_rate` twice in a
-row, with at least a twentieth on every data source so that no skill is still at zero, or after
-`sft.max_steps`. Success is measured through the rollout engine with the current weights, the way
-RL will sample. An interrupted warm start continues after its last step (`WarmStartProgress`).
+It ends when success on the development questions reaches `sft.target_success_rate`, with at least
+a twentieth on every data source so that no skill is still at zero, or after `sft.max_steps`.
+Success is measured through the rollout engine with the current weights, the way RL will sample. An
+interrupted warm start continues after its last step (`WarmStartProgress`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class WarmStartProgress:
 
     step: int
     """Supervised steps made."""
-    num_target_hits: int
-    """Evaluations in a row, before this step, that reached the target."""
     loss: float
     """Loss of the update in nats per token."""
     grad_norm: float
@@ -95,14 +93,13 @@ def _run_sft_steps(
     next_batch = components.open_sft_stream()
     for _ in range(progress.step if progress else 0):
         next_batch(sft.batch_size)
-    num_target_hits = progress.num_target_hits if progress else 0
+    done = False
     for step in range(progress.step if progress else 1, sft.max_steps + 1):
         if progress is None or progress.step < step:
             with checkpointing.defer_signals(), logger.phase_timer.phase("update"):
                 stats = components.policy.sft_step(next_batch(sft.batch_size))
                 progress = WarmStartProgress(
                     step=step,
-                    num_target_hits=num_target_hits,
                     loss=stats.loss,
                     grad_norm=stats.grad_norm,
                     num_tokens=stats.num_tokens,
@@ -111,12 +108,12 @@ def _run_sft_steps(
         metrics = {"loss": progress.loss, "grad_norm": progress.grad_norm}
         if step == sft.max_steps or step % EVAL_EVERY_STEPS == 0:
             evaluation = _evaluate_dev_set(components, config, logger, step)
-            num_target_hits = num_target_hits + 1 if reached_target(evaluation, sft) else 0
             metrics |= evaluation.to_metrics("dev")
+            done = reached_target(evaluation, sft)
         logger.log_sft_step(step, metrics, num_tokens=progress.num_tokens)
-        if num_target_hits == 2:
+        if done:
             return WarmStartResult(
-                step, f"success on dev questions reached {sft.target_success_rate:g} twice in a row"
+                step, f"success on dev questions reached {sft.target_success_rate:g}"
             )
     return WarmStartResult(
         sft.max_steps, f"sft.max_steps={sft.max_steps} came before sft.target_success_rate"

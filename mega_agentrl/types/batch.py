@@ -117,17 +117,6 @@ class TrainBatch:
             _check_trajectory_groups(self.trajectory_B.tolist(), self.group_B.tolist())
         return self
 
-    def select_rows(self, rows: Sequence[int]) -> Self:
-        """Return a validated batch of the given rows in the given order; T does not change."""
-        picked: dict[str, Any] = {}
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.name == "prompt_ids":
-                picked[spec.name] = tuple(self.prompt_ids[row] for row in rows)
-            elif value is not None:
-                picked[spec.name] = value[list(rows)]
-        return replace(self, **picked).validate()
-
     def with_fields(self, **changes: Any) -> Self:
         """Return a copy with the given fields replaced; shapes are checked again."""
         return replace(self, **changes)

@@ -18,6 +18,7 @@ from tests.parallel.merge import assemble, scores_by_row
 from tests.parallel.policy_jobs import run_calls
 from tests.parallel.reference import LR, adamw, load_model, score
 from tests.tiny_models import make_tiny_model
+from tests.train_batches import select_rows
 
 
 def test_a_step_moves_the_weights_like_adamw(rank_pool, train_config, checkpoints, batch):
@@ -42,7 +43,7 @@ def test_a_step_moves_the_weights_like_adamw(rank_pool, train_config, checkpoint
 
 
 def test_more_data_ranks_than_rows_take_the_same_step(rank_pool, train_config, checkpoints, batch):
-    one = batch.select_rows([1])
+    one = select_rows(batch, [1])
     calls = [("sft_step", one, LR), ("compute_log_probs", one)]
     (alone,) = rank_pool.run(run_calls, 1, train_config(checkpoints[True]), calls)
     both = rank_pool.run(run_calls, 2, train_config(checkpoints[True], data=2), calls)

@@ -145,7 +145,6 @@ def test_parts_behind_a_context_of_their_own_are_rows():
     assert batch.reward_B.tolist() == [1, 1, 0.5, 0.5, -1]
     assert batch.group_B.tolist() == [0, 0, 0, 0, 1]
     assert pack_trees([_tree(_row("d", [1], [1], -1.0))]).trajectory_B is None
-    assert batch.select_rows([1, 3]).trajectory_B.tolist() == [0, 1]
 
 
 def test_nothing_to_train_on_says_how_they_ended():

@@ -1,5 +1,5 @@
 """A run with a critic, one step off: values, GAE, KL in the reward, warm-up, evaluation within,
-checkpoints.
+checkpoints; with the loss and the branching rule of `examples/`.
 """
 
 import json
@@ -18,6 +18,8 @@ def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(asset
     child = start(
         "experiment=smoke_ci",
         "algo.advantage=gae",
+        "algo.loss=examples/my_loss.py",
+        "rollout.branching=examples/my_branching.py",
         "algo.lam=0.95",
         "algo.kl_coef=0.01",
         "algo.kl_placement=reward",
@@ -43,6 +45,9 @@ def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(asset
         assert math.isfinite(line["critic/explained_variance"])
         assert line["critic/loss"] > 0 and line["critic/grad_norm"] > 0
         assert 0 <= line["critic/clipfrac"] <= 1
+    # The metric of the loss of `examples/`; one minibatch a step starts at the old policy.
+    ratios = [line["actor/importance_ratio"] for line in steps[1:]]
+    assert ratios == pytest.approx([1.0, 1.0], abs=1e-3)
     # Values are 0 before the first update, and what they are after it follows the returns.
     assert steps[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert steps[-1]["critic/value_mean"] * steps[0]["critic/return_mean"] > 0

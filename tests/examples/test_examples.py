@@ -42,11 +42,14 @@ def test_the_reward(said, score):
     assert found["fields"]["length"] == len(said)
 
 
-def test_the_dataset(tmp_path):
+@pytest.mark.parametrize(
+    "reference", ["examples.my_dataset:CsvRows", f"{ROOT}/examples/my_dataset.py:CsvRows"]
+)
+def test_the_dataset(reference, tmp_path):
     for name, lines in (("a", ['"2, or 1+1?",2', "3?,3"]), ("b", ["4?,4"])):
         (tmp_path / f"{name}.csv").write_text("\n".join(["question,answer", *lines]))
     files = [DataFile(str(tmp_path / f"{name}.csv")) for name in "ab"]
-    config = DataConfig(dataset_class="examples.my_dataset:CsvRows")
+    config = DataConfig(dataset_class=reference)
     prompts = [one.prompt for one in read_prompts(files, config, key="data.train")]
     assert [one.prompt_id for one in prompts] == [f"my_questions/{index}" for index in range(3)]
     assert prompts[0].messages == ({"role": "user", "content": "2, or 1+1?"},)

@@ -1,25 +1,25 @@
-"""A branching rule of one's own: registered, and a tree that is sampled with it.
-
-For a run `rollout.branching` must accept its name, too: one line in `config.enums.Branching`.
-"""
+"""`examples/my_branching.py` as `rollout.branching`: loaded, and trees that are sampled with it."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching import policy
 from mega_agentrl.rollout.tree import sample_tree
+from tests.config.refusals import refused
 from tests.fakes import EOS, FakeGenerator, make_context, make_prompt, turns
 from tests.rollout.virtual_time import run_virtually
 
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "my_branching.py")
 CALL = "<search>q1</search>"
 TALK = turns("thinkhard" + CALL, "more words" + CALL, "and so on" + CALL, f"at last it ends{EOS}")
 CONFIG = RolloutConfig(
     group_size=4,
-    branching="peak",
+    branching=EXAMPLE,
     branch=BranchConfig(initial_rollouts=1, num_probe_tokens=8, tau=2.5),
     max_tool_calls=9,
     max_turns=20,
@@ -27,28 +27,35 @@ CONFIG = RolloutConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def peak_branching(monkeypatch):
-    """Register the rule for one test: fork where one probed token is tau nats above the root."""
-    monkeypatch.setattr(policy, "_POLICY_TYPES", dict(policy._POLICY_TYPES))
-
-    @policy.register_branch_policy("peak")
-    class PeakBranching(policy.BranchPolicy):
-        def num_forks(self, point):
-            rises = max(point.probe_entropies, default=0.0) - point.baseline > self.config.tau
-            return point.num_slots if rises else 0
-
-    return PeakBranching
-
-
 def sample(entropy):
     context = make_context(CONFIG, generator=FakeGenerator(TALK, entropy=entropy))
     return run_virtually(asyncio.wait_for(sample_tree(context, make_prompt(), "p0"), 20))
 
 
-def test_the_configuration_selects_it(peak_branching):
+def test_the_configuration_selects_it():
     chosen = policy.make_branch_policy(CONFIG)
-    assert type(chosen) is peak_branching and chosen.config is CONFIG.branch
+    assert type(chosen) is policy.load_user_branching(f"{EXAMPLE}:Branching")
+    assert chosen.config is CONFIG.branch
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("class Branching:\n    pass\n", "got <class"),
+        (
+            "from mega_agentrl.rollout.branching.policy import BranchPolicy as Branching\n",
+            "num_for",
+        ),
+        ("x = 1\n", "no Branching"),
+    ],
+    ids=["class", "abstract", "nothing"],
+)
+def test_a_wrong_class_is_refused(tmp_path, text, cause):
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    error = refused(policy.load_user_branching, str(file))
+    assert (error.key, error.got) == ("rollout.branching", str(file))
+    assert cause in error.cause
 
 
 def test_all_forks_start_at_the_turn_with_the_peak():

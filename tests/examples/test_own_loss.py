@@ -1,34 +1,30 @@
-"""A policy loss of one's own: registered, worked by hand, and trained with.
+"""`examples/my_loss.py` as `algo.loss`: worked by hand, trained with, and checked before a run.
 
-For a run `algo.loss` must accept its name, too: one line in `config.enums.PolicyLoss`.
+`tests/actor/training/test_objectives.py` trains with it on several ranks.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from mega_agentrl.actor.training.objectives import PolicyObjective, compute_policy_loss
+from mega_agentrl.actor.training.objectives import (
+    PolicyObjective,
+    compute_policy_loss,
+    load_user_loss,
+    policy_metrics,
+)
 from mega_agentrl.actor.training.packing import pack_rows
-from mega_agentrl.algo import policy_loss
-from mega_agentrl.algo.masking import bounded_exp, masked_log_ratio, masked_mean, zero_masked
+from mega_agentrl.cli import load_user_algorithm
+from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
+from tests.config.refusals import refused, refused_setting
 from tests.parallel.reference import make_batch
 
-
-@pytest.fixture(autouse=True)
-def truncated(monkeypatch):
-    """Register the loss for one test: truncated importance sampling, -A min(r, 1 + clip_high)."""
-    monkeypatch.setattr(policy_loss, "LOSSES", dict(policy_loss.LOSSES))
-
-    @policy_loss.register_loss("truncated", options=("clip_high",), metrics=("approx_kl",))
-    def truncated(logp_BT, old_logp_BT, advantage_BT, mask_BT, *, clip_high):
-        log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, mask_BT)
-        ratio_BT = bounded_exp(log_ratio_BT).clamp(max=1 + clip_high)
-        loss_BT = -zero_masked(advantage_BT, mask_BT) * ratio_BT
-        return loss_BT, {"approx_kl": masked_mean(-log_ratio_BT.detach(), mask_BT)}
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "my_loss.py")
 
 
 def test_it_is_what_was_worked_out_by_hand():
@@ -36,8 +32,9 @@ def test_it_is_what_was_worked_out_by_hand():
     ratio_RT = torch.tensor([[4.0, 1.0], [0.5, 99.0]])
     advantage_RT = torch.tensor([[1.0, 1.0], [-1.0, 99.0]])
     logp_RT = ratio_RT.log().requires_grad_()
+    algo = AlgoConfig(loss=EXAMPLE, clip_high=0.5)
     loss_RT, metrics = compute_policy_loss(
-        AlgoConfig(loss="truncated", clip_high=0.5),
+        algo,
         logp_RT,
         torch.zeros(2, 2),
         advantage_RT,
@@ -46,7 +43,15 @@ def test_it_is_what_was_worked_out_by_hand():
     loss_RT.sum().backward()
     torch.testing.assert_close(loss_RT.detach(), torch.tensor([[-1.5, -1.0], [0.5, 0.0]]))
     torch.testing.assert_close(logp_RT.grad, torch.tensor([[0.0, -1.0], [0.5, 0.0]]))
-    assert float(metrics["approx_kl"]) == pytest.approx(-math.log(2) / 3)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+        {
+            "clipfrac": 1 / 3,
+            "clipfrac_lower": 0.0,
+            "approx_kl": -math.log(2) / 3,
+            "importance_ratio": 5.5 / 3,
+        }
+    )
+    assert {"policy_loss", "importance_ratio", "entropy"} <= set(policy_metrics(algo))
 
 
 def test_a_step_of_it_follows_the_advantages():
@@ -60,7 +65,7 @@ def test_a_step_of_it_follows_the_advantages():
 
     old_BT = logps().detach()
     objective = PolicyObjective(
-        AlgoConfig(loss="truncated"), batch.with_fields(old_logp_BT=old_BT), batch.mask_BT
+        AlgoConfig(loss=EXAMPLE), batch.with_fields(old_logp_BT=old_BT), batch.mask_BT
     )
     for rows in ([4], [5, 0], [1, 2, 3]):
         micro = pack_rows(batch, rows, batch.mask_BT, torch.device("cpu"))
@@ -70,3 +75,48 @@ def test_a_step_of_it_follows_the_advantages():
     change_BT = logps().detach() - old_BT
     expected_BT = batch.advantage_BT.sign() * batch.mask_BT
     assert torch.equal(change_BT.sign(), expected_BT) and expected_BT.any()
+
+
+def test_settings_that_it_ignores_are_refused():
+    load_user_algorithm(TrainConfig(algo=AlgoConfig(loss=EXAMPLE, clip_high=0.5)))
+    config = TrainConfig(algo=AlgoConfig(loss=EXAMPLE, clip_low=0.1))
+    assert refused_setting(load_user_algorithm, config) == ("algo.clip_low", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("head", "cause"),
+    [
+        ("", "without the decorator"),
+        ("@register_loss('own', options=('width',), metrics=())", "there is no algo.width"),
+        ("@register_loss('own', options=(), metrics=('entropy',))", "got entropy"),
+    ],
+    ids=["decorator", "option", "metric"],
+)
+def test_a_wrong_loss_is_refused_before_the_run(tmp_path, head, cause):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from mega_agentrl.algo.policy_loss import register_loss\n\n\n"
+        f"{head}\ndef loss(logp_BT, old_logp_BT, advantage_BT, mask_BT):\n    pass\n"
+    )
+    error = refused(load_user_loss, str(file))
+    assert (error.key, error.got) == ("algo.loss", str(file))
+    assert cause in error.cause
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["logp_BT[:, :1], {}", "logp_BT, {'speed': logp_BT.sum()}"],
+    ids=["shape", "metric"],
+)
+def test_a_result_other_than_registered_is_an_error(tmp_path, value):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from mega_agentrl.algo.policy_loss import register_loss\n\n\n"
+        "@register_loss('own', options=(), metrics=())\n"
+        f"def loss(logp_BT, old_logp_BT, advantage_BT, mask_BT):\n    return {value}\n"
+    )
+    grid_RT = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"loss_BT|speed"):
+        compute_policy_loss(
+            AlgoConfig(loss=str(file)), grid_RT, grid_RT, grid_RT, torch.ones(2, 3).bool()
+        )

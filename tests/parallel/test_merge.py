@@ -8,6 +8,7 @@ import torch
 from mega_agentrl.reshard.layout import Rect
 from tests.parallel.merge import assemble, relative_errors, scores_by_row
 from tests.parallel.reference import make_batch
+from tests.train_batches import select_rows
 
 LEFT = ("w", Rect((0, 0), (2, 1)), torch.tensor([[1.0], [3.0]]))
 RIGHT = ("w", Rect((0, 1), (2, 2)), torch.tensor([[2.0], [4.0]]))
@@ -36,7 +37,7 @@ def test_errors_are_by_tensor_and_tiny_tensors_are_held_against_the_whole():
 
 
 def test_every_row_is_answered_once():
-    batch = make_batch().select_rows([0, 1])
+    batch = select_rows(make_batch(), [0, 1])
     value_T = torch.ones(1, batch.response_BT.size(1))
     logp_BT, entropy_BT = scores_by_row(
         [([1], value_T, 2 * value_T), None, ([0], 3 * value_T, 4 * value_T)], batch

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, check_cover
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, check_cover, round_up
 
 
 def boxes(max_side=6):
@@ -133,3 +133,10 @@ def test_any_cut_is_a_cover_and_losing_or_doubling_a_slice_is_not(cut):
         check_cover({"w": shape}, shards[1:], owner="test")
     with pytest.raises(ValueError, match="overlap"):
         check_cover({"w": shape}, [*shards, shards[0]], owner="test")
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_rounding_up_adds_less_than_one_multiple(number, multiple):
+    rounded = round_up(number, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - number < multiple

@@ -54,7 +54,7 @@ def test_errors_are_found_at_the_start(tmp_path, monkeypatch):
     ):
         with open_rubric(mine(tmp_path)):
             pass
-    with pytest.raises(ValueError, match="has no function compute_score"):
+    with pytest.raises(ValueError, match="has no compute_score"):
         with open_rubric(mine(tmp_path, "x = 1", worker_env_vars=[])):
             pass
 

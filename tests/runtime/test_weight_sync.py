@@ -211,6 +211,18 @@ def test_new_and_replaced_engines_get_the_current_version_without_pausing_others
     check_received(engines, folder, 2)
 
 
+def test_link_that_failed_to_close_is_not_used_again(sides, folder):
+    policy, engines, coordinator = sides
+    policy.call_all("set_version", 1)
+    coordinator.sync_weights(engines, 1)
+    policy.call_all("fail_to_leave")
+    with pytest.raises(RemoteCallError):
+        coordinator._weight_sync.disconnect()
+    policy.call_all("set_version", 2)
+    coordinator.sync_weights(engines, 2)
+    check_received(engines, folder, 2)
+
+
 def test_engine_replaced_while_the_policy_is_ahead_joins_a_new_link(sides, folder):
     policy, engines, coordinator = sides
     policy.call_all("set_version", 1)

@@ -34,6 +34,7 @@ class FakePolicyRank:
 
     def __init__(self, folder, rank):
         self.folder, self.rank, self.shift = folder, rank, 0
+        self.fails_to_leave = False
         self.resident_parts = {"weights"}
         shape = ModelShape.from_folder(folder)
         self.shards = megatron_layout(
@@ -65,6 +66,10 @@ class FakePolicyRank:
         embedding = self.tensors[HF_EMBEDDING].roll(self.shift, 0)
         return None if self.rank else logps_of(embedding, prompt)
 
+    def fail_to_leave(self):
+        """Let the next `leave_transfer_group` fail."""
+        self.fails_to_leave = True
+
     def shift_embedding_rows(self, shift):
         """Roll the embedding rows, so that each token uses a wrong row."""
         self.shift = shift
@@ -80,6 +85,12 @@ class FakeRank(PolicyActor):
     def call(self, method, *args):
         """Call a method that only tests have, too."""
         return getattr(self._policy, method)(*args)
+
+    def leave_transfer_group(self, key):
+        super().leave_transfer_group(key)
+        if self._policy.fails_to_leave:
+            self._policy.fails_to_leave = False
+            raise OSError("connection reset")
 
 
 @ray.remote(num_cpus=0)

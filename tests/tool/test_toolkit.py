@@ -98,6 +98,13 @@ def test_a_schema_that_does_not_belong_to_the_tool():
         ToolKit([blind])
 
 
+def test_a_limit_below_one():
+    stuck = Broken()
+    stuck.max_concurrent = 0
+    with pytest.raises(ValueError, match="max_concurrent=0: expected at least 1"):
+        ToolKit([stuck])
+
+
 def test_user_tools_limits_and_control_tokens_reach_the_toolkit(tmp_path):
     path = tmp_path / "tools.yaml"
     path.write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n")

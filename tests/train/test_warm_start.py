@@ -50,10 +50,10 @@ def run(components, config, monkeypatch, successes, **sft):
         return run_warm_start(components, config, logger)
 
 
-def test_it_ends_after_two_good_checks_in_a_row(components, config, monkeypatch):
-    result = run(components, config, monkeypatch, [0.4, 0.2, 0.4, 0.5], max_steps=100)
-    assert result.num_steps == 8
-    assert "twice in a row" in result.stop_reason
+def test_it_ends_at_the_first_check_that_reaches_the_target(components, config, monkeypatch):
+    result = run(components, config, monkeypatch, [0.1, 0.2, 0.4, 0.5], max_steps=100)
+    assert result.num_steps == 6
+    assert "reached 0.3" in result.stop_reason
 
 
 def test_it_ends_at_the_limit_with_the_last_weights_in_the_engine(components, config, monkeypatch):
@@ -75,8 +75,8 @@ def test_it_goes_on_behind_its_last_step(components, config, monkeypatch):
     )
     batches, next_batch = [], components.open_sft_stream()
     components.open_sft_stream = lambda: lambda size: batches.append(size) or next_batch(size)
-    # Stopped behind step 4, after one good check, with the second one still to come.
-    progress = WarmStartProgress(step=4, num_target_hits=1, loss=0.125, grad_norm=2.0, num_tokens=7)
+    # Stopped after the update of step 4, whose evaluation is still to come.
+    progress = WarmStartProgress(step=4, loss=0.125, grad_norm=2.0, num_tokens=7)
     with RunLogger(components.run_dir, config) as logger:
         result = run_warm_start(
             components, config, logger, WarmStartCheckpointing(last_step=progress)
@@ -87,15 +87,17 @@ def test_it_goes_on_behind_its_last_step(components, config, monkeypatch):
     assert json.loads(line)["loss"] == 0.125
 
 
-def test_each_step_is_noted_with_the_checks_before_it(components, config, monkeypatch):
+def test_each_step_is_recorded_before_its_check(components, config, monkeypatch):
     config.sft = SftConfig(batch_size=2, target_success_rate=0.3, max_steps=3)
     monkeypatch.setattr(warm_start, "EVAL_EVERY_STEPS", 1)
-    answers = iter([0.5, 0.1, 0.5])
+    events, answers = [], iter([0.1, 0.1, 0.5])
     monkeypatch.setattr(
         "mega_agentrl.train.warm_start.evaluate",
-        lambda *args, **kwargs: evaluation(value := next(answers), source=value),
+        lambda *args, **kwargs: (
+            events.append(kwargs["name"]) or evaluation(value := next(answers), source=value)
+        ),
     )
-    noted = []
+    checkpointing = WarmStartCheckpointing(record_step=lambda one: events.append(one.step))
     with RunLogger(components.run_dir, config) as logger:
-        run_warm_start(components, config, logger, WarmStartCheckpointing(record_step=noted.append))
-    assert [(one.step, one.num_target_hits) for one in noted] == [(1, 0), (2, 1), (3, 0)]
+        run_warm_start(components, config, logger, checkpointing)
+    assert events == [1, "dev-1", 2, "dev-2", 3, "dev-3"]

@@ -17,11 +17,14 @@ reached, rank 0 is dead. Every wait ends on one of these conditions.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
+
+from mega_agentrl.types.silence import SilenceTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +62,9 @@ class SaveBarrier:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._watched_ranks = [r for r in range(num_ranks) if r != rank] if rank == 0 else [0]
-        self._clock = clock
-        self._last_beats = {r: (b"", clock()) for r in self._watched_ranks}
+        # Every round counts: after a pause of this rank, a counter that has moved is heard first.
+        self._silence = SilenceTracker[int](max_round_s=math.inf, clock=clock)
+        self._last_beats: dict[int, bytes] = {}
         self._silent_ranks: list[int] = []
         self._is_committed = False
         self._error: str | None = None
@@ -172,16 +176,15 @@ class SaveBarrier:
 
     def _find_silent_ranks(self) -> list[int]:
         """Return the watched ranks without a recent heartbeat."""
-        now = self._clock()
+        self._silence.begin_round()
         for rank in self._watched_ranks:
             key = f"beat/{rank}"
             beat = self._store.get(key) if self._has_key(key) else b""
-            if beat != self._last_beats[rank][0]:
-                self._last_beats[rank] = (beat, now)
+            if beat != self._last_beats.get(rank):  # the first look starts the watch
+                self._last_beats[rank] = beat
+                self._silence.record_sign_of_life(rank)
         return [
-            r
-            for r, (_, since) in self._last_beats.items()
-            if now - since > self._heartbeat_timeout_s
+            r for r in self._watched_ranks if self._silence.silence_s(r) > self._heartbeat_timeout_s
         ]
 
     def _rank0_lost_message(self) -> str:

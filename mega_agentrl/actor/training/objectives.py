@@ -12,26 +12,45 @@ Shape suffixes: R rows of a micro-batch, B rows of the batch, T response positio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from mega_agentrl.algo.kl import kl_penalty
-from mega_agentrl.algo.policy_loss import aggregate, find_loss, loss_denominator
+from mega_agentrl.algo.policy_loss import (
+    LOSSES,
+    RegisteredLoss,
+    aggregate,
+    find_loss,
+    loss_denominator,
+)
 from mega_agentrl.config.enums import KlPlacement
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.config.user_code import load_user_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.actor.training.packing import MicroBatch
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats
-    from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
 CLIP_METRICS = ("clipfrac", "clipfrac_lower", "approx_kl")
-POLICY_METRICS = ("policy_loss", *CLIP_METRICS, "entropy", "ref_kl")
+"""Metrics that are reported with every loss; 0 if the loss does not have them."""
 SFT_METRICS = ("entropy",)
+DEFAULT_LOSS_NAME = "loss"
+_EXPECTED_LOSS = (
+    "a function with the decorator mega_agentrl.algo.policy_loss.register_loss, whose options are "
+    "settings of algo"
+)
+_TAKEN_METRICS = (
+    *("loss", "num_tokens", "policy_loss", "entropy", "ref_kl"),
+    *("grad_norm", "lr", "num_skipped_steps"),
+)
+"""Names that the objective and the run's log already use below `actor/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +88,8 @@ class PolicyObjective:
         mask_RT = self.mask_BT[rows].to(device)
         here_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         whole = micro.context_size == 1
-        assert whole or not find_loss(self.algo.loss).per_trajectory, (
-            "check_algo refuses losses per trajectory with context parallelism"
+        assert whole or not find_policy_loss(self.algo).per_trajectory, (
+            "check_loss refuses losses per trajectory with context parallelism"
         )
         loss_RT, info = compute_policy_loss(
             self.algo,
@@ -145,6 +164,44 @@ def require_fields(batch: TrainBatch, names: Sequence[str], what: str, source: s
         )
 
 
+def find_policy_loss(algo: AlgoConfig) -> RegisteredLoss:
+    """Return the loss of `algo.loss`; a user's file is imported on the first call in a process."""
+    return load_user_loss(algo.loss) if algo.has_user_loss else find_loss(algo.loss)
+
+
+@cache
+def load_user_loss(reference: str) -> RegisteredLoss:
+    """Load and check a user's loss, `algo.loss=/folder/file.py:function`.
+
+    The driver calls it before anything starts, and every rank of the policy when it is created.
+
+    Raises:
+        ConfigError: There is no such function, it is not registered, it has an option that is not a
+            setting of `algo`, or a metric with the name of one of the objective's own.
+    """
+    key = "algo.loss"
+    found = load_user_object(reference, key, _EXPECTED_LOSS, default_name=DEFAULT_LOSS_NAME)
+    records = [record for record in LOSSES.values() if record.function is found]
+    if not records:
+        raise ConfigError(key, reference, _EXPECTED_LOSS, f"got {found!r}, without the decorator")
+    settings = {field.name for field in fields(AlgoConfig)}
+    if unknown := sorted(set(records[-1].options) - settings):
+        raise ConfigError(key, reference, _EXPECTED_LOSS, f"there is no algo.{unknown[0]}")
+    if taken := sorted(set(records[-1].metrics) & set(_TAKEN_METRICS)):
+        expected = f"metrics with other names than {', '.join(_TAKEN_METRICS)}"
+        raise ConfigError(key, reference, expected, f"got {', '.join(taken)}")
+    return records[-1]
+
+
+def policy_metrics(algo: AlgoConfig) -> tuple[str, ...]:
+    """Return the names of the metrics of `PolicyObjective`: the common ones and the loss's own."""
+    return ("policy_loss", *_loss_metrics(find_policy_loss(algo)), "entropy", "ref_kl")
+
+
+def _loss_metrics(loss: RegisteredLoss) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*CLIP_METRICS, *loss.metrics)))
+
+
 def compute_policy_loss(
     algo: AlgoConfig,
     logp_RT: torch.Tensor,
@@ -157,12 +214,12 @@ def compute_policy_loss(
 
         loss_t = correction_t * l(logp_t, old_logp_t, A_t)
 
-    l is the loss that `algo.policy_loss` registers under that name. The correction weighs only
-    this term, not the KL term or the entropy bonus, and does not change any denominator. All
-    losses report the same metrics; a loss without a certain clip reports 0 for it.
+    l is the loss of `find_policy_loss`. The correction weighs only this term, not the KL term or
+    the entropy bonus, and does not change any denominator.
 
-    gspo has one ratio per row and uses the mean advantage over the row's trained tokens, so it
-    needs whole rows with one advantage each; the config checks refuse settings that violate this.
+    A loss per trajectory (gspo) has one ratio per row and uses the mean advantage over the row's
+    trained tokens, so it needs whole rows with one advantage each; the config checks refuse
+    settings that violate this.
 
     Args:
         algo: Loss, clip ranges.
@@ -173,9 +230,10 @@ def compute_policy_loss(
         correction_RT: `[R, T]` weights without gradient; None weighs all tokens equally.
 
     Returns:
-        `[R, T]` loss, 0 where masked, and the 0-d `CLIP_METRICS` over the trained tokens.
+        `[R, T]` loss, 0 where masked, and 0-d metrics over the trained tokens: `CLIP_METRICS` and
+        those that the loss is registered with.
     """
-    loss = find_loss(algo.loss)
+    loss = find_policy_loss(algo)
     options = {name: getattr(algo, name) for name in loss.options}
     loss_RT, info = loss(logp_RT, old_logp_RT, advantage_RT, mask_RT, **options)
     if correction_RT is not None:
@@ -183,4 +241,4 @@ def compute_policy_loss(
         zero_RT = torch.zeros_like(correction_RT)
         loss_RT = loss_RT * torch.where(mask_RT.bool(), correction_RT, zero_RT)
     zero = loss_RT.new_zeros(())
-    return loss_RT, {name: info.get(name, zero) for name in CLIP_METRICS}
+    return loss_RT, {name: info.get(name, zero).detach() for name in _loss_metrics(loss)}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, row_length_multiple
+from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +136,7 @@ def pack_rows(
 def _padded_row_starts(lengths: Sequence[int], multiple: int, context_size: int) -> tuple[int, ...]:
     """Return the first token of each padded row and of the padding row, if any, and W."""
     unit = row_length_multiple(context_size)
-    padded = [-(-length // unit) * unit for length in lengths]
+    padded = [round_up(length, unit) for length in lengths]
     # W must suit the row multiple and S = W / C the requested one.
     step = math.lcm(unit, multiple * context_size)
     missing = -sum(padded) % step if padded else step

@@ -10,6 +10,7 @@ Unusual settings that may be intended are a `UserWarning`.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,37 @@ if TYPE_CHECKING:
 INFERENCE_TEMPLATE_KEY = "rollout.use_inference_chat_template"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTraits:
+    """What these checks need to know of a loss: a part of `algo.policy_loss.RegisteredLoss`.
+
+    `BUILT_IN_LOSSES` repeats it for the built-in losses, because the configuration is checked
+    without torch; `tests/config/checks/test_check_algo.py` compares the two.
+    """
+
+    options: tuple[str, ...]
+    """Settings of `algo.*` that it uses."""
+    per_trajectory: bool = False
+    """Whether its rows must be whole trajectories with one advantage each."""
+
+
+BUILT_IN_LOSSES = {
+    PolicyLoss.clipped: LossTraits(options=("clip_low", "clip_high", "clip_dual")),
+    PolicyLoss.balanced: LossTraits(options=("clip_low", "clip_high", "clip_dual")),
+    PolicyLoss.gspo: LossTraits(options=("clip_low", "clip_high"), per_trajectory=True),
+    PolicyLoss.cispo: LossTraits(options=("clip_low", "clip_high")),
+}
+_LOSS_OPTIONS = sorted({name for loss in BUILT_IN_LOSSES.values() for name in loss.options})
+"""Settings that only losses read."""
+
+
 def check_algo(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for the first condition that `config` violates."""
-    _check_clip_dual(config.algo)
-    if config.algo.loss is PolicyLoss.gspo:
-        _check_gspo(config)
+    """Raise a `ConfigError` for the first condition that `config` violates.
+
+    A user's loss is checked by `check_loss` when it has been loaded.
+    """
+    if not config.algo.has_user_loss:
+        check_loss(config, BUILT_IN_LOSSES[PolicyLoss(config.algo.loss)])
     _check_correction(config)
     _check_remax(config)
     _check_critic(config)
@@ -43,33 +70,38 @@ def check_algo(config: TrainConfig) -> None:
     _check_ares(config.algo)
 
 
-def _check_clip_dual(algo: AlgoConfig) -> None:
-    has_dual_clip = algo.loss in (PolicyLoss.clipped, PolicyLoss.balanced)
-    if not has_dual_clip and algo.clip_dual not in (None, type(algo).clip_dual):
-        raise ConfigError(
-            "algo.clip_dual",
-            algo.clip_dual,
-            f"null or the default with algo.loss={algo.loss}, which has no dual clip",
-            "the setting was chosen for another loss",
-        )
-
-
-def _check_gspo(config: TrainConfig) -> None:
-    """Check that a row has one advantage and is a whole trajectory, as GSPO's ratio requires."""
+def check_loss(config: TrainConfig, loss: LossTraits) -> None:
+    """Raise a `ConfigError` for a setting that the loss of `algo.loss` ignores or excludes."""
     algo = config.algo
+    for name in _LOSS_OPTIONS:
+        default = getattr(type(algo), name)
+        if name not in loss.options and getattr(algo, name) not in (None, default):
+            raise ConfigError(
+                f"algo.{name}",
+                getattr(algo, name),
+                f"the default {default} with algo.loss={algo.loss}, which does not use it",
+                "the setting was chosen for another loss",
+            )
+    if loss.per_trajectory:
+        _check_whole_trajectories(config)
+
+
+def _check_whole_trajectories(config: TrainConfig) -> None:
+    """Check that a row has one advantage and is a whole trajectory, as GSPO's ratio requires."""
+    algo, with_loss = config.algo, f"with algo.loss={config.algo.loss}"
     if config.parallel.context > 1:
         raise ConfigError(
             "parallel.context",
             config.parallel.context,
-            "1 with algo.loss=gspo, whose ratio is a mean over the whole row",
+            f"1 {with_loss}, which needs whole rows",
             "the parallel layout was chosen for another loss",
         )
     if config.rollout.use_inference_chat_template:
         raise ConfigError(
             INFERENCE_TEMPLATE_KEY,
             True,
-            "false with algo.loss=gspo, whose ratio is a mean over the whole trajectory; the "
-            "template splits it into several rows",
+            f"false {with_loss}, which needs whole trajectories; the template splits them into "
+            "several rows",
             "the setting was chosen for another loss",
         )
     if (
@@ -79,21 +111,21 @@ def _check_gspo(config: TrainConfig) -> None:
         raise ConfigError(
             "algo.advantage",
             algo.advantage,
-            "an estimator with one advantage per trajectory with algo.loss=gspo",
+            f"an estimator with one advantage per trajectory {with_loss}",
             f"the advantages of {algo.advantage} may differ between the tokens of a row",
         )
     if algo.entropy_advantage_weight:
         raise ConfigError(
             "algo.entropy_advantage_weight",
             algo.entropy_advantage_weight,
-            "0 with algo.loss=gspo, which uses the mean advantage of a row",
+            f"0 {with_loss}, which uses the mean advantage of a row",
             "AEPO's advantage was combined with the loss of another paper",
         )
     if algo.advantage is AdvantageEstimator.reinforce_plus_plus and _kl_in_reward(algo):
         raise ConfigError(
             "algo.kl_placement",
             algo.kl_placement,
-            "loss with algo.loss=gspo and algo.advantage=reinforce_plus_plus",
+            f"loss {with_loss} and algo.advantage=reinforce_plus_plus",
             "the KL of each token makes the advantages of a row differ",
         )
 

@@ -1,6 +1,7 @@
 """Settings of the objective (`algo.*`): advantages, losses, KL, EGPO and ARES.
 
-How to add a loss is in `algo.policy_loss`, how to add an estimator in `train.advantages`.
+How to add a loss is in `algo.policy_loss`, how to add an estimator in `train.advantages`; both can
+also be a file of your own (`config.user_code`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mega_agentrl.config.enums import (
     RolloutCorrection,
 )
 from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.user_code import is_user_code, parse_choice
 
 
 @dataclass
@@ -92,8 +94,10 @@ class AlgoConfig:
     """GAE's lambda; with gamma and lam 1 the advantage is the return minus the value."""
     entropy_advantage_weight: float = 0.0
     """AEPO's weight of a token's entropy in its advantage; 0 disables it."""
-    loss: PolicyLoss = PolicyLoss.clipped
-    """Per-token policy loss."""
+    loss: str = "clipped"
+    """Per-token policy loss: clipped (PPO), balanced (AEPO's clip), gspo (one ratio per
+    trajectory), cispo, or a user function: `package.module:function` or
+    `/folder/file.py:function`."""
     clip_low: float = 0.2
     """Clip range below a ratio of 1."""
     clip_high: float = 0.2
@@ -124,15 +128,8 @@ class AlgoConfig:
     """ARES shaping."""
 
     def __post_init__(self) -> None:
-        if not self.has_user_advantage:
-            check_range(
-                self.advantage in AdvantageEstimator.__members__,
-                "algo.advantage",
-                self.advantage,
-                f"one of {', '.join(AdvantageEstimator)}, package.module:function or "
-                "/folder/file.py",
-            )
-            self.advantage = AdvantageEstimator(self.advantage)
+        self.advantage = parse_choice(self.advantage, AdvantageEstimator, "algo.advantage")
+        self.loss = parse_choice(self.loss, PolicyLoss, "algo.loss")
         for key in ("gamma", "lam"):
             value = getattr(self, key)
             check_range(0 <= value <= 1, f"algo.{key}", value, "0 to 1")
@@ -163,7 +160,12 @@ class AlgoConfig:
     @property
     def has_user_advantage(self) -> bool:
         """Whether the advantage estimator is a user function."""
-        return ":" in self.advantage or self.advantage.endswith(".py")
+        return is_user_code(self.advantage)
+
+    @property
+    def has_user_loss(self) -> bool:
+        """Whether the policy loss is a user function."""
+        return is_user_code(self.loss)
 
     @property
     def needs_critic(self) -> bool:

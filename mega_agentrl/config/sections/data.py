@@ -21,7 +21,7 @@ from typing import Any
 from mega_agentrl.config.enums import PromptOrder, Truncation
 from mega_agentrl.config.errors import ConfigError, check_minimums, check_range
 
-_CLASS_PATH_RE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_CLASS_PATH_RE = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 _WEIGHT_RE = re.compile(r"(.+)@(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 _LOCAL_SCHEMES = ("file", "local")
 
@@ -109,8 +109,8 @@ class DataConfig:
     prompt_template: str = ""
     """Jinja file that renders the last user message of each prompt; empty for none."""
     dataset_class: str = ""
-    """User class `package.module:Class` that provides the rows instead of the files; empty for
-    none."""
+    """User class that provides the rows instead of the files, `package.module:Class` or
+    `/folder/file.py:Class`; empty for none."""
     prompts_per_step: int = 32
     """Prompts per RL step."""
     max_prompt_tokens: int = 1024
@@ -129,7 +129,7 @@ class DataConfig:
             not self.dataset_class or _CLASS_PATH_RE.fullmatch(self.dataset_class) is not None,
             "data.dataset_class",
             self.dataset_class,
-            "package.module:Class, or empty for the built-in dataset",
+            "package.module:Class, FILE.py:Class, or empty for the built-in dataset",
         )
         train = parse_data_files(self.train, "data.train")
         weighted = any(file.weight != 1 for file in train)

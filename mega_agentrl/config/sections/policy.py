@@ -139,7 +139,7 @@ class SftConfig:
     """Learning rate."""
     target_success_rate: float = 0.3
     """The warm start ends when the success on the first `evaluate.num_questions` dev questions
-    reaches this rate twice in a row and no data source is close to zero."""
+    reaches this rate and no data source is close to zero."""
 
     def __post_init__(self) -> None:
         check_minimums(self, "sft", max_steps=0, batch_size=1)

@@ -62,8 +62,8 @@ class RewardConfig:
     function calls and `arpo` for all others. The first part of a source decides whether an answer
     is correct."""
     functions: dict[str, str] = field(default_factory=dict)
-    """Import path of user functions by part name
-    (`+reward.functions.mine=package.module:compute_score`)."""
+    """User functions by part name (`+reward.functions.mine=/folder/file.py:compute_score`, or
+    `package.module:compute_score`)."""
     correct_threshold: float = 1.0
     """Accuracy, or reward of a user function, from which an answer is correct."""
     function_call_match: FunctionCallMatch = FunctionCallMatch.ast

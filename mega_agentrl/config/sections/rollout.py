@@ -14,6 +14,7 @@ from mega_agentrl.config.enums import (
     TemplateCheck,
 )
 from mega_agentrl.config.errors import check_minimums, check_range
+from mega_agentrl.config.user_code import is_user_code, parse_choice
 
 
 @dataclass
@@ -144,8 +145,10 @@ class RolloutConfig(GroupConfig):
 
     group_size: int = 8
     """Trajectories per prompt, M in ARPO."""
-    branching: Branching = Branching.after_result
-    """Rule that decides where a trajectory forks."""
+    branching: str = "after_result"
+    """Rule that decides where a trajectory forks: none, after_result (ARPO's paper), aepo (which
+    penalizes consecutive forks), released (ARPO's published code), or a user class:
+    `package.module:Class` or `/folder/file.py:Class`."""
     branch: BranchConfig = field(default_factory=BranchConfig)
     """Parameters of the branching rule."""
     temperature: float = 1.0
@@ -176,6 +179,7 @@ class RolloutConfig(GroupConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.branching = parse_choice(self.branching, Branching, "rollout.branching")
         check_minimums(
             self, "rollout", group_size=1, max_response_tokens=1, max_turns=1, max_tool_calls=0
         )
@@ -197,3 +201,8 @@ class RolloutConfig(GroupConfig):
             limit_s,
             "0 with rollout.partial_rollout, whose groups pause while the policy is updated",
         )
+
+    @property
+    def has_user_branching(self) -> bool:
+        """Whether the branching rule is a user class."""
+        return is_user_code(self.branching)

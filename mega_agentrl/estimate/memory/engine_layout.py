@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from math import lcm, prod
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.model_mapping import (
     HF_EMBEDDING,
     HF_FINAL_NORM,
@@ -62,8 +62,7 @@ def _replicated_shard(name: str, full: tuple[int, ...]) -> ShardLayout:
 
 
 def _vocab_shard(name: str, shape: ModelShape, rank: int, size: int) -> ShardLayout:
-    multiple = lcm(_VOCAB_MULTIPLE, size)
-    rows = -(-shape.vocab_size // multiple) * multiple // size
+    rows = round_up(shape.vocab_size, lcm(_VOCAB_MULTIPLE, size)) // size
     valid = max(0, min(rows, shape.vocab_size - rank * rows))
     blocks: tuple[Block, ...] = ()
     if valid:

@@ -30,6 +30,7 @@ from itertools import groupby
 from math import lcm, prod
 from typing import TYPE_CHECKING
 
+from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.mapping.model_mapping import (
     HF_EMBEDDING,
     hf_shapes,
@@ -159,10 +160,10 @@ def _buffer_layout(
     for bucket in _buckets(parameters):
         spans, stop = [], 0
         for parameter in bucket:
-            start = _round_up(stop, _PARAMETER_MULTIPLE)
+            start = round_up(stop, _PARAMETER_MULTIPLE)
             stop = start + parameter.numel
             spans.append((start, stop))
-        size = _round_up(stop, multiple)
+        size = round_up(stop, multiple)
         for replica, count in _replica_shares(spans, size // num_replicas):
             owned[replica] += count
         end += size
@@ -185,10 +186,6 @@ def _replica_shares(spans: Sequence[tuple[int, int]], share: int) -> Iterator[tu
             border = min(stop, (replica + 1) * share)
             yield replica, border - start
             start = border
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from mega_agentrl.estimate.memory.activations import (
 )
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.model_state import estimate_model_state
+from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -189,7 +190,7 @@ def max_micro_batches(config: TrainConfig) -> tuple[int, int]:
     count = -(-share // fitting)
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
     tokens = min(budget, -(-share * row // layout.context))
-    return max(1, tokens), -(-count // multiple) * multiple
+    return max(1, tokens), round_up(count, multiple)
 
 
 def estimate_critic_memory(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.policy import estimate_policy_memory, max_row_tokens
+from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -194,13 +195,14 @@ def _largest_fitting_micro_batch(
     room: float,
 ) -> Overrides | None:
     """Return the settings with the largest micro-batch that fits `room` GiB, or None."""
-    low = _round_up_tokens(ceil(max_row_tokens(config) / _context_parallel_size(config, settings)))
+    row_tokens = ceil(max_row_tokens(config) / _context_parallel_size(config, settings))
+    low = round_up(row_tokens, _TOKEN_GRANULARITY)
     high = config.optim.micro_batch_tokens
     smallest = {**settings, _TOKENS_KEY: low}
     if low >= high or not _is_valid(config, smallest, check) or peak(smallest) > room:
         return None
     while high - low > _TOKEN_GRANULARITY:
-        middle = _round_up_tokens((low + high) // 2)
+        middle = round_up((low + high) // 2, _TOKEN_GRANULARITY)
         if middle >= high:
             break
         fits = peak({**settings, _TOKENS_KEY: middle}) <= room
@@ -243,10 +245,6 @@ def _layout_candidates(config: TrainConfig, factor: int) -> Iterator[Overrides]:
 
 def _context_parallel_size(config: TrainConfig, settings: Overrides) -> int:
     return int(settings.get("parallel.context", config.parallel.context))
-
-
-def _round_up_tokens(tokens: int) -> int:
-    return -(-tokens // _TOKEN_GRANULARITY) * _TOKEN_GRANULARITY
 
 
 def engine_fits(config: TrainConfig, shape: ModelShape, device: DeviceSpec) -> bool:

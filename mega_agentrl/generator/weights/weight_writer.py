@@ -32,6 +32,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
+from mega_agentrl.reshard.layout import round_up
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -59,7 +61,7 @@ class StagingBufferPool:
         """
         starts = [0]
         for size in sizes:
-            starts.append(-(-(starts[-1] + size) // _PARAM_ALIGN_BYTES) * _PARAM_ALIGN_BYTES)
+            starts.append(round_up(starts[-1] + size, _PARAM_ALIGN_BYTES))
         buffer = self._take_buffer(starts[-1])
         view = memoryview(buffer)
         weakref.finalize(view, self._free_buffers.append, buffer)

@@ -1,18 +1,23 @@
-"""Escape text for the report page: HTML, and JSON that is safe in a script tag.
+"""Render the templates of the report page, and JSON that is safe in a script tag.
 
 Text of a policy or a tool is hostile: it may contain tags, the end of a script, control characters
-and lone surrogates. HTML built here never executes it. JSON built here is ASCII without `<`, `>`
-and `&`; values that are not finite are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
-which JavaScript's `Number` parses.
+and lone surrogates. The templates (Jinja, in `assets/`) escape every value that is not `Markup`.
+JSON built here is ASCII without `<`, `>` and `&`; values that are not finite are the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which JavaScript's `Number` parses.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from mega_agentrl.report.page.axes import format_number
 
 # HTML cannot represent most control characters, UTF-8 no lone surrogates.
 _CONTROL_CHAR_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32))}
@@ -25,44 +30,30 @@ _CONTROL_CHAR_ESCAPES |= {
 _SCRIPT_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 
-class SafeHtml(str):
-    """HTML that is already escaped."""
-
-    __slots__ = ()
-
-
-def escape_text(value: object) -> SafeHtml:
-    """Escape text as HTML; `SafeHtml` is returned unchanged."""
-    if isinstance(value, SafeHtml):
-        return value
-    return SafeHtml(html.escape(str(value).translate(_CONTROL_CHAR_ESCAPES), quote=True))
-
-
-def html_element(name: str, *children: object, **attributes: object) -> SafeHtml:
-    """Build an element; attributes `class_` and `data_x` become `class` and `data-x`.
-
-    Attributes with the value None or False are omitted; True gives an attribute without a value.
-    """
-    joined = "".join(_attribute(key, value) for key, value in attributes.items())
-    if name in _VOID_ELEMENTS:
-        return SafeHtml(f"<{name}{joined}>")
-    inner = "".join(escape_text(child) for child in children)
-    return SafeHtml(f"<{name}{joined}>{inner}</{name}>")
+@cache
+def template_environment() -> Environment:
+    """Return the environment of the templates; the filter `number` is `format_number`."""
+    environment = Environment(
+        loader=PackageLoader("mega_agentrl.report", "assets"),
+        autoescape=True,
+        finalize=_show_control_chars,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = format_number
+    return environment
 
 
-_VOID_ELEMENTS = frozenset({"br", "hr", "img", "input", "meta"})
+def render_template(name: str, **values: object) -> Markup:
+    """Render a file of `assets/`."""
+    return Markup(template_environment().get_template(name).render(values))
 
 
-def _attribute(key: str, value: object) -> str:
-    if value is None or value is False:
-        return ""
-    name = key.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{escape_text(value)}"'
-
-
-def concat_html(parts: Sequence[object]) -> SafeHtml:
-    """Concatenate parts, escaping those that are not `SafeHtml`."""
-    return SafeHtml("".join(escape_text(part) for part in parts))
+def _show_control_chars(value: object) -> str:
+    """Replace control characters in the value of an expression, before it is escaped."""
+    return value if isinstance(value, Markup) else str(value).translate(_CONTROL_CHAR_ESCAPES)
 
 
 def json_for_script(value: Any) -> str:
@@ -71,10 +62,10 @@ def json_for_script(value: Any) -> str:
     return dumped.translate(_SCRIPT_ESCAPES)
 
 
-def json_script_element(name: str, value: Any) -> SafeHtml:
-    """Build a script tag with JSON data, which is not executed."""
-    opening = f'<script type="application/json" id="{escape_text(name)}">'
-    return SafeHtml(f"{opening}{json_for_script(value)}</script>")
+def json_script_element(name: str, json_text: str) -> Markup:
+    """Build a script tag, which is not executed, with the result of `json_for_script`."""
+    element = Markup('<script type="application/json" id="{}">{}</script>')
+    return element.format(name, Markup(json_text))
 
 
 def replace_non_finite(value: Any, replacement: Callable[[float], Any]) -> Any:

@@ -12,17 +12,12 @@ import base64
 import hashlib
 from dataclasses import dataclass, field
 from importlib.resources import files
-from string import Template
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
 from mega_agentrl.report.page.chart_groups import chart_groups
-from mega_agentrl.report.page.html import (
-    SafeHtml,
-    concat_html,
-    escape_text,
-    html_element,
-    json_script_element,
-)
+from mega_agentrl.report.page.html import json_for_script, json_script_element, render_template
 from mega_agentrl.report.page.summary_tiles import render_tiles, summary_tiles
 from mega_agentrl.report.page.svg_charts import chart_data, render_figure
 from mega_agentrl.report.page.tables import tool_rows, tool_table, validation_table
@@ -65,12 +60,13 @@ class ReportPage:
 class _Section:
     anchor: str
     title: str
-    body: SafeHtml
+    body: Markup
+    is_table: bool = False
 
 
 def render_page(page: ReportPage) -> str:
     """Return the page as text without lone surrogates."""
-    chart_blocks: list[SafeHtml] = []
+    chart_blocks: list[Markup] = []
     sections = _sections(page, chart_blocks)
     style = "\n".join(_read_asset(name) for name in STYLE_FILES)
     script = (
@@ -78,29 +74,21 @@ def render_page(page: ReportPage) -> str:
         + "\n".join(_read_asset(name) for name in SCRIPT_FILES)
         + "})();"
     )
-    links = [html_element("a", section.title, href=f"#{section.anchor}") for section in sections]
-    return Template(_read_asset("page.html")).substitute(
+    rendered = render_template(
+        "page.html",
+        page=page,
         policy=_content_security_policy(style, script),
-        style=style,
-        script=script,
-        title=escape_text(page.title),
-        lead=escape_text(page.subtitle),
-        links=concat_html(links),
+        style=Markup(style),
+        script=Markup(script),
         tiles=render_tiles(summary_tiles(page.log)),
-        sections="\n".join(
-            html_element(
-                "section", html_element("h2", section.title), section.body, id=section.anchor
-            )
-            for section in sections
-        ),
-        closing=concat_html([html_element("p", note) for note in page.notes]),
-        data="\n".join(
-            [*chart_blocks, render_embedded_trees(page.tree_files, page.max_colour_entropy)]
-        ),
+        sections=sections,
+        chart_blocks=chart_blocks,
+        trees=render_embedded_trees(page.tree_files, page.max_colour_entropy),
     )
+    return str(rendered)
 
 
-def _sections(page: ReportPage, blocks: list[SafeHtml]) -> list[_Section]:
+def _sections(page: ReportPage, blocks: list[Markup]) -> list[_Section]:
     """Return the sections in order; adds the data of the charts to `blocks`."""
     groups = {group.title: group for group in chart_groups(page.log)}
     found = []
@@ -112,57 +100,39 @@ def _sections(page: ReportPage, blocks: list[SafeHtml]) -> list[_Section]:
             _table_section("held-out-numbers", "Held out", validation_table(validation_lines))
         )
     if any(file.trees for file in page.tree_files):
-        found.append(_Section(anchor="rollouts", title="Rollout trees", body=_tree_viewer_html()))
+        found.append(
+            _Section(anchor="rollouts", title="Rollout trees", body=render_template("viewer.html"))
+        )
     if rows := tool_rows(page.log):
         found.append(_table_section("tool-outcomes", "Tool outcomes", tool_table(rows)))
     found += [_chart_section(group, blocks) for group in groups.values()]
     if page.config_differences:
         found.append(
-            _table_section("settings", "Settings", _settings_table(page.config_differences))
+            _table_section(
+                "settings",
+                "Settings",
+                render_template("settings_table.html", differences=page.config_differences),
+            )
         )
     return found
 
 
-def _chart_section(group: ChartGroup, blocks: list[SafeHtml]) -> _Section:
+def _chart_section(group: ChartGroup, blocks: list[Markup]) -> _Section:
     figures = []
     for chart in group.charts:
-        name = f"chart-{len(blocks)}"
-        blocks.append(json_script_element(name, chart_data(chart)))
-        figures.append(render_figure(chart, name))
-    body = html_element("div", *figures, class_="charts")
-    if group.is_collapsed:
-        rest = f", {group.num_omitted} more are in metrics.jsonl" if group.num_omitted else ""
-        body = html_element(
-            "details", html_element("summary", f"{len(figures)} charts{rest}"), body
-        )
+        data_id = f"chart-{len(blocks)}"
+        blocks.append(json_script_element(data_id, json_for_script(chart_data(chart))))
+        figures.append(render_figure(chart, data_id))
     slug = "".join(char if char.isalnum() else "-" for char in group.title.lower())
-    return _Section(anchor=f"charts-{slug}", title=group.title, body=body)
-
-
-def _table_section(name: str, title: str, table: SafeHtml) -> _Section:
-    body = html_element("div", html_element("div", table, class_="scroll"), class_="card")
-    return _Section(anchor=name, title=title, body=body)
-
-
-def _settings_table(differences: Sequence[ConfigDifference]) -> SafeHtml:
-    head = html_element(
-        "tr", *(html_element("th", name, scope="col") for name in ("key", "this run", "default"))
+    return _Section(
+        anchor=f"charts-{slug}",
+        title=group.title,
+        body=render_template("charts.html", group=group, figures=figures),
     )
-    body = [
-        html_element(
-            "tr",
-            html_element("th", one.key, scope="row"),
-            html_element("td", one.value),
-            html_element("td", one.default),
-        )
-        for one in differences
-    ]
-    table = html_element("thead", head), html_element("tbody", *body)
-    return html_element("table", *table, class_="figures text", id="differences")
 
 
-def _tree_viewer_html() -> SafeHtml:
-    return SafeHtml(_read_asset("viewer.html"))
+def _table_section(anchor: str, title: str, table: Markup) -> _Section:
+    return _Section(anchor=anchor, title=title, body=table, is_table=True)
 
 
 def _read_asset(name: str) -> str:

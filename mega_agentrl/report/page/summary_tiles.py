@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.report.page.axes import format_number
 from mega_agentrl.report.page.chart_groups import RL_STAGE
-from mega_agentrl.report.page.html import SafeHtml, html_element
+from mega_agentrl.report.page.html import render_template
 from mega_agentrl.report.progress import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from markupsafe import Markup
 
     from mega_agentrl.report.metrics_file import MetricLog
 
@@ -52,24 +54,9 @@ def summary_tiles(log: MetricLog) -> list[SummaryTile]:
     return [tile for tile in found if tile is not None]
 
 
-def render_tiles(tiles: Sequence[SummaryTile]) -> SafeHtml:
+def render_tiles(tiles: Sequence[SummaryTile]) -> Markup:
     """Render the tiles as cards."""
-    cards = []
-    for tile in tiles:
-        kind = "up" if tile.change > 0 else "down" if tile.change < 0 else None
-        before = html_element("span", f"{tile.before} → ", class_="from") if tile.before else ""
-        cards.append(
-            html_element(
-                "div",
-                html_element("div", tile.name, class_="name"),
-                html_element(
-                    "div", before, html_element("span", tile.value, class_=kind), class_="value"
-                ),
-                html_element("div", tile.detail, class_="more"),
-                class_="tile card",
-            )
-        )
-    return html_element("div", *cards, class_="tiles")
+    return render_template("tiles.html", tiles=tiles)
 
 
 def _outcome_tile(log: MetricLog, measure: str) -> SummaryTile | None:

@@ -3,7 +3,8 @@
 The drawing needs no script; `charts.js` reads the values under the pointer from JSON data beside
 it. Colours are the classes `s0` ... `s7` of the page's style sheet, which has a light and a dark
 scheme. Values that are nan or infinite interrupt the line and are marked at the top. Long series
-are downsampled with all extremes kept.
+are downsampled with all extremes kept. A chart library of the browser is not used, because every
+page would have to contain it to open without a network: Plotly's script alone has about 3 MB.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from mega_agentrl.report.page.axes import Axis, format_number, make_value_axis
-from mega_agentrl.report.page.html import SafeHtml, concat_html, escape_text, html_element
+from mega_agentrl.report.page.html import render_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from markupsafe import Markup
 
     from mega_agentrl.report.metrics_file import MetricSeries
 
@@ -95,7 +98,23 @@ def chart_data(chart: Chart) -> Mapping[str, object]:
     }
 
 
-def render_svg(chart: Chart) -> SafeHtml:
+def render_figure(chart: Chart, data_id: str) -> Markup:
+    """Render a chart with title, legend and note.
+
+    Args:
+        chart: the chart.
+        data_id: id of its data on the page.
+    """
+    return render_template(
+        "figure.html",
+        chart=chart,
+        data_id=data_id,
+        plot=render_svg(chart),
+        coloured_series=_with_colours(chart),
+    )
+
+
+def render_svg(chart: Chart) -> Markup:
     """Render a chart as an `svg` element.
 
     Raises:
@@ -114,44 +133,34 @@ def render_svg(chart: Chart) -> SafeHtml:
         log=chart.is_log_scale and not chart.is_stacked,
         zero=chart.includes_zero or chart.is_stacked,
     )
-    drawn = [_area_path(layer, steps, values) for layer in layers]
-    if not chart.is_stacked:
-        ordered = sorted(
-            _with_colours(chart), key=lambda pair: pair[0].line_style is not LineStyle.faint
-        )
-        drawn = [_line_path(one, colour, steps, values) for one, colour in ordered]
-    return html_element(
-        "svg",
-        _grid_lines(steps, values),
-        *drawn,
-        html_element(
-            "line",
-            class_="cursor",
-            x1=MARGIN_LEFT,
-            x2=MARGIN_LEFT,
-            y1=MARGIN_TOP,
-            y2=HEIGHT - MARGIN_BOTTOM,
-        ),
-        class_="plot",
-        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
-        role="img",
-        aria_label=chart.title,
+    faint_first = sorted(
+        _with_colours(chart), key=lambda pair: pair[0].line_style is not LineStyle.faint
     )
-
-
-def render_legend(chart: Chart) -> SafeHtml:
-    """Render the names of the series with their colours and last values."""
-    items = [
-        html_element(
-            "span",
-            html_element("i", class_=f"swatch b{colour} {one.line_style.value}"),
-            one.name,
-            html_element("b", format_number(one.points[-1][1])) if one.points else "",
-            class_="key",
-        )
-        for one, colour in _with_colours(chart)
-    ]
-    return html_element("div", *items, class_="legend")
+    return render_template(
+        "plot.html",
+        title=chart.title,
+        view_box=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        left=MARGIN_LEFT,
+        right=WIDTH - MARGIN_RIGHT,
+        top=MARGIN_TOP,
+        bottom=HEIGHT - MARGIN_BOTTOM,
+        label_y=HEIGHT - 7,
+        value_ticks=[
+            (format_number(value), _format_coordinate(values.to_pixel(value)))
+            for value in values.ticks()
+        ],
+        step_ticks=[
+            (f"{int(step):,}", _format_coordinate(steps.to_pixel(step)))
+            for step in steps.ticks(7)
+            if step == int(step)
+        ],
+        areas=[(layer.colour, _area_path(layer, steps, values)) for layer in layers],
+        lines=[
+            _draw_line(one, colour, steps, values)
+            for one, colour in faint_first
+            if not chart.is_stacked
+        ],
+    )
 
 
 def downsample(points: MetricSeries, most: int = MAX_POINTS) -> MetricSeries:
@@ -188,55 +197,47 @@ def _step_axis(chart: Chart) -> Axis:
     return Axis(low=low, high=high, start_px=MARGIN_LEFT, stop_px=WIDTH - MARGIN_RIGHT)
 
 
-def _grid_lines(steps: Axis, values: Axis) -> SafeHtml:
-    parts: list[object] = []
-    for value in values.ticks():
-        y = _format_coordinate(values.to_pixel(value))
-        parts.append(html_element("line", x1=MARGIN_LEFT, x2=WIDTH - MARGIN_RIGHT, y1=y, y2=y))
-        parts.append(html_element("text", format_number(value), x=MARGIN_LEFT - 6, y=y, class_="y"))
-    whole = [step for step in steps.ticks(7) if step == int(step)]
-    for step in whole:
-        parts.append(
-            html_element(
-                "text",
-                f"{int(step):,}",
-                x=_format_coordinate(steps.to_pixel(step)),
-                y=HEIGHT - 7,
-                class_="x",
-            )
-        )
-    return html_element("g", *parts, class_="grid")
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _DrawnLine:
+    """A series in pixels."""
+
+    colour: int
+    style: LineStyle
+    path: str
+    """The `d` of the line's path."""
+    non_finite_x: Sequence[str]
+    """Places of the values that are not finite."""
+    dots: Sequence[tuple[str, str]]
+    """Places of the dots."""
 
 
-def _line_path(one: Series, colour: int, steps: Axis, values: Axis) -> SafeHtml:
+def _draw_line(one: Series, colour: int, steps: Axis, values: Axis) -> _DrawnLine:
     points = downsample(one.points)
     pieces = []
     for is_shown, run in groupby(points, key=lambda point: _is_drawable(point[1], values)):
         if is_shown:
-            places = [(steps.to_pixel(step), values.to_pixel(value)) for step, value in run]
-            pieces.append(
-                "M"
-                + "L".join(f"{_format_coordinate(x)} {_format_coordinate(y)}" for x, y in places)
-            )
-    parts = [
-        html_element("path", d="".join(pieces), class_=f"line {one.line_style.value} s{colour}")
-    ]
-    dotted = one.line_style is LineStyle.dots or len(points) == 1
-    for step, value in points:
-        x = _format_coordinate(steps.to_pixel(step))
-        if not math.isfinite(value):
-            parts.append(html_element("path", d=f"M{x} {MARGIN_TOP}l-3 -6h6z", class_="broken"))
-        elif dotted and _is_drawable(value, values):
-            parts.append(
-                html_element(
-                    "circle",
-                    cx=x,
-                    cy=_format_coordinate(values.to_pixel(value)),
-                    r=3.5,
-                    class_=f"d{colour}",
-                )
-            )
-    return concat_html(parts)
+            pieces.append("M" + "L".join(" ".join(_place(point, steps, values)) for point in run))
+    has_dots = one.line_style is LineStyle.dots or len(points) == 1
+    return _DrawnLine(
+        colour=colour,
+        style=one.line_style,
+        path="".join(pieces),
+        non_finite_x=[
+            _format_coordinate(steps.to_pixel(step))
+            for step, value in points
+            if not math.isfinite(value)
+        ],
+        dots=[
+            _place(point, steps, values)
+            for point in points
+            if has_dots and _is_drawable(point[1], values)
+        ],
+    )
+
+
+def _place(point: tuple[float, float], steps: Axis, values: Axis) -> tuple[str, str]:
+    step, value = point
+    return _format_coordinate(steps.to_pixel(step)), _format_coordinate(values.to_pixel(value))
 
 
 def _is_drawable(value: float, values: Axis) -> bool:
@@ -269,47 +270,17 @@ def _stack_areas(chart: Chart) -> Iterator[_StackedArea]:
         yield _StackedArea(colour=colour, spans=spans)
 
 
-def _area_path(layer: _StackedArea, steps: Axis, values: Axis) -> SafeHtml:
+def _area_path(layer: _StackedArea, steps: Axis, values: Axis) -> str:
     spans = list(layer.spans)
     if len(spans) == 1:
         (step, low, high), half = spans[0], 0.3
         edges = [(step - half, low, high), (step + half, low, high)]
     else:
         edges = [(float(step), low, high) for step, low, high in spans]
-    upper = [
-        f"{_format_coordinate(steps.to_pixel(step))} {_format_coordinate(values.to_pixel(high))}"
-        for step, _, high in edges
-    ]
-    lower = [
-        f"{_format_coordinate(steps.to_pixel(step))} {_format_coordinate(values.to_pixel(low))}"
-        for step, low, _ in edges
-    ]
-    return html_element(
-        "path", d=f"M{'L'.join([*upper, *lower[::-1]])}Z", class_=f"area a{layer.colour}"
-    )
+    upper = [" ".join(_place((step, high), steps, values)) for step, _, high in edges]
+    lower = [" ".join(_place((step, low), steps, values)) for step, low, _ in edges]
+    return f"M{'L'.join([*upper, *lower[::-1]])}Z"
 
 
 def _format_coordinate(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
-
-
-def render_figure(chart: Chart, name: str) -> SafeHtml:
-    """Render a chart with title, legend and note.
-
-    Args:
-        chart: the chart.
-        name: id of its data on the page.
-    """
-    title = html_element(
-        "h3", chart.title, html_element("small", f" {chart.unit}") if chart.unit else ""
-    )
-    note = html_element("p", escape_text(chart.note), class_="note") if chart.note else ""
-    return html_element(
-        "figure",
-        title,
-        render_svg(chart),
-        render_legend(chart),
-        note,
-        class_="card",
-        data_chart=name,
-    )

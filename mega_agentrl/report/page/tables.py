@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mega_agentrl.report.page.axes import format_number
 from mega_agentrl.report.page.chart_groups import RL_STAGE, tool_names
-from mega_agentrl.report.page.html import SafeHtml, html_element
+from mega_agentrl.report.page.html import render_template
 from mega_agentrl.report.validation_console import EvalComparisonRow
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from markupsafe import Markup
 
     from mega_agentrl.report.metrics_file import MetricLine, MetricLog
 
@@ -74,46 +75,25 @@ def validation_rows(
     ]
 
 
-def validation_table(lines: Sequence[MetricLine]) -> SafeHtml:
+def validation_table(lines: Sequence[MetricLine]) -> Markup:
     """Render the first and the last evaluation, or a single one."""
     first, last = lines[0], lines[-1]
-    if len(lines) == 1:
-        rows = validation_rows(first.values, {})
-        heads = ["", f"after step {first.step}"]
-    else:
-        rows = validation_rows(first.values, last.values)
-        heads = ["", f"after step {first.step}", f"after step {last.step}", "change"]
-    body = [
-        html_element(
-            "tr",
-            html_element("th", row.label, scope="row"),
-            html_element("td", _html_cell(row.before, row.before_se)),
-            *(
-                [html_element("td", _html_cell(row.after, row.after_se)), _html_change_cell(row)]
-                if len(lines) > 1
-                else []
-            ),
-        )
-        for row in rows
-    ]
-    return _table(heads, body, "held-out")
+    has_change = len(lines) > 1
+    rows = validation_rows(first.values, last.values if has_change else {})
+    after = [f"after step {last.step}", "change"] if has_change else []
+    return render_template(
+        "validation_table.html",
+        heads=["", f"after step {first.step}", *after],
+        rows=[(row, _change_class(row)) for row in rows],
+        has_change=has_change,
+    )
 
 
-def _html_cell(value: float | None, error: float | None) -> SafeHtml:
-    if value is None:
-        return html_element("span", "-")
-    spread = "" if error is None else html_element("small", f" ± {format_number(error)}")
-    return html_element("span", format_number(value), spread)
-
-
-def _html_change_cell(row: EvalComparisonRow) -> SafeHtml:
-    change = row.change
-    if change is None:
-        return html_element("td", "-")
-    is_better = row.label.startswith(_HIGHER_IS_BETTER)
-    kind = None if not is_better or change == 0 else "up" if change > 0 else "down"
-    sign = "+" if change > 0 else ""
-    return html_element("td", f"{sign}{format_number(change)}", class_=kind)
+def _change_class(row: EvalComparisonRow) -> str | None:
+    """Return the CSS class of a change that is known to be better or worse."""
+    if not row.change or not row.label.startswith(_HIGHER_IS_BETTER):
+        return None
+    return "up" if row.change > 0 else "down"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -169,58 +149,23 @@ def _build_tool_row(name: str, lines: Sequence[MetricLine], head: str) -> ToolRo
     )
 
 
-def tool_table(rows: Sequence[ToolRow]) -> SafeHtml:
+def tool_table(rows: Sequence[ToolRow]) -> Markup:
     """Render the rows as an HTML table with a bar of outcomes."""
     times = ("mean s", "p50 s", "p99 s", "max s", "queue s")
     heads = ["tool", "calls", "outcomes", *TOOL_STATUSES, *times, "reward"]
-    body = [
-        html_element(
-            "tr",
-            html_element("th", row.name, scope="row"),
-            html_element("td", f"{row.num_calls:,.0f}"),
-            html_element("td", _outcome_bar(row), class_="bar"),
-            *(
-                html_element("td", _count_cell(row.num_by_status[status], row.num_calls))
-                for status in TOOL_STATUSES
-            ),
-            *(
-                html_element("td", "-" if value is None else format_number(value))
-                for value in (row.mean_s, row.p50_s, row.p99_s, row.max_s, row.queue_s, row.reward)
-            ),
-        )
-        for row in rows
-    ]
-    return _table([name.replace("_", " ") for name in heads], body, "tools")
+    return render_template(
+        "tool_table.html",
+        heads=[name.replace("_", " ") for name in heads],
+        rows=[(row, _outcome_bar(row)) for row in rows],
+    )
 
 
-def _count_cell(count: float, total: float) -> SafeHtml:
-    share = f"{count / total:.1%}" if total else "-"
-    return html_element("span", f"{count:,.0f} ", html_element("small", share))
-
-
-def _outcome_bar(row: ToolRow) -> SafeHtml:
-    """Render the outcomes as a bar of 100 units."""
-    parts, at = [], 0.0
-    for status in TOOL_STATUSES:
-        width = 100 * row.num_by_status[status] / row.num_calls if row.num_calls else 0.0
+def _outcome_bar(row: ToolRow) -> list[tuple[str, str, str]]:
+    """Return status, start and width of the parts of a bar of 100 units."""
+    parts, start = [], 0.0
+    for status, count in row.num_by_status.items():
+        width = 100 * count / row.num_calls if row.num_calls else 0.0
         if width > 0:
-            parts.append(
-                html_element(
-                    "rect", x=f"{at:.2f}", width=f"{width:.2f}", height=8, class_=f"o-{status}"
-                )
-            )
-        at += width
-    return html_element(
-        "svg", *parts, viewBox="0 0 100 8", preserveAspectRatio="none", class_="share"
-    )
-
-
-def _table(heads: Sequence[str], body: Sequence[SafeHtml], name: str) -> SafeHtml:
-    head = html_element("tr", *(html_element("th", text, scope="col") for text in heads))
-    return html_element(
-        "table",
-        html_element("thead", head),
-        html_element("tbody", *body),
-        class_="figures",
-        id=name,
-    )
+            parts.append((status, f"{start:.2f}", f"{width:.2f}"))
+        start += width
+    return parts

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.report.page.html import SafeHtml, json_for_script, json_script_element
+from markupsafe import Markup
+
+from mega_agentrl.report.page.html import json_for_script, json_script_element
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,9 +105,9 @@ def max_colour_entropy(entropies: Sequence[float]) -> float:
     return max(MIN_COLOUR_ENTROPY, ordered[int(COLOUR_PERCENTILE * (len(ordered) - 1))])
 
 
-def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float) -> SafeHtml:
+def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float) -> Markup:
     """Render all blocks, followed by the index."""
-    parts: list[str] = []
+    parts: list[Markup] = []
     files = []
     for tree_file in tree_files:
         if not tree_file.trees:
@@ -113,8 +115,7 @@ def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float
         entries = []
         for tree in tree_file.trees:
             number = len(parts)
-            opening = f'<script type="application/json" id="tree-{number}">'
-            parts.append(f"{opening}{tree.json_text}</script>")
+            parts.append(json_script_element(f"tree-{number}", tree.json_text))
             entries.append({**tree.index_entry, "block": number})
         files.append(
             {
@@ -126,8 +127,8 @@ def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float
         )
     trained = [file["key"] for file in files if str(file["key"]).startswith("step_")]
     start = trained[-1] if trained else files[-1]["key"] if files else ""
-    index = json_script_element("tree-index", {"most": max_entropy, "start": start, "files": files})
-    return SafeHtml("\n".join([*parts, index]))
+    index = {"most": max_entropy, "start": start, "files": files}
+    return Markup("\n").join([*parts, json_script_element("tree-index", json_for_script(index))])
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 from mega_agentrl.reshard.mapping.partition import replicate
@@ -65,8 +65,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
     """Return the vocabulary rows over all tensor ranks, including padding."""
-    multiple = VOCAB_ROWS_MULTIPLE * tensor_size
-    return -(-shape.vocab_size // multiple) * multiple
+    return round_up(shape.vocab_size, VOCAB_ROWS_MULTIPLE * tensor_size)
 
 
 def megatron_layout(

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.transports.gloo import GlooTransport
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class SharedMemoryTransport:
         return cls(control, memory, timeout_s)
 
     def allocate_slots(self, count: int, num_bytes: int) -> list[torch.Tensor]:  # noqa: D102
-        stride = -(-num_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES
+        stride = round_up(num_bytes, _SLOT_ALIGN_BYTES)
         self._slot_allocation = _SharedAllocation(
             _SLOTS_BLOCK_ID, self._memory.allocate(count * stride)
         )

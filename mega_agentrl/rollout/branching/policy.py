@@ -12,19 +12,22 @@ trajectory samples a probe of k = `rollout.branch.num_probe_tokens` tokens; 0 ne
 only decide; the trajectory probes and forks. `rollout.branching=released` runs in lock-step without
 a policy (see `lockstep_arpo`).
 
-To add a rule:
+A rule is a subclass of `BranchPolicy` with `num_forks` and, if it asks elsewhere, `asks_at`. It can
+stay in a file of your own: `rollout.branching=FILE.py`, see `examples/my_branching.py`. To add one
+here:
 
 1. Add a choice to `config.enums.Branching`.
-2. Write a subclass of `BranchPolicy` here: `num_forks` and, if it asks elsewhere, `asks_at`.
-3. Register it with `@register_branch_policy(Branching.<choice>)`.
-4. Test its decisions in `test_branch_policy`, and add it to `test_branching_properties.WAYS`.
+2. Write the class here and register it with `@register_branch_policy(Branching.<choice>)`.
+3. Test its decisions in `test_branch_policy`, and add it to `test_branching_properties.WAYS`.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -32,7 +35,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from mega_agentrl.algo.aepo import branch_penalty, initial_rollouts
 from mega_agentrl.algo.branching import branch_probability, should_branch
 from mega_agentrl.config.enums import Branching, ForkBudgetMode
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.rollout import BranchConfig
+from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.types.records import Role
 
 if TYPE_CHECKING:
@@ -44,7 +49,9 @@ PolicyTypeT = TypeVar("PolicyTypeT", bound="type[BranchPolicy]")
 MIN_PROBE_TOKENS = 5
 """Shorter turns never fork: the mean over fewer entropies is noise."""
 
-_POLICY_TYPES: dict[Branching, type[BranchPolicy]] = {}
+DEFAULT_CLASS_NAME = "Branching"
+
+_POLICY_TYPES: dict[str, type[BranchPolicy]] = {}
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -175,7 +182,7 @@ class BranchPolicy(ABC):
         return None
 
 
-def register_branch_policy(*choices: Branching) -> Callable[[PolicyTypeT], PolicyTypeT]:
+def register_branch_policy(*choices: str) -> Callable[[PolicyTypeT], PolicyTypeT]:
     """Return a class decorator that selects the policy for values of `rollout.branching`."""
 
     def register(policy_type: PolicyTypeT) -> PolicyTypeT:
@@ -189,7 +196,27 @@ def register_branch_policy(*choices: Branching) -> Callable[[PolicyTypeT], Polic
 
 def make_branch_policy(config: RolloutConfig) -> BranchPolicy:
     """Return the branch policy of `rollout.branching`."""
+    if config.has_user_branching:
+        return load_user_branching(config.branching)(config.branch)
     return _POLICY_TYPES[config.branching](config.branch)
+
+
+@cache
+def load_user_branching(reference: str) -> type[BranchPolicy]:
+    """Load and check a user's rule, `rollout.branching=/folder/file.py:Class`.
+
+    It runs on the driver, in the event loop of the rollouts.
+
+    Raises:
+        ConfigError: There is no such class, or it is not a complete `BranchPolicy`.
+    """
+    key, expected = "rollout.branching", "a subclass of BranchPolicy that defines num_forks"
+    found = load_user_object(reference, key, expected, default_name=DEFAULT_CLASS_NAME)
+    if not (isinstance(found, type) and issubclass(found, BranchPolicy)):
+        raise ConfigError(key, reference, expected, f"got {found!r}")
+    if inspect.isabstract(found):
+        raise ConfigError(key, reference, expected, f"{found.__name__} does not define num_forks")
+    return found
 
 
 @register_branch_policy(Branching.none, Branching.released)

@@ -26,22 +26,21 @@ Trajectories whose interaction has a state but no `fork` method do not branch.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from mega_agentrl.tool.user_tools import import_object
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.user_entries import read_user_entries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from mega_agentrl.config.user_entries import UserEntry
     from mega_agentrl.types.records import Message
 
-_ENTRY_KEYS = ("name", "class_name", "config", "timeout_s", "max_turns")
+_EXPECTED_CLASS = "a class derived from mega_agentrl.rollout.interaction.base.Interaction"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -100,72 +99,25 @@ class Interaction(ABC):
 
 def load_interactions(path: str | Path) -> list[Interaction]:
     """Load the interactions of a yaml file, in order; raise `ValueError` if it is invalid."""
-    path = Path(path)
-    key = f"rollout.interaction_config_file={path}"
-    if not path.is_file():
-        raise ValueError(f"{key}: there is no such file; expected a yaml list of interactions")
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}: it is no yaml: {error}") from error
-    if isinstance(entries, dict) and set(entries) == {"interaction"}:
-        entries = entries["interaction"]  # verl's file format
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(
-            f"{key}: got {type(entries).__name__}, expected a non-empty list; probable cause: the "
-            "dash before an entry is missing"
-        )
-    loaded = [
-        _load_entry(entry, path, f"{key}, entry {number}")
-        for number, entry in enumerate(entries, 1)
-    ]
+    key, path = "rollout.interaction_config_file", Path(path)
+    own_keys = ("name", "timeout_s", "max_turns")
+    entries = read_user_entries(path, key, own_keys, head="interaction")  # verl's file format
+    loaded = [_make_interaction(entry) for entry in entries]
     names = [interaction.name for interaction in loaded]
     if len(set(names)) != len(names):
-        raise ValueError(f"{key}: names {names}, expected each name once")
+        raise ConfigError(f"{key}={path}, names", names, "each name once")
     return loaded
 
 
-def _load_entry(entry: Any, path: Path, where: str) -> Interaction:
-    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-        raise ValueError(f"{where}: got {entry!r}, expected a mapping with class_name")  # noqa: TRY004
-    if unknown := sorted(set(map(str, entry)) - set(_ENTRY_KEYS)):
-        raise ValueError(
-            f"{where}: unknown keys {unknown}, expected some of {', '.join(_ENTRY_KEYS)}"
-        )
-    interaction = _instantiate(entry, path, where)
-    limits = (("timeout_s", (int, float)), ("max_turns", (int,)))
-    for key, kinds in limits:
-        if key not in entry:
-            continue
-        value = entry[key]
-        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
-            number = "whole number" if kinds == (int,) else "number of seconds"
-            raise ValueError(f"{where}, {key}={value!r}: expected a {number} above 0")
-        setattr(interaction, key, value)
-    name = entry.get("name", getattr(interaction, "name", None))
+def _make_interaction(entry: UserEntry) -> Interaction:
+    found = entry.load(_EXPECTED_CLASS)
+    interaction: Interaction = entry.construct(found, Interaction, _EXPECTED_CLASS)
+    if (timeout_s := entry.limit("timeout_s")) is not None:
+        interaction.timeout_s = timeout_s
+    if (max_turns := entry.limit("max_turns", is_whole=True)) is not None:
+        interaction.max_turns = max_turns
+    name = entry.values.get("name", getattr(interaction, "name", None))
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{where}: name is {name!r}, expected a text here or in the class")
+        raise ConfigError(f"{entry.key}, name", name, "a text, here or in the class")
     interaction.name = name
     return interaction
-
-
-def _instantiate(entry: Mapping[str, Any], path: Path, where: str) -> Interaction:
-    found, config = import_object(entry["class_name"], path, where), entry.get("config") or {}
-    if not (isinstance(found, type) and issubclass(found, Interaction)):
-        raise ValueError(  # noqa: TRY004
-            f"{where}: {found!r} is no interaction, expected a class derived from "
-            "mega_agentrl.rollout.interaction.base.Interaction"
-        )
-    if inspect.isabstract(found):
-        missing = sorted(found.__abstractmethods__)
-        raise ValueError(f"{where}: {found.__name__} lacks the methods {missing}")
-    if not isinstance(config, dict):
-        raise ValueError(f"{where}, config: got {config!r}, expected a mapping")  # noqa: TRY004
-    try:
-        inspect.signature(found).bind(**config)
-        return found(**config)
-    except Exception as error:  # the user's code may raise anything
-        raise ValueError(
-            f"{where}, config: {found.__name__} cannot be made of {config}: "
-            f"{type(error).__name__}: {error}"
-        ) from error

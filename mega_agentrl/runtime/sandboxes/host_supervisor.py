@@ -25,10 +25,11 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mega_agentrl.runtime.remote_calls import RemoteCallError, gather
+from mega_agentrl.runtime.remote_calls import POLL_INTERVAL_S, RemoteCallError, gather
 from mega_agentrl.runtime.sandboxes.host_actor import SandboxHostActor
 from mega_agentrl.runtime.sandboxes.host_client import HostClient
 from mega_agentrl.sandbox.client import SandboxLostError
+from mega_agentrl.types.silence import SilenceTracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,7 +49,6 @@ _START_TIMEOUT_S = 150.0
 
 _RETRY_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 2.0
-_RECHECK_TIMEOUT_S = 2.0
 _HOST_CLOSE_TIMEOUT_S = 10.0
 _MAX_CONCURRENT_CALLS = 1_000_000
 """Maximum number of calls in one host, nearly all of which wait in its pool."""
@@ -275,15 +275,17 @@ class HostSupervisor:
     def _monitor_host(self, client: HostClient) -> str:
         """Ping the host until it is lost; return the reason."""
         died = f"{client.name} died; its log file under logs/ in the run folder says why"
+        silence = SilenceTracker[str]()
         try:
             death = client.actor.wait_for_death.remote()
             while True:
                 ping = client.actor.ping.remote()
-                ready, _ = ray.wait([ping, death], timeout=self._timeout_s)
-                if not ready:  # perhaps this process itself was paused
-                    ready, _ = ray.wait([ping, death], timeout=_RECHECK_TIMEOUT_S)
-                if not ready:
-                    return f"{client.name} did not answer for {self._timeout_s:g} s"
+                silence.begin_round()
+                silence.record_sign_of_life(client.name)  # silence begins with the question
+                while not (ready := ray.wait([ping, death], timeout=POLL_INTERVAL_S)[0]):
+                    silence.begin_round()
+                    if silence.silence_s(client.name) > self._timeout_s:
+                        return f"{client.name} did not answer for {self._timeout_s:g} s"
                 if death in ready:
                     return died
                 client.num_replaced = ray.get(ping)

@@ -2,8 +2,8 @@
 
 One thread sends every engine a health check (`Engine.check_health`, which goes through vLLM's core)
 each `_CHECK_INTERVAL_S`. An engine is lost if it reports that it is dead, if its process is gone,
-or if it does not answer for `ENGINE_TIMEOUT_S`; callers that notice a death first report it to the
-`GeneratorGroup`. Then
+or if it does not answer for `ENGINE_TIMEOUT_S`, pauses of the thread aside (`types.silence`);
+callers that notice a death first report it to the `GeneratorGroup`. Then
 
     lost -> new process starts -> new engine -> has the served weights -> gets requests
 
@@ -12,16 +12,16 @@ rank is lost. In the second case, if no other engine is left, all waiting reques
 error, because perhaps nothing else would use the policy and notice. An engine that is lost too
 often before it ever served is abandoned; with the last one, all waiting requests fail.
 
-The thread waits for the weights of new engines and for engine starts, which have timeouts. On GPUs
-shared with the policy it also waits until the policy is offloaded (`reserve_gpus`). If the thread
-itself fails, all waiting requests fail, because nobody else would replace an engine.
+The thread waits for the weights of new engines and for engine starts, which have timeouts; while an
+engine starts, it checks the others. On GPUs shared with the policy it also waits until the policy
+is offloaded (`reserve_gpus`). If the thread itself fails, all waiting requests fail, because nobody
+else would replace an engine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -29,6 +29,7 @@ import ray.exceptions
 
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
 from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.silence import SilenceTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,12 +40,56 @@ if TYPE_CHECKING:
 ENGINE_TIMEOUT_S = 20.0
 """Time in seconds without an answer after which an engine is lost."""
 _CHECK_INTERVAL_S = 1.0
-_SUPERVISOR_PAUSE_S = 5.0
-"""If the supervisor thread itself did not run for this long, the silence of engines proves nothing.
-"""
-
 _SUPERVISOR_CLOSE_TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
+
+
+class _HealthChecks:
+    """At most one pending health check per engine; for one thread."""
+
+    def __init__(self, engines: GeneratorGroup) -> None:
+        self._engines = engines
+        self._silence = SilenceTracker[int]()
+        self.pending: dict[int, tuple[Any, Any]] = {}
+        """Actor and call of the checks that wait for an answer, by engine."""
+
+    def send(self) -> None:
+        """Send a check to every engine that should be alive and whose process has none pending."""
+        self._silence.begin_round()
+        for index in self._engines.registry.live_engines:
+            actor = self._engines.actor(index)
+            checked, _ = self.pending.get(index, (None, None))
+            if checked is not actor:
+                self.pending[index] = (actor, actor.call.remote("check_health"))
+                self._silence.record_sign_of_life(index)  # silence begins with the question
+
+    def handle_answers(self, wait_s: float = 0.0) -> None:
+        """Handle the answers that arrive in time, and report engines that are dead or silent."""
+        calls = [call for _, call in self.pending.values()]
+        ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
+        self._silence.begin_round()
+        for index, (actor, call) in list(self.pending.items()):
+            if call in ready:
+                reason = _death_of(index, call)
+            elif (silence_s := self._silence.silence_s(index)) > ENGINE_TIMEOUT_S:
+                reason = f"it accepts requests but has not answered for {silence_s:.0f} s"
+            else:
+                continue
+            del self.pending[index]
+            if reason:
+                self._engines.report_lost(index, actor, reason)
+
+
+def _death_of(index: int, answered_check: Any) -> str:
+    """Return how an engine died according to its answer; empty if it lives."""
+    try:
+        ray.get(answered_check)
+    except ray.exceptions.RayActorError:
+        return f"its process died; see logs/engine{index}.log"
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, EngineLostError):
+            return str(error.cause)
+    return ""
 
 
 class EngineSupervisor:
@@ -68,7 +113,7 @@ class EngineSupervisor:
         self._registry = engines.registry
         self._send_weights = sync_new_engines
         self._reserve_gpus = reserve_gpus
-        self._pending_health_checks: dict[int, tuple[Any, float]] = {}
+        self._checks = _HealthChecks(engines)  # of the supervisor thread
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -97,7 +142,10 @@ class EngineSupervisor:
         if not self._thread.is_alive():
             return False
         registry = self._registry
-        self._check_health(wait_s=ENGINE_TIMEOUT_S)
+        checks = _HealthChecks(self._engines)  # an answer to an earlier check proves nothing
+        checks.send()
+        while checks.pending:
+            checks.handle_answers(wait_s=_CHECK_INTERVAL_S)
         with registry.condition:
             registry.condition.wait_for(lambda: not registry.lost_reasons or registry.is_closed)
             has_changed = registry.num_handled_losses > num_handled_losses
@@ -114,57 +162,30 @@ class EngineSupervisor:
 
     def _supervise(self) -> None:
         registry = self._registry
-        before_s = time.monotonic()
         while not registry.is_closed:
             with registry.condition:
                 registry.condition.wait_for(
                     lambda: bool(registry.lost_reasons) or registry.is_closed, _CHECK_INTERVAL_S
                 )
                 lost = sorted(registry.lost_reasons)
-            if time.monotonic() - before_s > _SUPERVISOR_PAUSE_S:
-                self._pending_health_checks.clear()
             for index in lost:
                 if not registry.is_closed:
                     self._replace(index)
             if not registry.is_closed:
                 self._sync_new_engines()
                 self._check_health()
-            before_s = time.monotonic()
 
-    def _check_health(self, wait_s: float = 0.0) -> None:
-        """Send health checks to all engines that should be alive and handle the answers."""
-        ends_at = time.monotonic() + wait_s
-        for index in self._registry.live_engines:
-            actor = self._engines.actor(index)
-            call, sent_at_s = self._pending_health_checks.pop(index, (None, 0.0))
-            if call is None or wait_s:  # an old answer proves nothing
-                call, sent_at_s = actor.call.remote("check_health"), time.monotonic()
-            left_s = max(0.0, min(ends_at, sent_at_s + ENGINE_TIMEOUT_S) - time.monotonic())
-            ready, _ = ray.wait([call], timeout=left_s)
-            if not ready:
-                silent_s = time.monotonic() - sent_at_s
-                if silent_s >= ENGINE_TIMEOUT_S:
-                    reason = f"it accepts requests but has not answered for {silent_s:.0f} s"
-                    self._engines.report_lost(index, actor, reason)
-                else:
-                    self._pending_health_checks[index] = (call, sent_at_s)
-                continue
-            try:
-                ray.get(call)
-            except ray.exceptions.RayActorError:
-                reason = f"its process died; see logs/engine{index}.log"
-                self._engines.report_lost(index, actor, reason)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, EngineLostError):
-                    self._engines.report_lost(index, actor, str(error.cause))
+    def _check_health(self) -> None:
+        self._checks.handle_answers()
+        self._checks.send()
 
     def _replace(self, index: int) -> None:
-        self._pending_health_checks.pop(index, None)
         if not self._registry.count_restart(index):
             return
         try:
             with self._reserve_gpus():
-                self._engines.wait_started(self._engines.respawn_engine(index))
+                start = self._engines.respawn_engine(index)
+                self._engines.wait_started(start, watch=self._check_health)
         except RemoteCallError as error:
             _logger.warning("engine %d could not be restarted: %s", index, error)
             return  # still lost: it is tried again

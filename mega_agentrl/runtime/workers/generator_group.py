@@ -130,6 +130,7 @@ class GeneratorGroup:
         """State of every engine."""
         self._version = 0
         self._num_running: Counter[int] = Counter()
+        self._is_closed = False
         self._engine_of_prompt: dict[str, int] = {}
         self._engine_of_request: dict[str, int] = {}
 
@@ -185,9 +186,14 @@ class GeneratorGroup:
         """Start vLLM in all engines without waiting; return object refs by engine name."""
         return dict(self._submit_engine_start(index) for index in range(len(self._actors)))
 
-    def wait_started(self, calls: dict[str, Any]) -> None:
-        """Wait for the starts that `submit_start` or `respawn_engine` returned."""
-        gather(calls, "start of the engines", self._config.cluster.call_timeout_s)
+    def wait_started(self, calls: dict[str, Any], watch: Callable[[], None] | None = None) -> None:
+        """Wait for the starts that `submit_start` or `respawn_engine` returned.
+
+        Args:
+            calls: start calls by engine name.
+            watch: called every second meanwhile.
+        """
+        gather(calls, "start of the engines", self._config.cluster.call_timeout_s, watch)
 
     def sleep(self) -> None:
         """Put all engines to sleep; those that fail are lost."""
@@ -223,7 +229,12 @@ class GeneratorGroup:
         """Start a new process for an engine, dead or alive; return its start for `wait_started`.
 
         The engine gets no requests until `enable_routing`.
+
+        Raises:
+            RemoteCallError: the engines are closed.
         """
+        if self._is_closed:
+            raise RemoteCallError(f"engine {index} is not restarted: the engines are closed")
         self.registry.disable_routing(index)
         self._forget_prompts(index)
         ray.kill(self._actors[index], no_restart=True)
@@ -313,14 +324,19 @@ class GeneratorGroup:
         await asyncio.gather(*(self._call_engine(i, "resume") for i in self.routable_engines))
 
     def close(self) -> None:
-        """Kill every engine and its workers; safe to call twice."""
+        """Kill every engine and its workers, and fail all requests; safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.registry.close()
+        for index in self.routable_engines:
+            self.registry.disable_routing(index)
         for actor in self._actors:
             try:
                 ray.get(actor.call.remote("close"), timeout=5)
             except (ray.exceptions.RayError, AttributeError):
                 pass  # it never started or is stuck; it is killed below
             ray.kill(actor, no_restart=True)
-        self._actors = []
 
     def _route(self, request_id: str) -> int | None:
         """Return the engine for a request; None if another thread has just lost the last one."""

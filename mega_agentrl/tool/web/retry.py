@@ -5,6 +5,9 @@ most the timeout again. Transient failures are retried with growing, jittered pa
 broken connections, a busy resolver, status 429 and the 5xx of an overloaded or restarting server. A
 server's Retry-After delays every call of the process. Any other error is final. Use it only for
 calls that may be repeated: GET, or a POST that only reads.
+
+The limiter is not `aiolimiter`'s, which can neither refuse at once a wait that is too long nor
+pause for a Retry-After.
 """
 
 from __future__ import annotations

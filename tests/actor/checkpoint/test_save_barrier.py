@@ -28,8 +28,8 @@ class Clock:
         for _ in range(seconds):
             self.current += 1.0
             for listener, speaker in pairs:
-                before = listener._last_beats[speaker][0]
-                while listener._last_beats[speaker][0] == before:
+                before = listener._last_beats.get(speaker)
+                while listener._last_beats.get(speaker) == before:
                     time.sleep(0.01)
 
 

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from mega_agentrl.actor.training.objectives import (
     CLIP_METRICS,
-    POLICY_METRICS,
     PolicyObjective,
     SftObjective,
     compute_policy_loss,
+    policy_metrics,
 )
 from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.config.enums import KlPlacement, LossAggregation, PolicyLoss
@@ -22,6 +23,7 @@ from tests.parallel.merge import assemble, relative_errors
 from tests.parallel.reference import checkpoint_tensors, load_model, score
 
 CPU = torch.device("cpu")
+EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "my_loss.py")
 LOG_RATIO_RT = torch.tensor([[1.0, 0.0, 9.0], [-1.0, -1.0, 0.0]])
 """Row 0: ratios e and 1, the third token masked. Row 1: 1/e, 1/e, 1."""
 ADVANTAGE_RT = torch.tensor([[2.0, 2.0, 99.0], [-1.0, -1.0, -1.0]])
@@ -55,7 +57,7 @@ def test_the_cut_into_micro_batches_changes_nothing(aggregation, loss, batch):
     assert cut[0] == pytest.approx(whole[0], abs=1e-6)
     torch.testing.assert_close(cut[1], whole[1])
     assert cut[2] == pytest.approx(whole[2], abs=1e-4)
-    assert set(POLICY_METRICS) <= set(whole[2])
+    assert set(policy_metrics(algo)) <= set(whole[2])
 
 
 @pytest.mark.parametrize("aggregation", LossAggregation)
@@ -134,7 +136,7 @@ def test_cuts_pull_like_the_objective_in_one_piece(loss, corrected, batch):
 def test_gspo_over_a_cut_row_is_a_bug(batch):
     piece = PolicyObjective(objective(PolicyLoss.gspo), batch, batch.mask_BT)
     micro = pack_rows(batch, [0], batch.mask_BT, CPU, context_rank=0, context_size=2)
-    with pytest.raises(AssertionError, match="check_algo"):
+    with pytest.raises(AssertionError, match="check_loss"):
         piece(micro, batch.old_logp_BT[:1], batch.old_logp_BT[:1])
 
 
@@ -156,9 +158,12 @@ def test_a_kl_in_the_reward_is_reported_and_pulls_on_nothing(batch):
 def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
     layout, batch, rank_pool, train_config, checkpoints
 ):
-    """Gradients of the weights for each loss with importance weights, against transformers."""
+    """Gradients of the weights for each loss with importance weights, against transformers.
+
+    The example's loss is loaded in each rank's process.
+    """
     losses = [one for one in PolicyLoss if one is not PolicyLoss.gspo or "context" not in layout]
-    algos = [objective(loss) for loss in losses]
+    algos = [objective(loss) for loss in (*losses, EXAMPLE)]
     config = train_config(checkpoints[True], **layout)
     model = load_model(checkpoints[True])
     logp_BT, entropy_BT = score(model, batch, config.rollout.temperature)
@@ -180,7 +185,7 @@ def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
         for rank in ranks:
             stats = rank[number][0]
             assert stats.loss == pytest.approx(loss.item(), abs=1e-5)
-            assert tuple(stats.metrics) == POLICY_METRICS
+            assert tuple(stats.metrics) == policy_metrics(algo)
             assert 0.05 < stats.metrics["clipfrac"] < 0.95
 
 

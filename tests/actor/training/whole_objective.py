@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.algo.policy_loss import find_loss
+from mega_agentrl.actor.training.objectives import find_policy_loss
 from mega_agentrl.config.sections.algo import AlgoConfig
 
 SETTINGS = {"clip_low": 0.1, "clip_high": 0.15, "clip_dual": 1.1, "entropy_coef": 0.05}
@@ -46,12 +46,14 @@ def _row(algo, batch, row, logp_T, entropy_T):
 
 
 def _policy(algo, logp_N, old_N, advantage_N):
-    loss = find_loss(algo.loss)
+    loss = find_policy_loss(algo)
     low, high = 1 - algo.clip_low, 1 + algo.clip_high
     ratio_N = (logp_N - old_N).exp()
     if loss.per_trajectory and len(logp_N):
         ratio_N = (logp_N - old_N).mean().exp().expand_as(logp_N)
     bound_N = ratio_N.clamp(low, high)
+    if algo.has_user_loss:  # that of examples/my_loss.py
+        return -advantage_N * ratio_N.clamp(max=high)
     match algo.loss:
         case "cispo":
             return -bound_N.detach() * advantage_N * logp_N

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from mega_agentrl.algo.policy_loss import find_loss
-from mega_agentrl.config.checks.algo import check_algo
+from mega_agentrl.config.checks.algo import BUILT_IN_LOSSES, LossTraits, check_algo, check_loss
 from mega_agentrl.config.enums import (
     AdvantageEstimator,
     AresMode,
@@ -58,6 +58,22 @@ def test_gspo_needs_whole_rows_with_one_advantage():
     assert refused_algo(by_token | REWARD_KL) == ("algo.kl_placement", KlPlacement.reward)
     passes(**by_token)
     passes(**GSPO, **REWARD_KL)
+
+
+def test_the_checks_know_of_each_loss_what_it_is_registered_with():
+    assert set(BUILT_IN_LOSSES) == set(PolicyLoss)
+    for name, traits in BUILT_IN_LOSSES.items():
+        loss = find_loss(name)
+        assert (loss.options, loss.per_trajectory) == (traits.options, traits.per_trajectory)
+
+
+@pytest.mark.parametrize("option", ["clip_low", "clip_high", "clip_dual"])
+def test_an_option_that_the_loss_does_not_have_is_refused(option):
+    config = TrainConfig(algo=AlgoConfig(**{option: 1.5 if option == "clip_dual" else 0.5}))
+    check_loss(config, LossTraits(options=(option,)))
+    refused = refused_setting(check_loss, config, LossTraits(options=()))
+    assert refused == (f"algo.{option}", getattr(config.algo, option))
+    check_loss(TrainConfig(), LossTraits(options=()))
 
 
 @pytest.mark.parametrize("loss", PolicyLoss)

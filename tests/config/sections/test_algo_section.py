@@ -154,7 +154,10 @@ def test_yaml_presets_agree_with_the_presets_of_policy_loss():
 
 
 def test_the_registered_losses_are_the_choices():
-    assert set(policy_loss.LOSSES) == set(PolicyLoss)
+    losses = policy_loss.LOSSES.items()
+    # Another test may have loaded a user's loss.
+    built_in = {name for name, one in losses if one.function.__module__ == policy_loss.__name__}
+    assert built_in == set(PolicyLoss)
 
 
 def test_egpo_defaults():

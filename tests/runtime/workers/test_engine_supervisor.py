@@ -21,7 +21,7 @@ from mega_agentrl.types.records import GenerateRequest
 
 @ray.remote(num_cpus=0, max_concurrency=64)
 class FakeEngine:
-    """Answers with its process id; `slow` requests run until `release` while `holds` is set."""
+    """Answers with its process id; while `holds` is set, its start and `slow` requests wait."""
 
     def __init__(self, starts=True, holds=False):
         self.starts, self.holds, self.dead, self.num_running = starts, holds, False, 0
@@ -48,6 +48,8 @@ class FakeEngine:
     async def start(self, model_path, seed, deadline_s):
         if not self.starts:
             raise RuntimeError("no memory")
+        while self.holds:
+            await asyncio.sleep(0.05)
 
 
 class FakeWeightSync:
@@ -168,6 +170,19 @@ async def test_stopped_engine_process_counts_as_lost(supervised, caplog, monkeyp
     await until(lambda: engines.registry.num_replaced >= 1)
     await until(lambda: engines.routable_engines == [0, 1])
     assert pid(engines, 1) != stopped
+
+
+async def test_engine_that_dies_while_another_starts_is_noticed(supervised):
+    engines, _, _ = supervised
+    first, spawn = engines.actor(0), engines._spawn_actor
+    engines._spawn_actor = lambda index: FakeEngine.remote(holds=True)
+    await engines._call_engine(0, "die")
+    await until(lambda: engines.actor(0) is not first)
+    engines._spawn_actor = spawn
+    os.kill(pid(engines, 1), signal.SIGKILL)
+    await until(lambda: engines.registry.lost_reasons.keys() == {0, 1})
+    await engines._call_engine(0, "release")
+    await until(lambda: engines.routable_engines == [0, 1])
 
 
 @pytest.mark.parametrize("supervised", [False], indirect=True)

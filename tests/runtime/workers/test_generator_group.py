@@ -153,6 +153,21 @@ async def test_replaced_engine_gets_requests_once_routing_is_enabled(ray_local):
         ray.get(actors[1].recorded_calls.remote())
 
 
+async def test_requests_fail_once_the_engines_are_closed(ray_local):
+    engines, actors = new_group(1)
+    running = asyncio.create_task(engines.generate(request("hang/0")))
+    await until_called(actors[0], ("generate", request("hang/0")))
+    engines.close()
+    engines.close()
+    for call in (running, engines.generate(request("a/0"))):
+        with pytest.raises(RemoteCallError):
+            await call
+    assert not engines.can_serve
+    await engines.pause()
+    with pytest.raises(RemoteCallError):
+        engines.respawn_engine(0)
+
+
 async def test_abort_reaches_the_engine_that_runs_the_request(actors):
     engines = group_of(actors)
     task = asyncio.create_task(engines.generate(request("hang/1")))

@@ -202,7 +202,7 @@ def test_a_failure_without_damage_condemns_no_checkpoint(tmp_path):
 
 
 def test_an_interrupted_warm_start_has_its_own_name_and_comes_last(tmp_path):
-    progress = {"step": 7, "num_target_hits": 1, "loss": 0.5, "grad_norm": 1.0, "num_tokens": 3}
+    progress = {"step": 7, "loss": 0.5, "grad_norm": 1.0, "num_tokens": 3}
     stopped = state_at(0, warm_start_progress=progress)
     run_state.save_checkpoint(FilePolicy(0.1), tmp_path, stopped)
     (folder,) = run_state.valid_checkpoints(tmp_path)

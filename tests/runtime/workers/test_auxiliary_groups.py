@@ -1,4 +1,4 @@
-"""`CriticGroup` with fake ranks, and with real ones."""
+"""`CriticGroup` and `RewardModelGroup` with fake ranks, and with real ones."""
 
 import os
 import time
@@ -12,17 +12,21 @@ from mega_agentrl.config.enums import AdvantageEstimator
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig
+from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
+from mega_agentrl.runtime.inputs import check_tokenizers
 from mega_agentrl.runtime.remote_calls import RemoteCallError
-from mega_agentrl.runtime.workers.critic_group import CriticGroup
+from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
 from mega_agentrl.types.errors import AuxiliaryModelLostError
+from tests.fakes import CharCodec
 from tests.runtime.workers.test_policy_group import batch
 from tests.tiny_models import make_tiny_model
+from tests.train_batches import select_rows
 
 
 @ray.remote(num_cpus=0)
 class Rank:
-    """Data-parallel rank of two; a value is half of its token."""
+    """Data-parallel rank of two; a value is half of its token, a score the sum of its tokens."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -38,6 +42,9 @@ class Rank:
         if method == "compute_values":
             rows = list(range(self.rank, args[0].num_rows, 2))
             return rows, args[0].response_BT[rows] / 2
+        if method == "compute_scores" and args[0].num_rows > 1:
+            rows = list(range(self.rank, args[0].num_rows, 2))
+            return rows, args[0].response_BT[rows].sum(dim=1).float()
         if method == "load_checkpoint":
             return {"from": args[0]}
         if method == "save_checkpoint":
@@ -55,7 +62,7 @@ def test_values_are_assembled_and_a_dead_rank_is_named(ray_local):
     group.save_checkpoint(Path("/run/critic/step-000002"), {}, 3)
     with pytest.raises(RemoteCallError, match=r"critic update failed on critic rank \d"):
         group.update(filled)
-    one = batch().select_rows([0])
+    one = select_rows(batch(), [0])
     # Whichever shows first, its death or the other rank's failure, the error is the same.
     with pytest.raises(AuxiliaryModelLostError, match="critic rank 1 died"):
         group.update(one)
@@ -72,7 +79,7 @@ def test_resetting_an_untrained_critic_does_nothing():
     CriticGroup([], TrainConfig()).reset()
 
 
-def test_real_ranks_train_save_and_resume(ray_local, tmp_path):
+def test_real_critic_trains_saves_and_resumes(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=str(make_tiny_model("qwen3", tmp_path / "policy"))),
         algo=AlgoConfig(advantage=AdvantageEstimator.gae),
@@ -98,3 +105,56 @@ def test_real_ranks_train_save_and_resume(ray_local, tmp_path):
         assert group.update(given).loss == pytest.approx(first.loss, abs=1e-7)
     finally:
         group.close()
+
+
+def test_scores_are_assembled_from_all_ranks(ray_local):
+    group = RewardModelGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
+    assert group.compute_scores(batch()).tolist() == [3.0, 7.0, 11.0]
+    with pytest.raises(
+        RemoteCallError, match=r"reward model compute_scores failed on reward model rank \d"
+    ):
+        group.compute_scores(select_rows(batch(), [0]))
+    group.close()
+    group.close()
+
+
+def test_real_reward_model_matches_transformers(ray_local, tmp_path):
+    import transformers
+
+    folder = str(make_tiny_model("qwen3_reward", tmp_path / "judge"))
+    config = TrainConfig(
+        model=ModelConfig(path=folder),
+        optim=OptimConfig(micro_batch_tokens=64),
+        cluster=ClusterConfig(call_timeout_s=120.0),
+        reward=RewardConfig(
+            rubric={"default": {"model": 1.0}}, model=RewardModelConfig(path_or_url=folder)
+        ),
+    )
+    group = RewardModelGroup.launch(config, on_gpu=False, log_folder=tmp_path / "logs")
+    try:
+        group.start()
+        got_B = group.compute_scores(batch())
+    finally:
+        group.close()
+    auto = transformers.AutoModelForSequenceClassification
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = zip(batch().prompt_ids, batch().response_BT.tolist(), strict=True)
+    with torch.no_grad():
+        expected = [
+            model(torch.tensor([[*prompt, *response]])).logits.item() for prompt, response in rows
+        ]
+    assert got_B.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_reward_model_must_share_the_policy_tokenizer():
+    class Other(CharCodec):
+        def encode(self, text):
+            return [ord(char) + 1 for char in text]
+
+    class Larger(CharCodec):
+        vocab_size = 131
+
+    check_tokenizers(CharCodec(), CharCodec(), "judge")
+    for codec in (Other(), Larger()):
+        with pytest.raises(ValueError, match="key=judge: its tokenizer has 13"):
+            check_tokenizers(CharCodec(), codec, "key=judge")

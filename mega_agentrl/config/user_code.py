@@ -1,0 +1,145 @@
+"""Loads the user's own objects: `FILE.py:NAME`, `FILE.py`, `package.module:NAME`.
+
+Tools, simulated users, datasets, rewards, advantages, losses and branching rules are loaded here,
+by `importlib` and not by `hydra.utils`, which imports no files and whose errors name no setting.
+
+A file is imported once per process and under a unique module name, so that files with equal names
+are different modules. Its folder is appended to `sys.path`, so that it can import modules beside
+it. Objects of such a module cannot be unpickled in another process before that process has loaded
+the same file: processes exchange the reference, and each loads the object itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mega_agentrl.config.errors import ConfigError, check_range
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
+
+_LOADER_FILES = (__file__, importlib.__file__)
+
+
+def is_user_code(value: str) -> bool:
+    """Return whether the value of a setting names the user's own code, not a built-in choice."""
+    return ":" in value or value.endswith(".py")
+
+
+def parse_choice(value: str, choices: type[ChoiceT], key: str) -> ChoiceT | str:
+    """Return the built-in choice of this name, or the reference to the user's own code.
+
+    The path of a file becomes absolute, because a process of the run may have another working
+    folder.
+
+    Raises:
+        ConfigError: `value` is neither.
+    """
+    if not is_user_code(value):
+        expected = f"one of {', '.join(choices)}, or your own: FILE.py, FILE.py:NAME or "
+        check_range(value in choices.__members__, key, value, f"{expected}package.module:NAME")
+        return choices(value)
+    module, colon, name = _split_reference(value)
+    return f"{Path(module).absolute()}{colon}{name}" if _is_file(module) else value
+
+
+def load_user_object(
+    reference: str, key: str, expected: str, *, default_name: str = "", folder: Path | None = None
+) -> Any:
+    """Return the object that a setting names. The caller checks its type.
+
+    Args:
+        reference: `FILE.py:NAME` or `package.module:NAME`. With a default name also `FILE.py` or
+            `package.module`, without one also `package.module.NAME`.
+        key: Dotted key of the setting, for errors.
+        expected: What the object should be, for errors.
+        default_name: Name of the object if the reference has none.
+        folder: Folder that relative files are below; None is the working folder.
+
+    Raises:
+        ConfigError: There is no such object, or its module cannot be imported; `__cause__` is then
+            the error of the user's code.
+    """
+    module_name, colon, name = _split_reference(reference)
+    if not colon and default_name:
+        name = default_name
+    elif not colon:
+        module_name, _, name = module_name.rpartition(".")
+    if not module_name or not name:
+        cause = "the reference has no module, or no name of an object"
+        raise ConfigError(key, reference, expected, cause)
+    try:
+        if _is_file(module_name):
+            module = _import_file((folder or Path()) / module_name)
+        else:
+            module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(key, reference, expected, _describe_import_error(error)) from error
+    if not hasattr(module, name):
+        defined = ", ".join(_defined_names(module)) or "nothing"
+        raise ConfigError(
+            key, reference, expected, f"the module has no {name}, but defines {defined}"
+        )
+    return getattr(module, name)
+
+
+def _split_reference(reference: str) -> tuple[str, str, str]:
+    """Return the module, the colon and the name; the last two are empty without a colon."""
+    module, colon, name = reference.rpartition(":")
+    return (module, colon, name) if colon else (reference, "", "")
+
+
+def _is_file(module: str) -> bool:
+    return module.endswith(".py") or "/" in module
+
+
+def _import_file(file: Path) -> ModuleType:
+    file = file.resolve()
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} does not end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _defined_names(module: ModuleType) -> list[str]:
+    """Return the public names of a module, without the modules that it imports."""
+    names = vars(module).items()
+    return [name for name, value in names if name[0] != "_" and not isinstance(value, type(sys))]
+
+
+def _describe_import_error(error: Exception) -> str:
+    """Return one line: the error, where in the user's code it was raised, and a probable cause."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and frame.filename not in _LOADER_FILES
+    ]
+    if frames:
+        text += f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    if isinstance(error, ModuleNotFoundError):
+        text += "; not installed, mistyped, or not below the working folder or PYTHONPATH"
+    return text

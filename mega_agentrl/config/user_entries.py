@@ -1,0 +1,125 @@
+"""Yaml lists of the user's classes: `tool.user_tools_file` and `rollout.interaction_config_file`.
+
+An entry has a `class_name` (see `user_code`; a file is relative to the yaml file), optionally
+`config`, the keyword arguments of the class, and settings that only its owner knows. Every error is
+a `ConfigError` whose key has the file, the number of the entry and the key in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.user_code import load_user_object
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserEntry:
+    """An entry of the list."""
+
+    key: str
+    """`tool.user_tools_file=FILE, entry 1`, for errors."""
+    values: dict[str, Any]
+    """The entry itself, without unknown keys."""
+    folder: Path
+    """Folder of the yaml file."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the class."""
+        arguments: dict[str, Any] = self.values.get("config") or {}
+        return arguments
+
+    def load(self, expected: str) -> Any:
+        """Return the object that `class_name` names; `expected` describes it in errors."""
+        name = self.values["class_name"]
+        return load_user_object(name, f"{self.key}, class_name", expected, folder=self.folder)
+
+    def construct(self, found: Any, base: type[Any], expected: str) -> Any:
+        """Return an object of the loaded class, which must be a complete subclass of `base`."""
+        key, name = f"{self.key}, class_name", self.values["class_name"]
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise ConfigError(key, name, expected, f"got {found!r}")
+        if inspect.isabstract(found):
+            missing = sorted(vars(found)["__abstractmethods__"])
+            raise ConfigError(key, name, expected, f"{found.__name__} lacks the methods {missing}")
+        try:
+            inspect.signature(found).bind(**self.arguments)
+            return found(**self.arguments)
+        except Exception as error:  # the user's code may raise anything
+            raise ConfigError(
+                f"{self.key}, config",
+                self.arguments,
+                f"arguments with which {found.__name__} can be created",
+                f"{type(error).__name__}: {error}",
+            ) from error
+
+    def limit(self, name: str, *, is_whole: bool = False) -> Any:
+        """Return the number `name`, above 0; None if the entry does not have it."""
+        if name not in self.values:
+            return None
+        value = self.values[name]
+        is_number = isinstance(value, int if is_whole else (int, float))
+        check_range(
+            is_number and not isinstance(value, bool) and value > 0,
+            f"{self.key}, {name}",
+            value,
+            f"a {'whole ' if is_whole else ''}number above 0",
+        )
+        return value
+
+
+def read_user_entries(
+    path: Path, key: str, own_keys: Sequence[str], *, head: str = ""
+) -> list[UserEntry]:
+    """Return the entries of a yaml file in order.
+
+    Args:
+        path: The file.
+        key: Dotted key of the setting that names it.
+        own_keys: Keys that an entry may have beside `class_name` and `config`.
+        head: Key under which a file may also have the list.
+    """
+    known = ("class_name", "config", *own_keys)
+    found = []
+    for number, values in enumerate(_read_list(path, key, head), start=1):
+        where = f"{key}={path}, entry {number}"
+        is_complete = isinstance(values, dict) and isinstance(values.get("class_name"), str)
+        check_range(is_complete, where, values, "a mapping with class_name")
+        unknown = sorted(set(map(str, values)) - set(known))
+        check_range(not unknown, f"{where}, keys", unknown, f"only {', '.join(known)}")
+        check_range(
+            isinstance(values.get("config") or {}, dict),
+            f"{where}, config",
+            values.get("config"),
+            "a mapping",
+        )
+        found.append(UserEntry(key=where, values=values, folder=path.parent))
+    return found
+
+
+def _read_list(path: Path, key: str, head: str) -> list[Any]:
+    expected = "a non-empty yaml list of entries"
+    if not path.is_file():
+        raise ConfigError(key, path, expected, "there is no such file")
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        cause = f"not valid yaml: {' '.join(str(error).split())}"
+        raise ConfigError(key, path, expected, cause) from error
+    if isinstance(entries, dict) and set(entries) == {head}:
+        entries = entries[head]
+    if not isinstance(entries, list) or not entries:
+        kind = type(entries).__name__
+        raise ConfigError(
+            key, path, expected, f"got {kind}; the dash before class_name may be missing"
+        )
+    return entries

@@ -1,0 +1,139 @@
+"""The critic and a local reward model, each a group of Ray actors with one Megatron rank.
+
+Both have the policy's parallel layout (`parallel`), but ranks and, on GPUs, devices of their own.
+Every rank receives the whole batch and works on its part. A dead or hanging rank raises
+`AuxiliaryModelLostError`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
+from mega_agentrl.types.activity import track_activity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+
+
+class AuxiliaryActor(RankActor):
+    """Ray actor of one rank; subclasses build the model in `start`."""
+
+    _model: Any
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the rank."""
+        with track_activity(method):
+            return getattr(self._model, method)(*args)
+
+
+class AuxiliaryGroup(RankGroup):
+    """All ranks of a model besides the policy."""
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all ranks and wait; return the results in rank order."""
+        calls = self.submit_to_ranks("call", method, *args)
+        return list(self.gather(f"{self.model_name} {method}", calls).values())
+
+    def _compute_rows(self, method: str, batch: TrainBatch, shape: Sequence[int]) -> torch.Tensor:
+        """Let all ranks compute their rows of a float32 tensor of this shape; return the whole."""
+        whole = torch.zeros(shape, dtype=torch.float32)
+        answers = self._call_all(method, ray.put(batch))
+        for rows, part in iter_rank_rows(answers, batch.num_rows):
+            whole[rows] = part
+        return whole
+
+
+class CriticActor(AuxiliaryActor):
+    """Ray actor of one critic rank; forwards calls to `actor.critic.CriticRank`."""
+
+    def start(self, master_address: str, master_port: int) -> None:
+        """Join the process groups, build the model and load its weights."""
+        from mega_agentrl.actor.critic import CriticRank
+
+        path = self._config.model.path
+        rank_info = self._rank_info(master_address, master_port)
+        with track_activity("start"):
+            self._model = CriticRank(self._config, rank_info, model_path=path)
+            self._model.load_hf(path)
+
+
+class CriticGroup(AuxiliaryGroup):
+    """All critic ranks (`types.protocols.Critic`).
+
+    They start from `model.path` with a value head of zeros.
+    """
+
+    model_name = "critic"
+    log_prefix = "critic"
+    actor_class = CriticActor
+
+    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
+        super().__init__(actors, config)
+        self._is_initial_state = True
+
+    def compute_values(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with `value_BT`, [B, T] float32."""
+        value_BT = self._compute_rows("compute_values", batch, batch.response_BT.shape)
+        return batch.with_fields(value_BT=value_BT)
+
+    def update(self, batch: TrainBatch) -> UpdateStats:
+        """Train on the batch and return the stats of rank 0."""
+        self._is_initial_state = False
+        stats: UpdateStats = self._call_all("update", ray.put(batch))[0]
+        return stats
+
+    def save_checkpoint(
+        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Save all ranks' state to a checkpoint folder."""
+        self._call_all("save_checkpoint", str(folder.resolve()), dict(extra or {}), keep)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint and return the extra values saved with it."""
+        self._is_initial_state = False
+        extra: dict[str, Any] = self._call_all("load_checkpoint", str(folder.resolve()))[0]
+        return extra
+
+    def reset(self) -> None:
+        """Return to the initial state, by restarting the processes if they were changed."""
+        if not self._is_initial_state:
+            self.restart()
+            self._is_initial_state = True
+
+
+class RewardModelActor(AuxiliaryActor):
+    """Ray actor of one rank; forwards calls to `actor.reward_model.RewardModelRank`."""
+
+    def start(self, master_address: str, master_port: int) -> None:
+        """Join the process groups, build the model and load its weights."""
+        from mega_agentrl.actor.reward_model import RewardModelRank
+
+        source = self._config.reward.model.path_or_url
+        rank_info = self._rank_info(master_address, master_port)
+        with track_activity("start"):
+            self._model = RewardModelRank(self._config, rank_info, model_path=source)
+            self._model.load_hf(source)
+
+
+class RewardModelGroup(AuxiliaryGroup):
+    """All ranks of the reward model (`types.protocols.RewardModel`).
+
+    The model reads the policy's token ids, so the tokenizers must agree; `inputs.check_tokenizers`
+    checks that.
+    """
+
+    model_name = "reward model"
+    log_prefix = "reward"
+    actor_class = RewardModelActor
+
+    def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
+        """Return the score of every row, [B] float32."""
+        return self._compute_rows("compute_scores", batch, (batch.num_rows,))
