@@ -14,6 +14,8 @@ from tests.e2e.overrides import asset_overrides
 from tests.report.chromium import Chromium, needs_browser
 from tests.reshard.rollout_cuts import rollout_layout
 
+pytestmark = pytest.mark.slow
+
 
 def own_bytes(folder, tensor):
     """The largest shard of an engine's workers in float32: what each of them receives."""
@@ -25,13 +27,13 @@ def own_bytes(folder, tensor):
     )
 
 
-@pytest.fixture(scope="module")
-def finished_run(assets, tmp_path_factory):
+@pytest.fixture(scope="module", params=["tp2_pp2"])
+def finished_run(request, assets, tmp_path_factory):
     """Its folder, and what it said."""
     run_dir = tmp_path_factory.mktemp("four") / "run"
     child = start(
         "experiment=smoke_ci",
-        "parallel=tp2_pp2",
+        f"parallel={request.param}",
         "engine.tensor_parallel_size=2",
         "cluster.colocated=true",
         "total_steps=2",
