@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mega_agentrl.config.checks.algo import LossTraits, check_loss
 from mega_agentrl.config.checks.cross_section import check_config
-from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys, parse_command_line
-from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
+from mega_agentrl.config.override_keys import (
+    check_overrides,
+    check_yaml_keys,
+    parse_command_line,
+    register_schema,
+)
+from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.train import sweep
 from mega_agentrl.train.resume.run_dir import METRICS_FILE, prepare_run_dir
@@ -119,17 +122,15 @@ def _read_inputs(config: TrainConfig, run_dir: Path) -> RunInputs:
 
 
 def load_user_algorithm(config: TrainConfig) -> None:
-    """Load the user's advantage, loss and branching rule and check the settings of the loss."""
+    """Import the user's advantage, loss and branching rule; `check_config` has read them."""
     if config.algo.has_user_advantage:
         from mega_agentrl.train.advantages import load_user_advantage
 
         load_user_advantage(config.algo.advantage)
     if config.algo.has_user_loss:
-        from mega_agentrl.actor.training.objectives import load_user_loss
+        from mega_agentrl.actor.training.losses import load_user_loss
 
-        loss = load_user_loss(config.algo.loss)
-        traits = LossTraits(options=loss.options, per_trajectory=loss.per_trajectory)
-        check_loss(config, traits)
+        load_user_loss(config.algo.loss)
     if config.rollout.has_user_branching:
         from mega_agentrl.rollout.branching.policy import load_user_branching
 
@@ -147,15 +148,15 @@ def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:
     )
     from mega_agentrl.train.trainer import train_with_restarts
 
-    is_built = owes_report = False
+    is_built = needs_report = False
     try:
         with build(config, inputs) as components:
-            is_built = owes_report = True
+            is_built = needs_report = True
             reward = train_with_restarts(components, config, PROCESS_SIGNAL_HANDLER)
-        owes_report = False
+        needs_report = False
     except KeyboardInterrupt as stop:
         # Any other exception means a second signal: there is no time for a report.
-        owes_report = owes_report and isinstance(stop, RunInterrupted)
+        needs_report = needs_report and isinstance(stop, RunInterrupted)
         _fail(
             describe_interruption(run_dir, PROCESS_SIGNAL_HANDLER), PROCESS_SIGNAL_HANDLER.exit_code
         )
@@ -166,7 +167,7 @@ def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:
         message, code = describe_failure(error, run_dir)
         _fail_run(f"{message}\n{_log_hint(run_dir)}", code)
     finally:
-        if owes_report:
+        if needs_report:
             deadline_s = (
                 FAILED_TIMEOUT_S
                 if PROCESS_SIGNAL_HANDLER.received_signal is None
@@ -193,16 +194,12 @@ def describe_failure(error: Exception, run_dir: Path) -> tuple[str, int]:
 
 def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:
     """Return the message of an interrupted run: which checkpoint exists and how to resume."""
-    from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
-    from mega_agentrl.train.resume.run_state import RunState, valid_checkpoints
+    from mega_agentrl.train.resume.run_state import read_run_state, valid_checkpoints
 
     cause = "" if handler.received_signal is None else f" ({Signals(handler.received_signal).name})"
     message = f"interrupted{cause}; every process was ended. "
     if folders := valid_checkpoints(run_dir):
-        state = RunState.from_dict(CheckpointManifest.read(folders[0]).extra)
-        where = f"RL step {state.step}"
-        if state.warm_start_progress is not None:
-            where = f"step {state.warm_start_progress['step']} of the warm start"
+        where = read_run_state(folders[0]).position
         message += f"The same command resumes the run after {where}, from {folders[0]}."
     else:
         message += "There is no checkpoint to resume from: the same command starts at step 1."
@@ -225,8 +222,7 @@ def _check_command_line(folder: Path) -> None:
 
 def main() -> None:
     """Check the command line, then run the configuration that Hydra composes from it."""
-    ConfigStore.instance().store(name="schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
+    register_schema()
     folder = find_config_dir()
     try:
         _check_command_line(folder)

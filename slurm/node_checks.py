@@ -1,8 +1,8 @@
 """Checks of one node of an allocation: Python, GPUs, network, disks, limits, sandbox.
 
-Each check returns `Finding`s: a short value for the table, and a sentence if something is wrong.
-Uses only the standard library (and NVML if present), because it must run in a broken environment.
-The checks change nothing on the node.
+Each check returns `Finding`s: a short value for the table, and a reason for a warning or a failure.
+This module uses only the standard library (and NVML if present), because it must run in a broken
+environment. The checks change nothing on the node.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GOOD_FILES = 65536
 MIN_LOCAL_GIB = 5.0  # Ray's logs and spilled objects
 MIN_SHM_GIB = 1.0  # Ray's objects, NCCL's and vLLM's segments
 MIN_SHARED_GIB = 20.0  # a checkpoint
-MAX_NVLINKS = 18  # the most a GPU of today has
-# What a node must be able to import, and whose versions must agree.
+MAX_NVLINKS = 18  # NVLinks of an H100 or B200
+# Packages that every node must be able to import.
 PACKAGES = ("torch", "ray", "vllm", "megatron.core", "mega_agentrl")
 IMPORT_PROGRAM = """
 import importlib, json, sys, time
@@ -82,8 +82,8 @@ def check_imports() -> dict[str, Finding]:
         reason = f"{sys.executable} cannot import {', '.join(PACKAGES)}: {last[0]}"
         return {"python": python, "imports": Finding("no", FAIL, reason)}
     report = json.loads(completed.stdout.splitlines()[-1])
-    found = {"python": python, "imports": Finding(f"{report['seconds']:.0f} s")}
-    return found | {name: Finding(str(report[name])) for name in ("torch", "nccl", "ray")}
+    findings = {"python": python, "imports": Finding(f"{report['seconds']:.0f} s")}
+    return findings | {name: Finding(str(report[name])) for name in ("torch", "nccl", "ray")}
 
 
 def check_gpus() -> dict[str, Finding]:
@@ -108,7 +108,7 @@ def check_gpus() -> dict[str, Finding]:
             "nvlink": Finding(_nvlink_counts(nvml, devices)),
         }
     except nvml.NVMLError as error:
-        return {"gpus": Finding("error", FAIL, f"NVML: {error}; probable cause: a GPU off the bus")}
+        return {"gpus": Finding("error", FAIL, f"NVML: {error}; probable cause: a failed GPU")}
     finally:
         nvml.nvmlShutdown()
 
@@ -137,7 +137,7 @@ def _ecc_finding(nvml: Any, devices: list[Any]) -> Finding:
             )
             _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(device)
         except nvml.NVMLError:
-            continue  # without ECC memory
+            continue  # the GPU has no ECC memory
         if count or pending or failed:
             problems.append(
                 f"GPU {index}: {count} uncorrected errors, rows pending {pending}, failed {failed}"
@@ -251,7 +251,7 @@ def all_checks(shared: Path) -> dict[str, Callable[[], dict[str, Finding]]]:
     """Return the checks of this node by name; each returns some columns of the table.
 
     Args:
-        shared: folder that all nodes share.
+        shared: Folder that all nodes share.
     """
     local = Path(os.environ.get("MEGA_AGENTRL_LOCAL_DIR") or tempfile.gettempdir())
     num_ib_devices = len(list(Path("/sys/class/infiniband").glob("*")))

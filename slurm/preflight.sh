@@ -28,7 +28,7 @@ source slurm/env.sh
 set -eu
 
 if [ "${1:-}" = node ]; then
-    exec timeout 600 python -m slurm.preflight node "$2" "$SLURMD_NODENAME"
+    exec timeout 600 python -m slurm.node_preflight node "$2" "$SLURMD_NODENAME"
 fi
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -38,7 +38,7 @@ address=$(python -m slurm.ray_cluster place "$SLURM_JOB_ID" "${nodes[@]}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-python -m slurm.preflight head "$address" "${nodes[@]}" &
+python -m slurm.node_preflight head "$address" "${nodes[@]}" &
 head_pid=$!
 until (exec 3<>"/dev/tcp/${address%:*}/${address##*:}") 2>/dev/null; do
     kill -0 "$head_pid" 2>/dev/null || break

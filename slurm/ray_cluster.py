@@ -1,12 +1,12 @@
-"""Nodes of a job's Ray cluster: the address of the head, joining, loss.
+"""Chooses the head address of a job's Ray cluster, and watches its nodes.
 
-`place JOB NODE...` prints host:port for the head, on the host that this runs on. The host is
-`MEGA_AGENTRL_HEAD_ADDRESS`, else this host's address as seen by the other nodes, else Ray's guess.
-The port and the next one are free, and differ between jobs that share a host.
+`place JOB NODE...` prints host:port for a head on this host. The host is
+`MEGA_AGENTRL_HEAD_ADDRESS`, else this host's address on the route to the other nodes, else Ray's
+guess. The port and the next one are free, and differ between jobs that share a host.
 
-`watch ADDRESS FILE DEADLINE_S NODE...` creates FILE once every node has joined and keeps watching.
-It exits with 69 and one line on stderr that names the nodes if the deadline passes first or a node
-is lost later. It only queries the head's node table and joins no cluster.
+`watch ADDRESS FILE DEADLINE_S NODE...` creates FILE once every node has joined, and then watches
+for lost nodes. If nodes are missing at the deadline or are lost later, it exits with 69 and one
+line on stderr that names them. It only queries the head's node table and joins no cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_JOBS = 1000
 
 
 def address_towards(peers: Iterable[str]) -> str | None:
-    """Return this host's address on the route to the first of `peers` that resolves elsewhere."""
+    """Return this host's address on the route to the first of `peers` that is another host."""
     for peer in peers:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -50,12 +50,12 @@ def address_towards(peers: Iterable[str]) -> str | None:
 
 
 def find_port_pair(job: int) -> int:
-    """Return a port such that it and the next one are free, preferably the job's own.
+    """Return a free port whose successor, which Ray's client server uses, is free as well.
 
-    `ray start --head` always starts the client server on the next one.
+    The search starts at a port that depends on the job.
 
     Raises:
-        OSError: there are no two such ports up to 65535.
+        OSError: There are no two such ports up to 65535.
     """
     first = FIRST_PORT + job % NUM_JOBS * PORTS_PER_JOB
     for port in range(first, 65535, 2):
@@ -89,9 +89,9 @@ class ClusterMembership:
         self._client: GcsClient | None = None
 
     def alive_nodes(self) -> set[str] | None:
-        """Names of the nodes that are in the cluster; None where the head does not answer."""
+        """Return the names of the nodes in the cluster; None if the head does not answer."""
         try:
-            # Ray's own client would wait 40 s for a head that is not there.
+            # Ray's own client would wait 40 s for a missing head.
             with socket.create_connection(self._head_address, timeout=REQUEST_TIMEOUT_S):
                 pass
             if self._client is None:
@@ -118,7 +118,7 @@ def wait_for_nodes(
 
 
 def watch_nodes(membership: ClusterMembership, nodes: Sequence[str]) -> set[str]:
-    """Return the names of lost nodes as soon as there are any; all if the head is silent."""
+    """Wait until nodes are lost and return their names; all of them if the head is silent."""
     answered_s = time.monotonic()
     while True:
         time.sleep(POLL_INTERVAL_S)
@@ -132,7 +132,7 @@ def watch_nodes(membership: ClusterMembership, nodes: Sequence[str]) -> set[str]
 
 
 def monitor_cluster(address: str, joined: Path, deadline_s: float, nodes: Sequence[str]) -> str:
-    """Wait until something goes wrong; return one line about it."""
+    """Wait until a node is missing or lost; return one line about it."""
     membership = ClusterMembership(address)
     if missing := wait_for_nodes(membership, nodes, deadline_s):
         return (

@@ -3,13 +3,13 @@
 #
 #   ray_node.sh NODE INDEX ADDRESS     index 0 is the head; address is the head's, host:port
 #
-# The system chooses all ports except the head's, and Ray's files are in a folder of this node and
-# this start, because two nodes may share a host (Slurm's virtual nodes do), and so may two jobs. For
-# the same reason the script does not call `ray stop`, which would end every Ray on the host. When it
-# ends, for any reason except SIGKILL, every process that it started and the folder are gone.
+# Two nodes may share a host (Slurm's virtual nodes do), and so may two jobs. Therefore the system
+# chooses all ports except the head's, Ray's files are in a folder of this node and this start, and the
+# script does not call `ray stop`, which would end every Ray on the host. When the script ends, for any
+# reason except SIGKILL, every process that it started and the folder are gone.
 #
-# `ray symmetric-run` does not replace it: that command calls `ray stop`, refuses to start where
-# another Ray runs on the host, and does not start a node's Ray again that was too slow to start.
+# `ray symmetric-run` is not used, because it calls `ray stop`, refuses to start if another Ray runs on
+# the host, and does not retry a node whose Ray was too slow to start.
 set -uo pipefail
 
 node=$1 index=$2 address=$3
@@ -23,7 +23,7 @@ folder=${MEGA_AGENTRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/ray-$SLURM_JOB_ID-${SLURM_REST
 tag=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$node
 ray_pid=''
 
-tagged() { # prints the pids of processes started by Ray here, which inherit the tag
+tagged() { # prints the ids of the processes of this start, which inherit the tag
     env -u MEGA_AGENTRL_NODE_TAG grep -lzsx "MEGA_AGENTRL_NODE_TAG=$tag" /proc/[0-9]*/environ |
         cut -d / -f 3
 }
@@ -58,7 +58,7 @@ if [ "$index" -eq 0 ]; then
         --ray-client-server-port=$((port + 1)))
 else
     place=(--address="$address")
-    # Ray itself gives up after 20 s, and a head may take longer on a slow file system.
+    # Ray itself waits only 20 s, and a head may take longer to start on a slow file system.
     until (exec 3<>"/dev/tcp/$host/$port") 2>/dev/null; do
         sleep 1 &
         wait $!

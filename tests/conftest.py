@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +22,8 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("quick")
 
 ROOT = Path(__file__).resolve().parents[1]
+MAX_TESTS_TOGETHER = 50
+"""Number of slow tests from which on `--part` may cut a file."""
 
 
 def print_tree(tree, printer, cycle):
@@ -64,26 +67,39 @@ def pytest_assertrepr_compare(op, left, right):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", help="K/N: every N-th group of the chosen tests, from number K on")
+    parser.addoption("--part", help="K/N: part K of N of the chosen tests, from 0")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Keep the part of the tests that `--part` names, once markers have chosen among them.
 
-    Tests of one file that have the same parameters stay together: they share what takes long, as
-    all tests of a layout do.
+    Each part takes about as long as the others: `@pytest.mark.slow(seconds)` says how long a test
+    takes, those without a number a second. Tests that share a fixture stay together: those of a
+    file, or, in a file with very many, those with the same parameters, as all tests of a layout.
     """
-    if part := config.getoption("part"):
-        first, step = map(int, part.split("/"))
-        groups = {}
-        for item in items:
-            parameters = getattr(item, "callspec", None)
-            key = (item.path, parameters.id) if parameters else item.nodeid
-            groups.setdefault(key, []).append(item)
-        kept = {item for group in list(groups.values())[first % step :: step] for item in group}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+    if not (part := config.getoption("part")):
+        return
+    number, num_parts = map(int, part.split("/"))
+    num_by_file = Counter(item.path for item in items)
+    groups = {}
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER and parameters
+        groups.setdefault((item.path, parameters.id if is_split else ""), []).append(item)
+    load_s, kept = [0] * num_parts, set()
+    for group in sorted(groups.values(), key=_duration_s, reverse=True):
+        shortest = load_s.index(min(load_s))
+        load_s[shortest] += _duration_s(group)
+        if shortest == number % num_parts:
+            kept.update(group)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _duration_s(items):
+    markers = [item.get_closest_marker("slow") for item in items]
+    return sum(marker.args[0] if marker and marker.args else 1 for marker in markers)
 
 
 def pytest_make_parametrize_id(config, val, argname):

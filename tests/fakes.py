@@ -175,8 +175,8 @@ class FakeGenerator:
     version: int = 1
     can_serve: bool = True
     requests: list = field(default_factory=list)
-    running: set = field(default_factory=set)
     aborted: list = field(default_factory=list)
+    running: set = field(default_factory=set)
 
     def __post_init__(self):
         self._waits = random.Random(self.delays)

@@ -2,10 +2,10 @@
 
     python tools/bench_driver.py [--rows 4096] [--tokens 8192] [--share 64] [--cases PATTERN ...]
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is better.
-The baseline computes the same in plain Python, one trajectory and token at a time, as released code
-often does; it gets one trajectory in `--share`, and its seconds are multiplied. Both must agree
-there. All cases have groups of 8 whose forks share a third:
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline
+computes the same in plain Python, one trajectory and token at a time. It gets one trajectory in
+`--share`, and its seconds are scaled up; both sides must agree on these trajectories. Trajectories
+are in groups of 8, and each pair of forks shares the first third of its tokens:
 
     seconds/advantages   GRPO, RLOO, both REINFORCE++, GAE, the hard advantage, EGPO with its
                          chain of thought, AEPO's scale
@@ -24,8 +24,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from fnmatch import fnmatch
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
@@ -46,7 +45,7 @@ from mega_agentrl.types.records import Prompt, RolloutTree, Score, StopReason, T
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.measurement import bench_line  # noqa: E402
+from tools.measurement import bench_line, select_cases  # noqa: E402
 
 GROUP = 8
 OPEN, CLOSE = 1, 2
@@ -63,7 +62,10 @@ ResultT = TypeVar("ResultT")
 
 
 class SyntheticBatch:
-    """The arrays of a batch: 16 turns, each with a tool's answer; forks share a third."""
+    """The tensors of a batch of trajectories of 16 turns, each of which ends with a tool's answer.
+
+    Rows 2k and 2k + 1 share the nodes of their first third.
+    """
 
     def __init__(self, num_rows: int, num_tokens: int) -> None:
         random = torch.Generator().manual_seed(0)
@@ -77,29 +79,29 @@ class SyntheticBatch:
         self.rollout_BT = self.logp_BT + 0.1 * (self.entropy_BT - 0.5)
         self.token_BT = torch.zeros(shape, dtype=torch.int64)
         self.token_BT[:, 3], self.token_BT[:, num_tokens // 2] = OPEN, CLOSE
-        self.node_BT = torch.arange(num_rows * num_tokens).view(shape)
+        self.tree_token_BT = torch.arange(num_rows * num_tokens).view(shape)
         shared = num_tokens // 3
-        self.node_BT[1::2, :shared] = self.node_BT[0::2, :shared]
+        self.tree_token_BT[1::2, :shared] = self.tree_token_BT[0::2, :shared]
 
     def slice_rows(self, num_rows: int) -> SyntheticBatch:
         """Return the batch of the first rows."""
-        made = object.__new__(SyntheticBatch)
-        made.__dict__ = {name: value[:num_rows] for name, value in vars(self).items()}
-        return made
+        batch = object.__new__(SyntheticBatch)
+        batch.__dict__ = {name: value[:num_rows] for name, value in vars(self).items()}
+        return batch
 
 
-def advantages(given: SyntheticBatch) -> dict[str, torch.Tensor]:
+def advantages(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
     """Compute all advantages, by name."""
-    reward_B, group_B, mask_BT = given.reward_B, given.group_B, given.mask_BT
+    reward_B, group_B, mask_BT = batch.reward_B, batch.group_B, batch.mask_BT
     grpo_B = estimators.grpo(reward_B, group_B)
-    last_BT = torch.zeros_like(given.entropy_BT)
+    last_BT = torch.zeros_like(batch.entropy_BT)
     last_BT[:, 0] = reward_B
-    cot_BT = cot_mask(given.token_BT, mask_BT, start_id=OPEN, end_id=CLOSE)
-    egpo_B = egpo(grpo_B, cot_entropy(given.entropy_BT, cot_BT))
-    hard_BT = estimators.arpo_hard(grpo_B, given.node_BT, mask_BT)
-    value_BT = torch.zeros_like(given.entropy_BT)
+    cot_BT = cot_mask(batch.token_BT, mask_BT, start_id=OPEN, end_id=CLOSE)
+    egpo_B = egpo(grpo_B, cot_entropy(batch.entropy_BT, cot_BT))
+    hard_BT = estimators.arpo_hard(grpo_B, batch.tree_token_BT, mask_BT)
+    value_BT = torch.zeros_like(batch.entropy_BT)
     gae_BT, _ = estimators.gae(last_BT, value_BT, mask_BT, gamma=1.0, lam=0.95)
-    scaled_BT = entropy_scaled(estimators.broadcast(egpo_B, mask_BT), given.entropy_BT, mask_BT)
+    scaled_BT = entropy_scaled(estimators.broadcast(egpo_B, mask_BT), batch.entropy_BT, mask_BT)
     return {
         "grpo": grpo_B,
         "rloo": estimators.rloo(reward_B, group_B),
@@ -112,10 +114,10 @@ def advantages(given: SyntheticBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def corrections(given: SyntheticBatch) -> dict[str, torch.Tensor]:
+def corrections(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
     """Compute the rollout corrections, by name."""
     weight_BT, figures = importance_weights(
-        given.logp_BT, given.rollout_BT, given.mask_BT, level="token", mode="truncated", cap=1.02
+        batch.logp_BT, batch.rollout_BT, batch.mask_BT, level="token", mode="truncated", cap=1.02
     )
     return {"weight": weight_BT.sum(1), "kl_k3": figures["kl_k3"].unsqueeze(0)}
 
@@ -123,36 +125,36 @@ def corrections(given: SyntheticBatch) -> dict[str, torch.Tensor]:
 class PackedStep:
     """The records of the trajectories, and the batch packed from them."""
 
-    def __init__(self, given: SyntheticBatch) -> None:
-        num_rows, num_tokens = given.mask_BT.shape
+    def __init__(self, batch: SyntheticBatch) -> None:
+        num_rows, num_tokens = batch.mask_BT.shape
         unread = [0] * num_tokens
         self.trees = [
             RolloutTree(prompt=found[0].prompt, trajectories=found)
             for found in (
-                [_record(given, row, unread) for row in range(start, start + GROUP)]
+                [_record(batch, row, unread) for row in range(start, start + GROUP)]
                 for start in range(0, num_rows, GROUP)
             )
         ]
         self.batch = TrainBatch(
             prompt_ids=((),) * num_rows,
-            response_BT=given.token_BT,
+            response_BT=batch.token_BT,
             length_B=torch.full((num_rows,), num_tokens),
-            mask_BT=given.mask_BT,
-            group_B=given.group_B,
-            reward_B=given.reward_B,
-            node_BT=given.node_BT,
-            rollout_logp_BT=given.rollout_BT,
-            rollout_entropy_BT=given.entropy_BT,
-            version_BT=torch.zeros((), dtype=torch.int64).expand(given.mask_BT.shape),
-            old_logp_BT=given.logp_BT,
-            ref_logp_BT=given.rollout_BT,
+            mask_BT=batch.mask_BT,
+            group_B=batch.group_B,
+            reward_B=batch.reward_B,
+            tree_token_BT=batch.tree_token_BT,
+            rollout_logp_BT=batch.rollout_BT,
+            rollout_entropy_BT=batch.entropy_BT,
+            version_BT=torch.zeros((), dtype=torch.int64).expand(batch.mask_BT.shape),
+            old_logp_BT=batch.logp_BT,
+            ref_logp_BT=batch.rollout_BT,
         )
 
 
-def _record(given: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
-    """Return one trajectory; `unread` stands for the lists that shaping does not read."""
-    num_tokens = given.mask_BT.shape[1]
-    reward = float(given.reward_B[row])
+def _record(batch: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
+    """Return the trajectory of a row; `unread` replaces the lists that shaping does not read."""
+    num_tokens = batch.mask_BT.shape[1]
+    reward = float(batch.reward_B[row])
     return Trajectory(
         trajectory_id=f"t{row}",
         prompt=Prompt(
@@ -164,9 +166,9 @@ def _record(given: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
         ),
         path=(row % GROUP,),
         token_ids=unread,
-        loss_mask=given.mask_BT[row].int().tolist(),
+        loss_mask=batch.mask_BT[row].int().tolist(),
         logps=unread,
-        entropies=given.entropy_BT[row].tolist(),
+        entropies=batch.entropy_BT[row].tolist(),
         versions=unread,
         turn_ids=(torch.arange(num_tokens) // (num_tokens // 16)).tolist(),
         turns=[],
@@ -189,11 +191,11 @@ def shaping(step: PackedStep) -> dict[str, torch.Tensor]:
     return {"hwe": found.ares_stats.hwe_B, "p95": seen.entropy_p95_B, "weight": weight_BT.sum(1)}
 
 
-def reference_advantages(given: SyntheticBatch) -> dict[str, list[float]]:
+def reference_advantages(batch: SyntheticBatch) -> dict[str, list[float]]:
     """Compute the most expensive advantages one trajectory and token at a time."""
-    rewards, groups = given.reward_B.tolist(), given.group_B.tolist()
-    mask, entropy = given.mask_BT.tolist(), given.entropy_BT.tolist()
-    tokens, nodes = given.token_BT.tolist(), given.node_BT.tolist()
+    rewards, groups = batch.reward_B.tolist(), batch.group_B.tolist()
+    mask, entropy = batch.mask_BT.tolist(), batch.entropy_BT.tolist()
+    tokens, tree_tokens = batch.token_BT.tolist(), batch.tree_token_BT.tolist()
     members: dict[int, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         members.setdefault(group, []).append(reward)
@@ -202,12 +204,12 @@ def reference_advantages(given: SyntheticBatch) -> dict[str, list[float]]:
         for reward, group in zip(rewards, groups, strict=True)
     ]
     held: dict[int, list[float]] = {}
-    for scalar, row in zip(scalars, nodes, strict=True):
-        for node in row:
-            held.setdefault(node, []).append(scalar)
+    for scalar, row in zip(scalars, tree_tokens, strict=True):
+        for token in row:
+            held.setdefault(token, []).append(scalar)
     hard = [
-        sum(sum(held[node]) / len(held[node]) for node, on in zip(row, there, strict=True) if on)
-        for row, there in zip(nodes, mask, strict=True)
+        sum(sum(held[one]) / len(held[one]) for one, on in zip(row, there, strict=True) if on)
+        for row, there in zip(tree_tokens, mask, strict=True)
     ]
     with_bonus = []
     for scalar, row, there, values in zip(scalars, tokens, mask, entropy, strict=True):
@@ -218,10 +220,10 @@ def reference_advantages(given: SyntheticBatch) -> dict[str, list[float]]:
     return {"grpo": scalars, "hard": hard, "egpo": with_bonus}
 
 
-def reference_shaping(given: SyntheticBatch, threshold: float) -> dict[str, list[float]]:
+def reference_shaping(batch: SyntheticBatch, threshold: float) -> dict[str, list[float]]:
     """Compute entropy windows and their counts one token at a time."""
     counts = []
-    for values, there in zip(given.entropy_BT.tolist(), given.mask_BT.tolist(), strict=True):
+    for values, there in zip(batch.entropy_BT.tolist(), batch.mask_BT.tolist(), strict=True):
         windows = [
             sum(values[at + 1 : at + 5]) / 4
             for at in range(len(values) - 4)
@@ -231,11 +233,11 @@ def reference_shaping(given: SyntheticBatch, threshold: float) -> dict[str, list
     return {"hwe": counts}
 
 
-def reference_corrections(given: SyntheticBatch) -> dict[str, list[float]]:
+def reference_corrections(batch: SyntheticBatch) -> dict[str, list[float]]:
     """Compute the corrections one token at a time."""
     weights, k3, number = [], 0.0, 0
     for train, sampled, there in zip(
-        given.logp_BT.tolist(), given.rollout_BT.tolist(), given.mask_BT.tolist(), strict=True
+        batch.logp_BT.tolist(), batch.rollout_BT.tolist(), batch.mask_BT.tolist(), strict=True
     ):
         gaps = [a - b for a, b, on in zip(train, sampled, there, strict=True) if on]
         weights.append(sum(min(math.exp(gap), 1.02) for gap in gaps))
@@ -263,16 +265,16 @@ def measure_cpu_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[fl
 
 
 def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float, float]]:
-    """Return our value and the baseline's by case."""
-    given = SyntheticBatch(num_rows, num_tokens)
-    part = given.slice_rows(max(GROUP, num_rows // share // GROUP * GROUP))
+    """Return the value of each case for our code and for the baseline."""
+    batch = SyntheticBatch(num_rows, num_tokens)
+    part = batch.slice_rows(max(GROUP, num_rows // share // GROUP * GROUP))
     scale = num_rows / len(part.reward_B)
-    step = PackedStep(given)
+    step = PackedStep(batch)
     before_bytes = ResidentMemory.current().peak_bytes
     ours = {
-        "seconds/advantages": measure_cpu_s(advantages, given)[0],
+        "seconds/advantages": measure_cpu_s(advantages, batch)[0],
         "seconds/ares": measure_cpu_s(shaping, step)[0],
-        "seconds/corrections": measure_cpu_s(corrections, given)[0],
+        "seconds/corrections": measure_cpu_s(corrections, batch)[0],
     }
     added_mib = (ResidentMemory.current().peak_bytes - before_bytes) / MIB
     del step  # otherwise the garbage collector would visit it during the baseline
@@ -295,25 +297,28 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the lines of the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--share", type=int, default=64)
-    parser.add_argument("--cases", nargs="+", default=["*"])
-    wanted = parser.parse_args()
-    chosen = [case for case in CASES if any(fnmatch(case, one) for one in wanted.cases)]
-    if not chosen:
-        parser.error(f"--cases {' '.join(wanted.cases)}: expected some of {', '.join(CASES)}")
-    if wanted.rows % GROUP or wanted.rows < GROUP or wanted.tokens < 16:
+    parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
+    args = parser.parse_args(arguments)
+    if args.rows % GROUP or args.rows < GROUP or args.tokens < 16:
         parser.error(f"expected --rows a multiple of {GROUP} and --tokens at least 16")
+    try:
+        chosen = select_cases(args.cases, CASES)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
-    figures = measure(wanted.rows, wanted.tokens, wanted.share)
+    values = measure(args.rows, args.tokens, args.share)
     for case in chosen:
-        ours, baseline = figures[case]
+        ours, baseline = values[case]
         unit = "s" if case.startswith("seconds") else "MiB"
         print(json.dumps(bench_line("driver", case, unit, ours, baseline)), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

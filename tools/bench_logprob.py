@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +41,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.measurement import PeakMemory, bench_line  # noqa: E402
+from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
 
 VOCAB = 151_936
 MIB = 1 << 20
@@ -57,13 +56,10 @@ class Case:
     kind: str
     """What is measured: memory, forward, forward_backward or matrix_rate/..."""
     num_tokens: int
-    """Number of tokens."""
     ranks: int
     """Tensor-parallel size."""
     hidden: int
-    """Hidden width."""
     vocab: int
-    """Vocabulary size."""
 
     @property
     def name(self) -> str:
@@ -149,7 +145,7 @@ def our_path(
 
 
 class Rank:
-    """The inputs of one rank, over which it runs either path."""
+    """One rank: its inputs, and a step of either path over them."""
 
     def __init__(self, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.case, grad = case, not case.kind.endswith("forward")
@@ -324,22 +320,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.rank is not None:
-        run_rank(given.rank)
-    patterns = [part for text in given.cases for part in text.split(",")]
-    offered = all_cases(given.vocab)
-    chosen = [case for case in offered if any(fnmatchcase(case.name, p) for p in patterns)]
-    if not chosen:
-        sys.stderr.write(
-            f"--cases {' '.join(patterns)}: none of\n  "
-            + "\n  ".join(case.name for case in offered)
-            + "\n"
-        )
+    args = parser.parse_args(arguments)
+    if args.rank is not None:
+        run_rank(args.rank)
+    cases = {case.name: case for case in all_cases(args.vocab)}
+    try:
+        chosen = select_cases(args.cases, list(cases))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    for case in chosen:
-        sys.stdout.write(json.dumps(run_case(case, given.repeats)) + "\n")
-        sys.stdout.flush()
+    for name in chosen:
+        print(json.dumps(run_case(cases[name], args.repeats)), flush=True)
     return 0
 
 

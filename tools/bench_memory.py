@@ -4,10 +4,10 @@
     python tools/bench_memory.py runs/smoke_ci
 
 A line has the keys bench, case, unit, ours (predicted), baseline (measured) and ratio = measured /
-predicted. The measured values are the last `memory/*` metrics of the run: what the fullest policy
-rank or engine worker takes beyond its libraries (`estimate.host_memory`). The predicted values are
-the preflight's peaks for the same settings, for a policy rank with the largest micro-batch that
-occurred. The libraries of a process have a line of their own, which is measured only.
+predicted. The measured values are the last `memory/*` metrics of the run: the largest peak of a
+policy rank or engine worker without its libraries (`estimate.host_memory`). The predicted values
+are the preflight's peaks for the same settings, for a policy rank with the largest micro-batch that
+occurred. The memory of the libraries has its own line, which has no prediction.
 """
 
 from __future__ import annotations
@@ -47,15 +47,19 @@ def comparison_lines(
         "policy": max(stage.peak for stage in stages) / MIB,
         "engine": estimate_engine_memory(config, shape, device).peak / MIB,
     }
-    for who, ours in predicted.items():
-        taken = measured[f"memory/{who}_peak_mib"]
-        libraries = measured[f"memory/{who}_libraries_mib"]
-        yield bench_line("memory", f"{who}/peak", "MiB", ours, taken)
-        yield bench_line("memory", f"{who}/libraries", "MiB", None, libraries)
+    for process, peak_mib in predicted.items():
+        measured_mib = measured[f"memory/{process}_peak_mib"]
+        libraries_mib = measured[f"memory/{process}_libraries_mib"]
+        yield bench_line("memory", f"{process}/peak", "MiB", peak_mib, measured_mib)
+        yield bench_line("memory", f"{process}/libraries", "MiB", None, libraries_mib)
 
 
 def read_run_metrics(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
-    """Settings of a run, and its last memory metrics; raises `ValueError` where it has none."""
+    """Return the configuration of a run and its last memory metrics.
+
+    Raises:
+        ValueError: the run has no memory metrics.
+    """
     found = {
         name: value
         for line in read_metrics(folder / "metrics.jsonl").lines_of_stage("rl")
@@ -75,12 +79,12 @@ def read_run_metrics(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the lines; 2 for a folder without the metrics."""
+    """Print the lines; return 2 for a folder without the metrics."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_folder", type=Path, help="folder of a run on CPUs")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        for line in comparison_lines(*read_run_metrics(options.run_folder)):
+        for line in comparison_lines(*read_run_metrics(args.run_folder)):
             print(json.dumps(line))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""Benchmark weight updates of a vLLM engine against the usual paths; prints one JSON line per case.
+"""Benchmarks weight updates of a vLLM engine against verl's and slime's, one JSON line per case.
 
     python tools/bench_reshard.py [--cases PATTERN ...] [--repeats N] [--bucket-mib N] [sizes]
 
 Trainer: 4 processes, TP 2 x PP 2, that hold the shards of a random Qwen3 as Megatron splits it.
-Engine: a real vLLM engine with TP 2. Both paths run in turns over the same processes, and times
-are medians. Cases are KIND/TRANSPORT/BASELINE; a pattern is a shell pattern over the whole name:
+Engine: a real vLLM engine with TP 2. The paths alternate over the same processes, and times are
+medians. Cases are KIND/TRANSPORT/BASELINE; a pattern is a shell pattern over the whole name:
 
     transfer   seconds until every byte is written, without the engine's own packing, which both
                paths need, and without the proof, which only our path has
@@ -14,26 +14,26 @@ are medians. Cases are KIND/TRANSPORT/BASELINE; a pattern is a shell pattern ove
     received   MiB that a rollout rank receives
     memory     MiB at the peak of an update above what was resident before any buffer existed:
                memory/trainer and memory/rollout, the maximum over ranks. A trainer's slots that
-               a worker maps count for the trainer. The compiler of the digest's loop, some 120
-               MiB once in a process without a GPU, is not counted
+               a worker maps count for the trainer. Compiling the digest's kernel, which takes
+               about 120 MiB once in a process without a GPU, is not counted
     slots      MiB at the peak of receiving and dropping everything, on a rollout rank: the part
-               of memory/rollout that belongs to the transport; the rest are modules in progress.
-               `baseline` is the target, two buckets
+               of memory/rollout that belongs to the transport; the rest are modules whose weights
+               are incomplete. `baseline` is the target, two buckets
     proof      share of the proof in the CPU seconds that trainer and workers spend on our update:
                copying with digests, computing and comparing digests, less the same copies in an
                update without the proof, each timed in its thread (ranks outnumber cores, so this
                is its share of the time as well). Median over four pairs of updates per repeat, in
-               direct succession, since an update by another path leaves pages to be touched
+               direct succession, since after an update by another path pages must be touched
                again; `baseline` is the target, 0.05. Whole processes are not compared, because
                whether vLLM's packing gets huge pages changes their time by more than the proof
 
-TRANSPORT is how our bytes are sent; BASELINE is the framework whose usual path is compared, see
+TRANSPORT is how our bytes are sent; BASELINE is the framework whose weight update is compared, see
 `reshard_bench/baselines.py`. After an update, log-probs of a fixed prompt must be equal bit by bit
 for every path. A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours;
 everything else is printed to stderr.
 
 vLLM's own `nccl_m2n` is not compared, and the tool prints why: it needs a package that vLLM does
-not bring, and one mesh for all of the trainer's parameters, so it supports no pipeline.
+not depend on, and one mesh for all of the trainer's parameters, so it supports no pipeline.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.measurement import bench_line  # noqa: E402
+from tools.measurement import bench_line, select_cases  # noqa: E402
 from tools.reshard_bench.baselines import BASELINES, OURS  # noqa: E402
 from tools.reshard_bench.model import ModelSizes, write_folder  # noqa: E402
 
@@ -137,7 +136,7 @@ class BenchResults:
         )
 
 
-def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: ModelSizes) -> Iterator[Any]:
+def measure(chosen: Sequence[Case], args: argparse.Namespace, sizes: ModelSizes) -> Iterator[Any]:
     """Start all processes, measure what the cases need, and yield their lines."""
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.generator.environment import set_vllm_environment
@@ -151,8 +150,8 @@ def measure(chosen: Sequence[Case], given: argparse.Namespace, sizes: ModelSizes
         set_vllm_environment(config, log_path=Path(scratch) / "vllm.log")
         from tools.reshard_bench.run import run
 
-        results = BenchResults(given.bucket_mib)
-        asyncio.run(run(chosen, results, folder, config, given.repeats, given.bucket_mib << 20))
+        results = BenchResults(args.bucket_mib)
+        asyncio.run(run(chosen, results, folder, config, args.repeats, args.bucket_mib << 20))
     for case in chosen:
         yield results.line(case)
 
@@ -168,22 +167,18 @@ def main(arguments: list[str] | None = None) -> int:
     for field in fields(ModelSizes):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(DEFAULT_SIZES, field.name))
-    given = parser.parse_args(arguments)
-    patterns = [part for text in given.cases for part in text.split(",")]
-    offered = all_cases(TRANSPORTS)
-    chosen = [case for case in offered if any(fnmatchcase(case.name, p) for p in patterns)]
-    if not chosen:
-        sys.stderr.write(
-            f"--cases {' '.join(patterns)}: none of\n  "
-            + "\n  ".join(case.name for case in offered)
-            + "\n"
-        )
+    args = parser.parse_args(arguments)
+    cases = {case.name: case for case in all_cases(TRANSPORTS)}
+    try:
+        chosen = [cases[name] for name in select_cases(args.cases, list(cases))]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    sizes = ModelSizes(**{field.name: getattr(given, field.name) for field in fields(ModelSizes)})
+    sizes = ModelSizes(**{field.name: getattr(args, field.name) for field in fields(ModelSizes)})
     # gloo and vLLM write to standard output, which is reserved for the result.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in measure(chosen, given, sizes):
+    for line in measure(chosen, args, sizes):
         lines.write(json.dumps(line) + "\n")
         lines.flush()
     return 0

@@ -2,21 +2,20 @@
 
     python tools/bench_rollout.py [--model FOLDER] [--prompts N] [--flight N] [--repeats N]
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is better.
-The baseline collects rollouts as the released ARPO code does (`rollout.branching=released`): a
-batch of prompts in rounds, each of which waits for its slowest request and tool call, one batch
-after the other. Ours keeps the same number of trajectories in flight and starts a prompt as soon as
-its trajectories fit (`rollout.branching=after_result`). Both use the same engine, prompts and seed,
-with N = M / 2 roots, and the real tools. Tool answers are delayed by a latency that the call's text
-determines: log-normal, median 0.2 s, 99th percentile 5 s. Cases:
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline
+collects rollouts as the released ARPO code does (`rollout.branching=released`): a batch of prompts
+in rounds, each of which waits for its slowest request and tool call, one batch after the other.
+Ours keeps the same number of trajectories in flight and starts a prompt as soon as its trajectories
+fit (`rollout.branching=after_result`). Both use the same engine, prompts, seed and group size, and
+the real tools, whose answers are delayed (`delayed_tools`). Cases:
 
     stream/rate       seconds per trajectory over all prompts
     stream/idle       fraction of the time in which the engine had no request
     stream/sampled    tokens sampled per trajectory
     stream/prefilled  tokens per trajectory that the engine computed without sampling them
-    stream/leaked     asyncio tasks that were left behind
+    stream/leaked     asyncio tasks that still exist at the end
     batch/wall        seconds for a single batch, median over the repeats
-    latency/mean      mean seconds of a call, which must be about equal on both sides
+    latency/mean      mean seconds of a tool call, which must be about equal on both sides
 
 The model must call tools: by default the one that `make smoke` leaves in runs/smoke/model.
 """
@@ -26,7 +25,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import statistics
 import sys
@@ -36,9 +34,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Branching, Truncation
@@ -58,34 +54,21 @@ from mega_agentrl.tool.toolkit import build_toolkit
 if TYPE_CHECKING:
     from mega_agentrl.tool.toolkit import ToolKit
     from mega_agentrl.types.protocols import Generator, ToolProvider, ToolSession
-    from mega_agentrl.types.records import (
-        GenerateRequest,
-        Generation,
-        Prompt,
-        RolloutTree,
-        ToolOutcome,
-    )
+    from mega_agentrl.types.records import GenerateRequest, Generation, Prompt, ToolOutcome
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from tools.delayed_tools import DelayedTools  # noqa: E402
 from tools.measurement import bench_line  # noqa: E402
 
 line = partial(bench_line, "rollout")
-MEDIAN_S, P99_S = 0.2, 5.0
-SIGMA = math.log(P99_S / MEDIAN_S) / NormalDist().inv_cdf(0.99)
 CONFIG = RolloutConfig(group_size=4, max_response_tokens=96, max_turns=6)
 MAX_MODEL_LEN = 160
 
 
-def latency_s(text: str) -> float:
-    """Return the simulated latency of a call, drawn from a hash of its text."""
-    number = int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "big")
-    return MEDIAN_S * math.exp(SIGMA * NormalDist().inv_cdf((number + 0.5) / 2**48))
-
-
 @dataclass
 class RolloutCounts:
-    """Counters of one side of the benchmark."""
+    """What one side of the benchmark has done; `idle_s` is the time without a running request."""
 
     num_running: int = 0
     idle_s: float = 0.0
@@ -122,17 +105,17 @@ class CountingGenerator:
         return getattr(self._engine, name)
 
 
-class DelayedTools:
-    """Tools whose answers are delayed and whose open sessions are counted."""
+class CountingTools:
+    """Counts the open sessions of `tools` and measures the latency of their calls."""
 
-    def __init__(self, tools: ToolKit, counts: RolloutCounts) -> None:
+    def __init__(self, tools: ToolProvider, counts: RolloutCounts) -> None:
         self.counts = counts
         self._tools = tools
         self._changed = asyncio.Condition()
 
     def open_session(self) -> ToolSession:
-        """Open a session that is counted and whose answers are delayed."""
-        return DelayedToolSession(self._tools.open_session(), self)
+        """Open a session, which counts as open once its tools are created."""
+        return CountingToolSession(self._tools.open_session(), self)
 
     async def wait_for_room(self, num_trajectories: int, limit: int) -> None:
         """Wait until `num_trajectories` more trajectories fit under `limit` open ones."""
@@ -151,10 +134,10 @@ class DelayedTools:
         return getattr(self._tools, name)
 
 
-class DelayedToolSession:
-    """A tool session that is counted and whose answers are delayed."""
+class CountingToolSession:
+    """A session of `CountingTools`."""
 
-    def __init__(self, session: ToolSession, tools: DelayedTools) -> None:
+    def __init__(self, session: ToolSession, tools: CountingTools) -> None:
         self._session = session
         self._tools = tools
         self._is_open = False
@@ -165,16 +148,15 @@ class DelayedToolSession:
         await self._session.create(tools_kwargs)
 
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
-        """Execute the call and return its outcome once the simulated latency has passed."""
-        begin, wanted_s = time.perf_counter(), latency_s(f"{tool} {dict(arguments)}")
+        """Execute the call and record its latency."""
+        begin = time.perf_counter()
         outcome = await self._session.execute(tool, arguments)
-        await asyncio.sleep(begin + wanted_s - time.perf_counter())
         self._tools.counts.latencies_s.append(time.perf_counter() - begin)
         return outcome
 
-    async def fork(self) -> DelayedToolSession:
+    async def fork(self) -> CountingToolSession:
         """Fork the session and count the child as open."""
-        child = DelayedToolSession(await self._session.fork(), self._tools)
+        child = CountingToolSession(await self._session.fork(), self._tools)
         await child._enter()
         return child
 
@@ -204,7 +186,7 @@ class BenchSetup:
 
     async def lock_step(self, prompts: Sequence[Prompt], counts: RolloutCounts, step: str) -> float:
         """Collect batch after batch in lock-step rounds and return the seconds taken."""
-        tools = DelayedTools(self.tools, counts)
+        tools = CountingTools(DelayedTools(self.tools), counts)
         size = self.flight // CONFIG.group_size
         begin = time.perf_counter()
         for first in range(0, len(prompts), size):
@@ -214,17 +196,17 @@ class BenchSetup:
 
     async def stream(self, prompts: Sequence[Prompt], counts: RolloutCounts, step: str) -> float:
         """Start each prompt as soon as its trajectories fit and return the seconds taken."""
-        tools = DelayedTools(self.tools, counts)
+        tools = CountingTools(DelayedTools(self.tools), counts)
         begin = time.perf_counter()
 
-        async def grow(prompt: Prompt) -> None:
+        async def collect_prompt(prompt: Prompt) -> None:
             await self._collect([prompt], tools, counts, Branching.after_result, step)
 
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as tasks:
             for prompt in prompts:
                 await tools.wait_for_room(CONFIG.group_size, self.flight)
-                group.create_task(grow(prompt))
-                await asyncio.sleep(0)  # its roots open their tools
+                tasks.create_task(collect_prompt(prompt))
+                await asyncio.sleep(0)  # the task starts and opens the sessions of its roots
         return time.perf_counter() - begin
 
     async def _collect(
@@ -234,7 +216,7 @@ class BenchSetup:
         counts: RolloutCounts,
         branching: Branching,
         step: str,
-    ) -> list[RolloutTree]:
+    ) -> None:
         trees = await collect_rollouts(
             prompts,
             WeightedRubric(RewardConfig()),
@@ -248,50 +230,49 @@ class BenchSetup:
                 step=step,
             ),
         )
-        ended = [one for tree in trees for one in tree.trajectories]
+        ended = [trajectory for tree in trees for trajectory in tree.trajectories]
         assert len(ended) == len(prompts) * CONFIG.group_size, "a group is not complete"
-        assert not any(one.failed for one in ended), "engine or tools failed; see the log"
-        return trees
+        assert not any(trajectory.failed for trajectory in ended), "engine or tools failed; see log"
 
 
 @asynccontextmanager
-async def open_bench(given: argparse.Namespace, folder: Path) -> AsyncIterator[BenchSetup]:
+async def open_bench(args: argparse.Namespace, folder: Path) -> AsyncIterator[BenchSetup]:
     """Start an engine and the tools, and close them at the end."""
     config = EngineConfig(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_gib=1)
     set_vllm_environment(config, log_path=folder / "vllm.log")
     from mega_agentrl.generator.engine import Engine
 
-    codec = HFCodec(str(given.model))
+    codec = HFCodec(str(args.model))
     tools = build_toolkit(
         ToolConfig(
             python=PythonToolConfig(num_workers=8, preload_modules=[]),
-            search=SearchToolConfig(source=str(given.data / "corpus.jsonl")),
+            search=SearchToolConfig(source=str(args.data / "corpus.jsonl")),
         ),
         codec,
         control_tokens=codec.control_tokens,
     )
-    engine = await Engine().start(config, str(given.model), seed=0)
+    engine = await Engine().start(config, str(args.model), seed=0)
     try:
         await tools.start()
-        yield BenchSetup(engine=engine, tools=tools, codec=codec, flight=given.flight)
+        yield BenchSetup(engine=engine, tools=tools, codec=codec, flight=args.flight)
     finally:
         await tools.close()
         await engine.close()
 
 
-async def measure(given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run both sides and return the JSON lines of all cases."""
-    async with open_bench(given, folder) as bench:
+    async with open_bench(args, folder) as bench:
         loaded = load_prompts(
-            [DataFile(str(given.data / "train.parquet"))],
+            [DataFile(str(args.data / "train.parquet"))],
             bench.codec,
             DataConfig(max_prompt_tokens=32, truncation=Truncation.drop),
             key="--data",
         )
-        prompts = loaded.prompts[: given.prompts]
-        batch = prompts[: given.flight // CONFIG.group_size]
+        prompts = loaded.prompts[: args.prompts]
+        batch = prompts[: args.flight // CONFIG.group_size]
         sides = (bench.stream, bench.lock_step)
-        names = [f"alone{repeat}" for repeat in range(given.repeats)]
+        names = [f"alone{repeat}" for repeat in range(args.repeats)]
         for side in sides:  # the first requests are slower
             await side(batch[:2], RolloutCounts(), "warm")
         alone = [
@@ -325,21 +306,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=ROOT / "runs/toolqa")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--flight", type=int, default=64, help="trajectories at a time")
-    parser.add_argument("--repeats", type=int, default=3, help="of one batch alone")
-    given = parser.parse_args(arguments)
-    for path in (given.model / "config.json", given.data / "train.parquet"):
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of batch/wall")
+    args = parser.parse_args(arguments)
+    for path in (args.model / "config.json", args.data / "train.parquet"):
         if not path.exists():
-            sys.stderr.write(f"{path} is not there; expected what `make smoke` makes\n")
+            print(f"bench_rollout: no file {path}; `make smoke` creates it", file=sys.stderr)
             return 2
     with tempfile.TemporaryDirectory() as folder:
-        lines = asyncio.run(measure(given, Path(folder)))
-    for one in lines:
-        sys.stdout.write(json.dumps(one) + "\n")
+        lines = asyncio.run(measure(args, Path(folder)))
+    for result in lines:
+        print(json.dumps(result))
     return 0
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # At the interpreter's own exit vLLM aborts where its engine is slow to end.
+    # At a normal exit of the interpreter vLLM aborts if its engine is still shutting down.
     os._exit(code)

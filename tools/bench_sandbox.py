@@ -2,10 +2,10 @@
 
     python tools/bench_sandbox.py [--cases PATTERN ...] [--calls N] [--workers N]
 
-A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours: more is better.
-The baseline does what the released ARPO code does: `python -c CODE` in a subprocess of the
-launcher's interpreter, without isolation. It runs once, even where the released code runs three
-times because nothing was printed. A pattern is a shell pattern over the whole name of a case:
+A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline is
+that of the released ARPO code: `python -c CODE` in a subprocess of the launcher's interpreter,
+without isolation. It runs once, although the released code repeats a call that prints nothing up to
+three times. A pattern is a shell pattern over the whole name of a case:
 
     rate/KIND           seconds per call with `workers` calls at a time
     p50/KIND, p99/KIND  latency of a call, one at a time
@@ -32,7 +32,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.measurement import bench_line  # noqa: E402
+from tools.measurement import bench_line, select_cases  # noqa: E402
 
 PRELOAD = ("numpy", "sympy", "pandas")
 KINDS = ("plain", *PRELOAD, "mix")
@@ -92,7 +91,7 @@ def snippets(kind: str, count: int) -> list[str]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least a fraction `share` of them does not exceed."""
+    """Return the smallest of the values that is not below a fraction `share` of them."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -102,7 +101,7 @@ def line(case: str, ours: float, baseline: float, unit: str = "s") -> dict[str, 
     return bench_line("sandbox", case, unit, ours, baseline)
 
 
-# ---- the released way ----------------------------------------------------------------------
+# ---- the baseline --------------------------------------------------------------------------
 
 
 def run_cold_subprocess(code: str) -> str:
@@ -264,17 +263,17 @@ async def run_concurrently(
     codes: Sequence[str], run: Callable[[str], Awaitable[str]], limit: int
 ) -> list[str]:
     """Run all programs, at most `limit` at a time, and return their outputs."""
-    gate = asyncio.Semaphore(limit)
+    slots = asyncio.Semaphore(limit)
 
-    async def one(code: str) -> str:
-        async with gate:
+    async def run_in_slot(code: str) -> str:
+        async with slots:
             return await run(code)
 
-    return list(await asyncio.gather(*map(one, codes)))
+    return list(await asyncio.gather(*map(run_in_slot, codes)))
 
 
 def check_equal(answers: Sequence[str], expected: Sequence[str]) -> None:
-    """Raise `RuntimeError` if outputs differ; extra outputs of one side are ignored."""
+    """Raise `RuntimeError` if outputs differ; surplus outputs of the longer side are ignored."""
     for number, (ours, theirs) in enumerate(zip(answers, expected, strict=False)):
         if ours != theirs:
             raise RuntimeError(f"call {number}: ours printed {ours!r}, the baseline {theirs!r}")
@@ -332,15 +331,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args(arguments)
-    patterns = [part for text in given.cases for part in text.split(",")]
-    offered = case_names()
-    chosen = [case for case in offered if any(fnmatchcase(case, p) for p in patterns)]
-    if not chosen:
-        listed = "\n  ".join(offered)
-        sys.stderr.write(f"--cases {' '.join(patterns)}: none of\n  {listed}\n")
+    args = parser.parse_args(arguments)
+    try:
+        chosen = select_cases(args.cases, case_names())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    asyncio.run(measure_all(chosen, given.calls, given.workers))
+    asyncio.run(measure_all(chosen, args.calls, args.workers))
     return 0
 
 

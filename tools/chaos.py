@@ -3,15 +3,15 @@
     python tools/chaos.py [--kills N] [--runs M] [--seed K] [--out FOLDER] [key=value ...]
 
 Sends N SIGKILLs in M runs to the driver, a policy rank, an engine or a sandbox host, each equally
-often. A run must end with the same prompts in the same order and, since it has
-`deterministic=true`, with the same losses to 1e-6, and must leave no processes behind. If a sandbox
+often. A run must end with the same prompts in the same order and, because it has
+`deterministic=true`, with the same losses to 1e-6, and all its processes must end. If a sandbox
 died during a call, losses are compared only up to that step; half of all losses must be compared.
-First, two undisturbed runs must agree bit for bit; the moments are drawn from the durations of
-their steps. A killed driver is restarted with the same command; everything else must recover by
-itself. Input: `make model`, or what the overrides say.
+First, two undisturbed runs must agree bit for bit; the times of the kills are drawn within the
+durations of their steps. A killed driver is restarted with the same command; everything else must
+recover by itself. Input: `make model`, or the files that the overrides name.
 
-Prints a table and writes it to `chaos.json`, replacing the folder of an earlier check.
-Exit codes: 0 all runs passed, 1 some failed, 2 bad input.
+Prints the result of each run and writes all to `chaos.json`, replacing the folder of an earlier
+check. Exit codes: 0 all runs passed, 1 some failed, 2 bad input.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20, help="kills in all runs together")
     parser.add_argument("--runs", type=int, default=5, help="number of disturbed runs")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the moments and targets")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the times and targets")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "chaos")
     parser.add_argument("overrides", nargs="*", help="key=value overrides of the runs")
-    options = parser.parse_args(arguments)
-    if options.runs < 1 or options.kills < options.runs:
+    args = parser.parse_args(arguments)
+    if args.runs < 1 or args.kills < args.runs:
         print("error: expected at least one run and a kill for each", file=sys.stderr)
         return 2
-    shutil.rmtree(options.out, ignore_errors=True)
-    settings = [*SETTINGS, *options.overrides]
+    shutil.rmtree(args.out, ignore_errors=True)
+    settings = [*SETTINGS, *args.overrides]
     try:
-        rows = list(_run_all(options, settings))
+        rows = list(_run_all(args, settings))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    (options.out / "chaos.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    (args.out / "chaos.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def _run_all(options: argparse.Namespace, settings: list[str]) -> Sequence[dict[str, Any]]:
+def _run_all(args: argparse.Namespace, settings: list[str]) -> Sequence[dict[str, Any]]:
     rows = []
     expected: RunOutcome | None = None
     spans: list[float] = []
     for name in ("undisturbed-1", "undisturbed-2"):
-        history = ChaosRun((options.out / name).resolve(), settings, []).run(DEADLINE_S)
+        history = ChaosRun((args.out / name).resolve(), settings, []).run(DEADLINE_S)
         found = read_outcome(history.folder)
         wrong = _leftover_processes(history)
         if expected is not None and found.lines != expected.lines:
@@ -83,14 +83,12 @@ def _run_all(options: argparse.Namespace, settings: list[str]) -> Sequence[dict[
         expected, spans = expected or found, history.spans()
         rows.append(_print_result(name, history, found, wrong))
     assert expected is not None
-    draw = random.Random(options.seed)
-    share, rest = divmod(options.kills, options.runs)
+    draw = random.Random(args.seed)
+    share, rest = divmod(args.kills, args.runs)
     num_compared = 0
-    for number in range(options.runs):
+    for number in range(args.runs):
         plan = plan_kills(share + (number < rest), spans, draw)
-        history = ChaosRun((options.out / f"run-{number}").resolve(), settings, plan).run(
-            DEADLINE_S
-        )
+        history = ChaosRun((args.out / f"run-{number}").resolve(), settings, plan).run(DEADLINE_S)
         found = read_outcome(history.folder)
         wrong = differences(expected, found) + _leftover_processes(history)
         if len(history.executed_kills) < len(plan):
@@ -98,14 +96,14 @@ def _run_all(options: argparse.Namespace, settings: list[str]) -> Sequence[dict[
         if history.num_failures:
             wrong.append(f"the driver ended {history.num_failures} times without being killed")
         num_compared += found.num_compared
-        if number + 1 == options.runs and 2 * num_compared < options.runs * len(expected.losses):
+        if number + 1 == args.runs and 2 * num_compared < args.runs * len(expected.losses):
             wrong.append(f"{num_compared} losses were compared in all runs, expected half of them")
         rows.append(_print_result(f"run-{number}", history, found, wrong))
     return rows
 
 
 def _leftover_processes(history: RunHistory) -> list[str]:
-    return [f"left behind: {pid} {words}" for pid, words in history.leftover_processes.items()]
+    return [f"still running: {pid} {words}" for pid, words in history.leftover_processes.items()]
 
 
 def _print_result(

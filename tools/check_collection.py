@@ -1,11 +1,12 @@
-"""Check that pytest collects the same tests on every machine and in every process.
+"""Checks that pytest collects the same tests on every machine and in every process.
 
-The tests are collected twice, side by side, in circumstances that differ as machines and workers of
-pytest-xdist do: time of day, hash seed, locale, working directory, and the folder of the checkout,
-whose files are created in another order. Both must give the same ids in the same order. An id that
-holds bytes of a compressed file, the address of an object or the order of a set makes this fail.
+    python tools/check_collection.py    # exit code 1 and the first differences if they differ
 
-    python tools/check_collection.py    # exit code 1, and the first differences, where they differ
+The tests are collected twice at the same time, under conditions that differ between machines and
+workers of pytest-xdist: time of day, hash seed, locale, working directory, and the folder of the
+checkout, whose files are created in another order. Both collections must have the same ids in the
+same order. The check fails, for example, if an id contains the address of an object or depends on
+the order of a set.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_SHOWN = 20
 OFFSET_S = 100_000.0
 """How far the clock of the second collection is ahead: more than a day."""
 
-# Shifts the clock, then collects. Arguments: seconds, pytest's.
+# Shifts the clock, then collects. Arguments: seconds, then the arguments of pytest.
 _COLLECT = """
 import sys, time
 offset_s = float(sys.argv[1])
@@ -54,7 +55,7 @@ def copy_checkout(source: Path, target: Path) -> None:
 def start_collection(
     root: Path, working_directory: Path, *, offset_s: float, hash_seed: int, locale: str
 ) -> subprocess.Popen[str]:
-    """Begin to collect the tests of the checkout at `root`."""
+    """Start collecting the tests of the checkout at `root`."""
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
     arguments += ["--strict-markers", "--import-mode=importlib", "-W", "ignore"]
     arguments += [f"--rootdir={root}", "-c", str(root / "pyproject.toml"), str(root / "tests")]
@@ -78,7 +79,7 @@ def start_collection(
 
 
 def collected_ids(child: subprocess.Popen[str]) -> list[str]:
-    """Ids of the collected tests in their order; raises RuntimeError where collecting failed."""
+    """Return the ids of the collected tests in order; raise `RuntimeError` if collecting failed."""
     try:
         output, _ = child.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -107,15 +108,15 @@ def main() -> int:
             for child in (here, there):
                 child.kill()
                 child.wait()
-    # With another working directory ids start at that of the checkout.
+    # From another working directory, ids start with the path of the copy.
     second = [line[line.index("tests/") :] for line in second]
     if first == second:
         print(f"{len(first)} tests collected twice, the same")
         return 0
     changes = difflib.unified_diff(first, second, "first", "second", lineterm="", n=0)
     shown = [line for line in changes if not line.startswith("@@")][: MAX_SHOWN + 2]
-    print("two collections of the same tests differ, so pytest-xdist would refuse to run them;")
-    print("expected ids that are fixed words: pytest.param(..., id='...')")
+    print("two collections of the same tests differ, so that pytest-xdist would refuse to run;")
+    print("expected constant ids: pytest.param(..., id='...')")
     print("\n".join(shown))
     return 1
 

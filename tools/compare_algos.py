@@ -90,16 +90,13 @@ class _Run:
     """One algorithm with one seed."""
 
     variant: Variant
-    """The algorithm."""
     seed: int
-    """The seed."""
     config: TrainConfig
-    """The configuration of the run."""
     settings: dict[str, Any]
-    """The settings stored in the run's folder, by which other settings are refused."""
+    """The settings stored in the run's folder; the folder refuses a run with others."""
 
-    def curve(self, marks: tuple[EvalCostPoint, ...]) -> RunCostCurve:
-        return RunCostCurve(algorithm=self.variant.title, seed=self.seed, eval_points=marks)
+    def curve(self, evaluations: tuple[EvalCostPoint, ...]) -> RunCostCurve:
+        return RunCostCurve(algorithm=self.variant.title, seed=self.seed, eval_points=evaluations)
 
 
 def _compare(
@@ -112,9 +109,9 @@ def _compare(
     # Imported here: torch is loaded only after the configurations have been checked.
     from tools.compare.run import read_result
 
-    found = [(run, read_result(Path(run.config.run_dir), run.settings)) for run in plan]
-    curves = [run.curve(marks) for run, marks in found if marks is not None]
-    missing = [run for run, marks in found if marks is None]
+    results = [(run, read_result(Path(run.config.run_dir), run.settings)) for run in plan]
+    curves = [run.curve(evaluations) for run, evaluations in results if evaluations is not None]
+    missing = [run for run, evaluations in results if evaluations is None]
     if missing:
         _run_all(args, base, settings, missing, curves, out)
     print(write_comparison(out, curves, args))
@@ -143,12 +140,12 @@ def _run_all(
         )
         print(f"warm start: held-out reward {before.reward:.3f}, success {before.success:.3f}")
         for run in missing:
-            marks = run_once(setup, run.config, run.settings, _budget(args), args.save_every)
-            curves.append(run.curve(marks))
-            end = marks[-1]
+            evaluations = run_once(setup, run.config, run.settings, _budget(args), args.save_every)
+            curves.append(run.curve(evaluations))
+            last = evaluations[-1]
             print(
-                f"{run.variant.title}, seed {run.seed}: held-out reward {end.reward:.3f} after "
-                f"{end.num_tokens:,} tokens and {end.num_tool_calls:,} calls; "
+                f"{run.variant.title}, seed {run.seed}: held-out reward {last.reward:.3f} after "
+                f"{last.num_tokens:,} tokens and {last.num_tool_calls:,} tool calls; "
                 f"{format_duration(time.monotonic() - start_s)} since the start",
                 flush=True,
             )
@@ -159,11 +156,11 @@ def write_comparison(out: Path, curves: Sequence[RunCostCurve], args: argparse.N
     """Write table, plot and numbers of the finished runs; return the table."""
     ordered = sorted(curves, key=lambda curve: (_title_order(curve.algorithm), curve.seed))
     rows = summarize_algorithms(ordered, baseline=BASELINE.title)
-    notes = [f"Budget: {_budget(args)} a run; all runs start from one warm start."]
+    notes = [f"Budget: {_budget(args)} per run; all runs start from the same warm start."]
     notes += [VARIANTS[name].note for name in args.algos if VARIANTS[name].note]
     text = algorithms_markdown(rows, baseline=BASELINE.title) + "\n" + "\n".join(notes) + "\n"
     (out / "comparison.md").write_text(text, encoding="utf-8")
-    numbers = {"rows": [asdict(row) for row in rows], "runs": [asdict(one) for one in ordered]}
+    numbers = {"rows": [asdict(row) for row in rows], "runs": [asdict(curve) for curve in ordered]}
     (out / "comparison.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     write_cost_plot(out / "comparison.png", ordered, baseline=BASELINE.title)
     return text
@@ -201,19 +198,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ",".join(VARIANTS)
-    parser.add_argument("--algos", type=_names, default=list(VARIANTS), help=f"of {known}")
+    parser.add_argument("--algos", type=_names, default=list(VARIANTS), help=f"some of {known}")
     parser.add_argument("--seeds", type=_seeds, default=[1, 2, 3], help="such as 1,2,3")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
-        "--tokens", type=_positive, default=BUDGET_TOKENS, help="generated, by each run"
+        "--tokens", type=_positive, default=BUDGET_TOKENS, help="tokens that each run generates"
     )
-    budget.add_argument("--steps", type=_positive, help="by each run, in place of --tokens")
+    budget.add_argument("--steps", type=_positive, help="steps of each run, instead of --tokens")
     parser.add_argument(
         "--marks", type=_positive, default=NUM_EVALUATIONS, help="evaluations of each run"
     )
-    parser.add_argument("--save-every", type=_positive, default=10, help="steps")
+    parser.add_argument("--save-every", type=_positive, default=10, help="steps per checkpoint")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all runs")
     return parser.parse_intermixed_args(arguments)
 
 

@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folders", nargs="+", type=Path, help="folders of runs or of sweeps")
     parser.add_argument("--out", type=Path, help="where to write (default: the first folder)")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     # Imported here because the package may be found only through ROOT.
     from mega_agentrl.train.sweep import compare_run_dirs
 
     try:
-        print(compare_run_dirs(options.folders, options.out or options.folders[0]))
+        print(compare_run_dirs(args.folders, args.out or args.folders[0]))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

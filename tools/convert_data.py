@@ -1,11 +1,12 @@
 """Converts published data sets to this project's RL parquet.
 
-`python tools/convert_data.py --source bfcl --input FILE... --output FILE [--limit N] [--force]`:
-local parquet, json or jsonl files in, one parquet file out; nothing is downloaded. The formats of
-the sources are described in `mega_agentrl/data/converters/`.
+    python tools/convert_data.py --source bfcl --input FILE... --output FILE [--limit N] [--force]
 
-If ground truths are function calls, every row is checked against its reward: its own ground truth
-must score 1. Rows that do not are left out, counted and named.
+Reads local parquet, json or jsonl files and writes one parquet file; nothing is downloaded. The
+formats of the sources are described in `mega_agentrl/data/converters/`.
+
+If ground truths are function calls, the reward must give each ground truth 1 as an answer. Other
+rows are left out, counted and named.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, type=Path, metavar="FILE")
     parser.add_argument("--limit", type=int, metavar="N", help="write the first N rows only")
     parser.add_argument("--force", action="store_true", help="write over an existing file")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        _convert(options)
+        _convert(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _convert(options: argparse.Namespace) -> None:
-    if options.limit is not None and options.limit < 1:
-        raise ValueError(f"--limit {options.limit}: expected at least 1")
-    check_output_path(options.output, force=options.force)
-    source_rows = read_source_rows(options.input)
-    converted = convert_rows(options.source, source_rows)
+def _convert(args: argparse.Namespace) -> None:
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit {args.limit}: expected at least 1")
+    check_output_path(args.output, force=args.force)
+    source_rows = read_source_rows(args.input)
+    converted = convert_rows(args.source, source_rows)
     rows = converted.rows
-    if SOURCES[options.source].has_calls:
+    if SOURCES[args.source].has_calls:
         rows = [row for row in rows if _ground_truth_scores_full(row)]
     num_left_out = len(converted.rows) - len(rows)
     if num_left_out:
         converted.notes["left out: the reward cannot parse the ground truth"] = num_left_out
-    rows = rows[: options.limit]
-    write_rl_parquet(rows, options.output, force=options.force)
-    print(f"{options.output}: {len(rows)} rows from {len(source_rows)} of {options.source}")
+    rows = rows[: args.limit]
+    write_rl_parquet(rows, args.output, force=args.force)
+    print(f"{args.output}: {len(rows)} rows from {len(source_rows)} of {args.source}")
     for note, times in sorted(converted.notes.items()):
         print(f"{note}: {times}")
 

@@ -1,8 +1,10 @@
 """Converts a training checkpoint to a Hugging Face folder that transformers and vLLM load.
 
-`python tools/export_hf.py CHECKPOINT --model FOLDER --out FOLDER`: CHECKPOINT is a checkpoint
-folder with a manifest.json, of any layout, or a run folder, whose newest checkpoint is taken;
-`--model` is the folder that training started from. It takes one process and no GPU.
+    python tools/export_hf.py CHECKPOINT --model FOLDER --out FOLDER
+
+CHECKPOINT is a checkpoint folder (with a manifest.json) of any parallel layout, or a run folder,
+whose newest checkpoint is taken; `--model` is the folder that training started from. It needs one
+process and no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from mega_agentrl.config.enums import Dtype
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export the checkpoint; return 2 if checkpoint and model do not fit."""
+    """Export the checkpoint; return 2 if there is none or it does not match the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path, help="checkpoint, or run folder with some")
     parser.add_argument("--model", type=Path, required=True, help="folder training started from")
@@ -26,16 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dtype",
         choices=[str(choice) for choice in Dtype],
         default=str(Dtype.auto),
-        help="of the weights written; auto: as trained",
+        help="dtype of the written weights; auto: as trained",
     )
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        checkpoint = _checkpoint(options.checkpoint)
-        _write(checkpoint, options.model, options.out, Dtype(options.dtype))
+        checkpoint = _checkpoint(args.checkpoint)
+        _write(checkpoint, args.model, args.out, Dtype(args.dtype))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.out}: written from {checkpoint}")
+    print(f"{args.out}: written from {checkpoint}")
     return 0
 
 
@@ -45,7 +47,7 @@ def _checkpoint(folder: Path) -> Path:
     newest = latest_checkpoint(folder)
     if newest is None:
         raise ValueError(
-            f"{folder}: expected a checkpoint or a folder of checkpoints, found no whole one"
+            f"{folder}: got no complete checkpoint, expected a checkpoint or a run folder"
         )
     return newest
 

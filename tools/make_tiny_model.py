@@ -1,7 +1,8 @@
 """Creates the input of the smoke run: a tiny Qwen3, the tool-QA datasets and the knowledge base.
 
-`python tools/make_tiny_model.py --out runs/toolqa --seed 0`. A second call with the same settings
-does nothing. The work is done by `mega_agentrl.data.toolqa`.
+    python tools/make_tiny_model.py --out runs/toolqa --seed 0
+
+A second call with the same settings does nothing. The work is done by `mega_agentrl.data.toolqa`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(folder: Path, settings: ToolQASettings) -> None:
-    # Imported here: torch and transformers take seconds, which a second call need not wait for.
+    # Imported here: torch and transformers take seconds, which a call without work can save.
     from transformers.utils.logging import disable_progress_bar
 
     from mega_agentrl.data.toolqa.dataset_writer import write_toolqa_dataset

@@ -1,12 +1,32 @@
-"""What the benchmarks share: the JSON line of a case, and the peak memory of this process."""
+"""What the benchmarks share: choosing cases, the JSON line of a case, and peak memory."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mega_agentrl.estimate.host_memory import MIB, ResidentMemory
+
+
+def select_cases(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern of `--cases` matches, in their own order.
+
+    Args:
+        patterns: shell patterns over the whole name; one text may contain several, separated by
+            commas.
+        names: names of all cases.
+
+    Raises:
+        ValueError: no name matches; the message lists the names.
+    """
+    parts = [part for text in patterns for part in text.split(",")]
+    chosen = [name for name in names if any(fnmatchcase(name, part) for part in parts)]
+    if not chosen:
+        raise ValueError("\n  ".join([f"--cases {' '.join(parts)}: no such case among", *names]))
+    return chosen
 
 
 def bench_line(
@@ -14,8 +34,8 @@ def bench_line(
 ) -> dict[str, object]:
     """Return the line with the keys bench, case, unit, ours, baseline and ratio.
 
-    ratio = baseline / ours, so more is better. None means not measured or, for the ratio,
-    undefined.
+    ratio = baseline / ours, so that a larger ratio is better. None means not measured; the ratio is
+    also None if `ours` is 0.
     """
     has_ratio = ours and baseline is not None
     return {
@@ -29,10 +49,10 @@ def bench_line(
 
 
 class PeakMemory:
-    """Measures what this process takes, from the construction on, beyond what was resident then.
+    """Measures the peak of this process's memory beyond what was resident at construction.
 
     Args:
-        trim: whether to return freed memory to the system first, so that its reuse counts.
+        trim: whether to return freed memory to the system first, so that reusing it counts.
     """
 
     def __init__(self, *, trim: bool = True) -> None:
@@ -51,7 +71,6 @@ class PeakMemory:
     def private_peak_mib(self) -> float:
         """Return the peak in MiB without shared memory.
 
-        If frames are read in the sender's memory, its pages are resident here too, from the first
-        frame on.
+        A receiver that reads frames in the sender's memory has the sender's pages mapped.
         """
         return self.peak_mib() - (ResidentMemory.current().shared_bytes - self._shared_bytes) / MIB

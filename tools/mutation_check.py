@@ -1,19 +1,17 @@
-"""Measure how many injected faults the quick tests find.
+"""Measures which fraction of injected faults the quick tests find.
+
+    python tools/mutation_check.py --out build/mutation.jsonl                  # 160 mutations
+    python tools/mutation_check.py --out build/after.jsonl --again build/before.jsonl
 
 The product code is changed in one random place at a time: a condition is negated, a comparison or
 an arithmetic operator is replaced, a number is changed, a statement is dropped. For each change the
 quick tests that import the changed module run, nearest in the import graph first, until one fails
 or `--budget-s` is used up. A fault that no test finds within the budget counts as not found, so the
-share printed is a lower bound.
+printed fraction is a lower bound.
 
-    python tools/mutation_check.py --out build/mutation.jsonl                  # 160 mutations
-    python tools/mutation_check.py --out build/after.jsonl --again build/before.jsonl
-
-With `--again` the mutations of an earlier result are repeated, so that two states of the tests can
-be compared on the same faults. A mutation whose function has since been changed is skipped and
-counted.
-
-The tree is copied first; the checkout is not touched.
+`--again` repeats the mutations of an earlier result, so that two versions of the tests can be
+compared on the same faults. A mutation whose function has since been changed is skipped and
+counted. The mutations are made in a copy of the checkout.
 """
 
 from __future__ import annotations
@@ -67,26 +65,24 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """One change of one place.
-
-    Attributes:
-        path: file below the root of the repository.
-        definition: source text of the enclosing top-level definition, by which the place is found
-            again in a file that has changed elsewhere.
-        line: first line of the changed node, counted from the definition's.
-        column: column of the node's first character, in bytes.
-        kind: what is done to the node.
-        before: source text of the changed node.
-        after: source text that replaces it.
-    """
+    """One change of one place in the source."""
 
     path: str
+    """File below the root of the repository."""
     definition: str
+    """Source text of the enclosing top-level definition.
+
+    With it the place is found again in a file that has changed elsewhere.
+    """
     line: int
+    """First line of the changed node, relative to the definition."""
     column: int
+    """Column of the node's first character, in bytes."""
     kind: str
     before: str
+    """Source text of the changed node."""
     after: str
+    """Source text that replaces it."""
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -94,14 +90,14 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _skipped(node: ast.AST) -> bool:
-    """Whether nothing below the node is code whose change could be noticed."""
+    """Return whether no change below the node could alter behaviour."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return True
     return isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr))
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node whose change may alter behaviour; annotations and messages are left out."""
+    """Yield all nodes whose change may alter behaviour, that is not annotations or messages."""
     todo = deque([tree])
     while todo:
         node = todo.popleft()
@@ -114,7 +110,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """Kind of change, the node it replaces, and the new source text."""
+    """Yield (kind of change, node that it replaces, new source text)."""
     if isinstance(node, (ast.If, ast.While, ast.IfExp)):
         yield "condition", node.test, f"(not ({ast.unparse(node.test)}))"
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -133,7 +129,7 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
 
 
 def mutations_of(path: str, source: str) -> list[Mutation]:
-    """All mutations of one file."""
+    """Return all mutations of one file."""
     found = []
     for top in ast.parse(source).body:
         if _skipped(top) or _is_docstring(top):
@@ -159,7 +155,7 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
 
 
 def sample(root: Path, count: int, seed: int) -> list[Mutation]:
-    """Draw `count` mutations, shared out over the packages by their lines of code."""
+    """Draw about `count` mutations, in each package in proportion to its lines of code."""
     by_package: dict[str, list[Mutation]] = {}
     num_lines: dict[str, int] = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
@@ -168,18 +164,18 @@ def sample(root: Path, count: int, seed: int) -> list[Mutation]:
         source = path.read_text()
         by_package.setdefault(package, []).extend(mutations_of(str(relative), source))
         num_lines[package] = num_lines.get(package, 0) + len(source.splitlines())
-    stream = random.Random(seed)
+    generator = random.Random(seed)
     total = sum(num_lines.values())
     chosen = []
     for package in sorted(by_package):
         share = min(len(by_package[package]), round(count * num_lines[package] / total))
-        chosen += stream.sample(by_package[package], share)
-    stream.shuffle(chosen)
+        chosen += generator.sample(by_package[package], share)
+    generator.shuffle(chosen)
     return chosen
 
 
 def apply(mutation: Mutation, source: str) -> str | None:
-    """The source with the mutation, or None where its definition has changed or is not unique."""
+    """Return the mutated source, or None if the definition has changed or is not unique."""
     if source.count(mutation.definition) != 1:
         return None
     start = source.index(mutation.definition)
@@ -197,7 +193,7 @@ def _module_of(path: Path) -> str:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """For each module of the package, tests and tools: those that import it, by name."""
+    """Return the names of the modules that import each module, tests and tools included."""
     files = [
         path.relative_to(root)
         for folder in (PACKAGE, "tests", "tools", "examples")
@@ -221,7 +217,10 @@ def import_graph(root: Path) -> dict[str, set[str]]:
 
 
 def tests_of(module: str, importers: dict[str, set[str]]) -> list[str]:
-    """Test files that reach `module` through imports, nearest first; all others after them."""
+    """Return the test files that import `module` directly or indirectly, nearest first.
+
+    At equal distance, end-to-end tests are last, and names that resemble the module's are first.
+    """
     distance = {module: 0}
     todo = deque([module])
     while todo:
@@ -241,9 +240,10 @@ def tests_of(module: str, importers: dict[str, set[str]]) -> list[str]:
 
 
 def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]:
-    """'found' with the first failure, 'missed', or 'budget' where time ran out first.
+    """Run the tests in a fork of this process, which has imported the slow libraries.
 
-    The tests run in a fork of this process, which has the slow libraries imported already.
+    Returns:
+        ("found", first failure), ("missed", "") or, if the time ran out, ("budget", "").
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
@@ -253,7 +253,7 @@ def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]
         child.start()
         child.join(budget_s)
         if child.is_alive():
-            # pytest ends its fixtures' processes; whoever is left dies with the process group.
+            # pytest ends the processes of its fixtures; all others of the group are killed.
             child.terminate()
             child.join(20)
             _kill_group(child.pid)
@@ -268,7 +268,7 @@ def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]
 
 
 def _pytest(root: Path, files: list[str], output: Path) -> None:
-    """Run the files in this process until the first failure; exits with pytest's code."""
+    """Run the files in this process until the first failure, and exit with pytest's code."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -289,7 +289,7 @@ def _kill_group(pid: int | None) -> None:
 
 
 def _import_libraries() -> None:
-    """Import the libraries that most tests need, so that each fork has them already."""
+    """Import the libraries that most tests need, so that the forks need not import them."""
     sys.dont_write_bytecode = True
     for name in LIBRARIES:
         importlib.import_module(name)
@@ -324,7 +324,7 @@ def _measure(
 
 
 def main() -> None:
-    """Draw or read the mutations, run the tests on each, print the share that was found."""
+    """Draw or read the mutations, run the tests on each, and print how many were found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--count", type=int, default=160)
@@ -333,22 +333,22 @@ def main() -> None:
     parser.add_argument("--again", type=Path, help="result whose mutations are repeated")
     parser.add_argument("--part", default="0/1", help="I/N: only mutations I, I+N, I+2N, ...")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    args = parser.parse_args()
 
-    if options.again is None:
-        mutations = sample(options.root, options.count, options.seed)
+    if args.again is None:
+        mutations = sample(args.root, args.count, args.seed)
     else:
-        rows = map(json.loads, options.again.read_text().splitlines())
+        rows = map(json.loads, args.again.read_text().splitlines())
         mutations = [Mutation(**row["mutation"]) for row in rows]
-    first, step = map(int, options.part.split("/"))
+    first, step = map(int, args.part.split("/"))
     outcomes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder, options.out.open("w") as out:
+    with tempfile.TemporaryDirectory() as folder, args.out.open("w") as out:
         root = Path(folder)
-        _copy_tree(options.root, root)
+        _copy_tree(args.root, root)
         importers = import_graph(root)
         _import_libraries()
         for mutation in mutations[first::step]:
-            result = _measure(mutation, root, importers, options.budget_s)
+            result = _measure(mutation, root, importers, args.budget_s)
             outcome = str(result["outcome"])
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
             print(json.dumps({"mutation": asdict(mutation), **result}), file=out, flush=True)

@@ -1,14 +1,14 @@
-r"""Checks whether a configuration can run, before anything starts, on a login node without a GPU.
+r"""Checks whether a configuration can run, without a GPU, for example on a login node.
 
     python tools/preflight.py experiment=qwen3_32b_64gpu model.path=... data.train=... [key=value]
     python tools/preflight.py experiment=qwen3_32b_64gpu --no-files \
         --model-config tools/model_configs/qwen3-32b.json
 
-Checks the configuration as the run does, estimates the memory of policy and engine ranks part by
-part against the GPU (`--gpu-gib`) and the weight transfer over the links (`--*-gbs`), and reads the
-prompts if data and tokenizer are present. Models: Llama, Qwen2, Qwen3, Qwen3Moe; a folder with
-config.json is enough. Exit code 1: the run cannot start; the output names the key to change and
-working values. torch is never imported.
+Checks the configuration as the run does, compares the estimated memory of policy and engine ranks
+with that of the GPU (`--gpu-gib`), estimates the duration of a weight transfer over the links
+(`--*-gbs`), and reads the prompts if data and tokenizer are present. Models: Llama, Qwen2, Qwen3,
+Qwen3Moe; a folder with config.json is enough. Exit code 1: the run cannot start; the output names
+the key to change and working values. torch is never imported.
 """
 
 from __future__ import annotations
@@ -38,44 +38,42 @@ from tools.preflight_parts.compose import compose_config, make_config_check, mak
 from tools.preflight_parts.report import PreflightFindings, as_json, print_report  # noqa: E402
 
 
-def collect_findings(options: argparse.Namespace, folder: Path) -> PreflightFindings:
+def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFindings:
     """Run all checks; `folder` is for temporary files."""
     found = PreflightFindings()
     try:
         device = DeviceSpec(
-            memory_gib=None if options.cpu else options.gpu_gib,
-            gpus_per_node=options.per_node,
-            reserved_fraction=options.reserve,
+            memory_gib=None if args.cpu else args.gpu_gib,
+            gpus_per_node=args.per_node,
+            reserved_fraction=args.reserve,
         )
-        path = (
-            make_config_only_folder(options.model_config, folder) if options.model_config else None
-        )
-        config = compose_config(options.overrides, model_path=path)
+        path = make_config_only_folder(args.model_config, folder) if args.model_config else None
+        config = compose_config(args.overrides, model_path=path)
         found.config, found.device = config, device
-        check = make_config_check(folder, files=not options.no_files)
+        check = make_config_check(folder, files=not args.no_files)
         check(config)
         found.shape = shape = ModelShape.from_folder(config.model.path)
         found.report = run_preflight(
-            config, shape, device, check, num_gpus=options.gpus, imbalance=options.imbalance
+            config, shape, device, check, num_gpus=args.gpus, imbalance=args.imbalance
         )
         found.problems += found.report.problems
         found.notes += found.report.notes
         if not found.problems:
-            given = {str(link): getattr(options, f"{link}_gbs") * 1e9 for link in LinkType}
-            found.transfer = estimate_transfer(config, shape, device, LinkSpeeds(**given))
+            speeds = {str(link): getattr(args, f"{link}_gbs") * 1e9 for link in LinkType}
+            found.transfer = estimate_transfer(config, shape, device, LinkSpeeds(**speeds))
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         found.problems.append(_config_error_problem(error))
     else:
-        _add_prompts(found, options)
+        _add_prompts(found, args)
     return found
 
 
-def _add_prompts(found: PreflightFindings, options: argparse.Namespace) -> None:
-    # Imported here: it takes a second, which a wrong layout need not wait for.
+def _add_prompts(found: PreflightFindings, args: argparse.Namespace) -> None:
+    # Imported here: the import takes a second, too long for reporting a wrong layout.
     from tools.preflight_parts.prompts import has_tokenizer, inspect_prompts
 
     assert found.config is not None, "the configuration is composed first"
-    if options.no_prompts or not has_tokenizer(found.config):
+    if args.no_prompts or not has_tokenizer(found.config):
         found.notes.append("prompts and chat template were not checked: no tokenizer here")
         return
     try:
@@ -123,10 +121,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the findings; return 0 if the configuration can run, else 1."""
-    options = _parser().parse_intermixed_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        found = collect_findings(options, Path(folder))
-    if options.json:
+        found = collect_findings(args, Path(folder))
+    if args.json:
         print(json.dumps(as_json(found), indent=2))
     else:
         print_report(found, Console())

@@ -26,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path, help="folder of a run, with its metrics.jsonl")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the folder)")
     parser.add_argument("--megabytes", type=int, default=20, help="of rollout trees (%(default)s)")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     # Imported here because the package may be found only through ROOT.
     from mega_agentrl.train.output.report_page import write_report
 
     try:
-        budget_bytes = max(0, options.megabytes) * 1_000_000
-        path = write_report(options.run_folder, options.out, budget_bytes=budget_bytes)
+        budget_bytes = max(0, args.megabytes) * 1_000_000
+        path = write_report(args.run_folder, args.out, budget_bytes=budget_bytes)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

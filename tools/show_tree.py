@@ -2,8 +2,8 @@
 
     python tools/show_tree.py FILE [--prompt ID] [--entropy]
 
-Without `--prompt` all trees of the file are printed. `--entropy` prints, instead of trees, the mean
-entropy at each token offset of first turns and of turns after a tool's answer.
+Without `--prompt` all trees of the file are printed. `--entropy` prints the mean entropy at each
+token offset of first turns and of turns after a tool's answer instead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="a file of a run's folder rollouts/")
     parser.add_argument("--prompt", help="id of one prompt, as in `question ID: ...`")
     parser.add_argument("--entropy", action="store_true", help="entropy by token offset instead")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        lines = _entropy_lines if options.entropy else _tree_lines
-        for line in lines(_trees(options.file, options.prompt)):
+        lines = _entropy_lines if args.entropy else _tree_lines
+        for line in lines(_trees(args.file, args.prompt)):
             print(line)
     except BrokenPipeError:
         # The reader closed the pipe; discard what is still buffered.
@@ -77,7 +77,7 @@ def _entropy_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:
     curve = EntropyCurves()
     for tree in trees:
         curve += collect_entropy_curves(tree.trajectories)
-    yield "offset   first turn (tokens)   behind an answer (tokens)"
+    yield "offset   first turn (tokens)   after an answer (tokens)"
     for offset in range(NUM_OFFSETS):
         values = [
             f"{'-' if mean is None else f'{mean:.4f}'} ({means.counts[offset]})"

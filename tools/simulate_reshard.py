@@ -5,11 +5,10 @@ r"""Plans a weight update for a real model on many ranks, from its config alone.
         --rollout tensor=4,engines=2 --per-node 8 --network-gbs 25
     python tools/simulate_reshard.py --model path/to/config.json ...
 
-One layer of each type is traced through vLLM's loader and repeated (`planner.repeated_layers`); the
+One layer of each type is traced through vLLM's loader and repeated (`planner.owner_expansion`); the
 plan covers all ranks and tensors. No weights, processes or GPU are needed. The tool prints bytes,
 the lower bound of network traffic, the minimum time (a rank's own bytes over one network link), the
-predicted time (`planner.traffic`: links only) and times that others have published for their
-hardware.
+predicted time (`planner.traffic`: links only) and published times of other systems.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from typing import Any, NamedTuple
 from mega_agentrl.reshard.layout import ShardLayout
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.planner import plan_from_owners
-from mega_agentrl.reshard.planner.regions import RankSetCache, RectOwners
-from mega_agentrl.reshard.planner.repeated_layers import (
+from mega_agentrl.reshard.planner.owner_expansion import (
     TrainerParallelSizes,
     expand_rollout_owners,
     expand_trainer_owners,
     first_layer_of_each_type,
 )
+from mega_agentrl.reshard.planner.planner import plan_from_owners
+from mega_agentrl.reshard.planner.regions import RankSetCache, RectOwners
 from mega_agentrl.reshard.planner.traffic import TransferTraffic, count_traffic
 from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
@@ -93,7 +92,7 @@ class SimulationResult(NamedTuple):
     own_bytes: int
     """Bytes of the largest rollout rank's shards."""
     ratio: float
-    """Received bytes over own bytes, of the rank farthest from 1."""
+    """Received bytes / own bytes, of the rank whose ratio is farthest from 1."""
     model_bytes: int
     num_buckets: int
     trace_s: float
@@ -101,17 +100,17 @@ class SimulationResult(NamedTuple):
     """CPU seconds of planning, without tracing and counting."""
 
 
-def simulate(case: Case, options: argparse.Namespace) -> SimulationResult:
+def simulate(case: Case, args: argparse.Namespace) -> SimulationResult:
     """Trace, plan and count one case."""
     path = Path(case.model)
     path = path if path.is_file() else CONFIGS / f"{case.model}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
         raise ValueError(f"--model {case.model}: expected a config.json or one of {known}")
-    shape, engine, trace_s = _trace(path, case.rollout["tensor"], options.dtype)
+    shape, engine, trace_s = _trace(path, case.rollout["tensor"], args.dtype)
     sizes = TrainerParallelSizes(**{f"{axis}_size": size for axis, size in case.trainer.items()})
     num_rollout_ranks = case.rollout["tensor"] * case.rollout["engines"]
-    locations = _locations(sizes.num_ranks, num_rollout_ranks, options.per_node, options.colocated)
+    locations = _locations(sizes.num_ranks, num_rollout_ranks, args.per_node, args.colocated)
     start = time.process_time()
     rank_sets = RankSetCache()
     trainer_owners = expand_trainer_owners(shape, sizes, rank_sets)
@@ -121,19 +120,19 @@ def simulate(case: Case, options: argparse.Namespace) -> SimulationResult:
     )
     shapes = hf_shapes(shape)
     plan = plan_from_owners(
-        trainer_owners, rollout_owners, rank_sets, locations, options.dtype,
+        trainer_owners, rollout_owners, rank_sets, locations, args.dtype,
         names=list(shapes), num_trainer_ranks=sizes.num_ranks,
-        bucket_bytes=options.bucket_mib * 2**20, speeds=options.speeds,
+        bucket_bytes=args.bucket_mib * 2**20, speeds=args.speeds,
     )  # fmt: skip
     plan_s = time.process_time() - start
-    traffic = count_traffic(plan, locations, options.speeds)
-    own = _own_bytes(rollout_owners, DTYPE_BYTES[options.dtype])
+    traffic = count_traffic(plan, locations, args.speeds)
+    own = _own_bytes(rollout_owners, DTYPE_BYTES[args.dtype])
     ratios = {traffic.received_bytes_of(rank) / own[rank] for rank in plan.rollout_ranks}
     return SimulationResult(
         traffic=traffic,
         own_bytes=max(own.values()),
         ratio=max(ratios, key=lambda ratio: abs(ratio - 1.0)),
-        model_bytes=DTYPE_BYTES[options.dtype] * sum(map(_numel, shapes.values())),
+        model_bytes=DTYPE_BYTES[args.dtype] * sum(map(_numel, shapes.values())),
         num_buckets=len(plan.buckets),
         trace_s=trace_s,
         plan_s=plan_s,
@@ -182,10 +181,8 @@ def _locations(
 
 
 def _own_bytes(rollout_owners: RectOwners, item_bytes: int) -> dict[int, int]:
-    """Return the bytes of every rollout rank's shards.
-
-    Layers of a type share their table of rectangles.
-    """
+    """Return the bytes of every rollout rank's shards."""
+    # Layers of a type share their table of rectangles.
     tables = {id(rects): rects for rects in rollout_owners.values()}
     times: dict[int, int] = defaultdict(int)
     for rects in rollout_owners.values():
@@ -205,30 +202,27 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def print_case(case: Case, outcome: SimulationResult, speeds: LinkSpeeds) -> str:
-    """Return a few lines about one case."""
-    traffic, gib = outcome.traffic, 2**30
-    trainer = [f"{key} {value}" for key, value in case.trainer.items()]
-    rollout = [f"{key} {value}" for key, value in case.rollout.items()]
-    network = traffic.total_bytes(LinkType.network)
-    floor_s = outcome.own_bytes / speeds.network
-    usual_s = outcome.model_bytes / speeds.network
-    return "\n".join(
-        [
-            f"{case.model}: trainer {', '.join(trainer)} -> rollout {', '.join(rollout)}",
-            f"  model {outcome.model_bytes / gib:.2f} GiB; largest rollout shard "
-            f"{outcome.own_bytes / gib:.3f} GiB; received / own {outcome.ratio:.4f}",
-            f"  network {network / gib:.2f} GiB, at least "
-            f"{traffic.min_network_bytes / gib:.2f}; same node "
-            f"{traffic.total_bytes(LinkType.same_node) / gib:.2f}; same GPU "
-            f"{traffic.total_bytes(LinkType.same_gpu) / gib:.2f}; sent by the trainer "
-            f"{traffic.trainer_sent_bytes() / gib:.2f}",
-            f"  predicted {traffic.predicted_s:.3f} s; own bytes over one network link "
-            f"{floor_s:.3f} s; the whole model over one {usual_s:.3f} s; published "
-            f"{case.published}",
-            f"  {outcome.num_buckets} buckets; traced in {outcome.trace_s:.1f} s, planned in "
-            f"{outcome.plan_s:.1f} s of processor time",
-        ]
+def format_case(case: Case, result: SimulationResult, speeds: LinkSpeeds) -> str:
+    """Return the printed lines of one case."""
+    traffic, gib = result.traffic, 2**30
+    trainer = ", ".join(f"{key} {value}" for key, value in case.trainer.items())
+    rollout = ", ".join(f"{key} {value}" for key, value in case.rollout.items())
+    network = traffic.total_bytes(LinkType.network) / gib
+    same_node = traffic.total_bytes(LinkType.same_node) / gib
+    same_gpu = traffic.total_bytes(LinkType.same_gpu) / gib
+    own_s = result.own_bytes / speeds.network
+    model_s = result.model_bytes / speeds.network
+    return (
+        f"{case.model}: trainer {trainer} -> rollout {rollout}\n"
+        f"  model {result.model_bytes / gib:.2f} GiB; largest rollout shard "
+        f"{result.own_bytes / gib:.3f} GiB; received / own {result.ratio:.4f}\n"
+        f"  network {network:.2f} GiB, at least {traffic.min_network_bytes / gib:.2f}; same node "
+        f"{same_node:.2f}; same GPU {same_gpu:.2f}; sent by the trainer "
+        f"{traffic.trainer_sent_bytes() / gib:.2f}\n"
+        f"  predicted {traffic.predicted_s:.3f} s; over one network link: own bytes {own_s:.3f} s, "
+        f"whole model {model_s:.3f} s; published {case.published}\n"
+        f"  {result.num_buckets} buckets; traced in {result.trace_s:.1f} s, planned in "
+        f"{result.plan_s:.1f} s of CPU time"
     )
 
 
@@ -237,15 +231,15 @@ def _numbers(text: str) -> dict[str, int]:
     return {key: int(value) for key, value in (item.split("=") for item in text.split(","))}
 
 
-def _cases(options: argparse.Namespace) -> Sequence[Case]:
+def _cases(args: argparse.Namespace) -> Sequence[Case]:
     known = {case.model: case for case in CASES}
-    if not options.model:
+    if not args.model:
         return CASES
-    case = known.get(options.model, Case(options.model, {}, {}))
+    case = known.get(args.model, Case(args.model, {}, {}))
     return [
         case._replace(
-            trainer=options.trainer or case.trainer or {"tensor": 1},
-            rollout={"tensor": 1, "engines": 1} | (options.rollout or case.rollout),
+            trainer=args.trainer or case.trainer or {"tensor": 1},
+            rollout={"tensor": 1, "engines": 1} | (args.rollout or case.rollout),
         )
     ]
 
@@ -267,14 +261,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, simulate, print; 2 for sizes that do not fit."""
-    options = _parser().parse_args(arguments)
-    gc.disable()  # millions of small objects that all stay, and no cycles
+    """Simulate the cases and print them; return 2 for sizes that do not fit."""
+    args = _parser().parse_args(arguments)
+    gc.disable()  # planning creates millions of small objects without cycles
     try:
-        given = {str(link): getattr(options, f"{link}_gbs") * 1e9 for link in LinkType}
-        options.speeds = LinkSpeeds(**given)
-        for case in _cases(options):
-            print(print_case(case, simulate(case, options), options.speeds), flush=True)
+        speeds = {str(link): getattr(args, f"{link}_gbs") * 1e9 for link in LinkType}
+        args.speeds = LinkSpeeds(**speeds)
+        for case in _cases(args):
+            print(format_case(case, simulate(case, args), args.speeds), flush=True)
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

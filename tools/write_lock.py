@@ -1,8 +1,8 @@
-"""Write requirements/cpu.txt from the packages of the environment that runs this.
+"""Prints requirements/cpu.txt, the lock of the CPU environment, from the current environment.
 
-`python tools/write_lock.py > requirements/cpu.txt` after a new version has been installed and
-tested. The lock is the whole environment except this project, pip itself and packages no
-dependency asks for; local versions (`+cpu`) are cut, so that one pin serves every index.
+Run `python tools/write_lock.py > requirements/cpu.txt` after installing and testing a new version.
+The lock has all packages that the project needs directly or indirectly, except itself and pip.
+Local version labels (`+cpu`) are removed, so that a pin can be installed from every index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADER = """\
 
 
 def needed(installed: dict[str, Distribution]) -> set[str]:
-    """Names reachable from the project's dependencies and its extras."""
+    """Return the names of all packages that the project and its extras depend on."""
     found: set[str] = set()
     seen: set[tuple[str, str]] = set()
     todo = [(PROJECT, extra) for extra in ("", *EXTRAS)] + [(name, "") for name in BUILD]
@@ -47,7 +47,7 @@ def needed(installed: dict[str, Distribution]) -> set[str]:
 
 
 def main() -> int:
-    """Print the lock; fail where a package that breaks the environment is installed."""
+    """Print the lock; return 1 if a package that breaks the environment is installed."""
     installed = {str(canonicalize_name(d.metadata["Name"])): d for d in distributions()}
     broken = sorted(set(BROKEN_ON_CPU) & set(installed))
     if broken:

@@ -2,7 +2,7 @@
 
 The value of response token t is computed from the hidden state that predicts t, so it depends
 on the prompt and the response before t: it is V(s_t), as `algo.advantage.gae` expects. If the
-checkpoint has no value head, its weight starts at zero on every rank, and so do all values.
+checkpoint has no value head, the head starts with a weight of zero.
 
 Arguments and results are plain values or CPU tensors, so that a remote call can carry them.
 """
@@ -68,21 +68,21 @@ class ValueObjective:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` values."""
         rows, device = list(micro.rows), value_RT.device
         mask_RT = self.mask_BT[rows].to(device)
-        # This context rank has values only for the tokens of a row that it holds.
-        here_RT = micro.predicted_mask(value_RT.size(1))
+        # A context rank has values only for the tokens that it predicts.
+        own_RT = micro.predicted_mask(value_RT.size(1))
         return_RT = self.batch.return_BT[rows].to(device)
         loss_RT, info = clipped_value_loss(
-            value_RT, self.batch.value_BT[rows].to(device), return_RT, here_RT, clip=self.clip_range
+            value_RT, self.batch.value_BT[rows].to(device), return_RT, own_RT, clip=self.clip_range
         )
         loss = aggregate_share(loss_RT, mask_RT, self.mask_BT, self.aggregation)
-        num_tokens = here_RT.sum().float()
+        num_tokens = own_RT.sum().float()
         return loss, {
             "loss": loss.detach(),
             "num_tokens": num_tokens,
             "value_loss": loss_RT.detach().sum(),
             "value_clipfrac": info["value_clipfrac"] * num_tokens,
             "value": value_RT.detach().sum(),
-            "return": return_RT[here_RT].sum(),
+            "return": return_RT[own_RT].sum(),
         }
 
 

@@ -1,10 +1,9 @@
 """Device backend: the differences between GPUs with NCCL and CPUs with gloo.
 
 Megatron-core hardcodes `device="cuda"` and `torch.cuda.current_device()`. On a machine without
-CUDA, `init_device` therefore replaces the name `torch` in the Megatron modules in use by a view
-of torch in which the device "cuda" is the CPU, calls that wait for a GPU return at once, and
-all streams are one idle stream. torch itself and all other modules are unchanged, so this
-works in every thread. With CUDA, nothing is replaced.
+CUDA, `init_device` therefore replaces the name `torch` in the Megatron modules in use by a copy
+of the module torch in which the device "cuda" is the CPU, calls that wait for a GPU return at
+once, and all streams are one idle stream. torch itself and all other modules are unchanged.
 
 With expert tensor parallelism over ranks that hold different tokens, Megatron gathers parts of
 different lengths. NCCL's `all_gather` and `reduce_scatter` accept them, gloo's do not; on CPUs
@@ -113,31 +112,31 @@ def init_device(local_rank: int) -> None:
 
 
 def all_gather_uneven(
-    parts: list[torch.Tensor], mine: torch.Tensor, *, group: dist.ProcessGroup
+    parts: list[torch.Tensor], local: torch.Tensor, *, group: dist.ProcessGroup
 ) -> None:
-    """Fill `parts`, one per rank of the group with that rank's shape, from every rank's `mine`."""
+    """Fill `parts`, one per rank of the group with that rank's shape, from every rank's `local`."""
     for rank, part in enumerate(parts):
         if rank == group.rank():
-            part.copy_(mine)
+            part.copy_(local)
         if part.numel():
             dist.broadcast(part, group=group, group_src=rank)
 
 
 def reduce_scatter_uneven(
-    mine: torch.Tensor, parts: list[torch.Tensor], *, group: dist.ProcessGroup
+    local: torch.Tensor, parts: list[torch.Tensor], *, group: dist.ProcessGroup
 ) -> None:
-    """Fill `mine` with the sum over the group of all ranks' parts for this rank."""
+    """Fill `local` with the sum over the group of all ranks' parts for this rank."""
     for rank, part in enumerate(parts):
         if not part.numel():
             continue
         total = part.clone()
         dist.reduce(total, group=group, group_dst=rank)
         if rank == group.rank():
-            mine.copy_(total)
+            local.copy_(total)
 
 
 def _set_megatron_defaults() -> None:
-    """Set global state that Megatron's layers expect from parts of it that are not used here."""
+    """Set global state that Megatron normally sets in code that is not used here."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     state = importlib.import_module("megatron.core.parallel_state")

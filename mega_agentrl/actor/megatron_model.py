@@ -59,7 +59,7 @@ class RankInfo:
     rank: int
     world_size: int
     master_address: str
-    """Host of rank 0, where the ranks meet."""
+    """Host of rank 0."""
     master_port: int
     timeout_s: float
     """Deadline of the start and of every collective."""
@@ -358,8 +358,7 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
           linear    min_lr + (lr - min_lr) * (1 - x)
           cosine    min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2     (arXiv:1608.03983, eq. 5)
 
-    The caller counts the steps and decides whether skipped steps count. Megatron's
-    `OptimizerParamScheduler` cannot compute these values: with any of its settings that give this
+    Megatron's `OptimizerParamScheduler` cannot compute these values: with settings that give this
     warm-up, its decay is one step ahead, (step + 1 - W) in place of (step - W).
 
     Raises:
@@ -375,14 +374,14 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
         return settings.lr * (step + 1) / settings.lr_warmup_steps
     if settings.lr_schedule == LrSchedule.constant:
         return settings.lr
-    done = 1.0
+    progress = 1.0
     if step < total_steps:
-        done = (step - settings.lr_warmup_steps) / (total_steps - settings.lr_warmup_steps)
+        progress = (step - settings.lr_warmup_steps) / (total_steps - settings.lr_warmup_steps)
     if settings.lr_schedule == LrSchedule.linear:
-        left = 1.0 - done
+        decay = 1.0 - progress
     else:
-        left = (1.0 + math.cos(math.pi * done)) / 2.0
-    return settings.min_lr + (settings.lr - settings.min_lr) * left
+        decay = (1.0 + math.cos(math.pi * progress)) / 2.0
+    return settings.min_lr + (settings.lr - settings.min_lr) * decay
 
 
 def summarize_steps(results: Sequence[StepResult | None], names: Sequence[str]) -> UpdateStats:

@@ -21,11 +21,11 @@ from mega_agentrl.actor.megatron_model import (
 )
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
+from mega_agentrl.actor.training.losses import find_loss
 from mega_agentrl.actor.training.objectives import (
     SFT_METRICS,
     PolicyObjective,
     SftObjective,
-    find_policy_loss,
     policy_metrics,
 )
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
@@ -34,6 +34,7 @@ from mega_agentrl.batch.micro_batching import minibatch_masks
 from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.verify.weight_probe import probe_batch
+from mega_agentrl.types.atomic_file import atomic_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -48,14 +49,13 @@ if TYPE_CHECKING:
 class PolicyRank(TrainableRank):
     """This process's shard of the policy; its weights are undefined until `load_hf`.
 
-    Checkpoints do not hold the reference: `load_hf` and `set_objective` take it again, as at the
-    start of the run.
+    Checkpoints do not contain the reference; `load_hf` and `set_objective` create it.
     """
 
     def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
         self._config = config
-        # A user's file that this node lacks is an error now and not in the first update.
-        find_policy_loss(config.algo)
+        # Import a user's loss at the start, so that a missing file is not noticed in the update.
+        find_loss(config.algo)
         shape = ModelShape.from_folder(config.model.path)
         self.megatron_model = MegatronModel(
             config, shape, rank_info, is_trainable=not config.is_eval_only
@@ -67,8 +67,8 @@ class PolicyRank(TrainableRank):
     def load_hf(self, folder: str) -> None:
         """Load this rank's slices of a Hugging Face checkpoint and reset the optimizer.
 
-        If the objective needs a reference, the loaded weights also become the reference. A
-        rank that only evaluates has neither an optimizer nor a reference.
+        If the objective needs a reference, the loaded weights become the reference, except in a
+        run that only evaluates.
         """
         self.megatron_model.load_hf(folder)
         if self._config.algo.needs_reference and self.megatron_model.is_trainable:
@@ -105,7 +105,7 @@ class PolicyRank(TrainableRank):
             self._reference = None
 
     def reset_optimizer(self) -> None:
-        """Reset Adam's moments, and retake the reference if there is one."""
+        """Reset Adam's moments; if there is a reference, replace it by the current weights."""
         self.megatron_model.reset_optimizer()
         if self._reference is not None:
             self.snapshot_reference()
@@ -194,7 +194,7 @@ class PolicyRank(TrainableRank):
         return summarize_steps([result], SFT_METRICS)
 
     def layout(self) -> list[ShardLayout]:
-        """Return which rectangles of which Hugging Face tensors this rank holds."""
+        """Return the shards of this rank."""
         return list(self.megatron_model.shard_layouts)
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -260,17 +260,16 @@ class PolicyRank(TrainableRank):
 
 
 class StepProfiler:
-    """Traces of one rank between two calls, one at a time, with torch's profiler.
+    """Records traces of one rank between two calls with torch's profiler.
 
-    Shapes, stacks and memory are not recorded: they multiply the size and cost of a trace, and
-    are of use for a single kernel rather than for a step.
+    Shapes, stacks and memory are not recorded, because they multiply the size and cost of a trace.
     """
 
     def __init__(self) -> None:
         self._profiler: profile | None = None
 
     def start(self) -> None:
-        """Start a trace; an unfinished one, left by a failed step, is dropped."""
+        """Start a trace; an unfinished trace of a failed step is dropped."""
         self._discard()
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -291,10 +290,8 @@ class StepProfiler:
             )
         running, self._profiler = self._profiler, None
         running.stop()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial.json")
-        running.export_chrome_trace(str(partial))
-        partial.replace(file)
+        with atomic_path(file) as temporary:
+            running.export_chrome_trace(str(temporary))
 
     def _discard(self) -> None:
         if self._profiler is not None:

@@ -57,7 +57,7 @@ class RewardModelRank:
         if scored is None:
             return None
         rows, (score_BT,) = scored
-        # Exactly one position of a row is not 0.
+        # All positions but the selected one are 0.
         return rows, score_BT.sum(dim=1)
 
     def close(self) -> None:

@@ -141,22 +141,23 @@ def arpo_hard(
 
     Args:
         advantage_B: [B] advantage of each trajectory.
-        node_BT: [B, T] integer id of the tree node; equal ids mean the same sampled token. Tokens
-            of equal value in different nodes are not shared.
+        node_BT: [B, T] integer id of the tree token (`TrainBatch.tree_token_BT`; the parameter's
+            name is part of the function's fixed interface). Equal ids mean the same sampled token;
+            tokens of equal value with different ids are not shared.
         mask_BT: [B, T] mask; masked positions do not contribute and get 0.
     """
     check_same_shape(node_BT=node_BT, mask_BT=mask_BT)
     check_same_rows(advantage_B, mask_BT)
     on_BT = mask_BT.bool()
-    place_BT, num_nodes = _dense_node_index(node_BT, on_BT)
-    total_N = advantage_B.new_zeros(num_nodes + 1, dtype=torch.float64)
+    place_BT, num_tokens = _dense_token_index(node_BT, on_BT)
+    total_N = advantage_B.new_zeros(num_tokens + 1, dtype=torch.float64)
     count_N = torch.zeros_like(total_N)
     for place_RT, advantage_R in row_chunks(place_BT, advantage_B.double()):
         grid_RT = advantage_R.unsqueeze(1).expand(place_RT.shape)
         total_N.index_add_(0, place_RT.flatten(), grid_RT.flatten())
         count_N.index_add_(0, place_RT.flatten(), torch.ones_like(grid_RT).flatten())
     mean_N = (total_N / count_N.clamp(min=1)).to(advantage_B.dtype)
-    mean_N[num_nodes] = 0  # that of the masked positions
+    mean_N[num_tokens] = 0  # that of the masked positions
     return mean_N[place_BT]
 
 
@@ -226,28 +227,31 @@ def _compact_sampled(
     return empty_RL.scatter(1, target_RT, values_RT)
 
 
-def _dense_node_index(node_BT: torch.Tensor, on_BT: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return an index from 0 for each unmasked node, and the number of indices.
+def _dense_token_index(
+    tree_token_BT: torch.Tensor, on_BT: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Return an index from 0 for each unmasked tree token, and the number of indices.
 
     Masked positions get the index after the last. Ids from a range as dense as that of
     `batch.packing` are only shifted; for other ids, sorting them takes most of the time of
     `arpo_hard`.
     """
     if not bool(on_BT.any()):
-        return torch.zeros_like(node_BT, dtype=torch.int64), 0
-    limit = torch.iinfo(node_BT.dtype)
+        return torch.zeros_like(tree_token_BT, dtype=torch.int64), 0
+    limit = torch.iinfo(tree_token_BT.dtype)
     low, high = limit.max, limit.min
-    for node_RT, on_RT in row_chunks(node_BT, on_BT):
-        low = min(low, int(torch.where(on_RT, node_RT, limit.max).amin()))
-        high = max(high, int(torch.where(on_RT, node_RT, limit.min).amax()))
+    for token_RT, on_RT in row_chunks(tree_token_BT, on_BT):
+        low = min(low, int(torch.where(on_RT, token_RT, limit.max).amin()))
+        high = max(high, int(torch.where(on_RT, token_RT, limit.min).amax()))
     size = high - low + 1
-    if size <= 2 * node_BT.numel():
-        return map_row_chunks(lambda *part: _offset_ids(low, size, *part), node_BT, on_BT), size
-    unique_N, index_N = torch.unique(node_BT[on_BT], return_inverse=True)
+    if size <= 2 * tree_token_BT.numel():
+        index_BT = map_row_chunks(lambda *part: _offset_ids(low, size, *part), tree_token_BT, on_BT)
+        return index_BT, size
+    unique_N, index_N = torch.unique(tree_token_BT[on_BT], return_inverse=True)
     size = len(unique_N)
-    behind_BT = torch.full_like(node_BT, size, dtype=torch.int64)
+    behind_BT = torch.full_like(tree_token_BT, size, dtype=torch.int64)
     return behind_BT.masked_scatter(on_BT, index_N), size
 
 
-def _offset_ids(low: int, behind: int, node_RT: torch.Tensor, on_RT: torch.Tensor) -> torch.Tensor:
-    return torch.where(on_RT, node_RT.long() - low, behind)
+def _offset_ids(low: int, behind: int, token_RT: torch.Tensor, on_RT: torch.Tensor) -> torch.Tensor:
+    return torch.where(on_RT, token_RT.long() - low, behind)

@@ -64,10 +64,5 @@ def initial_rollouts(n: int, h_root: float, h_tool: float) -> int:
 
 
 def branch_penalty(l: int, *, rate: float = 0.05) -> float:  # noqa: E741  the paper's letter
-    """Return the factor max(0, 1 - rate * l) on the branch probability.
-
-    Args:
-        l: number of branches in a row.
-        rate: decrease per branch.
-    """
+    """Return max(0, 1 - rate * l), the factor on the branch probability after l branches."""
     return max(0.0, 1.0 - rate * l)

@@ -8,7 +8,7 @@ weights, so their log-probs of the same tokens differ. The weight of a token is 
 
 bounded by `cap`: mode `truncated` takes min(w, cap) (truncated importance sampling), mode `masked`
 sets w = 0 above the cap. The weights carry no gradient and multiply the token's loss.
-`logprob_mismatch` measures how far the two policies are apart.
+`logprob_mismatch` measures how much the two policies differ.
 
 B trajectories, T response positions, log-probs in nats.
 """
@@ -149,7 +149,7 @@ def _mismatch_metrics(sums: list[torch.Tensor], dtype: torch.dtype) -> dict[str,
     )
     count = num_tokens.clamp(min=1)
     ess = ratio.square() / (count * squares)
-    # In float64, as the two nearly cancel; by rounding still below 0 at times.
+    # The two terms nearly cancel: rounding can make the difference negative even in float64.
     variance = (prob_diff_squares / count - (prob_diff / count).square()).clamp(min=0)
     logp_max, prob_max = table[:, -2:].amax(0)
     metrics = {

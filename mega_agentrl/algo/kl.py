@@ -80,13 +80,7 @@ class AdaptiveKL:
 
 
 def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:
-    """Return the state after `num_steps` optimizer steps.
-
-    Args:
-        state: state before the steps.
-        observed_kl: mean KL in nats per token.
-        num_steps: number of optimizer steps.
-    """
+    """Return the state after `num_steps` optimizer steps with a mean KL in nats per token."""
     error = observed_kl / state.target - 1
     bounded = min(max(error, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
     return replace(state, coef=state.coef * (1 + bounded * num_steps / state.horizon))

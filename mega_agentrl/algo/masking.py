@@ -1,7 +1,7 @@
-"""Masked positions: sums, means and log-ratios without them, shifts, and chunks of rows.
+"""Masked sums, means and log-ratios, shifts, and chunks of rows.
 
-A masked position never changes a result, whatever its value, NaN and infinity included; its
-gradient is 0. Masks are bool or 0/1. Where nothing is unmasked the result is 0, not NaN.
+A masked position never changes a result, even if its value is NaN or infinite, and its gradient is
+0. Masks are bool or 0/1. Where nothing is unmasked the result is 0, not NaN.
 
 Losses run in float32: half precision rounds away a log-ratio of 1e-3, so `algo` never subtracts
 log-probs in it. float64 is kept, so that gradients can be checked against finite differences.

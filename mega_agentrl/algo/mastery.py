@@ -11,15 +11,12 @@ visit that is not all correct ends the mastery.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mega_agentrl.algo.shape_checks import check_same_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MIN_CORRECT_VISITS = 2
 LOW_ENTROPY_QUANTILE = 0.2
@@ -34,18 +31,6 @@ class MasteryState:
     """Consecutive visits with only correct trajectories, by prompt id."""
     last_entropies: Mapping[str, float] = field(default_factory=dict)
     """Mean token entropy of the last visit in nats, by prompt id."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return numbers and strings only, for JSON; `from_dict` restores the state exactly."""
-        return {"streaks": dict(self.correct_streaks), "entropies": dict(self.last_entropies)}
-
-    @classmethod
-    def from_dict(cls, state_dict: Mapping[str, Any]) -> MasteryState:
-        """Restore the state that `to_dict` returned."""
-        return cls(
-            correct_streaks=dict(state_dict["streaks"]),
-            last_entropies=dict(state_dict["entropies"]),
-        )
 
     def mastered_prompts(self) -> frozenset[str]:
         """Return the prompts that are mastered now."""

@@ -16,21 +16,12 @@ B trajectories, T response positions; float32, or float64 if the log-probs are. 
 depend on how a batch was split: with the global `denominator` the values of the shards add up. Only
 `gspo` needs whole trajectories, because its ratio is a mean over one.
 
-A loss of your own can stay in your own file: `algo.loss=FILE.py`, see `examples/my_loss.py`. To add
-one here:
-
-1. Write the function here and register it: `@register_loss("name", options=(...), metrics=(...))`.
-2. Add the name to `config.enums.PolicyLoss` and its traits to `BUILT_IN_LOSSES` in
-   `config/checks/algo.py`, and a preset to `configs/algo/`.
-3. Test hand-worked numbers in `tests/algo/test_policy_loss.py`.
-4. Add its formula to `tests/actor/training/whole_objective.py`, which splits are compared with.
+`actor.training.losses` registers the losses that `algo.loss` can name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -46,87 +37,7 @@ from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
 
 AGGREGATION_MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
 
-LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-LossFunctionT = TypeVar("LossFunctionT", bound=LossFunction)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredLoss:
-    """A policy loss that `algo.loss` can name."""
-
-    function: LossFunction
-    """Function of log-probs, old log-probs, advantages, mask and the options."""
-    options: tuple[str, ...]
-    """Its keyword arguments, which are the settings of `algo.*` with the same names."""
-    metrics: tuple[str, ...]
-    """Names of its metrics, each a mean over the unmasked positions."""
-    per_trajectory: bool
-    """Whether it takes advantages [B], and rows that are whole trajectories, instead of [B, T]."""
-
-    def __call__(
-        self,
-        logp_BT: torch.Tensor,
-        old_logp_BT: torch.Tensor,
-        advantage_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-        **options: float | None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss, [B, T] and 0 where masked, and its 0-d metrics.
-
-        A loss per trajectory uses the mean advantage over the unmasked tokens of a row.
-
-        Raises:
-            ValueError: the loss does not have one of the options, or the function returns losses of
-                another shape or other metrics than it is registered with.
-        """
-        unknown = sorted(set(options) - set(self.options))
-        if unknown:
-            raise ValueError(
-                f"options: got {', '.join(unknown)}, expected only {', '.join(self.options)}"
-            )
-        advantage = advantage_BT
-        if self.per_trajectory:
-            advantage = masked_mean(advantage_BT, mask_BT, dim=1)
-        loss_BT, info = self.function(logp_BT, old_logp_BT, advantage, mask_BT, **options)
-        check_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
-        if set(info) != set(self.metrics):
-            raise ValueError(
-                f"metrics: got {', '.join(info)}, expected {', '.join(self.metrics)}, with which "
-                "the loss is registered"
-            )
-        return loss_BT, info
-
-
-LOSSES: dict[str, RegisteredLoss] = {}
-"""The registered losses by name."""
-
-
-def register_loss(
-    name: str, *, options: tuple[str, ...], metrics: tuple[str, ...], per_trajectory: bool = False
-) -> Callable[[LossFunctionT], LossFunctionT]:
-    """Register the decorated function as the loss `name`; the arguments are in `RegisteredLoss`."""
-
-    def register(function: LossFunctionT) -> LossFunctionT:
-        LOSSES[name] = RegisteredLoss(
-            function=function, options=options, metrics=metrics, per_trajectory=per_trajectory
-        )
-        return function
-
-    return register
-
-
-def find_loss(name: str) -> RegisteredLoss:
-    """Return the loss with this name; raise a `ValueError` if there is none."""
-    if name not in LOSSES:
-        raise ValueError(f"loss={name}: expected one of {', '.join(LOSSES)}")
-    return LOSSES[name]
-
-
-@register_loss(
-    "clipped",
-    options=("clip_low", "clip_high", "clip_dual"),
-    metrics=("clipfrac", "clipfrac_lower", "approx_kl"),
-)
 def clipped(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,
@@ -170,40 +81,6 @@ def clipped(
     }
 
 
-@register_loss(
-    "balanced",
-    options=("clip_low", "clip_high", "clip_dual"),
-    metrics=("clipfrac", "clipfrac_lower", "approx_kl"),
-)
-def balanced(
-    logp_BT: torch.Tensor,
-    old_logp_BT: torch.Tensor,
-    advantage_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return loss and metrics of `clipped` with AEPO's clip."""
-    return clipped(
-        logp_BT,
-        old_logp_BT,
-        advantage_BT,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_dual=clip_dual,
-        balanced=True,
-    )
-
-
-@register_loss(
-    "gspo",
-    options=("clip_low", "clip_high"),
-    metrics=("clipfrac", "approx_kl"),
-    per_trajectory=True,
-)
 def gspo(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,
@@ -239,7 +116,6 @@ def gspo(
     }
 
 
-@register_loss("cispo", options=("clip_low", "clip_high"), metrics=("clipfrac", "approx_kl"))
 def cispo(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,

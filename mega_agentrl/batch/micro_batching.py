@@ -1,12 +1,12 @@
 """Splits an update's rows into optimizer steps, data-parallel ranks and micro-batches.
 
-The mini-batches of the optimizer steps are runs of consecutive rows. The rows of a step go to data
-ranks longest first, each to the rank with the fewest tokens so far. The rows of a rank are split
+The mini-batch of an optimizer step is a run of consecutive rows. Its rows are assigned to data
+ranks longest first, each to the rank with the fewest tokens so far; the rows of a rank are split
 the same way into micro-batches within the token budget. All data ranks get the same number of
 micro-batches, because the pipeline schedule and the gradient all-reduce run in lock step. An
-interleaved pipeline schedule needs a multiple of the pipeline size; the number is then rounded up
-before the rows are assigned, so that no micro-batch is empty while another has two rows. The plan
-is deterministic: ties go to the lowest index.
+interleaved pipeline schedule needs a multiple of the pipeline size; the number is rounded up before
+the rows are assigned, so that no micro-batch is empty while another has two rows. The plan is
+deterministic: ties go to the lowest index.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def minibatch_masks(mask_BT: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
     """Yield one [B, T] bool mask per optimizer step: `mask_BT` restricted to that step's rows.
 
-    Each step has a run of consecutive rows, and the runs have about equal length. There are at most
-    as many steps as rows. The masks are disjoint and their union is `mask_BT`.
+    Each step has about equally many consecutive rows. There are at most as many steps as rows. The
+    masks are disjoint and their union is `mask_BT`.
     """
     num_rows = mask_BT.shape[0]
     num_steps = max(1, min(num_steps, num_rows))

@@ -3,7 +3,7 @@
 To add a choice:
 
 1. Add the member here, with its docstring.
-2. Write the code behind it; losses, advantages and branching rules register themselves.
+2. Write the code behind it; branching rules register themselves.
 3. Refuse settings that exclude it in `config.checks`, with a test in `tests/config/checks`.
 4. Run `python tools/make_config_reference.py`.
 """
@@ -73,38 +73,6 @@ class FilterMetric(StrEnum):
     """Whether the answer is correct."""
     reward = "reward"
     """The reward."""
-
-
-class AdvantageEstimator(StrEnum):
-    """Advantage estimator."""
-
-    grpo = "grpo"
-    """GRPO."""
-    rloo = "rloo"
-    """RLOO, with a leave-one-out baseline."""
-    reinforce_plus_plus = "reinforce_plus_plus"
-    """REINFORCE++."""
-    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
-    """REINFORCE++ with a group baseline."""
-    arpo_hard = "arpo_hard"
-    """ARPO's hard estimator, which averages over shared tokens."""
-    remax = "remax"
-    """ReMax, with the reward of a greedy answer as baseline."""
-    gae = "gae"
-    """Generalized advantage estimation, with a critic."""
-
-
-class PolicyLoss(StrEnum):
-    """Per-token policy loss."""
-
-    clipped = "clipped"
-    """PPO's clipped loss."""
-    balanced = "balanced"
-    """AEPO's balanced clip."""
-    gspo = "gspo"
-    """GSPO, with one ratio per trajectory."""
-    cispo = "cispo"
-    """CISPO."""
 
 
 class RolloutCorrection(StrEnum):

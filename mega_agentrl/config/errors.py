@@ -13,10 +13,10 @@ class ConfigError(ValueError):
         """Create the error.
 
         Args:
-            key: Dotted key of the setting.
-            got: Its value.
-            expected: What the value should be, with the settings that this depends on.
-            cause: Probable cause; empty if the value alone explains the error.
+            key: dotted key of the setting.
+            got: value of the setting.
+            expected: what the value should be, with the settings that this depends on.
+            cause: probable cause; empty if the value alone explains the error.
         """
         super().__init__(key, got, expected, cause)
         self.key = key
@@ -41,9 +41,9 @@ def check_minimums(section: object, prefix: str, **minimums: float) -> None:
     """Raise a `ConfigError` for the first setting of a section that is below its minimum.
 
     Args:
-        section: The section.
-        prefix: Its dotted key.
-        **minimums: Smallest value by name of the setting.
+        section: the section.
+        prefix: dotted key of the section.
+        **minimums: smallest value by name of the setting.
     """
     for name, minimum in minimums.items():
         value = getattr(section, name)

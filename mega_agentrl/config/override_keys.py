@@ -1,7 +1,8 @@
-"""Check the keys of command-line overrides and yaml files before Hydra composes them.
+"""Register the schema with Hydra, and check keys before Hydra composes a configuration.
 
-A misspelt schema key, config group or option fails with the nearest known name, instead of Hydra's
-advice to append it. Types and ranges of values are checked by Hydra and the schema.
+The keys are those of command-line overrides and yaml files. A misspelt schema key, config group or
+option fails with the nearest known name, instead of Hydra's advice to append it. Types and ranges
+of values are checked by Hydra and the schema.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra._internal.utils import get_args_parser  # private; checked with Hydra 1.3
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
 
+from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
+from mega_agentrl.config.paths import sweep_dir_name
 from mega_agentrl.config.schema import TrainConfig
 
 if TYPE_CHECKING:
@@ -24,9 +29,33 @@ if TYPE_CHECKING:
 
     from hydra.core.override_parser.types import Override
 
+_CODE_SETTINGS = (ESTIMATORS, LOSSES, BRANCHING_RULES)
 _HYDRA = "hydra"
 _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
+
+
+def register_schema() -> None:
+    """Register the schema and the resolver of `configs/train.yaml` with Hydra.
+
+    Options of estimators, losses and branching rules are the only dictionaries to which an override
+    adds an entry without a `+`: `algo.loss_options.clip_high=0.28`.
+    """
+    schema = OmegaConf.structured(TrainConfig)
+    for setting in _CODE_SETTINGS:
+        OmegaConf.set_struct(OmegaConf.select(schema, setting.options_key), False)
+    ConfigStore.instance().store(name="schema", node=schema)
+    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
+
+
+def known_options() -> set[str]:
+    """Return the dotted keys of the options of all registered estimators and losses."""
+    return {
+        f"{setting.options_key}.{option}"
+        for setting in _CODE_SETTINGS
+        for declaration in setting.registered().values()
+        for option in declaration.options
+    }
 
 
 def known_keys(schema: type = TrainConfig) -> dict[str, Any]:
@@ -77,7 +106,7 @@ def known_groups(config_dir: Path) -> dict[str, list[str]]:
 def nearest_name(name: str, names: Iterable[str] | None = None) -> str:
     """Return the most similar of `names`, by default of all schema keys and sections.
 
-    Names with the same last part come first: `optm.clip_low` is nearest to `algo.clip_low`.
+    Names with the same last part come first: `optm.kl_coef` is nearest to `algo.kl_coef`.
     """
     pool = sorted(names if names is not None else {*known_keys(), *known_sections()})
     close = get_close_matches(name, _with_same_leaf(name, pool) or pool, n=1, cutoff=0.0)
@@ -96,12 +125,9 @@ def _suggest_names(name: str, names: Iterable[str]) -> str:
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Return the overrides and the `--config-dir` folders among Hydra's arguments.
+    """Return the overrides and the `--config-dir` folders among Hydra's arguments, `sys.argv[1:]`.
 
     Exits with Hydra's usage text for an unknown flag.
-
-    Args:
-        arguments: `sys.argv[1:]`.
     """
     parsed = get_args_parser().parse_args(list(arguments))
     return list(parsed.overrides), [Path(parsed.config_dir)] if parsed.config_dir else []
@@ -150,7 +176,7 @@ def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None
         inside = ", ".join(name for name in keys if name.startswith(f"{key}."))
         raise ValueError(f"{shown}: {key} is a section; set one of its keys: {inside}")
     elif not is_known(key):
-        near = _suggest_names(key, {*keys, *groups, *sections})
+        near = _suggest_names(key, {*keys, *groups, *sections, *known_options()})
         raise ValueError(f"{shown}: unknown key {key!r}; nearest known is {near}")
 
 
@@ -176,16 +202,22 @@ def _chosen_options(override: Override) -> Iterator[str]:
 
 def check_yaml_keys(config_dir: Path) -> None:
     """Raise a `ValueError` for the first yaml file that sets an unknown key."""
-    known = {*known_keys(), *known_sections()}
+    known = {*known_keys(), *known_sections(), *known_options()}
+    for path, key in yaml_keys(config_dir):
+        if not is_known(key) and key.split(".")[0] != _HYDRA:
+            raise ValueError(
+                f"{path}: unknown key {key!r}; nearest known is {_suggest_names(key, known)}"
+            )
+
+
+def yaml_keys(config_dir: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each yaml file with each dotted key that it sets, sections included."""
     for path in sorted(config_dir.rglob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         group = path.parent.relative_to(config_dir).as_posix()
         package = "" if group == "." or _GLOBAL_PACKAGE in text else group.replace("/", ".")
         for key in _nested_keys(yaml.safe_load(text) or {}, package):
-            if not is_known(key) and key.split(".")[0] not in ("defaults", _HYDRA):
-                raise ValueError(
-                    f"{path}: unknown key {key!r}; nearest known is {_suggest_names(key, known)}"
-                )
+            yield path, key
 
 
 def _nested_keys(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:

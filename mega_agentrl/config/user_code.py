@@ -2,6 +2,7 @@
 
 Tools, simulated users, datasets, rewards, advantages, losses and branching rules are loaded here,
 by `importlib` and not by `hydra.utils`, which imports no files and whose errors name no setting.
+`config.declarations` reads the source of the last three before.
 
 A file is imported once per process and under a unique module name, so that files with equal names
 are different modules. Its folder is appended to `sys.path`, so that it can import modules beside
@@ -16,16 +17,17 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from enum import StrEnum
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.config.errors import ConfigError, check_range
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
-ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
+ChoiceT = TypeVar("ChoiceT", bound=str)
 
 _LOADER_FILES = (__file__, importlib.__file__)
 
@@ -35,7 +37,7 @@ def is_user_code(value: str) -> bool:
     return ":" in value or value.endswith(".py")
 
 
-def parse_choice(value: str, choices: type[ChoiceT], key: str) -> ChoiceT | str:
+def parse_choice(value: str, choices: Iterable[ChoiceT], key: str) -> ChoiceT | str:
     """Return the built-in choice of this name, or the reference to the user's own code.
 
     The path of a file becomes absolute, because a process of the run may have another working
@@ -45,9 +47,10 @@ def parse_choice(value: str, choices: type[ChoiceT], key: str) -> ChoiceT | str:
         ConfigError: `value` is neither.
     """
     if not is_user_code(value):
-        expected = f"one of {', '.join(choices)}, or your own: FILE.py, FILE.py:NAME or "
-        check_range(value in choices.__members__, key, value, f"{expected}package.module:NAME")
-        return choices(value)
+        by_name = {str(choice): choice for choice in choices}
+        expected = f"one of {', '.join(by_name)}, or your own: FILE.py, FILE.py:NAME or "
+        check_range(value in by_name, key, value, f"{expected}package.module:NAME")
+        return by_name[value]
     module, colon, name = _split_reference(value)
     return f"{Path(module).absolute()}{colon}{name}" if _is_file(module) else value
 
@@ -90,6 +93,43 @@ def load_user_object(
             key, reference, expected, f"the module has no {name}, but defines {defined}"
         )
     return getattr(module, name)
+
+
+def find_user_source(reference: str, default_name: str) -> tuple[Path, str]:
+    """Return the source file and the name that a reference names, without importing anything.
+
+    Args:
+        reference: `FILE.py`, `FILE.py:NAME` or `package.module:NAME`.
+        default_name: Name of the object if the reference has none.
+
+    Raises:
+        ImportError: There is no such module, or it is not a Python file.
+        FileNotFoundError: There is no such file.
+    """
+    module, _, name = _split_reference(reference)
+    file = Path(module) if _is_file(module) else _find_module_file(module)
+    if file.suffix != ".py":
+        raise ImportError(f"{file} does not end in .py")
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    return file.resolve(), name or default_name
+
+
+def _find_module_file(module: str) -> Path:
+    """Return the file of `a.b`; unlike `importlib.util.find_spec`, without importing `a`."""
+    package, *parts = module.split(".")
+    spec = importlib.util.find_spec(package) if package else None
+    for part in parts:
+        if spec is None:
+            break
+        package += f".{part}"
+        spec = PathFinder.find_spec(package, spec.submodule_search_locations or [])
+    if spec is None or not spec.origin:
+        raise ModuleNotFoundError(
+            f"No module named {module!r}; not installed, mistyped, or not below the working "
+            "folder or PYTHONPATH"
+        )
+    return Path(spec.origin)
 
 
 def _split_reference(reference: str) -> tuple[str, str, str]:

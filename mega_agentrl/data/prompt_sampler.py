@@ -1,12 +1,12 @@
 """Samples training prompts from a dataset, epoch after epoch, and can be resumed.
 
-Every prompt comes once per epoch or according to its weight (`index_stream`): that of its file, and
-under `PromptOrder.difficulty` its learnability (`learnability_weights`). A rule may exclude prompts
-from an epoch; they are skipped, and the order of the others does not change. A prompt that was
-returned is in flight until `ack` or `nack`. The state holds the position in the stream, the prompts
-to return again (those in flight first, then the requeued ones), the recorded accuracies, and a
-digest of prompt ids, weights and order, by which the state of another dataset is refused. The
-exclusion rule is not part of the state. Methods may be called from several threads.
+Every prompt comes once per epoch or according to its weight (`index_stream`): the weight of its
+file, times its learnability (`learnability_weights`) under `PromptOrder.difficulty`. A rule may
+exclude prompts from an epoch; they are skipped, and the order of the others does not change. A
+prompt that was returned is in flight until `ack` or `nack`. The state holds the position in the
+stream, the prompts in flight or requeued, the recorded accuracies, and a digest of prompt ids,
+weights and order, by which the state of another dataset is refused. It does not hold the exclusion
+rule. Methods may be called from several threads.
 
 To add an order: a member of `config.enums.PromptOrder`, its weights in `PromptSampler`, its
 properties in `tests/data/test_prompt_sampler.py`.
@@ -197,8 +197,7 @@ class PromptSampler:
         if not all(0 <= index < len(self._prompts) for index in (*requeued, *accuracies)):
             raise ValueError(
                 f"sampler state: prompts {requeued} are in flight or requeued, and "
-                f"{len(accuracies)} "
-                "have an accuracy; expected indices in "
+                f"{len(accuracies)} have an accuracy; expected indices in "
                 f"0..{len(self._prompts) - 1}; the state is damaged"
             )
         self._stream.load_state_dict(state["stream"])
@@ -237,8 +236,8 @@ class PromptSampler:
             if index is None:
                 raise ValueError(
                     f"prompt {prompt.prompt_id}: is not in flight, expected one that "
-                    "`next_prompts` "
-                    "returned and that was neither acked nor nacked; probable cause: two acks"
+                    "`next_prompts` returned and that was neither acked nor nacked; probable "
+                    "cause: two acks"
                 )
             self._in_flight.remove(index)
             indices.append(index)

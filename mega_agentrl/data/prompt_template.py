@@ -49,26 +49,25 @@ class PromptTemplate:
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"data.prompt_template={path} line {error.lineno}: {error.message}; expected a "
-                "Jinja "
-                "template"
+                "Jinja template"
             ) from error
         except (TemplateError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"data.prompt_template={path}: {type(error).__name__}: {error}; expected a Jinja "
-                "template "
-                "in UTF-8; probable cause: no such file"
+                "template in UTF-8; probable cause: no such file"
             ) from error
 
     def apply(
         self, messages: tuple[Message, ...], row: Mapping[str, Any], where: str
     ) -> tuple[Message, ...]:
         """Render the last user message; `where` names the row in errors."""
-        last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
-        if last is None:
+        roles = [message["role"] for message in messages]
+        if "user" not in roles:
             raise ValueError(
-                f"{where}: got roles {[one['role'] for one in messages]}, expected a user message "
-                f"that data.prompt_template={self._path} can render"
+                f"{where}: got roles {roles}, expected a user message that "
+                f"data.prompt_template={self._path} can render"
             )
+        last = max(index for index, role in enumerate(roles) if role == "user")
         try:
             text = self._template.render(content=messages[last]["content"], row=row)
         except _RENDER_ERRORS as error:

@@ -37,13 +37,8 @@ def fetch_to_cache(url: str, folder: Path, *, key: str) -> Path:
 
     The copy's name ends with the file's name, whose suffix gives the format.
 
-    Args:
-        url: the fsspec URL.
-        folder: the cache folder.
-        key: configuration key of the URL, for error messages.
-
     Raises:
-        ValueError: the URL cannot be read.
+        ValueError: the fsspec URL, which the configuration key `key` sets, cannot be read.
     """
     import aiohttp
     import fsspec
@@ -71,6 +66,7 @@ def fetch_to_cache(url: str, folder: Path, *, key: str) -> Path:
 
 
 def _download(fs: fsspec.AbstractFileSystem, path: str, target: Path) -> None:
+    # Not `atomic_path`: several processes may fetch the same file, so each needs a name of its own.
     number, partial = tempfile.mkstemp(prefix=".partial-", dir=target.parent)
     os.close(number)
     try:

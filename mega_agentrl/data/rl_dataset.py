@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Truncation
 from mega_agentrl.config.sections.data import DataFile
-from mega_agentrl.data.encoding.parallel_encode import ChatEncoder, encode_conversations
+from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from mega_agentrl.data.prompt_template import PromptTemplate
 from mega_agentrl.data.remote_files import fetch_to_cache
 from mega_agentrl.data.table_reader import check_columns, drop_nulls, read_rows
@@ -28,6 +28,7 @@ from mega_agentrl.types.records import Message, Prompt
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.data import DataConfig
+    from mega_agentrl.types.protocols import ChatCodec
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ class PromptDataset:
     num_dropped: int = 0
     """Number of prompts that were dropped because they were too long."""
     num_truncated: int = 0
-    """Number of prompts that were truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class UnencodedPrompt:
 
 def load_prompts(
     files: Sequence[DataFile],
-    codec: ChatEncoder,
+    codec: ChatCodec,
     config: DataConfig,
     *,
     key: str,
@@ -104,20 +104,21 @@ def read_prompts(
     template = PromptTemplate(config.prompt_template) if config.prompt_template else None
     prompts_by_id: dict[str, UnencodedPrompt] = {}
     for row in _iter_rows(files, config, key, cache_folder):
-        one = UnencodedPrompt(_parse_prompt(row, config, template), row.location, row.file_weight)
-        if (first := prompts_by_id.setdefault(one.prompt.prompt_id, one)) is not one:
+        prompt = _parse_prompt(row, config, template)
+        unencoded = UnencodedPrompt(prompt, row.location, row.file_weight)
+        first = prompts_by_id.setdefault(prompt.prompt_id, unencoded)
+        if first is not unencoded:
             raise ValueError(
-                f"{row.location}: id {one.prompt.prompt_id} occurs twice, first in "
-                f"{first.location}; "
-                f"expected extra_info.index to be unique within a {config.reward_fn_key}, over "
-                "all files"
+                f"{row.location}: id {prompt.prompt_id} occurs twice, first in {first.location}; "
+                f"expected extra_info.index to be unique within a {config.reward_fn_key}, over all "
+                "files"
             )
     return list(prompts_by_id.values())
 
 
 def encode_prompts(
     unencoded: Sequence[UnencodedPrompt],
-    codec: ChatEncoder,
+    codec: ChatCodec,
     config: DataConfig,
     *,
     key: str,
@@ -136,22 +137,23 @@ def encode_prompts(
         ValueError: a prompt is too long under `Truncation.error`, or no prompt is left.
     """
     schemas = tool_schemas or {}
-    tools = [_prompt_tool_names(one.prompt, schemas) for one in unencoded]
+    prompts = [item.prompt for item in unencoded]
+    tools = [_prompt_tool_names(prompt, schemas) for prompt in prompts]
     encoded = encode_conversations(
         codec,
-        [(one.prompt.messages, names) for one, names in zip(unencoded, tools, strict=True)],
+        [(prompt.messages, names) for prompt, names in zip(prompts, tools, strict=True)],
         schemas,
         key=key,
     )
     full = [
         replace(
-            one.prompt,
+            prompt,
             token_ids=tuple(ids),
             tool_schemas=tuple(schemas[name] for name in names),
         )
-        for one, names, ids in zip(unencoded, tools, encoded, strict=True)
+        for prompt, names, ids in zip(prompts, tools, encoded, strict=True)
     ]
-    return _apply_length_limit(full, [one.file_weight for one in unencoded], codec, config, key)
+    return _apply_length_limit(full, [item.file_weight for item in unencoded], codec, config, key)
 
 
 def _prompt_tool_names(prompt: Prompt, schemas: Mapping[str, Any]) -> tuple[str, ...]:
@@ -167,8 +169,9 @@ def _iter_rows(
     columns = (config.prompt_key, config.reward_fn_key, "reward_model")
     number = 0
     if config.dataset_class:
-        found = load_dataset_class(config.dataset_class)
-        for number, values in enumerate(iter_user_rows(found, list(local.values()), key=key)):
+        dataset_class = load_dataset_class(config.dataset_class)
+        user_rows = iter_user_rows(dataset_class, list(local.values()), key=key)
+        for number, values in enumerate(user_rows):
             where = f"{key}, data.dataset_class={config.dataset_class} row {number}"
             check_columns(values, columns, where)
             yield _LocatedRow(values, where, number, 1.0)
@@ -184,9 +187,8 @@ def _resolve_local_path(file: DataFile, key: str, cache_folder: Path | None) -> 
         return file.path
     if cache_folder is None:
         raise ValueError(
-            f"{key}={file.path}: expected a path without a scheme; probable cause: there is no "
-            "cache "
-            "folder for remote files here"
+            f"{key}={file.path}: expected a path without a scheme, because the caller gave no "
+            "cache folder for remote files"
         )
     return str(fetch_to_cache(file.path, cache_folder, key=key))
 
@@ -224,7 +226,7 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
 def _apply_length_limit(
     full: Sequence[Prompt],
     weights: Sequence[float],
-    codec: ChatEncoder,
+    codec: ChatCodec,
     config: DataConfig,
     key: str,
 ) -> PromptDataset:
@@ -256,7 +258,7 @@ def _apply_length_limit(
 
 
 def _truncate_prompt(
-    prompt: Prompt, codec: ChatEncoder, limit: int, truncation: Truncation
+    prompt: Prompt, codec: ChatCodec, limit: int, truncation: Truncation
 ) -> Prompt:
     without = codec.apply_chat_template(
         prompt.messages, list(prompt.tool_schemas) or None, add_generation_prompt=False

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.index_stream import ShuffledIndexStream
 from mega_agentrl.data.rl_dataset import validate_messages
@@ -25,25 +25,7 @@ from mega_agentrl.types.records import Message
 
 if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch
-
-
-class TurnEncoder(Protocol):
-    """The part of a chat codec that demonstrations need."""
-
-    @property
-    def eos_id(self) -> int:
-        """Id of the token that ends an assistant turn."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of exactly this text."""
-
-    def apply_chat_template(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Return the ids of the conversation followed by the generation prompt."""
-
-    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids between an assistant turn's eos and the next assistant turn."""
+    from mega_agentrl.types.protocols import ChatCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +69,7 @@ def read_conversations(path: str | Path, *, key: str = "sft.train_data") -> list
 
 
 def encode_demonstrations(
-    conversations: Sequence[Conversation], codec: TurnEncoder, *, max_tokens: int | None = None
+    conversations: Sequence[Conversation], codec: ChatCodec, *, max_tokens: int | None = None
 ) -> list[Demonstration]:
     """Tokenize conversations.
 
@@ -110,7 +92,7 @@ def encode_demonstrations(
 
 
 def encode_demonstration(
-    messages: Sequence[Message], codec: TurnEncoder, where: str
+    messages: Sequence[Message], codec: ChatCodec, where: str
 ) -> Demonstration:
     """Tokenize one conversation; `where` names it in errors."""
     roles = [message["role"] for message in messages]
@@ -186,7 +168,7 @@ def collate_demonstrations(demonstrations: Sequence[Demonstration]) -> TrainBatc
         mask_BT=mask_BT,
         group_B=torch.arange(num_rows),
         reward_B=torch.zeros(num_rows),
-        node_BT=torch.arange(num_rows * num_positions).view(num_rows, num_positions),
+        tree_token_BT=torch.arange(num_rows * num_positions).view(num_rows, num_positions),
         rollout_logp_BT=zeros_BT,
         rollout_entropy_BT=zeros_BT.clone(),
         version_BT=torch.zeros(num_rows, num_positions, dtype=torch.int64),

@@ -21,13 +21,9 @@ def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[dic
     Files whose names end with one of `JSONL_SUFFIXES` have one JSON object per line; all others are
     parquet.
 
-    Args:
-        path: the file.
-        key: configuration key of the path, for error messages.
-        columns: required columns.
-
     Raises:
-        ValueError: the file is missing or unreadable, has no rows, or lacks a column.
+        ValueError: the file, which the configuration key `key` names, is missing or unreadable, has
+            no rows, or lacks one of `columns`.
     """
     file = Path(path)
     if not str(path) or not file.is_file():

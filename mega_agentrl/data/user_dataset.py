@@ -79,4 +79,4 @@ def iter_user_rows(
 
 
 def _format_mro(cls: type[Any]) -> str:
-    return " -> ".join(one.__name__ for one in cls.__mro__[:-1])
+    return " -> ".join(base.__name__ for base in cls.__mro__[:-1])

@@ -2,8 +2,7 @@
 
 The runtime bytes (CUDA context, communicators, library workspaces) and the reserved fraction
 (allocator fragmentation) are assumptions; everything else in the estimates is counted. The CPU
-constants are measured by `tools/bench_memory.py`: the weight transfer loads a compiler for its
-digests, and an engine keeps compiled kernels (`generator.environment`).
+constants were measured with `tools/bench_memory.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from mega_agentrl.config.enums import Dtype
 GIB = 2**30
 MIB = 2**20
 CPU_LIBRARIES_BYTES = 45 * MIB
-"""Bytes of libraries that a process on a CPU loads once it has a model."""
+"""Bytes of libraries that a process on a CPU loads after its model, such as numba for digests."""
 CPU_KERNEL_BYTES = 90 * MIB
 """Bytes of compiled kernels and their workspaces that an engine keeps on a CPU."""
 
@@ -51,11 +50,9 @@ class DeviceSpec:
     @property
     def usable_bytes(self) -> float:
         """Bytes that may be planned with; infinite for a CPU."""
-        return (
-            float("inf")
-            if self.memory_gib is None
-            else self.memory_gib * GIB * (1 - self.reserved_fraction)
-        )
+        if self.memory_gib is None:
+            return float("inf")
+        return self.memory_gib * GIB * (1 - self.reserved_fraction)
 
     def train_item_bytes(self, dtype: Dtype) -> int:
         """Return the bytes of one weight of the policy."""

@@ -1,4 +1,4 @@
-"""Counts the model FLOPs of a batch, and knows the peak FLOP/s of GPUs.
+"""Counts the model FLOPs of a batch, and lists the peak FLOP/s of GPUs.
 
 A matrix product [m, k] x [k, n] counts 2 m k n. The forward pass of a layer costs, per token,
 
@@ -10,10 +10,10 @@ and for a sequence of S tokens with causal attention
 
     attention scores    2 * 2 q d * S (S + 1) / 2
 
-The output layer costs 2 h V for each scored token. Embedding, norms, activations and rotary
-embeddings count nothing, and a backward pass costs twice a forward pass. Padding, recomputation and
-the masked half of the attention are not counted: these are model FLOPs as in PaLM (Chowdhery et al.
-2022, arXiv 2204.02311, appendix B), which however counts the masked half.
+The output layer costs 2 h V for each scored token. A backward pass costs twice a forward pass.
+Embedding, norms, activations, rotary embeddings, padding and recomputation are not counted. These
+are model FLOPs as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), except that PaLM
+also counts the masked half of the attention.
 
 Peaks are dense bfloat16, from NVIDIA's data sheets (which list twice as much with sparsity): A100
 SXM and PCIe 312 TFLOP/s; H100 SXM 989, PCIe 756, NVL 835; H200 SXM 989, NVL 836; B200 HGX 2250.
@@ -69,9 +69,9 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], num_scored: int) ->
     """Return the FLOPs of a forward pass.
 
     Args:
-        shape: the model.
-        lengths: number of tokens of each sequence.
-        num_scored: number of tokens that go through the output layer.
+        shape: The model.
+        lengths: Number of tokens of each sequence.
+        num_scored: Number of tokens that go through the output layer.
     """
     num_tokens = sum(lengths)
     per_token = sum(layer_flops_per_token(shape, layer) for layer in range(shape.num_layers))
@@ -104,11 +104,10 @@ def train_flops(shape: ModelShape, lengths: Sequence[int], num_scored: int) -> f
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Return the peak FLOP/s of a GPU such as ``NVIDIA H100 80GB HBM3``, or None if unknown.
+    """Return the peak FLOP/s of a GPU, or None if unknown, as for a MIG slice.
 
-    The name is the one that CUDA and NVML report.
-
-    The peak of a MIG slice is unknown.
+    Args:
+        gpu_name: Name that CUDA and NVML report, such as ``NVIDIA H100 80GB HBM3``.
     """
     if _MIG_SLICE.search(gpu_name):
         return None

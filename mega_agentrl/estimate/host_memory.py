@@ -5,12 +5,11 @@
 Private pages (RssAnon) are the heap and anonymous mappings, which hold the tensors; they exclude
 library code, mapped files and shared memory. The kernel keeps a peak (VmHWM) only of all resident
 pages, so the current file and shared pages are subtracted from it, which is exact while they only
-grow. GPU memory is not measured here.
+grow.
 
 Call `start` when the libraries are loaded and before the model is built. It also makes malloc map
 large blocks separately, so that they return to the system when they are freed; otherwise
-fragmentation makes the heap grow to an unpredictable multiple of the tensors. `trim` returns the
-free pages between small blocks, such as the tensors of short micro-batches.
+fragmentation makes the heap grow to an unpredictable multiple of the tensors.
 """
 
 from __future__ import annotations
@@ -77,7 +76,10 @@ class HostMemoryTracker:
         self.baseline = ResidentMemory.current()
 
     def trim(self) -> None:
-        """Return free pages between small blocks to the system (5 ms); no-op before `start`."""
+        """Return free pages between small blocks, such as short tensors, to the system (5 ms).
+
+        Does nothing before `start`.
+        """
         if self.baseline is not None:
             ctypes.CDLL(None).malloc_trim(0)
 

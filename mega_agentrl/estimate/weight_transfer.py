@@ -1,10 +1,10 @@
 """Predicts the weight update of a configuration: bytes by link type, and seconds.
 
-The plan is the one that the run would make (`reshard.planner`). The layouts are derived instead of
-queried: those of trainer ranks from the model mapping, those of engine ranks from `engine_layout`.
-Planning a model of hundreds of billions of parameters on hundreds of ranks takes seconds. Three
-simplifications change no byte count: context ranks count as data ranks, expert-tensor ranks as
-expert ranks, and virtual pipeline stages as one run of layers.
+The plan is the one that the run would make (`reshard.planner`). The layouts of trainer ranks are
+derived from the model mapping, those of engine ranks from `engine_layout`. Planning a model of
+hundreds of billions of parameters on hundreds of ranks takes seconds. Three simplifications change
+no byte count: context ranks count as data ranks, expert-tensor ranks as expert ranks, and virtual
+pipeline stages as one run of layers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.device import MIB
-from mega_agentrl.estimate.memory.engine import num_engine_rank_elements
+from mega_agentrl.estimate.memory.engine import num_engine_rank_parameters
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
 from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
-from mega_agentrl.reshard.planner.planner import plan_from_owners
-from mega_agentrl.reshard.planner.regions import RankSetCache
-from mega_agentrl.reshard.planner.repeated_layers import (
+from mega_agentrl.reshard.planner.owner_expansion import (
     TrainerParallelSizes,
     expand_rollout_owners,
     expand_trainer_owners,
     one_layer_per_type,
 )
+from mega_agentrl.reshard.planner.planner import plan_from_owners
+from mega_agentrl.reshard.planner.regions import RankSetCache
 from mega_agentrl.reshard.planner.traffic import count_traffic
 from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
@@ -43,7 +43,7 @@ class TransferEstimate:
     """Bytes that the engine rank with the largest shards receives."""
     bytes_by_link: dict[str, int]
     """Total bytes by link type."""
-    least_network_bytes: int
+    min_network_bytes: int
     """Minimum number of bytes that must cross the network."""
     num_buckets: int
     """Number of transfer buckets."""
@@ -56,39 +56,41 @@ class TransferEstimate:
 def estimate_transfer(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec, speeds: LinkSpeeds | None = None
 ) -> TransferEstimate:
-    """Plan a full update of all engines and count its traffic; `speeds` defaults to H100 nodes."""
+    """Plan an update of all engines and count its traffic; `speeds` defaults to H100 nodes."""
     speeds = speeds or LinkSpeeds()
-    cut = trainer_cut(config, shape)
+    sizes = trainer_parallel_sizes(config, shape)
     tensor, engines = config.engine.tensor_parallel_size, config.cluster.num_engines
     dtype = "bfloat16" if device.is_gpu else "float32"
-    locations = rank_locations(
-        cut.num_ranks, tensor, engines, device.gpus_per_node, colocated=config.cluster.colocated
+    locations = plan_rank_locations(
+        sizes.num_ranks, tensor, engines, device.gpus_per_node, colocated=config.cluster.colocated
     )
-    sample, sets = one_layer_per_type(shape), RankSetCache()
-    held = expand_trainer_owners(shape, cut, sets)
+    sample, rank_sets = one_layer_per_type(shape), RankSetCache()
+    trainer_owners = expand_trainer_owners(shape, sizes, rank_sets)
     engine = [engine_shard_layouts(sample, rank, tensor) for rank in range(tensor)]
-    wanted = expand_rollout_owners(shape, engine, engines, sets, first_rank=cut.num_ranks)
+    rollout_owners = expand_rollout_owners(
+        shape, engine, engines, rank_sets, first_rank=sizes.num_ranks
+    )
     plan = plan_from_owners(
-        held, wanted, sets, locations, dtype,
-        names=list(hf_shapes(shape)), num_trainer_ranks=cut.num_ranks,
+        trainer_owners, rollout_owners, rank_sets, locations, dtype,
+        names=list(hf_shapes(shape)), num_trainer_ranks=sizes.num_ranks,
         bucket_bytes=config.weight_sync.bucket_mib * MIB, speeds=speeds,
     )  # fmt: skip
     traffic = count_traffic(plan, locations, speeds)
-    own = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
-    assert own <= num_engine_rank_elements(shape, tensor) * DTYPE_BYTES[dtype], (
+    max_received = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
+    assert max_received <= num_engine_rank_parameters(shape, tensor) * DTYPE_BYTES[dtype], (
         "an engine rank receives more than it holds"
     )
     return TransferEstimate(
-        max_bytes_per_engine_rank=own,
+        max_bytes_per_engine_rank=max_received,
         bytes_by_link={str(link): traffic.total_bytes(link) for link in LinkType},
-        least_network_bytes=traffic.min_network_bytes,
+        min_network_bytes=traffic.min_network_bytes,
         num_buckets=len(plan.buckets),
         predicted_s=traffic.predicted_s,
-        lower_bound_s=own / speeds.network,
+        lower_bound_s=max_received / speeds.network,
     )
 
 
-def trainer_cut(config: TrainConfig, shape: ModelShape) -> TrainerParallelSizes:
+def trainer_parallel_sizes(config: TrainConfig, shape: ModelShape) -> TrainerParallelSizes:
     """Return the policy's parallel sizes as the planner counts them."""
     layout = config.parallel
     expert = layout.expert * layout.expert_tensor_size if shape.moe else 1
@@ -102,7 +104,7 @@ def trainer_cut(config: TrainConfig, shape: ModelShape) -> TrainerParallelSizes:
     )
 
 
-def rank_locations(
+def plan_rank_locations(
     num_policy_ranks: int,
     tensor_size: int,
     num_engines: int,
@@ -115,11 +117,11 @@ def rank_locations(
     Each engine is placed on one node if it fits there.
 
     Args:
-        num_policy_ranks: number of policy ranks.
-        tensor_size: tensor-parallel size of an engine.
-        num_engines: number of engines.
-        gpus_per_node: number of GPUs per node.
-        colocated: the engines share the GPUs of the first policy ranks, in the same order.
+        num_policy_ranks: Number of policy ranks.
+        tensor_size: Tensor-parallel size of an engine.
+        num_engines: Number of engines.
+        gpus_per_node: Number of GPUs per node.
+        colocated: The engines share the GPUs of the first policy ranks, in the same order.
     """
     locations = [
         RankLocation(rank // gpus_per_node, rank % gpus_per_node)

@@ -2,21 +2,15 @@
 
 The engine lives in a process of its own, whose environment `environment.set_vllm_environment` has
 prepared; all arguments and results are picklable. vLLM adds an engine-core process and one worker
-per tensor-parallel rank, which end with the host (see `plugin`).
-
-`pause` and `resume` switch between serving and paused. A weight update is
+per tensor-parallel rank, which end with the host (see `plugin`). A weight update is
 
     pause -> receive_weights -> verify_weights -> compute_prompt_log_probs (optional) -> resume
 
-Requests that arrive during an update wait. Once one of its steps fails, or `refuse_requests` is
+Requests that arrive during an update wait. If one of its steps fails, or `refuse_requests` is
 called, requests are refused with the reason until a later update succeeds. `pause` waits for every
-request that was admitted, so each is computed by one weight version, the one it is labelled with.
-On shared GPUs the engine may `sleep` in any state. It is woken for an update: "weights" before
-`receive_weights`, "cache" after `verify_weights`.
-
-An engine may answer every question and still be of no use because its scheduler or a kernel hangs.
-`TokenProgress` observes the number of tokens the engine has sampled in its lifetime, which must
-grow while requests run.
+request that has started, so each is computed by one weight version, that of its `Generation`. On
+GPUs shared with the trainer the engine may `sleep` in any state. It is woken for an update:
+"weights" before `receive_weights`, "cache" after `verify_weights`.
 """
 
 from __future__ import annotations
@@ -64,11 +58,18 @@ if TYPE_CHECKING:
 
 
 STUCK_TIMEOUT_S = 20.0
-"""Seconds without a token while requests run, including a long prefill."""
+"""Seconds without a token, after which an engine with running requests is considered stuck.
+
+A long prefill must end within this time.
+"""
+DEATH_POLL_S = 0.5
+"""Seconds between checks whether vLLM has died."""
+SHUTDOWN_TIMEOUT_S = 2.0
+"""Seconds that vLLM's processes get to end by themselves before they are killed."""
 
 
-class TokenProgress:
-    """Detects that one engine makes no progress; `clock` returns seconds."""
+class ProgressMonitor:
+    """Detects an engine that answers calls but samples no tokens, because its core hangs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,7 +77,12 @@ class TokenProgress:
         self._last_progress_s = clock()
 
     def stuck_s(self, num_tokens: int, num_running: int) -> float | None:
-        """Return the seconds without progress if they exceed the timeout, else None."""
+        """Return the seconds without progress if they exceed the timeout, else None.
+
+        Args:
+            num_tokens: Tokens that the engine has sampled in its lifetime.
+            num_running: Number of running requests.
+        """
         now = self._clock()
         if num_tokens != self._num_tokens or not num_running:
             self._num_tokens, self._last_progress_s = num_tokens, now
@@ -88,19 +94,13 @@ class TokenProgress:
 def to_start_error(name: str, error: RuntimeError) -> RuntimeError:
     """Return the error to raise for vLLM's error at a start.
 
-    This is an `EngineLostError` if a signal may have ended its core, so that another start may
-    succeed. vLLM reports that only in its text: an exit code below 0, or none, as it looks before
-    there is one.
+    This is an `EngineLostError` if a signal may have ended vLLM's core, so that another start may
+    succeed. vLLM reports that only in its message: it contains a negative exit code, or none if
+    the core had not ended yet.
     """
     killed = re.search(r"core proc\(s\): ({}|.*: -\d)", str(error))
     error_class = EngineLostError if killed else RuntimeError
     return error_class(f"{name} did not start; its log file has the reason: {error}")
-
-
-DEATH_POLL_S = 0.5
-"""Seconds between checks whether vLLM has died."""
-SHUTDOWN_TIMEOUT_S = 2.0
-"""Seconds that vLLM's processes get to end by themselves before they are killed."""
 
 
 class Engine:
@@ -113,7 +113,7 @@ class Engine:
         self._is_updating = False
         self._serving_event, self._idle_event = asyncio.Event(), asyncio.Event()
         self._num_running = self._num_blocking_calls = 0
-        self._progress = TokenProgress()
+        self._progress = ProgressMonitor()
         self._next_key = itertools.count()
         self._key_of: dict[str, str] = {}
 
@@ -125,7 +125,8 @@ class Engine:
         seed: int,
         dtype: str | None = None,
         deadline_s: float = 600.0,
-        **kind: bool,
+        deterministic: bool = False,
+        colocated: bool = False,
     ) -> Self:
         """Start vLLM with the weights of a model folder and serve version 0.
 
@@ -138,7 +139,8 @@ class Engine:
             dtype: Dtype of weights and activations; None for float32 on a CPU and bfloat16 on a
                 GPU.
             deadline_s: Deadline of one request, `cluster.call_timeout_s`.
-            **kind: `deterministic` and `colocated` of `engine_args`.
+            deterministic: See `engine_args`.
+            colocated: See `engine_args`.
 
         Raises:
             RuntimeError: If vLLM cannot start.
@@ -146,7 +148,14 @@ class Engine:
         """
         self._config = config
         self._request_deadline_s = deadline_s
-        args = engine_args(config, model_path, seed=seed, dtype=dtype, **kind)
+        args = engine_args(
+            config,
+            model_path,
+            seed=seed,
+            dtype=dtype,
+            deterministic=deterministic,
+            colocated=colocated,
+        )
         try:
             self._llm = AsyncLLM.from_engine_args(args)
         except RuntimeError as error:
@@ -156,8 +165,8 @@ class Engine:
         self._sleep_controller = SleepController(
             self._llm, self._await_vllm, has_sleep_mode=args.enable_sleep_mode
         )
-        # None of the objects that the imports created is garbage; without this, full collections
-        # would repeatedly stop all requests for more than half a second.
+        # Without this, full collections of the many objects that the imports created would
+        # repeatedly stop all requests for more than half a second.
         gc.collect()
         gc.freeze()
         await self._call_workers("finish_startup")
@@ -168,7 +177,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Weight version that is served now."""
+        """Weight version that is served."""
         return self._version
 
     async def generate(self, request: GenerateRequest) -> Generation:  # noqa: D102
@@ -196,7 +205,7 @@ class Engine:
             del self._key_of[request.request_id]
 
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
-        stop_ids, stop_strings = self._stop_table.split_by_token(request.stop)
+        stop_ids, stop_strings = self._stop_table.split_stop_strings(request.stop)
         params = sampling_params(request, key, stop_ids, stop_strings)
         version = self._version
         prompt = {"type": "token", "prompt_token_ids": list(request.token_ids)}
@@ -226,7 +235,7 @@ class Engine:
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests are accepted, which includes waiting while the engine is paused."""
+        """Whether requests are accepted; a paused engine accepts them and lets them wait."""
         return self._refusal_reason is None
 
     async def pause(self) -> None:
@@ -247,7 +256,7 @@ class Engine:
             await self._sleep_controller.wake(part)
 
     async def resume(self) -> None:
-        """Serve again; raises `RuntimeError` while the weights are not proven."""
+        """Serve again; raises `RuntimeError` while the weights are not verified."""
         if self._is_updating or not self._sleep_controller.can_compute:
             await self.refuse_requests("it was resumed in the middle of a weight update")
         if self._refusal_reason is None:
@@ -289,8 +298,7 @@ class Engine:
     def _translate_vllm_errors(self) -> Iterator[None]:
         """Turn the death or failure of vLLM into an `EngineLostError` that names the engine.
 
-        vLLM raises plain `Exception` for a call that failed in its core, including the last calls
-        of a dying one.
+        vLLM raises plain `Exception` for a call that failed in its core.
         """
         try:
             yield
@@ -306,13 +314,13 @@ class Engine:
             ) from error
 
     async def check_health(self) -> None:
-        """Return as soon as vLLM answers, or at once during a blocking call.
+        """Return when vLLM answers, or at once during a blocking call.
 
         Raises:
             EngineLostError: If vLLM is dead or has stopped producing tokens for running requests.
         """
         if self._num_blocking_calls:
-            self._progress = TokenProgress()
+            self._progress = ProgressMonitor()
             return
         num_tokens = (await self._call_workers("tap_num_tokens"))[0]
         if (stuck_s := self._progress.stuck_s(num_tokens, self._num_running)) is not None:
@@ -323,7 +331,7 @@ class Engine:
 
     @contextmanager
     def _blocking_call(self) -> Iterator[None]:
-        """Mark a call with a deadline of its own, during which vLLM's core answers nothing else."""
+        """Mark a call during which vLLM's core answers nothing else; its deadline is elsewhere."""
         self._num_blocking_calls += 1
         try:
             yield
@@ -331,7 +339,7 @@ class Engine:
             self._num_blocking_calls -= 1
 
     async def _await_vllm(self, call: Awaitable[Any]) -> Any:
-        """Return vLLM's answer, or raise if it dies: it leaves the last calls unanswered."""
+        """Return vLLM's answer; raise if vLLM dies, because it then leaves calls unanswered."""
         task = asyncio.ensure_future(call)
         try:
             with self._translate_vllm_errors():
@@ -364,7 +372,7 @@ class Engine:
     async def join_weight_transfer(self, session: TransferSession) -> None:
         """Join a transfer session; returns when all of its ranks have joined.
 
-        An update that was left unfinished is given up.
+        An unfinished update is given up.
 
         Raises:
             RuntimeError: If not all ranks join; requests are served as before.
@@ -378,13 +386,12 @@ class Engine:
             raise RuntimeError(f"{self.name}: joining the weight transfer failed: {reason}")
 
     async def receive_weights(self, version: int) -> None:
-        """Receive the weights that are being sent; called after `pause`.
+        """Receive the weights that the trainer is sending; called after `pause`.
 
-        Consumes: the buckets of the session's plan. Unblocked by: the last bucket, or the deadline
-        of the session.
+        Waits for the last bucket of the session's plan, or the deadline of the session.
 
         Raises:
-            RuntimeError: Naming tensor, ranks and bucket; from then on requests are refused.
+            RuntimeError: Naming tensor, ranks and bucket; requests are then refused.
         """
         if self._serving_event.is_set():
             raise RuntimeError(f"{self.name}: an update begins with pause(), it is not paused")
@@ -405,7 +412,7 @@ class Engine:
             expected: Digests by worker.
 
         Raises:
-            RuntimeError: Naming the first tensor that differs; from then on requests are refused.
+            RuntimeError: Naming the first tensor that differs; requests are then refused.
         """
         if not self._is_updating:
             raise RuntimeError(f"{self.name}: no weights to verify: {self._refusal_reason}")
@@ -424,7 +431,7 @@ class Engine:
     async def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt's tokens after the first, at temperature 1.
 
-        This also works while the engine is paused.
+        This works while the engine is paused.
         """
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
         key = f"probe {next(self._next_key)}"
@@ -441,14 +448,14 @@ class Engine:
         ]
 
     async def _check_workers(self, version: int) -> None:
-        """Raise if any worker has failed, and refuse requests from then on."""
+        """If any worker has failed, refuse all requests and raise `RuntimeError`."""
         if (answers := await self._worker_failures()) is not None:
             reason = f"the update to version {version} failed: {answers}"
             await self.refuse_requests(reason)
             raise RuntimeError(f"{self.name}: {reason}")
 
     async def _worker_failures(self) -> str | None:
-        """Return the failures of all workers, causes before consequences."""
+        """Return the failures of all workers, those that a lost peer caused last."""
         failures = await self._call_workers("weights_failure")
         answers = [(failure, worker) for worker, failure in enumerate(failures) if failure]
         answers.sort(key=lambda item: item[0][0])

@@ -37,8 +37,8 @@ def engine_args(
         model_path: Model folder.
         seed: Seed of the engine.
         dtype: Dtype of weights and activations; None for float32 on a CPU and bfloat16 on a GPU.
-        deterministic: No request shares a batch or a cached prefix.
-        colocated: The engine can sleep if there is a GPU (see `sleep_mode`).
+        deterministic: Batch no requests together, and do not cache prefixes.
+        colocated: Enable vLLM's sleep mode on a GPU (see `sleep_mode`).
     """
     on_gpu = torch.cuda.is_available()
     # A prompt that is split between two steps samples one token too many, and vLLM rewinds the

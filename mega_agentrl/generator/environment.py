@@ -1,8 +1,7 @@
 """Environment variables of vLLM, set in one place before it is imported.
 
-vLLM reads settings from the environment of the hosting process and of the processes it starts (the
-engine core and one worker per tensor-parallel rank), which inherit it. This module sets only these
-variables; settings that are engine arguments are in `engine_args`.
+vLLM's processes (the engine core and one worker per tensor-parallel rank) inherit the environment
+of the hosting process. Settings that are engine arguments are in `engine_args`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.runtime import EngineConfig
 
 HOST_PID_VARIABLE = "MEGA_AGENTRL_ENGINE_HOST_PID"
-"""Process that owns the engine; every process of the engine ends with it (see `plugin`)."""
+"""Process that hosts the engine; all vLLM processes end with it (see `plugin`)."""
 
 ONEDNN_CACHE_CAPACITY = 128
 """Number of compiled kernels that a worker keeps, one per batch size and weight shape.
@@ -39,7 +38,8 @@ def set_vllm_environment(
         config: Engine settings.
         on_gpu: Whether the engine runs on a GPU.
         deterministic: Compute sums always in the same order.
-        gpus: GPUs that are shared with others, as CUDA names them; None keeps the process's own.
+        gpus: Value of CUDA_VISIBLE_DEVICES for an engine on GPUs of the trainer; None keeps the
+            process's own.
         log_path: File for vLLM's log lines, including those of its child processes; None for
             stderr.
     """

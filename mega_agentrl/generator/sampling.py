@@ -1,9 +1,9 @@
 """Conversion between the project's requests and vLLM's sampling parameters and results.
 
 A stop string that is a single token of the vocabulary is detected by its id inside the engine,
-which costs nothing. Any other makes vLLM decode every token of the request to text in the hosting
-process. Both stay in the output. A single-token stop string is thus only detected if written as
-that token, not if the policy spells it out of smaller ones.
+which costs nothing; it is not detected if the policy spells it out of smaller tokens. Any other
+stop string makes vLLM decode every token of the request to text in the hosting process. Stop
+strings stay in the output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StopTokenTable:
             self._id_by_string[stop] = ids[0] if len(ids) == 1 else None
         return self._id_by_string[stop]
 
-    def split_by_token(self, stops: tuple[str, ...]) -> tuple[dict[int, str], list[str]]:
+    def split_stop_strings(self, stops: tuple[str, ...]) -> tuple[dict[int, str], list[str]]:
         """Return the stop strings that are one token, by id, and all others."""
         by_id = {self.token_id(stop): stop for stop in stops}
         others = [stop for stop in stops if self.token_id(stop) is None]
@@ -99,7 +99,7 @@ def to_generation(
     version: int,
     num_cached: int = 0,
 ) -> Generation:
-    """Combine vLLM's output with the tap's measurements; steps past the end are dropped."""
+    """Combine vLLM's output with the tap's measurements; those past the last token are dropped."""
     num_tokens = len(output.token_ids)
     entropies, shifts, argmax_ids = (tuple(column[:num_tokens]) for column in record)
     raw_logps, top_logps = _raw_logps(request, output)
@@ -124,7 +124,7 @@ def to_generation(
 def _raw_logps(
     request: GenerateRequest, output: CompletionOutput
 ) -> tuple[list[float], tuple[tuple[float, ...], ...]]:
-    """Return the log-probs at temperature 1, of the sampled tokens and of the listed ones.
+    """Return the log-probs at temperature 1 of the sampled tokens, and of the most probable ones.
 
     vLLM lists the sampled token first, and again if it is one of the most probable.
     """

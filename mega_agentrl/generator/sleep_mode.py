@@ -1,19 +1,15 @@
-"""Sleep mode: which of an engine's memory is on its GPUs if it shares them (`cluster.colocated`).
+"""Sleep mode: frees an engine's GPU memory for a trainer on the same GPUs (`cluster.colocated`).
 
     any          -> `sleep`                 -> asleep        weights and KV cache are freed
     asleep       -> `wake("weights")`       -> weights_only  memory for the weights, undefined
-                    `mark_weights_verified`                  the weights have arrived and are proven
+                    `mark_weights_verified`                  the weights have arrived
     weights_only -> `wake("cache")`         -> awake         an empty KV cache
 
-This is vLLM's sleep mode at level 2, which drops the weights: the next ones always arrive by
-weight transfer, from GPU memory, which is faster than the host's. Level 1 would keep a copy of
-every engine's weights in pinned host memory, beside the policy's and its optimizer's, that nobody
-reads. CUDA's context, communicators, CUDA graphs and transfer buckets remain on the GPU.
+This is vLLM's sleep mode at level 2, which drops the weights, because new ones arrive by weight
+transfer anyway. Level 1 would keep a copy of every engine's weights in pinned host memory that
+nobody reads. CUDA's context, communicators, CUDA graphs and transfer buckets remain on the GPU.
 
-On a CPU, vLLM has no sleep mode. The states are the same there but no memory is freed; only the
-prefix cache has been dropped, by the preceding pause. A machine without a GPU therefore tests the
-order of the transitions, not that memory is freed, how long that takes, or that weights can be
-loaded into freed memory.
+On a CPU, vLLM has no sleep mode: the states are the same but no memory is freed.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _SLEEP_LEVEL = 2
 
 
 class MemoryState(Enum):
-    """Contents of GPU memory, as the module docstring lists them."""
+    """Contents of GPU memory; see the module docstring."""
 
     awake = auto()
     weights_only = auto()
@@ -92,7 +88,8 @@ class SleepController:
         """
         if part == "cache" and not self._has_verified_weights:
             raise RuntimeError(
-                "the KV cache cannot wake before the weights: expected a proven weight update first"
+                "the KV cache cannot wake before the weights: expected a verified weight update "
+                "first"
             )
         before, tag, after = _WAKE_TRANSITIONS[part]
         if self._state is before:
@@ -101,5 +98,5 @@ class SleepController:
             self._state = after
 
     def mark_weights_verified(self) -> None:
-        """Record that proven weights have arrived."""
+        """Record that weights have arrived and are verified."""
         self._has_verified_weights = True

@@ -1,10 +1,8 @@
 """Methods that the engine calls on its workers through `collective_rpc`.
 
-vLLM mixes this class into its worker class. Answers are plain picklable values; anything else is
-sent as pickled bytes. Only tensor-parallel rank 0 has measurements; the others answer None.
-
-The methods do not raise, because vLLM would then take the other workers' answers for answers to the
-next call.
+vLLM mixes this class into its worker class. Answers are plain values; other objects are sent as
+pickled bytes. The methods do not raise, because vLLM would then take the other workers' answers for
+answers to the next call.
 """
 
 from __future__ import annotations
@@ -24,14 +22,19 @@ CPU_NICENESS = 10
 """Niceness of a worker on a CPU."""
 
 TapColumns = tuple[Sequence[float], Sequence[float], Sequence[int]]
-"""Entropies, log-prob shifts and arg-max ids of one request; lists after they cross a process."""
+"""Entropies, log-prob shifts and arg-max ids of one request."""
 
 
 class WorkerExtension:
     """Mixin of the vLLM worker; method names carry a prefix to avoid collisions."""
 
     def tap_read(self, keys: list[str], take: bool) -> list[TapColumns] | None:
-        """Return the measurements of requests, in order; `take` deletes them."""
+        """Return the measurements of requests, in order; None except on tensor-parallel rank 0.
+
+        Args:
+            keys: Keys of the requests.
+            take: Whether to delete the measurements.
+        """
         if self.rank % self.parallel_config.tensor_parallel_size != 0:
             return None
         read = TAP_STORE.take if take else TAP_STORE.read
@@ -49,7 +52,7 @@ class WorkerExtension:
     def peak_memory_mib(self) -> dict[str, float]:
         """Return this worker's peak memory in MiB.
 
-        On a CPU its libraries are not included and reported apart.
+        On a CPU the memory of its libraries is reported separately.
         """
         if self.device.type == "cuda":
             return {"peak_mib": torch.cuda.max_memory_reserved() / MIB}
@@ -67,22 +70,22 @@ class WorkerExtension:
         return None, pickle.dumps(answer)
 
     def weights_install_guard(self) -> None:
-        """Refuse steps of the model with unproven weights; called once after the start."""
+        """Make the model refuse steps with unverified weights; called once after the start."""
         runner = self.model_runner
         runner.execute_model = self.weight_transfer_engine.guard_execute_model(runner.execute_model)
 
     def weights_failure(self) -> tuple[bool, str] | None:
-        """Return the current update's failure, if any: whether a peer caused it, and the reason."""
+        """Return whether a peer made the update fail, and the reason; None without a failure."""
         failure = self.weight_transfer_engine.failure
         return failure and (failure.is_caused_by_peer, failure.reason)
 
     def weights_verify(self, version: int, expected: bytes) -> None:
-        """Compare with the trainer's digests; `expected` is pickled, by tensor rank."""
+        """Compare with the trainer's digests; `expected` is a pickled list by tensor rank."""
         own_digests = pickle.loads(expected)[self.rank % self.parallel_config.tensor_parallel_size]
         self.weight_transfer_engine.verify(version, own_digests)
 
     def weights_reject(self, reason: str) -> None:
-        """Give up the current weight update, in vLLM's worker as well."""
+        """Give up the current weight update."""
         self.weight_transfer_engine.reject(reason)
         self._weight_update_active = False
 
@@ -93,8 +96,8 @@ class WorkerExtension:
     def finish_startup(self) -> None:
         """Exempt startup objects from garbage collection; called once after the start.
 
-        vLLM does that on GPUs only. On a CPU this also lowers the priority: after its last step a
-        worker polls for work for a second at full speed, on cores that the trainer needs by then.
+        vLLM does that on GPUs only. On a CPU this also lowers the priority of the process: after
+        its last step a worker polls for work for a second, on cores that the trainer needs.
         """
         gc.collect()
         gc.freeze()

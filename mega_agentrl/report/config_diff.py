@@ -1,7 +1,7 @@
 """Compare the settings of a run with the defaults of the schema.
 
-Both sides are flattened to dotted keys. Keys of another version that the schema no longer has are
-listed without a default.
+Both sides are flattened to dotted keys. Keys that the schema lacks, because the run is of another
+version, are listed without a default.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NO_DEFAULT = "(not in this version)"
+UNSET = "(unset)"
+"""The default of an entry of a dictionary, such as an option of a loss."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -55,24 +57,28 @@ def schema_defaults() -> dict[str, Any]:
 def diff_configs(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the settings that differ from the defaults, in the order of the file."""
     return [
-        ConfigDifference(
-            key=key, default=format_value(defaults.get(key, NO_DEFAULT)), value=format_value(value)
-        )
+        ConfigDifference(key=key, default=_default_text(key, defaults), value=format_value(value))
         for key, value in config.items()
         if key not in defaults or format_value(defaults[key]) != format_value(value)
     ]
 
 
+def _default_text(key: str, defaults: Mapping[str, Any]) -> str:
+    if key in defaults:
+        return format_value(defaults[key])
+    return UNSET if any(key.startswith(f"{name}.") for name in defaults) else NO_DEFAULT
+
+
 def flatten_config(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings, joining keys with dots."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= flatten_config(value, f"{name}.")
+            values |= flatten_config(value, f"{name}.")
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def format_value(value: Any) -> str:

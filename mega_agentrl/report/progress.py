@@ -127,8 +127,8 @@ class StageProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lasted = format_duration(self._clock() - self._start_s)
-        took = f"took {lasted}" if error is None else f"ended after {lasted}"
+        duration = format_duration(self._clock() - self._start_s)
+        took = f"took {duration}" if error is None else f"ended after {duration}"
         if self._live is not None:
             self._live.update(self._render(self._last_summary, took), refresh=True)
             self._live.stop()

@@ -63,7 +63,7 @@ def write_reward_curve(
         ValueError: there are neither steps nor evaluations.
     """
     if not points and not held_out:
-        raise ValueError(f"reward curve {path}: no step and no evaluation, nothing to draw")
+        raise ValueError(f"reward curve {path}: there are no steps and no evaluations to draw")
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     reward_axes, success_axes = figure.subplots(2, 1, sharex=True)
@@ -89,9 +89,9 @@ def _plot_panel(
         label = f"sampled, mean of {window} steps"
         axes.plot(steps, running_mean(values, window), color=_MEAN_COLOUR, label=label)
     if held_out:
-        marks = [float(getattr(point, name)) for point in held_out]
-        held_steps = [point.step for point in held_out]
-        axes.plot(held_steps, marks, "o--", color=_EVAL_COLOUR, label="held out")
+        eval_values = [float(getattr(point, name)) for point in held_out]
+        eval_steps = [point.step for point in held_out]
+        axes.plot(eval_steps, eval_values, "o--", color=_EVAL_COLOUR, label="held out")
     axes.set_ylabel(name)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="best", fontsize="small")

@@ -26,7 +26,6 @@ class EvalSummary:
     response_tokens_mean: float
     """Mean response length, tool answers included."""
     num_questions: int
-    """Number of questions."""
     num_answers: int
     """Number of sampled answers."""
     reward_se: float | None = None

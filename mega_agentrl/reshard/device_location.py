@@ -1,7 +1,7 @@
 """Discovery of the machine and device of this process.
 
-Two containers on one machine count as two machines, because neither can see the processes of
-the other, which mapping their memory requires.
+Two containers on one machine count as two machines: a process cannot map the memory of a process
+that it cannot see.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DeviceLocation:
     """Machine and device of a process, comparable across processes."""
 
     host_id: str
-    """Boot id and PID namespace: equal for processes that can see each other."""
+    """Boot id and PID namespace, equal for processes that can see each other."""
     gpu_uuid: str | None = None
     """UUID of the current GPU, or None without one."""
 

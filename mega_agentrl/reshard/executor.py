@@ -165,11 +165,11 @@ class TransferExecutor:
 
     def sources_of(self, hf_name: str) -> dict[int, list[int]]:
         """Return the ranks that send slices of a tensor to this one, with their bucket indices."""
-        found: dict[int, list[int]] = {}
+        buckets_by_source: dict[int, list[int]] = {}
         for route in self._routes:
             if route.source is not None and any(p.hf_name == hf_name for p in route.bucket.slices):
-                found.setdefault(route.source, []).append(route.bucket.index)
-        return found
+                buckets_by_source.setdefault(route.source, []).append(route.bucket.index)
+        return buckets_by_source
 
     def close(self) -> None:
         """Leave the session; peers that still wait for this rank fail at once."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class FramePart:
     dtype: torch.dtype
     """Dtype in the frame."""
     param_slices: tuple[ParamSlice, ...]
-    """Positions at which this rank holds the slice: one on a trainer rank, one or more on a rollout
-    rank."""
+    """Where this rank holds the slice: once on a trainer rank, at least once on a rollout rank."""
 
     def view(self, frame: torch.Tensor) -> torch.Tensor:
         """Return the slice's values as a view of a frame, shaped like its rectangle."""
@@ -168,4 +168,4 @@ def _header(version: int, index: int, num_bytes: int) -> torch.Tensor:
 
 
 def _align(num_bytes: int) -> int:
-    return (num_bytes + _SLICE_ALIGN_BYTES - 1) // _SLICE_ALIGN_BYTES * _SLICE_ALIGN_BYTES
+    return round_up(num_bytes, _SLICE_ALIGN_BYTES)

@@ -2,8 +2,8 @@
 
 A rank opens the safetensors files (one, or several with an index) and reads only the rectangles
 that its layout names. For writing, every rank computes the same plan of which tensor goes into
-which file. The folder is written under a temporary name and renamed when it is complete. The actor
-moves shards between ranks.
+which file, and `actor.checkpoint.hf_export` gathers the tensors. The folder is written under a
+temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def begin_export(target: Path, source: Path) -> None:
             f"export to {target}: expected a path that does not exist or an old checkpoint to "
             "replace; got something else"
         )
-    partial = partial_folder(target)
+    partial = partial_export_folder(target)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -201,7 +201,7 @@ def finish_export(
     element_bytes: int,
 ) -> None:
     """Write the index if there are several files, then rename the folder to `target`."""
-    partial = partial_folder(target)
+    partial = partial_export_folder(target)
     if len(plan) > 1:
         names = [name for file in plan for name in file.tensors]
         total = sum(prod(hf_shapes[name]) for name in names) * element_bytes
@@ -216,6 +216,6 @@ def finish_export(
     partial.rename(target)
 
 
-def partial_folder(target: Path) -> Path:
+def partial_export_folder(target: Path) -> Path:
     """Return the temporary folder of an export."""
     return target.with_name(f"{target.name}.partial")

@@ -1,12 +1,10 @@
-"""Rectangles of Hugging Face tensors: the vocabulary of loading, exporting and resharding.
+"""Which rectangles of Hugging Face tensors a rank holds, for loading, exporting and resharding.
 
 A shard is a tensor that one rank holds. A `ShardLayout` describes it as a list of blocks. Each
 block pairs a rectangle of a Hugging Face tensor with a rectangle of the shard of equal shape.
 Coordinates are half-open, with one entry per dim: ``Rect((8, 0), (16, 128))`` is rows 8..15 and
 columns 0..127. Elements of a shard that no block covers are padding, such as vocabulary rows
 beyond the model's own.
-
-The module is pure data and knows neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rect:
-    """Half-open box [start, stop) in element coordinates."""
+    """Half-open rectangle [start, stop), in elements."""
 
     start: tuple[int, ...]
     """First element, per dim."""
@@ -66,7 +64,7 @@ class Rect:
         return Rect(start, stop)
 
     def translate(self, origin: tuple[int, ...], to: tuple[int, ...]) -> Rect:
-        """Return the box translated by the vector from `origin` to `to`."""
+        """Return the rectangle moved by the vector from `origin` to `to`."""
         delta = tuple(b - a for a, b in zip(origin, to, strict=True))
         return Rect(
             tuple(a + d for a, d in zip(self.start, delta, strict=True)),
@@ -76,10 +74,10 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a Hugging Face tensor and where a shard holds it, element by element.
+    """A rectangle of a Hugging Face tensor and where a shard holds it.
 
-    The two rectangles have equal shapes except for dims of size one: an expert's matrix is one
-    slice of a stack.
+    The two rectangles have equal shapes except for dims of size one: vLLM stacks the matrices of
+    all experts, so that one expert's matrix is a slice of the stack.
     """
 
     hf_name: str

@@ -1,7 +1,7 @@
-"""Transfer sessions: how the ranks of a plan connect, through a TCP store.
+"""Transfer sessions: the ranks of a plan connect through a TCP store.
 
-All ranks, trainer ranks first, then rollout ranks, join a session; the default process groups of
-both sides are not touched. A session belongs to one plan. When the membership changes, the ranks of
+All ranks of both sides join a session, trainer ranks first; the default process groups of Megatron
+and vLLM are not touched. A session belongs to one plan. When the membership changes, the ranks of
 the new plan join a new session, with another key at the same store.
 
     rank 0     store = open_store(address, timeout_s)
@@ -106,7 +106,7 @@ def join_session(
             timeout = timedelta(seconds=session.timeout_s)
             store = TCPStore(session.address, session.port, is_master=False, timeout=timeout)
         keyed_store = PrefixStore(session.key, store)
-        keyed_store.set(f"here/{rank}", "1")
+        keyed_store.set(f"joined/{rank}", "1")
         transport = join_transport(
             keyed_store,
             rank,
@@ -130,13 +130,13 @@ def join_session(
 
 
 def _describe_missing_ranks(session: TransferSession, store: TCPStore | None) -> str:
-    """Name the ranks that did not arrive, if the store can still tell."""
+    """Name the ranks that did not join, if the store still answers."""
     if store is None:
         return "; the store did not answer"
     keyed_store = PrefixStore(session.key, store)
     try:
         missing = [
-            r for r in range(session.plan.world_size) if not keyed_store.check([f"here/{r}"])
+            r for r in range(session.plan.world_size) if not keyed_store.check([f"joined/{r}"])
         ]
     except RuntimeError:
         return "; the store is gone"

@@ -28,7 +28,7 @@ class RankLocation:
     node: int
     """Index of the machine."""
     device: int | None = None
-    """Index of the GPU, or None if the rank shares no device with another."""
+    """Index of the GPU over all machines, or None for a rank without one."""
 
 
 def link_type_between(one: RankLocation, other: RankLocation) -> LinkType:

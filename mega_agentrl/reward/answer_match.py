@@ -15,8 +15,8 @@ value. Fractions, mixed numbers, percentages, roots, powers and multiples of pi 
 ten, as text or LaTeX, go through math-verify: 1/2 matches \frac{1}{2} and 0.5, and 50% matches 50
 and 1/2. Six decimals count. Sums, tuples, dates and units are not numbers here.
 
-The policy controls the text. math-verify's own time limit needs signals in the main thread, so it
-is off, and some texts would keep its parser busy for hours. Therefore only texts that match
+The policy controls the text, and some texts keep math-verify's parser busy for hours. Its time
+limit needs signals in the main thread, so it is off; instead, only texts that match
 `_SINGLE_NUMBER`, without nesting or large exponents, are passed to it.
 """
 
@@ -60,7 +60,7 @@ _SPACING = re.compile(
 )
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}|\{([^{}]*)\}|\(([^()]*)\)")
 _SPACED_DIGITS = re.compile(r"(?<=[\d.])\s+(?=[\d.])")
-# It warns at the first call that there is no time limit.
+# math_verify warns at the first call that there is no time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

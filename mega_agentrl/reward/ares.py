@@ -31,30 +31,18 @@ _LATEX_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{
 _NUMBER_TOLERANCE = 1e-6
 
 
-def accuracy(
-    response: str,
-    ground_truth: str | Sequence[str],
-    *,
-    supplied: float | None = None,
-    regrade_zero: bool = False,
-    threshold: float = 1.0,
-) -> Score:
-    """Score a decoded response by its accuracy, which is 0 or 1 unless it is supplied.
+def accuracy(response: str, ground_truth: str | Sequence[str], *, threshold: float = 1.0) -> Score:
+    """Score a decoded response with 1 or 0.
 
     Args:
         response: the decoded response.
         ground_truth: the true answer, or several of which any one counts.
-        supplied: an accuracy from the data set's own grader, used as it is.
-        regrade_zero: grade the answer here if `supplied` is 0, as the released code does.
         threshold: minimum accuracy of a correct answer.
     """
     answer = final_answer(response)
-    if supplied is not None and (supplied or not regrade_zero):
-        value, reason = float(supplied), "supplied"
-    else:
-        truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
-        value = 1.0 if any(answers_match(answer, truth) for truth in truths) else 0.0
-        reason = "right answer" if value else "wrong answer"
+    truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
+    value = 1.0 if any(answers_match(answer, truth) for truth in truths) else 0.0
+    reason = "right answer" if value else "wrong answer"
     return Score(value=value, correct=value >= threshold, f1=value, answer=answer, reason=reason)
 
 

@@ -10,7 +10,7 @@ its closing tag and a `<result>` block. The answer is the content of the last `\
 
 `score` reads the decoded response with tool results, as the released code does. So a tool result
 can break the format, merely writing `</search>` and `</python>` earns the bonus, and numbers lose
-sign and decimal point. `score_strict` reads only what the model wrote, requires calls that ran
+sign and decimal point. `score_trajectory` reads only what the model wrote, requires calls that ran
 successfully, treats a `<result>` written by the model as bad format, and compares numbers by value:
 an answer that is a single number is right or wrong as a whole, and numbers between words count by
 their value (`answer_match`). Neither raises for what the policy wrote.
@@ -55,7 +55,7 @@ def score(response: str, ground_truth: str | Sequence[str], threshold: float = 1
     return _f1_score(answer, token_f1(answer, ground_truth), used_both, threshold)
 
 
-def score_strict(trajectory: Trajectory, threshold: float = 1.0) -> Score:
+def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score:
     """Score a trajectory by the text of its assistant turns and the outcomes of its tool calls."""
     parts: list[str] = []
     ran: set[str] = set()
@@ -76,7 +76,7 @@ def score_strict(trajectory: Trajectory, threshold: float = 1.0) -> Score:
         return _bad_format_score(error)
     truth = trajectory.prompt.ground_truth
     truths = [truth] if isinstance(truth, str) else truth
-    f1 = max((_strict_f1(answer, one) for one in truths), default=0.0)
+    f1 = max((_strict_f1(answer, text) for text in truths), default=0.0)
     return _f1_score(answer, f1, ran.issuperset(_TOOL_NAMES), threshold)
 
 
@@ -88,7 +88,7 @@ def _released_part(trajectory: Trajectory, config: RewardConfig) -> Score:
 
 @register_reward("arpo")
 def _strict_part(trajectory: Trajectory, config: RewardConfig) -> Score:
-    return score_strict(trajectory, config.correct_threshold)
+    return score_trajectory(trajectory, config.correct_threshold)
 
 
 def _strict_f1(answer: str, truth: str) -> float:

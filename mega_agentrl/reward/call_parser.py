@@ -45,7 +45,6 @@ class FunctionCall:
     """A parsed function call."""
 
     name: str
-    """Name of the function."""
     arguments: tuple[tuple[str, NormalizedValue], ...]
     """Pairs of name and normalised value, sorted by name; positional arguments are #0, #1, ..."""
 

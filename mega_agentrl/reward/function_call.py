@@ -5,9 +5,9 @@ expected ones as a multiset, or in order with `ordered`. The reasoning must be c
 opening tag may be part of the chat template. If the ground truth holds no calls, the answer must
 hold none.
 
-`match="string"` is the published rule: the response contains `<think>`, `</think>` and something
-like a call, and the text after the last `</think>` equals the ground truth up to whitespace. Key
-order and quotes matter there.
+`match="string"` is the published rule: the response contains `<think>`, `</think>` and text that
+matches `_CALL_PATTERN`, and the text after the last `</think>` equals the ground truth up to
+whitespace. Key order and quotes matter.
 
 Nothing that the policy writes raises an error; an unreadable ground truth does.
 """

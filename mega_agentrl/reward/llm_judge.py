@@ -2,10 +2,11 @@
 
     POST {base_url}/chat/completions    model, messages, temperature 0
 
-`submit` can be called from any thread and does not block; a thread of its own sends the requests,
-at most `MAX_CONCURRENT_REQUESTS` at a time. Transient failures (no connection, a broken connection,
-429 and the 5xx of an overloaded or restarting server) are retried with growing, jittered pauses
-until the deadline. Any other status, and an answer that is not a single number, is a final error.
+`submit` can be called from any thread and does not block; the judge's own thread sends the
+requests, at most `MAX_CONCURRENT_REQUESTS` at a time. Transient failures (no connection, a broken
+connection, 429 and the 5xx of an overloaded or restarting server) are retried with growing,
+jittered pauses until the deadline. Any other status, and an answer that is not a single number, is
+a final error.
 
 The response to grade is enclosed in a random delimiter that the policy cannot know. A judge that
 follows instructions inside of it can still be manipulated.
@@ -46,7 +47,7 @@ _RETRY_WAIT = wait_random_exponential(multiplier=0.2, max=10.0)
 
 
 class JudgeError(RewardError):
-    """The judge gave no number; the message names the server and what it answered."""
+    """The judge gave no number; the message names the server and its answer."""
 
 
 class _RetryableError(Exception):
@@ -120,7 +121,7 @@ class LLMJudge:
     ) -> dict[str, Any]:
         truths = (ground_truth,) if isinstance(ground_truth, str) else ground_truth
         fence = f"----- {secrets.token_hex(8)} -----"
-        conversation = "\n".join(f"{one['role']}: {one['content']}" for one in question)
+        conversation = "\n".join(f"{message['role']}: {message['content']}" for message in question)
         text = (
             f"The question:\n{conversation}\n\nThe expected answer:\n{' or '.join(truths)}\n\n"
             f"What the assistant wrote:\n{fence}\n{response}\n{fence}\n\nThe number:"

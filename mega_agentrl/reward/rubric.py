@@ -62,8 +62,8 @@ def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
         if name in BUILT_IN_PARTS or name in config.functions:
             if name in config.part_names:
                 raise ValueError(
-                    f"reward.rubric: the part {name} is a tool's or a user's name and that of "
-                    "another part, expected different names; rename the tool, or the function "
+                    f"reward.rubric: the part {name} is the name of a tool or simulated user and "
+                    "of another part, expected different names; rename the tool, or the function "
                     "under reward.functions"
                 )
     known = (*BUILT_IN_PARTS, *config.functions, *names)
@@ -74,8 +74,8 @@ def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
                 raise ValueError(
                     f"reward.rubric.{source}.{name}={weight}: there is no such part, expected one "
                     f"of {', '.join(near)}; probable cause: a mistyped name, or "
-                    "tool.user_tools_file, "
-                    "rollout.interaction_config_file or reward.functions is not set"
+                    "tool.user_tools_file, rollout.interaction_config_file or reward.functions is "
+                    "not set"
                 )
 
 
@@ -91,9 +91,8 @@ def check_prompt_rubrics(config: RewardConfig, prompts: Iterable[Prompt]) -> Non
         if not weights:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: reward.rubric has neither its data source {source} "
-                f"nor {DEFAULT_SOURCE}, expected one of both beside "
-                f"{', '.join(config.weights_by_source)}; "
-                "probable cause: a mistyped data source, or data of another kind"
+                f"nor {DEFAULT_SOURCE}, only {', '.join(config.weights_by_source)}; probable "
+                "cause: a mistyped data source, or data of another kind"
             )
         try:
             _check_prompt_parts(config, weights, prompt)
@@ -240,11 +239,11 @@ def gather_futures(
     missing = set(futures)
     is_resolved = False
 
-    def on_done(name: str, one: Future[InputT]) -> None:
+    def on_done(name: str, future: Future[InputT]) -> None:
         nonlocal is_resolved
         with lock:
             missing.discard(name)
-            error = CancelledError() if one.cancelled() else one.exception()
+            error = CancelledError() if future.cancelled() else future.exception()
             if is_resolved or (error is None and missing):
                 return
             is_resolved = True
@@ -260,8 +259,8 @@ def gather_futures(
         else:
             joined.set_result(result)
 
-    for name, one in futures.items():
-        one.add_done_callback(partial(on_done, name))
+    for name, future in futures.items():
+        future.add_done_callback(partial(on_done, name))
     joined.add_done_callback(lambda future: _cancel_all(futures) if future.cancelled() else None)
     return joined
 

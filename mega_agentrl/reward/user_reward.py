@@ -139,8 +139,10 @@ def parse_result(path: str, result: object) -> dict[str, Any]:
 
 
 def _finite_score(path: str, value: object) -> float:
-    message = f"reward function {path}: returned the score {value!r:.200} of type "
-    message += f"{type(value).__name__}, expected a finite number, or a dict with one named score"
+    message = (
+        f"reward function {path}: returned the score {value!r:.200} of type "
+        f"{type(value).__name__}, expected a finite number, or a dict with one named score"
+    )
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if item is not None:
         try:

@@ -43,7 +43,7 @@ async def collect_rollouts(
         if context.is_lockstep:
             trees = await LockstepArpoRollout(context, prompts, keys).run()
             await wait_for_scores(
-                [one for tree in trees for one in start_scores(tree, rubric, context.spans)]
+                [score for tree in trees for score in start_scores(tree, rubric, context.spans)]
             )
             return trees
         async with asyncio.TaskGroup() as group:

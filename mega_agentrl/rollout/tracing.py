@@ -86,8 +86,6 @@ class TrajectorySpans:
 
     Args:
         spans: The spans of the run; None disables tracing.
-        prompt: The prompt.
-        trajectory_id: Id of the trajectory.
         step: Name of the pass.
         parent_id: Id of the trajectory it was forked from; None for a root.
     """
@@ -157,7 +155,7 @@ class TrajectorySpans:
         return generation
 
     async def trace_tool_call(self, name: str, work: Awaitable[ToolOutcome]) -> ToolOutcome:
-        """Await a tool call inside of a span; the time in its queue becomes a span of its own."""
+        """Await a tool call inside a span; the wait for a free slot becomes a span of its own."""
         if self._span is None:
             return await work
         start_ns = time.time_ns()
@@ -168,9 +166,9 @@ class TrajectorySpans:
             self._add_span("tool", start_ns, attributes, error)
             raise
         if outcome.queue_s > 0:
-            begun_ns = min(time.time_ns(), start_ns + int(outcome.queue_s * _NS_PER_S))
-            self._add_span("wait", start_ns, {"wait.for": "slot", **attributes}, end_ns=begun_ns)
-            start_ns = begun_ns
+            run_ns = min(time.time_ns(), start_ns + int(outcome.queue_s * _NS_PER_S))
+            self._add_span("wait", start_ns, {"wait.for": "slot", **attributes}, end_ns=run_ns)
+            start_ns = run_ns
         self._add_span("tool", start_ns, {**attributes, "tool.status": str(outcome.status)})
         return outcome
 

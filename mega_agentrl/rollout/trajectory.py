@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.rollout.branching.policy import ForkBudget
     from mega_agentrl.rollout.context import RolloutContext
-    from mega_agentrl.types.protocols import ToolSession, UserSimulatorSession
+    from mega_agentrl.types.protocols import InteractionSession, ToolSession
     from mega_agentrl.types.records import ContextReset, Prompt, ToolCall
 
 _log = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ class ForkSnapshot:
     baseline_entropy: float
     """Baseline entropy of the root, nats."""
     num_consecutive_forks: int
-    """Most recent decisions on the path, without a gap, that forked."""
-    user_session: UserSimulatorSession | RuntimeError | OSError | None = None
+    """Number of most recent consecutive decisions on the path that forked."""
+    user_session: InteractionSession | RuntimeError | OSError | None = None
     """Forked user, or the error that forking it raised; None without a user."""
     deadline_s: float | None = None
     """Event-loop time at which `rollout.trajectory_timeout_s` is over; None without a limit."""
@@ -139,7 +139,7 @@ class TrajectoryRunner:
         self._tool_session: ToolSession | None = None
         if snapshot and not isinstance(snapshot.tool_session, INFRA_ERRORS):
             self._tool_session = snapshot.tool_session
-        self._user_session: UserSimulatorSession | None = None
+        self._user_session: InteractionSession | None = None
         if snapshot and not isinstance(snapshot.user_session, INFRA_ERRORS):
             self._user_session = snapshot.user_session
         self._deadline_s = snapshot.deadline_s if snapshot else None
@@ -283,7 +283,7 @@ class TrajectoryRunner:
 
     def _num_probe_tokens(self, start: int) -> int:
         """Return how many tokens to probe in the turn at token `start`; 0 if it must not fork."""
-        # The first turn of a root sets the baseline; a fork is not forked again where it starts.
+        # The first turn of a root sets the baseline; a fork must not fork again where it starts.
         is_first_of_path = start == self._fork_len
         if is_first_of_path or self._baseline_entropy is None:
             return 0
@@ -361,7 +361,7 @@ class TrajectoryRunner:
             return StopReason.length
         return None
 
-    async def _get_user_reply(self, user: UserSimulatorSession) -> StopReason | None:
+    async def _get_user_reply(self, user: InteractionSession) -> StopReason | None:
         """Pass the message to the user and append the user's answer."""
         self.state = TrajectoryState.interacting
         outcome, is_last = await self._spans.trace_wait(

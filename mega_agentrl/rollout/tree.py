@@ -1,4 +1,4 @@
-"""Sampling of the rollout tree of one prompt: roots, forks, and the top-up to M trajectories.
+"""Sampling of the rollout tree of one prompt: roots, forks, and extra roots up to M trajectories.
 
 Roots and their forks run concurrently; if the branch policy monitors a first root, the others
 start when it has ended. When all have ended, unused fork slots are filled with fresh roots. A
@@ -29,16 +29,10 @@ async def sample_tree(
     prompt_key: str,
     tasks: list[asyncio.Task[Trajectory]] | None = None,
 ) -> RolloutTree:
-    """Sample all M trajectories of a prompt, unscored.
+    """Sample the M = `rollout.group_size` trajectories of a prompt, unscored, in path order.
 
-    Args:
-        context: The shared context of the pass.
-        prompt: The prompt.
-        prompt_key: Name of the prompt, unique in the pass.
-        tasks: Receives the task of each trajectory when it starts.
-
-    Returns:
-        A tree of exactly `rollout.group_size` trajectories in path order.
+    `prompt_key` names the prompt uniquely in the pass. `tasks` receives the task of each trajectory
+    when it starts.
     """
     num_trajectories = context.config.group_size
     tree = _TreeSampler(context, prompt, prompt_key, [] if tasks is None else tasks)
@@ -61,7 +55,7 @@ async def sample_tree(
         prompt=prompt,
         trajectories=sorted(trajectories, key=lambda trajectory: trajectory.path),
         num_forks=sum(trajectory.parent_id is not None for trajectory in trajectories),
-        num_top_ups=num_missing,
+        num_extra_roots=num_missing,
     )
 
 

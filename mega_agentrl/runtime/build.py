@@ -1,9 +1,9 @@
 """Build the components of a run from its configuration and inputs, and close them at the end.
 
-Whatever can still fail because of the input is opened first: trackers, then corpus and sandboxes.
-Then Ray starts, then policy and engines start in parallel; on shared GPUs (`cluster.colocated`) the
-engines start before the policy. If sandboxes run on other nodes (`tool.python.num_hosts`), the
-tools start after Ray and before policy and engines.
+Components that can fail because of the input are opened first: trackers, rubric, tools. Then Ray
+starts, then policy and engines start in parallel; on shared GPUs (`cluster.colocated`) the engines
+start before the policy. If sandboxes run on other nodes (`tool.python.num_hosts`), the tools start
+after Ray and before policy and engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.runtime.gpu_monitor import ClusterGpuMonitor
-from mega_agentrl.runtime.memory_monitor import MemoryMonitor
+from mega_agentrl.runtime.memory_monitor import ClusterMemoryMonitor
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
 from mega_agentrl.runtime.rubric import open_rubric
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
@@ -50,12 +50,8 @@ _logger = logging.getLogger(__name__)
 def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
     """Build all components; every process is ended on exit, also after an error.
 
-    Args:
-        config: the checked configuration.
-        inputs: the result of `read_inputs` for this configuration.
-
     Raises:
-        ValueError: the input is invalid. Raised before an engine starts and, unless the cluster is
+        ValueError: The input is invalid. Raised before an engine starts and, unless the cluster is
             needed to find the error, before Ray starts.
     """
     start_s = time.perf_counter()
@@ -102,7 +98,7 @@ def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
             critic=critic,
             validation_prompts=inputs.validation,
             dev_prompts=inputs.dev,
-            open_sft_stream=inputs.demonstrations,
+            make_demonstration_batches=inputs.demonstrations,
             startup_s=inputs.read_time_s + time.perf_counter() - start_s,
             run_coroutine=runner.run,
             interactions=inputs.interactions,
@@ -111,7 +107,7 @@ def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
             monitors=Monitors(
                 trackers=trackers,
                 gpu=gpu_monitor,
-                memory=MemoryMonitor(policy, generator),
+                memory=ClusterMemoryMonitor(policy, generator),
                 rollout_spans=spans,
                 gpu_name=policy.gpu_name(),
             ),
@@ -177,12 +173,7 @@ def _start_policy(policy: PolicyGroup) -> None:
 
 
 def _wait_for_engines(generator: GeneratorGroup, starting: dict[str, Any]) -> None:
-    """Wait for the engines; restart one engine once if it dies during the start.
-
-    Args:
-        generator: the engines.
-        starting: pending start calls by engine name, in engine order.
-    """
+    """Wait for the start calls of all engines; restart one engine once if it dies meanwhile."""
     try:
         generator.wait_started(starting)
     except ProcessDiedError as error:
@@ -208,7 +199,7 @@ def _launch_colocated(
 
 
 def _start_model(group_class: type[_Group], config: TrainConfig, stack: ExitStack) -> _Group:
-    """Start all ranks of a model besides the policy."""
+    """Start all ranks of the critic or the reward model."""
     on_gpu = ray.cluster_resources().get("GPU", 0) > 0
     group = group_class.launch(config, on_gpu=on_gpu, log_folder=Path(config.run_dir) / "logs")
     stack.callback(group.close)

@@ -1,4 +1,4 @@
-"""Join or start the Ray cluster of a run and check that the layout fits it.
+"""Join or start the Ray cluster of a run and check that the parallel layout fits it.
 
 Ray and torch are imported inside the functions, so that the check against this machine runs before
 any slow import.
@@ -20,7 +20,7 @@ MAX_RANKS_PER_CORE = 4
 """Maximum number of ranks per CPU core of this machine."""
 
 NVIDIA_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""Device files of NVIDIA's driver, at least one of which exists; the second one is WSL's."""
+"""Device files of NVIDIA's driver, on Linux and on WSL."""
 
 _logger = logging.getLogger(__name__)
 
@@ -44,10 +44,9 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
     """Raise `ValueError` if the layout needs more cores or GPUs than there are.
 
     On GPUs, every rank of policy, engines, critic and reward model needs its own GPU, except that
-    with `cluster.colocated` the engines use the policy's. On CPUs the models take turns and a few
-    ranks may share a core; a warning is logged if the largest model has more ranks than there are
-    cores. A joined cluster must have one core per actor, because Ray would wait for a missing core
-    forever.
+    with `cluster.colocated` the engines use the policy's. On CPUs the models take turns, and up to
+    `MAX_RANKS_PER_CORE` ranks may share a core, with a warning. A joined cluster must have one core
+    per actor, because Ray would wait for a missing core forever.
     """
     layout = config.parallel
     policy_ranks = layout.world_size
@@ -94,7 +93,7 @@ def check_torch_build(num_gpus: int, cuda: str | None) -> None:
     """Raise `ValueError` if the cluster has GPUs but torch is a CPU build.
 
     Args:
-        num_gpus: number of GPUs in the cluster.
+        num_gpus: Number of GPUs in the cluster.
         cuda: `torch.version.cuda`; None for a CPU build.
     """
     if num_gpus and cuda is None:
@@ -115,7 +114,7 @@ def connect(config: TrainConfig) -> bool:
     that the layout fits them.
 
     Raises:
-        ValueError: the layout does not fit the joined cluster, or this environment cannot use its
+        ValueError: The layout does not fit the joined cluster, or this environment cannot use its
             GPUs.
     """
     import ray
@@ -140,7 +139,7 @@ def connect(config: TrainConfig) -> bool:
             logging_level=logging.ERROR,
             object_store_memory=512 * 1024**2,
         )
-    # Ray has installed its own handler, which ends the process at once.
+    # Restore the handler: Ray's own ends the process at once.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, sigterm_handler)
     resources = ray.cluster_resources()
@@ -152,7 +151,7 @@ def connect(config: TrainConfig) -> bool:
 
 
 def _auxiliary_models(config: TrainConfig) -> list[str]:
-    """Return the names of the models that have the policy's parallel layout and number of ranks."""
+    """Return the names of the models besides the policy, which have its parallel layout."""
     is_used_by_name = {
         "reward model": config.reward.hosts_reward_model,
         "critic": config.algo.needs_critic and not config.is_eval_only,

@@ -2,17 +2,17 @@
 
 The coordinator owns both groups and everything that concerns the two of them: the lock that
 serializes the use of the policy's ranks, the weight version that the engines serve, GPUs that both
-sides share, and the replacement of lost engines. The parts know nothing of each other:
+sides share, and the replacement of lost engines.
 
     build -> Coordinator -> {WeightSynchronizer, GpuTimeSharing, EngineSupervisor}
                          -> {PolicyGroup, GeneratorGroup} -> remote_calls
 
-Each operation of the policy runs under the lock and, on GPUs shared with the engines
-(`cluster.colocated`), gets what its entry in `policy_group.RANK_OPERATIONS` asks for.
+Every operation of the policy runs under the lock. On GPUs shared with the engines
+(`cluster.colocated`), its entry in `policy_group.RANK_OPERATIONS` says whether it needs them.
 
-Threads: the training loop and the engine supervisor's. Locks are taken in the order coordinator,
-GPUs, engine registry. The supervisor never waits for the coordinator's lock, whose holder may be
-waiting for an engine that the supervisor replaces.
+Two threads call the coordinator: the training loop and the engine supervisor. Locks are taken in
+the order coordinator, GPUs, engine registry. The supervisor never waits for the coordinator's lock,
+whose holder may be waiting for an engine that the supervisor replaces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 
 class Coordinator:
-    """The policy of a run, with the engines that serve its weights."""
+    """The policy of a run, with the engines that serve its weights; both have started.
+
+    `gpus` is None if policy and engines have their own GPUs.
+    """
 
     def __init__(
         self,
@@ -51,14 +54,6 @@ class Coordinator:
         weight_sync: WeightSynchronizer,
         gpus: GpuTimeSharing | None,
     ) -> None:
-        """Take over both groups, which have started.
-
-        Args:
-            policy: source of the weights.
-            engines: destination of the weights.
-            weight_sync: sends weights from `policy` to `engines`.
-            gpus: hands over the GPUs that both sides share; None if each side has its own.
-        """
         self._policy = policy
         self._engines = engines
         self._weight_sync = weight_sync
@@ -73,7 +68,7 @@ class Coordinator:
         )
 
     def start(self) -> None:
-        """Supervise the engines from now on."""
+        """Start to supervise the engines."""
         self._supervisor.start()
 
     def close(self) -> None:
@@ -91,9 +86,9 @@ class Coordinator:
             The report of `WeightSynchronizer.sync`.
 
         Raises:
-            RemoteCallError: the transfer failed; names ranks, tensor and bucket. The engines then
+            RemoteCallError: The transfer failed; names ranks, tensor and bucket. The engines then
                 refuse requests.
-            ValueError: the weights that arrived are wrong, or `generator` is not this run's.
+            ValueError: The weights that arrived are wrong, or `generator` is of another run.
         """
         if generator is not self._engines:
             raise ValueError("sync_weights: expected the generator that this policy is attached to")
@@ -138,7 +133,7 @@ class Coordinator:
                 return True
             if self._gpus.owner is not GpuOwner.engines:
                 return False
-            self._weight_sync.disconnect()  # its plan is for other workers
+            self._weight_sync.disconnect()  # the link is of the processes that were replaced
             try:
                 synced, _ = self._sync_live_engines(self._version)
             except (RemoteCallError, ValueError):
@@ -185,8 +180,8 @@ class Coordinator:
     def _operation(self, method: str) -> Iterator[None]:
         """Run an operation of the ranks under the lock, with the GPUs if it needs them.
 
-        Engines that served before an operation between two syncs serve afterwards: they lost their
-        weights when they slept, and get the same version again.
+        After an operation between two syncs, engines that served before it get the same weights
+        again, which they lost when they were put to sleep.
         """
         operation = RANK_OPERATIONS[method]
         with self._lock:

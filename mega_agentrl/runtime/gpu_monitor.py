@@ -1,8 +1,7 @@
 """Monitor the GPUs of all nodes of the cluster with one sampler actor per node.
 
-Each node with GPUs gets an actor that occupies no core and no GPU. The driver queries all of them
-once per step and never blocks on one: a late answer counts for the next step, and a lost node is
-dropped with one warning.
+A sampler reserves no core and no GPU. The driver queries all samplers once per step and never
+blocks on one: a late answer counts for the next step, and a lost node is dropped with one warning.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ClusterGpuMonitor:
     @classmethod
     def launch(cls) -> ClusterGpuMonitor | None:
         """Start the samplers; return None if no node has a GPU."""
-        nodes = [one for one in ray.nodes() if one["Alive"] and one["Resources"].get("GPU", 0)]
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0)]
         if not nodes:
             return None
         remote_class = ray.remote(num_cpus=0, num_gpus=0)(NodeGpuSampler)

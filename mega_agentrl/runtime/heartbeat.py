@@ -6,11 +6,10 @@ holding the interpreter lock, sends none. A thread in the driver keeps the last 
 rank:
 
     no heartbeat for `HEARTBEAT_TIMEOUT_S`   the rank is lost; `HeartbeatMonitor.check` raises
-                                             (pauses of the driver do not count: `types.silence`)
+                                             (pauses of the driver do not count: `types.liveness`)
     an activity older than its limit         a warning in `logs/driver.log` (`OverdueTracker`)
 
-Datagrams are cheap, need no connection and may get lost. A token separates them from those of other
-runs and of earlier processes of a rank. Restarting a lost rank is up to `workers.rank_group`.
+A token distinguishes the heartbeats from those of other runs and of earlier processes of a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mega_agentrl.runtime.remote_calls import ProcessDiedError
 from mega_agentrl.types.activity import current_activities
-from mega_agentrl.types.silence import SilenceTracker
+from mega_agentrl.types.liveness import LivenessTracker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -40,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ActivityReport(NamedTuple):
-    """An activity in a heartbeat; it holds an age because clocks differ between nodes."""
+    """An activity in a heartbeat, with an age instead of a time because clocks differ."""
 
     operation: str
     """Name of the operation."""
@@ -126,11 +125,11 @@ class OverdueTracker:
         for position, activity in enumerate(activities):
             key = (name, activity.operation, activity.peer)
             is_reported = key in self._reported
-            if is_reported or activity.age_s > max(
-                activity.overdue_after_s, 2 * self._finished.get(key, 0.0)
-            ):
-                self._reported[key] = activity.age_s
-            if key in self._reported and not is_reported:
+            limit_s = max(activity.overdue_after_s, 2 * self._finished.get(key, 0.0))
+            if not is_reported and activity.age_s <= limit_s:
+                continue
+            self._reported[key] = activity.age_s
+            if not is_reported:
                 peer = next(
                     (inner.peer for inner in activities[position:] if inner.peer), "nobody else"
                 )
@@ -139,20 +138,20 @@ class OverdueTracker:
 
 
 class HeartbeatMonitor:
-    """The driver's side; listens from construction until `close`."""
+    """Receives the heartbeats in the driver, from construction until `close`."""
 
     def __init__(self, host: str) -> None:
         """Open the socket and start the listener thread.
 
         Args:
-            host: the driver's IP address as seen from other nodes.
+            host: The driver's IP address as seen from other nodes.
         """
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
         self._socket.settimeout(HEARTBEAT_INTERVAL_S)
         self.endpoint = HeartbeatEndpoint(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()
-        self._silence = SilenceTracker[str]()
+        self._liveness = LivenessTracker[str]()
         self._activities: dict[str, list[ActivityReport]] = {}
         self._overdue_tracker = OverdueTracker()
         self._stop_event = threading.Event()
@@ -163,7 +162,8 @@ class HeartbeatMonitor:
         """Raise `ProcessDiedError` if one of these ranks was heard before and is now silent."""
         with self._lock:
             silence_s, name = max(
-                ((self._silence.silence_s(name), name) for name in names), default=(0.0, "")
+                ((self._liveness.seconds_since_heartbeat(name), name) for name in names),
+                default=(0.0, ""),
             )
         if silence_s > HEARTBEAT_TIMEOUT_S:
             raise ProcessDiedError(
@@ -178,7 +178,7 @@ class HeartbeatMonitor:
         with self._lock:
             lines = [
                 f"{name}: {_format_activities(activities)} "
-                f"({self._silence.silence_s(name):.0f} s ago)"
+                f"({self._liveness.seconds_since_heartbeat(name):.0f} s ago)"
                 for name, activities in sorted(self._activities.items())
             ]
         return "; ".join(lines) or "none"
@@ -196,7 +196,7 @@ class HeartbeatMonitor:
             except TimeoutError:
                 data = None
             with self._lock:
-                self._silence.begin_round()
+                self._liveness.begin_round()
             if data is not None:
                 self._record_heartbeat(data)
 
@@ -206,7 +206,7 @@ class HeartbeatMonitor:
             return
         name, activities = message
         with self._lock:
-            self._silence.record_sign_of_life(name)
+            self._liveness.record_heartbeat(name)
             self._activities[name] = activities
         for line in self._overdue_tracker.newly_overdue(name, activities):
             _logger.warning(

@@ -1,7 +1,7 @@
-"""Read and check the inputs of a run before anything starts: data, tokenizer, tools, users.
+"""Read and check the inputs of a run before any process starts: data, tokenizer, tools, users.
 
-Every error here is a `ValueError` about the input, and there is nothing to close after it. `build`
-turns the inputs into components. This module imports neither torch nor Ray.
+Every error here is a `ValueError` about the input, and leaves nothing to close. `build` turns the
+inputs into components. This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     if not config.cluster.ray_address:
         check_local_size(config)
     tables = _read_tables(config)
-    # Its import of sympy takes most of a second.
+    # Imported here, because it imports sympy, which takes most of a second.
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
 
     codec = HFCodec(config.model.path)
@@ -158,19 +158,19 @@ def _check_auxiliary_tokenizers(config: TrainConfig, codec: HFCodec) -> None:
         _check_reference(config, codec)
 
 
-def check_tokenizers(policy: HFCodec, judge: HFCodec, source: str) -> None:
+def check_tokenizers(policy: HFCodec, other: HFCodec, source: str) -> None:
     """Raise `ValueError` if the two tokenizers do not give the same ids.
 
     Args:
-        policy: tokenizer of the policy.
-        judge: tokenizer of the other model.
-        source: configuration key and value of the other model, for the error message.
+        policy: Tokenizer of the policy.
+        other: Tokenizer of the other model.
+        source: Configuration key and value of the other model, for the error message.
     """
-    if policy.vocab_size != judge.vocab_size or policy.encode(
+    if policy.vocab_size != other.vocab_size or policy.encode(
         _TOKENIZER_PROBE_TEXT
-    ) != judge.encode(_TOKENIZER_PROBE_TEXT):
+    ) != other.encode(_TOKENIZER_PROBE_TEXT):
         raise ValueError(
-            f"{source}: its tokenizer has {judge.vocab_size} tokens and the "
+            f"{source}: its tokenizer has {other.vocab_size} tokens and the "
             f"policy's {policy.vocab_size}, or they give different ids; expected the same "
             "because it reads the policy's token ids; probable cause: another model family (a "
             "reward model can also be served by an OpenAI-compatible server: give its address)"

@@ -4,8 +4,8 @@
     memory/policy_libraries_mib, memory/engine_libraries_mib   on CPUs: before a model was loaded
     memory/max_micro_batch_tokens                              largest micro-batch trained on
 
-On CPUs the figures are private pages (`estimate.host_memory`). On GPUs they are what torch's
-allocator holds, without the CUDA context, NCCL and, for engines, CUDA graphs outside the allocator.
+On CPUs, memory is counted in private pages (`estimate.host_memory`). On GPUs it is the memory that
+torch's allocator has reserved, without the CUDA context, NCCL and, for engines, CUDA graphs.
 Processes that are dead or do not answer in time are left out.
 """
 
@@ -27,7 +27,7 @@ MEMORY_ANSWER_TIMEOUT_S = 1.0
 """Timeout in seconds for the answers of all processes together."""
 
 
-class MemoryMonitor:
+class ClusterMemoryMonitor:
     """`types.monitoring.MemoryMonitor` over the processes of a run."""
 
     def __init__(self, policy: PolicyGroup, generator: GeneratorGroup) -> None:
@@ -40,32 +40,28 @@ class MemoryMonitor:
         engines = list(self._generator.submit("memory", only=only).values())
         refs = [*ranks, *engines]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=MEMORY_ANSWER_TIMEOUT_S)
-        rank_stats = [stats for ref in ranks if ref in ready for stats in _get_figures(ref)]
-        worker_stats = [stats for ref in engines if ref in ready for stats in _get_figures(ref)]
+        rank_stats = [stats for ref in ranks if ref in ready for stats in _get_stats(ref)]
+        worker_stats = [stats for ref in engines if ref in ready for stats in _get_stats(ref)]
         return memory_metrics(rank_stats, worker_stats)
 
 
 def memory_metrics(
     ranks: Sequence[Mapping[str, float]], workers: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return the metrics listed in the module docstring.
-
-    Args:
-        ranks: figures of each policy rank.
-        workers: figures of each engine worker.
-    """
+    """Return the metrics of policy ranks and engine workers that the module docstring lists."""
     metrics = {}
-    for who, figures in (("policy", ranks), ("engine", workers)):
+    for owner, all_stats in (("policy", ranks), ("engine", workers)):
         for name in ("peak_mib", "libraries_mib"):
-            if values := [one[name] for one in figures if name in one]:
-                metrics[f"memory/{who}_{name}"] = max(values)
-    if tokens := [one["micro_batch_tokens"] for one in ranks if "micro_batch_tokens" in one]:
+            if values := [stats[name] for stats in all_stats if name in stats]:
+                metrics[f"memory/{owner}_{name}"] = max(values)
+    key = "micro_batch_tokens"
+    if tokens := [stats[key] for stats in ranks if key in stats]:
         metrics["memory/max_micro_batch_tokens"] = max(tokens)
     return metrics
 
 
-def _get_figures(ref: Any) -> Sequence[Mapping[str, float]]:
-    """Return the figures of a rank, or of all workers of an engine; empty for a failed call."""
+def _get_stats(ref: Any) -> Sequence[Mapping[str, float]]:
+    """Return the statistics of a rank, or of all workers of an engine; empty if the call failed."""
     try:
         stats = ray.get(ref)
     except ray.exceptions.RayError:

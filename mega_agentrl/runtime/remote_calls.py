@@ -10,7 +10,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,12 @@ def gather(
 
     Args:
         calls: Ray object refs by the name of the process that runs them (``policy rank 1``).
-        operation: name of the operation in error messages.
-        timeout_s: timeout for all calls together.
-        watch: called every `POLL_INTERVAL_S`; raises if waiting any longer is pointless.
+        operation: Name of the operation in error messages.
+        timeout_s: Timeout for all calls together.
+        watch: Called every `POLL_INTERVAL_S`; may raise to end the wait.
 
     Raises:
-        RemoteCallError: a call failed or timed out; names the operation and the processes.
+        RemoteCallError: A call failed or timed out; names the operation and the processes.
     """
     ends_at = time.monotonic() + timeout_s
     names = {ref: name for name, ref in calls.items()}
@@ -86,10 +87,10 @@ def gather_with_causes(
     grace_s: float,
     watch: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Like `gather`, for calls that fail together: the error lists the message of each.
+    """Like `gather`, but the error lists the messages of all calls that failed.
 
-    A process that fails only because of another often answers before the one that knows the cause,
-    so after the first failure the others get `grace_s` seconds to answer.
+    A process that fails because of another often answers before the one that knows the cause, so
+    the others get `grace_s` seconds to answer after the first failure.
     """
     try:
         return gather(calls, operation, timeout_s, watch)
@@ -106,8 +107,15 @@ def gather_with_causes(
 
 
 def _get_result(ref: Any, operation: str, name: str) -> Any:
-    try:
+    with translate_call_errors(operation, name):
         return ray.get(ref)
+
+
+@contextmanager
+def translate_call_errors(operation: str, name: str) -> Iterator[None]:
+    """Turn the errors of a remote call into `RemoteCallError`s that name operation and process."""
+    try:
+        yield
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, EngineLostError):
             raise ProcessDiedError(f"{operation}: {name}: {error.cause}", name) from error
@@ -130,7 +138,7 @@ def redirect_output(log_file: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free on this host a moment ago."""
+    """Return a TCP port that is free on this host; another process may take it at any time."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

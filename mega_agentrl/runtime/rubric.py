@@ -1,7 +1,7 @@
 """The rubric of a run with the worker processes and the judge client that it needs.
 
-Only what the rubric uses is started. API keys and other environment variables are read here. A
-reward model in a folder is a group of ranks instead (`workers.auxiliary_groups`).
+API keys and other environment variables are read here. A reward model in a folder is not part of
+the rubric but a group of ranks (`workers.auxiliary_groups`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def open_rubric(config: RewardConfig) -> Iterator[WeightedRubric]:
     """Open the rubric; its processes are ended on exit.
 
     Raises:
-        ValueError: a reward function cannot be loaded or called, or an environment variable is
+        ValueError: A reward function cannot be loaded or called, or an environment variable is
             missing.
     """
     with ExitStack() as stack:

@@ -1,13 +1,14 @@
 """Send the weights of the policy ranks to the rollout engines.
 
     connect           layouts and locations of both sides -> one plan, one link of all ranks
-    sync              pause -> transfer -> verify -> probe -> resume; no weights pass the driver
+    sync              pause -> transfer -> verify -> probe -> resume
     sync_separately   the same for some engines over a temporary link, while the others keep
-                      serving; all of them share a link again from the next `sync` on
+                      serving; the next `sync` opens a new link for all of them
 
-An engine that has started an update serves again only after its digests match the trainer's and
-its log-probs of a fixed prompt agree with the policy's. After a failure the engines refuse
-requests. Who calls when, and what happens to lost engines, is up to `coordinator`.
+Weights go from ranks to engines directly, not through the driver. An engine that has started an
+update serves again only after its digests match the trainer's and its log-probs of a fixed prompt
+agree with the policy's. After a failure the engines refuse requests. `coordinator` decides when to
+sync, and what happens to lost engines.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.device_location import DeviceLocation
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
+    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 
@@ -57,6 +59,7 @@ _PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest accepted mean difference of the probe's log-probs, by dtype."""
 
 EngineWorkers = list[tuple["list[ShardLayout]", "DeviceLocation"]]
+"""Layout and location of every worker of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +67,21 @@ class _SyncLink:
     """An open link to some engines and what is verified over it."""
 
     key: str
-    """Name under which the ranks know the link."""
+    """Key of the transfer session."""
     engine_indices: tuple[int, ...]
     """Engines that joined the link."""
     engine_actors: tuple[Any, ...]
-    """Their processes; one that replaces them has to join a new link."""
+    """Processes of these engines; a process that replaces one has to join a new link."""
     verifier: DigestVerifier
     """Computes the expected digests from those of the trainer ranks."""
     regions_by_engine: dict[int, list[np.ndarray]]
     """Indices of the digest regions by engine, one array per worker."""
     traffic: TransferTraffic
-    """Bytes of the plan by rank and kind of connection."""
+    """Bytes of the plan by rank and link type."""
 
 
 class WeightSynchronizer:
-    """Sends the weights of one policy to its engines."""
+    """Sends the weights of one policy to its engines, in `dtype` "bfloat16" or "float32"."""
 
     def __init__(
         self,
@@ -88,14 +91,6 @@ class WeightSynchronizer:
         *,
         dtype: str,
     ) -> None:
-        """Create a synchronizer without a link.
-
-        Args:
-            policy: source of the weights.
-            engines: destination of the weights.
-            config: configuration of the run.
-            dtype: dtype of the engines' weights, `bfloat16` or `float32`.
-        """
         self._policy = policy
         self._engines = engines
         self._config = config
@@ -111,8 +106,8 @@ class WeightSynchronizer:
         """Plan the transfer to these engines and open the link; return the plan's traffic.
 
         Raises:
-            ValueError: the shard layouts of the two sides do not fit together.
-            RemoteCallError: a rank did not join; names the rank.
+            ValueError: The shard layouts of the two sides do not fit together.
+            RemoteCallError: A rank did not join; names the rank.
         """
         self.disconnect()
         self._shared_link = self._open_link(engines)
@@ -127,22 +122,22 @@ class WeightSynchronizer:
         """Send the policy's current weights to these engines as this version.
 
         Args:
-            engines: all engines that are to serve; a new link is opened if they or their processes
+            engines: All engines that are to serve; a new link is opened if they or their processes
                 have changed.
-            version: version of the weights.
-            release_policy: called once the engines' weights are verified and the policy has got its
+            version: Version of the weights.
+            release_policy: Called once the engines' weights are verified and the policy has got its
                 last call; None if there is nothing to release.
 
         Returns:
-            `bytes_per_worker`: bytes received by the worker with the largest share; `total_s`:
-                seconds from pause to resume; `transfer_s`: seconds of the transfer; `verify_s`:
-                seconds of the comparison of digests; `probe_gap`: mean difference of the probe's
-                log-probs in nats.
+            `bytes_per_worker`, the most bytes that a worker received; `total_s`, the seconds from
+            pause to resume; `transfer_s` and `verify_s`, the seconds of the transfer and of the
+            comparison of digests; `probe_gap`, the largest mean difference of the probe's log-probs
+            of any engine, in nats.
 
         Raises:
-            RemoteCallError: the transfer failed; names ranks, tensor and bucket. The engines then
+            RemoteCallError: The transfer failed; names ranks, tensor and bucket. The engines then
                 refuse requests, and the caller must `disconnect`.
-            ValueError: the weights that arrived are wrong; as above.
+            ValueError: The weights that arrived are wrong, with the same consequences.
         """
         actors = tuple(self._engines.actor(engine) for engine in engines)
         if self._shared_link is None or self._shared_link.engine_actors != actors:
@@ -157,7 +152,7 @@ class WeightSynchronizer:
             self._sync_over_link(link, version, None)
         finally:
             self._close_link(link)
-        self.disconnect()  # its plan is for other workers
+        self.disconnect()  # the shared link is of the processes that were replaced
 
     def disconnect(self) -> None:
         """Close the link, if there is one; the next `sync` opens a new one."""
@@ -172,16 +167,14 @@ class WeightSynchronizer:
     def _open_link(self, engines: Sequence[int]) -> _SyncLink:
         """Plan the transfer to some engines and let all ranks involved join."""
         actors = tuple(self._engines.actor(engine) for engine in engines)
-        layouts = list(self._gather("layout", self._policy.submit_to_ranks("layout")).values())
-        workers = [self._engine_workers(engine) for engine in engines]
-        engine_layouts = [layout for group in workers for layout, _ in group]
-        rank_locations_by_name = self._gather(
-            "device location", self._policy.submit_to_ranks("device_location")
-        )
+        layouts = self._gather_from_ranks("layout")
+        workers_by_engine = {engine: self._engine_workers(engine) for engine in engines}
+        engine_workers = [worker for group in workers_by_engine.values() for worker in group]
+        engine_layouts = [layout for layout, _ in engine_workers]
         locations = rank_locations(
             [
-                *rank_locations_by_name.values(),
-                *(location for group in workers for _, location in group),
+                *self._gather_from_ranks("device_location"),
+                *(location for _, location in engine_workers),
             ]
         )
         plan = plan_transfer(
@@ -206,31 +199,10 @@ class WeightSynchronizer:
             locations=tuple(locations),
             transport=self._config.weight_sync.transport,
         )
-        # Each rank gets its own part of the plan and of the regions: as a whole they are large.
-        join_args = [
-            (
-                replace(session, plan=plan.restrict_to([rank], [layout])),
-                regions_of_held_tensors(layout, regions),
-            )
-            for rank, layout in enumerate(layouts)
-        ]
-        rank_offset, sessions = 0, {}
-        for engine, group in zip(engines, workers, strict=True):
-            ranks = range(
-                plan.num_trainer_ranks + rank_offset,
-                plan.num_trainer_ranks + rank_offset + len(group),
-            )
-            part = plan.restrict_to(ranks, [layout for layout, _ in group])
-            sessions[engine] = (replace(session, plan=part, rollout_rank_offset=rank_offset),)
-            rank_offset += len(group)
-        self._gather(
-            "joining the weight transfer",
-            self._policy.submit_each("join_transfer_group", join_args)
-            | self._engines.submit_each("join_weight_transfer", sessions),
-        )
+        self._join_ranks(session, layouts, workers_by_engine, regions)
         regions_by_engine = {
             engine: [verifier.region_indices(regions_of_layout(layout)) for layout, _ in group]
-            for engine, group in zip(engines, workers, strict=True)
+            for engine, group in workers_by_engine.items()
         }
         return _SyncLink(
             session.key,
@@ -240,6 +212,42 @@ class WeightSynchronizer:
             regions_by_engine,
             count_traffic(plan, locations),
         )
+
+    def _join_ranks(
+        self,
+        session: TransferSession,
+        layouts: Sequence[list[ShardLayout]],
+        workers_by_engine: Mapping[int, EngineWorkers],
+        regions: Sequence[DigestRegion],
+    ) -> None:
+        """Let all ranks join, each with its own part of the plan and regions, which are large.
+
+        `workers_by_engine` is in the order of the plan's rollout ranks.
+        """
+        plan = session.plan
+        policy_args = [
+            (
+                replace(session, plan=plan.restrict_to([rank], [layout])),
+                regions_of_held_tensors(layout, regions),
+            )
+            for rank, layout in enumerate(layouts)
+        ]
+        offset, engine_args = 0, {}
+        for engine, group in workers_by_engine.items():
+            first_rank = plan.num_trainer_ranks + offset
+            ranks = range(first_rank, first_rank + len(group))
+            part = plan.restrict_to(ranks, [layout for layout, _ in group])
+            engine_args[engine] = (replace(session, plan=part, rollout_rank_offset=offset),)
+            offset += len(group)
+        self._gather(
+            "joining the weight transfer",
+            self._policy.submit_each("join_weight_transfer", policy_args)
+            | self._engines.submit_each("join_weight_transfer", engine_args),
+        )
+
+    def _gather_from_ranks(self, method: str) -> list[Any]:
+        """Call a method of all policy ranks and return the results in rank order."""
+        return list(self._gather(method, self._policy.submit_to_ranks(method)).values())
 
     def _engine_workers(self, engine: int) -> EngineWorkers:
         """Return the layouts of an engine's workers; queried once per engine process."""
@@ -257,21 +265,20 @@ class WeightSynchronizer:
             self._call_engines(link, "pause")
             paused_s = time.perf_counter()
             source_digests = self._transfer(link, version)
-            moved_s = time.perf_counter()
+            transferred_s = time.perf_counter()
             self._verify(link, version, source_digests)
-            proven_s = time.perf_counter()
+            verified_s = time.perf_counter()
             gap = self._compare_probe_logprobs(link, release_policy)
             self._call_engines(link, "resume")
         except (RemoteCallError, ValueError) as error:
             self._block_engines(link, f"the update to version {version} failed: {error}")
             raise
-        workers = link.traffic.num_trainer_ranks
         received = [sum(ranks) for ranks in zip(*link.traffic.received_bytes.values(), strict=True)]
         return {
-            "bytes_per_worker": float(max(received[workers:])),
+            "bytes_per_worker": float(max(received[link.traffic.num_trainer_ranks :])),
             "total_s": time.perf_counter() - start_s,
-            "transfer_s": moved_s - paused_s,
-            "verify_s": proven_s - moved_s,
+            "transfer_s": transferred_s - paused_s,
+            "verify_s": verified_s - transferred_s,
             "probe_gap": gap,
         }
 
@@ -279,7 +286,7 @@ class WeightSynchronizer:
         """Run the transfer and return the digests of every trainer rank."""
         calls = self._policy.submit_to_ranks("send_weights", link.key, version)
         receive_calls = self._engines.submit("receive_weights", version, only=link.engine_indices)
-        # Engines first: they know the cause when trainer ranks only see a lost connection.
+        # Engines first: they know the cause of a failure that ranks see as a lost connection.
         operation = f"transfer of weight version {version}"
         try:
             results = gather_with_causes(
@@ -308,7 +315,7 @@ class WeightSynchronizer:
         """Return the largest mean log-prob difference of any engine.
 
         Raises:
-            ValueError: a difference is above the tolerance.
+            ValueError: A difference is above the tolerance.
         """
         prompt = probe_prompt(self._model_shape.vocab_size, NUM_PROBE_TOKENS)
         calls = self._policy.submit("compute_prompt_log_probs", prompt)
@@ -336,7 +343,7 @@ class WeightSynchronizer:
         return max_gap
 
     def _block_engines(self, link: _SyncLink, reason: str) -> None:
-        """Make every engine that still answers refuse requests; the caller raises the error."""
+        """Make every engine that still answers refuse requests."""
         for call in self._engines.submit(
             "refuse_requests", reason, only=link.engine_indices
         ).items():
@@ -351,7 +358,7 @@ class WeightSynchronizer:
     def _close_link(self, link: _SyncLink) -> None:
         self._gather(
             "leaving the weight transfer",
-            self._policy.submit_to_ranks("leave_transfer_group", link.key),
+            self._policy.submit_to_ranks("leave_weight_transfer", link.key),
         )
 
     def _gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Control groups that limit the total memory and process count of a sandbox or session.
 
-Cgroups are used on a best-effort basis: version 2 where its controllers are available, else version
-1. Where neither can be written there is no group, and only the per-process limits apply. The name
-of a group holds the process id and start time of its launcher, so that the next launcher can find
-and remove the groups of one that died.
+Version 2 is used where its controllers are available, else version 1. Where neither can be written
+there is no group, and only the per-process limits apply. The name of a group contains the process
+id and start time of its launcher, so that later launchers can remove the groups of dead ones.
 """
 
 from __future__ import annotations
@@ -32,13 +31,8 @@ class Cgroup:
         self._folders = folders
 
     @property
-    def is_effective(self) -> bool:
-        """Whether the group limits anything."""
-        return bool(self._folders)
-
-    @property
     def procs_files(self) -> list[str]:
-        """Files to which a process writes its id to join the group."""
+        """Files to which a process writes its id to join the group; empty without a group."""
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
     def add(self, pid: int) -> None:
@@ -69,8 +63,8 @@ def create_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
     """Create a control group with these limits.
 
     Args:
-        memory_mib: total memory of its processes, page cache and tmpfs included.
-        num_processes: total number of its processes and threads.
+        memory_mib: Total memory of the processes, page cache and tmpfs included.
+        num_processes: Total number of processes and threads.
     """
     remove_pending()
     name = f"{_PREFIX}-{os.getpid()}-{_process_start_ticks(os.getpid())}-{next(_group_counter)}"
@@ -80,8 +74,11 @@ def create_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
         if folder is not None:
             return Cgroup([folder])
     folders = []
-    wanted = {"memory": {"memory.limit_in_bytes": memory_mib * _MIB, "memory.swappiness": 0}}
-    for controller, values in (wanted | {"pids": {"pids.max": num_processes}}).items():
+    version_1 = {
+        "memory": {"memory.limit_in_bytes": memory_mib * _MIB, "memory.swappiness": 0},
+        "pids": {"pids.max": num_processes},
+    }
+    for controller, values in version_1.items():
         for base in _candidate_parents(controller, _ROOT / controller):
             folder = _create_folder(base / name, values, needed=tuple(values)[:1])
             if folder is not None:
@@ -121,15 +118,15 @@ def _unified_root() -> Path:
 
 def _candidate_parents(controller: str, root: Path) -> list[Path]:
     """Return the existing folders where a group may be created: our own, its parent, the root."""
-    own = ""
+    own_path = ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
-                own = path.strip("/")
-    candidates = [root / own, (root / own).parent, root]
-    found = [place for place in dict.fromkeys(candidates) if place.is_relative_to(root)]
-    return [place for place in found if place.is_dir()]
+                own_path = path.strip("/")
+    own = root / own_path
+    candidates = dict.fromkeys([own, own.parent, root])
+    return [folder for folder in candidates if folder.is_relative_to(root) and folder.is_dir()]
 
 
 def _create_folder(folder: Path, values: dict[str, int], *, needed: tuple[str, ...]) -> Path | None:

@@ -1,9 +1,9 @@
 """The host side of one sandbox and its sessions.
 
-It starts the guest program and speaks its protocol, which `guest.supervisor` describes. All calls
-block, and each object is used by one thread at a time, except for `Sandbox.kill` and
-`CancelToken.cancel`: any thread may call these, and a call that waits then ends at once, with
-`SandboxLostError` or as cancelled.
+It starts the guest program and speaks the protocol that `guest.supervisor` describes. All calls
+block, and each object is used by one thread at a time. Only `Sandbox.kill` and `CancelToken.cancel`
+may be called from any thread; a call that waits then ends at once, with `SandboxLostError` or as
+cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.cgroup import Cgroup
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
+MAX_OUTPUT_CHARS = 4000
+"""Longer output is cut with a note: about 1,000 tokens, more than a policy reads."""
+
 _REPLY_GRACE_S = 5.0
 """Time on top of a call's own timeout, for forking, killing and the reply."""
 
@@ -41,7 +44,7 @@ class SandboxLostError(RuntimeError):
     """The sandbox died, broke the protocol or missed a deadline; it must be replaced.
 
     Attributes:
-        may_have_run: whether the code may have run, so that the call must not be repeated.
+        may_have_run: Whether the code may have run, so that the call must not be repeated.
     """
 
     def __init__(self, message: str, *, may_have_run: bool) -> None:
@@ -49,7 +52,7 @@ class SandboxLostError(RuntimeError):
         self.may_have_run = may_have_run
 
 
-class OrderRefusedError(RuntimeError):
+class RequestRefusedError(RuntimeError):
     """The sandbox works but refused the order; no code ran."""
 
 
@@ -60,11 +63,11 @@ class SandboxResult:
     status: ToolStatus
     """Status of the call at its end."""
     output: str
-    """Standard output if the code succeeded, else its error text."""
+    """Standard output if the code succeeded, else its error text; long output is cut."""
     latency_s: float
     """Time from sending the code to the reply; waiting for a free sandbox is not included."""
     state_lost: bool = False
-    """Whether the state of a session's earlier calls was already gone when this call began."""
+    """Whether the state of a session's earlier calls was lost before this call began."""
 
 
 class CancelToken:
@@ -77,7 +80,7 @@ class CancelToken:
         self._call_id = 0
 
     def cancel(self) -> None:
-        """End the call at once; a call that has not begun never does."""
+        """End the call at once, or keep it from starting."""
         with self._lock:
             self.cancelled = True
             if self._connection is not None:
@@ -96,15 +99,15 @@ class GuestConnection:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._send_lock = threading.Lock()
-        self._call_lock = threading.Lock()  # a cancelled call's thread may still wait for its end
+        self._call_lock = threading.Lock()  # the thread of a cancelled call may still be waiting
         self._call_id = 0
 
     def call(self, code: str, timeout_s: float, cancel_token: CancelToken) -> SandboxResult:
         """Run `code`.
 
         Raises:
-            OrderRefusedError: the code did not run.
-            SandboxLostError: the sandbox is lost.
+            RequestRefusedError: The code did not run.
+            SandboxLostError: The sandbox is lost.
         """
         with self._call_lock:
             return self._call_locked(code, timeout_s, cancel_token)
@@ -113,15 +116,15 @@ class GuestConnection:
         """Fork the session and return the connection to the fork.
 
         Raises:
-            OrderRefusedError: the session cannot be forked and goes on.
-            SandboxLostError: the sandbox is lost.
+            RequestRefusedError: The session cannot be forked and is unchanged.
+            SandboxLostError: The sandbox is lost.
         """
         host_end, guest_end = socket.socketpair()
         try:
             with guest_end, self._call_lock:
                 self.send({"order": "fork"}, (guest_end.fileno(),))
                 self.receive(_FORK_TIMEOUT_S, expected="forked", may_have_run=True)
-        except (OrderRefusedError, SandboxLostError):
+        except (RequestRefusedError, SandboxLostError):
             host_end.close()
             raise
         return GuestConnection(Channel(host_end))
@@ -130,16 +133,18 @@ class GuestConnection:
         start_time = time.monotonic()
         self._call_id += 1
         if not cancel_token.bind(self, self._call_id):
-            raise OrderRefusedError("the call was cancelled")
+            raise RequestRefusedError("the call was cancelled")
         self.send({"order": "run", "id": self._call_id, "code": code, "timeout_s": timeout_s})
-        if cancel_token.cancelled:  # perhaps before the order was sent
+        if cancel_token.cancelled:  # its cancel message may have preceded the order
             self.send_cancel(self._call_id)
         self.receive(_REPLY_GRACE_S, expected="started", may_have_run=False)
         reply = self.receive(timeout_s + _REPLY_GRACE_S, expected="done", may_have_run=True)
         status, output = _parse_done_event(reply, timeout_s)
         latency_s = time.monotonic() - start_time
-        return SandboxResult(
-            status=status, output=output, latency_s=latency_s, state_lost=reply["state_lost"]
+        return _truncate_output(
+            SandboxResult(
+                status=status, output=output, latency_s=latency_s, state_lost=reply["state_lost"]
+            )
         )
 
     def send_cancel(self, call_id: int) -> None:
@@ -159,13 +164,13 @@ class GuestConnection:
         """Wait for the next event and return it.
 
         Args:
-            timeout_s: how long to wait.
-            expected: name of the event that must come.
-            may_have_run: value for the error's attribute of that name.
+            timeout_s: How long to wait.
+            expected: Name of the expected event.
+            may_have_run: The attribute `may_have_run` of a `SandboxLostError`.
 
         Raises:
-            OrderRefusedError: the guest answered `failed`.
-            SandboxLostError: the channel broke, timed out or sent another event.
+            RequestRefusedError: The guest answered `failed`.
+            SandboxLostError: The channel broke, timed out or sent another event.
         """
         try:
             message = self._channel.receive(timeout_s=timeout_s)
@@ -175,7 +180,7 @@ class GuestConnection:
         except CONNECTION_ERRORS as error:
             raise SandboxLostError(str(error), may_have_run=may_have_run) from error
         if message.get("event") == "failed":
-            raise OrderRefusedError(str(message["error"]))
+            raise RequestRefusedError(str(message["error"]))
         if message.get("event") != expected:
             text = f"got {message.get('event')}, expected {expected}"
             raise SandboxLostError(text, may_have_run=may_have_run)
@@ -189,8 +194,8 @@ class GuestConnection:
             raise SandboxLostError(str(error), may_have_run=False) from error
 
     def shutdown(self) -> None:
-        """Unblock whoever waits at either end of the channel."""
-        with contextlib.suppress(OSError):  # the peer or an earlier call has closed it
+        """End all waits at either end of the channel."""
+        with contextlib.suppress(OSError):  # it is closed already
             self._channel.shutdown()
 
     def close(self) -> None:
@@ -201,16 +206,12 @@ class GuestConnection:
 class Sandbox:
     """An isolated guest program with a warm interpreter.
 
-    The constructor starts it and returns once it is warm.
-
-    Args:
-        settings: limits and mode of the guest.
-        total_memory_mib: memory limit of the cgroup.
-        start_timeout_s: limit for the start.
+    The constructor starts the program and returns once the interpreter is warm. `total_memory_mib`
+    is the limit of the cgroup.
 
     Raises:
-        SandboxLostError: the guest did not come up.
-        ValueError: no user id is free for it.
+        SandboxLostError: The guest did not start.
+        ValueError: No user id is free.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class Sandbox:
         """Run `code` in a fresh interpreter; `SandboxLostError` means that the sandbox is dead."""
         try:
             return self.connection.call(code, timeout_s, cancel_token or CancelToken())
-        except OrderRefusedError as error:
+        except RequestRefusedError as error:
             if cancel_token is not None and cancel_token.cancelled:
                 raise
             raise self.close_as_lost(SandboxLostError(str(error), may_have_run=False)) from error
@@ -263,7 +264,7 @@ class Sandbox:
         """Open a session; return its connection and its cgroup.
 
         Raises:
-            SandboxLostError: the sandbox is dead.
+            SandboxLostError: The sandbox is dead.
         """
         host_end, guest_end = socket.socketpair()
         try:
@@ -271,7 +272,7 @@ class Sandbox:
                 self.connection.send({"order": "open"}, (guest_end.fileno(),))
                 self.connection.receive(_FORK_TIMEOUT_S, expected="opened", may_have_run=False)
                 pidfd = self.connection.take_fd()
-        except (OrderRefusedError, SandboxLostError) as error:
+        except (RequestRefusedError, SandboxLostError) as error:
             host_end.close()
             may_have_run = isinstance(error, SandboxLostError) and error.may_have_run
             raise self.close_as_lost(
@@ -281,7 +282,7 @@ class Sandbox:
         try:
             cgroup.add(_pid_from_pidfd(pidfd))
         except OSError:
-            pass  # it has ended or cannot be moved; the per-process limits still apply
+            pass  # the process has ended or cannot be moved; the per-process limits still apply
         finally:
             os.close(pidfd)
         return GuestConnection(Channel(host_end)), cgroup
@@ -299,9 +300,7 @@ class Sandbox:
     def close_as_lost(self, error: SandboxLostError) -> SandboxLostError:
         """Close the sandbox; return `error` with the end of the sandbox's log appended."""
         self.kill()
-        log_tail = ""
-        if not self._log.closed:
-            log_tail = read_log_tail(self._log, 2000)
+        log_tail = "" if self._log.closed else read_log_tail(self._log, 2000)
         self.close()
         text = f"sandbox lost: {error}" + (f"; it wrote: {log_tail}" if log_tail else "")
         return SandboxLostError(text, may_have_run=error.may_have_run)
@@ -349,3 +348,16 @@ def _parse_done_event(reply: dict[str, Any], timeout_s: float) -> tuple[ToolStat
     if code < 0 and not stderr:
         stderr = f"Killed by signal {-code} ({signal.strsignal(-code) or 'unknown'})."
     return ToolStatus.user_error, stderr
+
+
+def _truncate_output(result: SandboxResult) -> SandboxResult:
+    """Cut long output: the end of standard output, the beginning of an error text."""
+    limit = MAX_OUTPUT_CHARS
+    num_cut = len(result.output) - limit
+    if num_cut <= 0:
+        return result
+    if result.status is ToolStatus.ok:
+        output = f"{result.output[:limit]}\n[{num_cut} more characters cut]"
+    else:
+        output = f"[{num_cut} characters cut]\n{result.output[-limit:]}"
+    return replace(result, output=output)

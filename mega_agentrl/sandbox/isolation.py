@@ -1,16 +1,16 @@
 """The bubblewrap command that isolates a sandbox's Python interpreter.
 
-Inside the sandbox there are separate user, mount, PID, IPC, network (loopback only), UTS and cgroup
-namespaces, no capabilities, `/usr` and the interpreter's own folders read-only, and an environment
-of a few fixed variables. For each call or session the guest program adds further namespaces, a
-small tmpfs, limits and a system call filter. This works the same for root, whose sandboxes run
-under dedicated user ids (`pre_exec`, `uid_lease`), and for any other user.
+A sandbox has its own user, mount, PID, IPC, network (loopback only), UTS and cgroup namespaces, no
+capabilities, `/usr` and the interpreter's own folders read-only, and a few fixed environment
+variables. For each call or session the guest program adds further namespaces, a small tmpfs, limits
+and a system call filter. This works for root, whose sandboxes run under user ids of their own
+(`pre_exec`, `uid_lease`), and for any other user.
 
 Not covered: bugs of the kernel in the allowed system calls; side channels (timing, caches, load);
 the total memory of several processes where no control group can be written, since limits are then
-per process; disk bandwidth and CPU share of other users; what a fork does through files its parent
-held open. A container whose own filter or masked /proc forbids user namespaces or mounting proc
-cannot run sandboxes: `check_isolation` reports it.
+per process; disk bandwidth and CPU share of other users; writes of a fork to files that its parent
+had open. `check_isolation` reports containers in which sandboxes cannot run, because they forbid
+user namespaces or mounting proc.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ GUEST_PATH = "/sandbox"
 """Mount point of the guest package inside the sandbox."""
 
 _VENV_PATH = Path("/sandbox/environment")
-"""Mount point of a virtual environment inside the sandbox. Its own path will not do: it may be
-below /tmp, which every call replaces by a tmpfs of its own.
+"""Mount point of a virtual environment inside the sandbox.
+
+It is not the environment's own path, because that may be below /tmp, on which every call mounts a
+tmpfs.
 """
 
 _GUEST_PACKAGE = "mega_agentrl/sandbox/guest"
@@ -44,6 +46,9 @@ _BOOTSTRAP = (
 _THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _FIXED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "LANG": "C.UTF-8"}
 """The allocator's background thread is off: it would not survive a fork and might hold a lock."""
+
+_BIND_MARKER = "reach:"
+"""Prefix of a path in the command that the sandbox's user may be unable to reach by itself."""
 
 _GUEST_ID = "1000"
 _CHECK_TIMEOUT_S = 20.0
@@ -65,7 +70,7 @@ def check_isolation(user: int | None = None) -> None:
     """Raise `ValueError` if sandboxes cannot run here, saying what is missing.
 
     Args:
-        user: host user id that sandboxes run under, None for our own.
+        user: Host user id that sandboxes run under; None for this process's own.
     """
     command = pre_exec_command([*_bwrap_command(), "--", "/usr/bin/true"], user=user)
     try:
@@ -86,8 +91,7 @@ def check_isolation(user: int | None = None) -> None:
 def isolated_command(settings: str) -> list[str]:
     """Return the command that starts the guest program isolated, for `pre_exec_command`.
 
-    Args:
-        settings: its one argument, `GuestSettings` as JSON.
+    `settings` is `GuestSettings` as JSON.
     """
     guest_package = Path(__file__).with_name("guest")
     return [
@@ -122,10 +126,6 @@ def pre_exec_command(
     return [sys.executable, "-I", "-S", "-B", program, json.dumps(request)]
 
 
-_BIND_MARKER = "reach:"
-"""Prefix of a path in the command that the sandbox's user may be unable to reach by itself."""
-
-
 def _mark_bind(folder: Path | str) -> str:
     return f"{_BIND_MARKER}{folder}"
 
@@ -138,7 +138,7 @@ def _environment_variables() -> dict[str, str]:
 def _bwrap_command() -> list[str]:
     command = [find_bubblewrap(), "--unshare-all", "--die-with-parent", "--new-session"]
     command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
-    # Not 0, since mapping the id 0 again in a nested user namespace needs a capability.
+    # Not 0, because to map the id 0 again in a nested user namespace needs a capability.
     command += ["--uid", _GUEST_ID, "--gid", _GUEST_ID]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
@@ -160,7 +160,7 @@ def _bwrap_command() -> list[str]:
 
 
 def interpreter_path() -> str:
-    """Return the path of this process's interpreter as seen from inside the sandbox."""
+    """Return the path of this process's interpreter inside the sandbox."""
     if sys.prefix == sys.base_prefix:
         return sys.executable
     return str(_VENV_PATH / Path(sys.executable).relative_to(sys.prefix))
@@ -172,13 +172,13 @@ def interpreter_folders() -> list[Path]:
     A virtual environment is not among them.
 
     Raises:
-        ValueError: the interpreter lies below /tmp and would vanish inside.
+        ValueError: The interpreter is below /tmp, which sandboxes replace.
     """
     binary = Path(sys.executable).resolve()
-    wanted = [Path(sys.base_prefix), binary.parent.parent]
-    wanted += [folder.resolve() for folder in wanted]
+    prefixes = [Path(sys.base_prefix), binary.parent.parent]
+    prefixes += [folder.resolve() for folder in prefixes]
     folders: list[Path] = []
-    for folder in sorted(set(wanted)):
+    for folder in sorted(set(prefixes)):
         if folder.is_relative_to("/tmp"):
             raise ValueError(
                 f"sandbox: the Python interpreter lies in {folder}; expected a place outside /tmp, "

@@ -5,13 +5,13 @@ when a sandbox takes the call. The call ends with its reply, its timeout, cancel
 `close`. It works from any event loop: each of `config.num_workers` threads serves one call at a
 time and talks to its sandbox by blocking reads with deadlines.
 
-A stateless sandbox serves one call at a time. A stateful one serves many sessions, each in its own
-namespaces (processes, files, network, IPC) and, where control groups are available, in its own
-group, so that a session that is killed or exhausts its limits takes nothing from the others.
-Sharing a sandbox lets an idle session cost a few MiB instead of a warm interpreter.
+A stateless sandbox serves one call at a time. A stateful one serves many sessions, so that an idle
+session costs a few MiB instead of a warm interpreter. Each session has its own namespaces
+(processes, files, network, IPC) and, where control groups are available, its own group, so that a
+session that is killed or exhausts its limits does not affect the others.
 
 A sandbox that dies or does not answer is replaced when the next call needs one. Its call is
-repeated once, and only if the code certainly did not run: nothing runs twice silently.
+repeated once, and only if the code certainly did not run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import PythonMode, SandboxIsolation
 from mega_agentrl.sandbox.cgroup import remove_stale_cgroups
 from mega_agentrl.sandbox.client import (
+    MAX_OUTPUT_CHARS,
     CancelToken,
-    OrderRefusedError,
+    RequestRefusedError,
     Sandbox,
     SandboxLostError,
     SandboxResult,
@@ -37,15 +37,11 @@ from mega_agentrl.sandbox.isolation import check_isolation
 from mega_agentrl.sandbox.session import SandboxSession, SessionGroup, infra_error_result
 from mega_agentrl.sandbox.syscall_filter import seccomp_filter_base64
 from mega_agentrl.sandbox.uid_lease import lease_uid
-from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mega_agentrl.config.sections.tools import PythonToolConfig
-
-MAX_OUTPUT_CHARS = 4000
-"""Longer output is cut with a note: about 1,000 tokens, more than a policy reads."""
 
 _MIN_CPU_S = 1.0
 """Smallest CPU limit, since the kernel counts whole seconds."""
@@ -118,8 +114,8 @@ class SandboxPool:
         """Open a session with a new stateful interpreter.
 
         Raises:
-            ValueError: the pool is not in stateful mode.
-            SandboxLostError: no sandbox could be had; it is a `RuntimeError`.
+            ValueError: The pool is not in stateful mode.
+            SandboxLostError: No sandbox could be started.
         """
         if self._config.mode is not PythonMode.stateful:
             raise ValueError(
@@ -138,7 +134,7 @@ class SandboxPool:
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """Close without an event loop; running calls become `infra_error` at once."""
+        """Close from synchronous code; running calls end with `infra_error` at once."""
         with self._lock:
             self._closed = True
             sandboxes = list(self._sandboxes)
@@ -174,7 +170,7 @@ class SandboxPool:
             stateful=stateful,
             isolated=isolated,
             memory_mib=config.memory_limit_mib,
-            # One thread cannot use more; several threads of a call share it.
+            # A single thread reaches it only at the timeout; several threads share it.
             cpu_limit_s=max(_MIN_CPU_S, config.timeout_s),
             max_output_bytes=4 * MAX_OUTPUT_CHARS,  # the longest UTF-8 sequence is 4 bytes
         )
@@ -212,7 +208,7 @@ class SandboxPool:
                 continue
             try:
                 result = sandbox.call(code, timeout_s, cancel_token)
-            except OrderRefusedError as error:  # cancelled before it began
+            except RequestRefusedError as error:  # cancelled before it began
                 self._release_sandbox(sandbox)
                 return infra_error_result(str(error))
             except SandboxLostError as error:
@@ -222,7 +218,7 @@ class SandboxPool:
                     break
                 continue
             self._release_sandbox(sandbox)
-            return self._truncate_output(result)
+            return result
         return infra_error_result(last_error)
 
     def _open_blocking(self) -> SandboxSession:
@@ -244,13 +240,7 @@ class SandboxPool:
                 self._session_groups.add(group)
                 sandbox.num_sessions += 1
             self._release_sandbox(sandbox)
-            return SandboxSession(
-                connection,
-                group,
-                self._run_in_thread,
-                self._truncate_output,
-                self._config.timeout_s,
-            )
+            return SandboxSession(connection, group, self._run_in_thread, self._config.timeout_s)
         raise last_error
 
     def _on_group_empty(self, group: SessionGroup) -> None:
@@ -284,7 +274,7 @@ class SandboxPool:
         with self._lock:
             self._sandboxes.add(sandbox)
             closed = self._closed
-        if closed:  # it was started after `close_now` had listed the others
+        if closed:  # `close_now` has not seen it
             sandbox.kill()
         return sandbox
 
@@ -293,17 +283,6 @@ class SandboxPool:
         with self._lock:
             self._sandboxes.discard(sandbox)
             self._num_replaced += 1
-
-    def _truncate_output(self, result: SandboxResult) -> SandboxResult:
-        limit = MAX_OUTPUT_CHARS
-        num_cut = len(result.output) - limit
-        if num_cut <= 0:
-            return result
-        if result.status is ToolStatus.ok:
-            output = f"{result.output[:limit]}\n[{num_cut} more characters cut]"
-        else:
-            output = f"[{num_cut} characters cut]\n{result.output[-limit:]}"
-        return replace(result, output=output)
 
 
 def _close_abandoned_session(opening: asyncio.Future[SandboxSession]) -> None:

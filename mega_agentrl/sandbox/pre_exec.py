@@ -4,14 +4,13 @@ It joins the sandbox's cgroups, makes the interpreter's folders reachable, switc
 own user and executes the command. Usage: `python -I -S pre_exec.py REQUEST`, where REQUEST is a
 JSON object with these keys:
 
-* `cgroups`: files to write our process id to.
+* `cgroups`: files to write the process id to.
 * `user`: user and group id to switch to, or null.
-* `folders`: folders to bind where that user can reach them, since a parent may be closed to it, as
-  /root is.
-* `command`: the command; `{0}` stands for the place of the first folder.
+* `folders`: folders that the user must reach, although it may have no access to a parent, such as
+  /root; they are bound elsewhere, in a mount namespace of its own.
+* `command`: the command; `{0}` stands for the path of the first folder.
 
-It exits with `EXIT_SETUP_FAILED` and a message if the user cannot read what it needs. It isolates
-nothing by itself; the binds are made in a mount namespace of its own.
+It exits with `EXIT_SETUP_FAILED` and a message if the user cannot read a folder.
 """
 
 from __future__ import annotations

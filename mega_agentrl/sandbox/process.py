@@ -1,10 +1,8 @@
-"""The one way in which this project starts its own child processes.
+"""Starts and kills the project's own child processes.
 
 Linux delivers a child's parent-death signal when the *thread* that started it ends, not the
-process. Therefore one thread that lives as long as this process starts all children: they always
-die with us, and never because the thread of an event loop ended.
-
-This module neither isolates a child (`isolation`) nor talks to it (`client`).
+process. Therefore one thread that lives as long as this process starts all children: they die with
+this process, and not when the thread of an event loop ends.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def start_child(
     """Start `command` (an absolute path and its arguments) with an empty environment.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: The command cannot be started.
     """
 
     def start() -> Child:
@@ -65,15 +63,15 @@ def kill_child(child: Child, *, timeout_s: float = 5.0) -> None:
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        return  # blocked in the kernel: it ends when its system call returns
+        return  # it is blocked in the kernel and ends when its system call returns
 
 
 def run_command(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
     """Run a short command; return its exit code and error text.
 
     Raises:
-        TimeoutError: it ran past `timeout_s` and was killed.
-        OSError: it cannot be started.
+        TimeoutError: The command ran past `timeout_s` and was killed.
+        OSError: The command cannot be started.
     """
     child = start_child(command, stderr=subprocess.PIPE)
     try:

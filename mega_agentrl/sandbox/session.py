@@ -1,15 +1,15 @@
 """A stateful interpreter, one per trajectory, which is forked when the trajectory is.
 
-**Calls.** Between calls the interpreter is stopped, and whatever processes a call started end with
-it; threads are only stopped. A call that is cancelled, runs past its timeout or ends the process
+**Calls.** Between calls the interpreter is stopped. Processes that a call started end with the
+call; threads are only stopped. A call that is cancelled, runs past its timeout or ends the process
 (`os._exit`, a crash) loses the state: the next call starts from an empty interpreter and says so in
 its output (`STATE_LOST_NOTE`) and in `state_lost`. If the sandbox itself fails, this call and all
-later ones are `infra_error`, and nothing is run again.
+later ones are `infra_error`.
 
 **Forks.** A fork starts with the current variables, files, working folder and random generators;
-neither side sees what the other does later. Not separated are files, memory maps and sockets that
-were open at the fork: both sides share the open file and its position. Threads end in the fork and,
-from its next call on, in the parent too.
+neither side sees later changes of the other. Both sides share files, memory maps and sockets that
+were open at the fork, with their positions. Threads end in the fork and, from its next call on, in
+the parent too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.client import (
     CancelToken,
-    OrderRefusedError,
+    RequestRefusedError,
     SandboxLostError,
     SandboxResult,
 )
@@ -72,14 +72,13 @@ class SessionGroup:
 class SandboxSession:
     """An interpreter with state, for one call, fork or close at a time.
 
-    Sessions are made by `SandboxPool.open` and `fork`.
+    Sessions are created by `SandboxPool.open` and `fork`.
 
     Args:
-        connection: the channel to the session's interpreter.
-        group: the sessions that share its cgroup.
-        run_in_thread: runs a function in a thread of the pool.
-        truncate_output: cuts long output.
-        timeout_s: default timeout of a call.
+        connection: The channel to the session's interpreter.
+        group: The sessions that share its cgroup.
+        run_in_thread: Runs a function in a thread of the pool.
+        timeout_s: Default timeout of a call.
     """
 
     def __init__(
@@ -87,20 +86,18 @@ class SandboxSession:
         connection: GuestConnection,
         group: SessionGroup,
         run_in_thread: Callable[..., Awaitable[Any]],
-        truncate_output: Callable[[SandboxResult], SandboxResult],
         timeout_s: float,
     ) -> None:
         self._connection = connection
         self._group = group
         self._run_in_thread = run_in_thread
-        self._truncate_output = truncate_output
         self._timeout_s = timeout_s
         self._failure_reason = ""
         self._closed = False
         group.add_session()
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
-        """Run `code`; raises nothing for what the code does. Cancelling ends it at once."""
+        """Run `code`; errors of the code are in the result. Cancelling ends the call at once."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         cancel_token = CancelToken()
         try:
@@ -118,9 +115,9 @@ class SandboxSession:
         """Return a session that continues from this one's state.
 
         Raises:
-            RuntimeError: it cannot be forked, because the sandbox lost the state, the session is
-                closed, or forks are nested too deep (namespaces nest 32 deep, and the machine's own
-                containers use some). Unless the sandbox is lost, this session is unchanged.
+            RuntimeError: The sandbox has lost the state, the session is closed, or forks are nested
+                too deep (namespaces nest 32 deep, and the machine's own containers use some).
+                Unless the sandbox is lost, this session is unchanged.
         """
         if self._closed or self._failure_reason:
             raise RuntimeError(
@@ -135,21 +132,19 @@ class SandboxSession:
         except SandboxLostError as error:
             self._mark_state_lost(str(error))
             raise RuntimeError(f"the session cannot be forked: {error}") from error
-        except OrderRefusedError as error:
+        except RequestRefusedError as error:
             raise RuntimeError(
                 f"the session cannot be forked: {error}. Probable cause of 'No space left on "
                 "device' or 'Invalid argument': forks of forks are nested too deep"
             ) from error
-        return SandboxSession(
-            connection, self._group, self._run_in_thread, self._truncate_output, self._timeout_s
-        )
+        return SandboxSession(connection, self._group, self._run_in_thread, self._timeout_s)
 
     async def close(self) -> None:
         """End the interpreter. Safe to call twice."""
         self.close_now()
 
     def close_now(self) -> None:
-        """Close without an event loop."""
+        """Close from synchronous code."""
         if self._closed:
             return
         self._closed = True
@@ -163,12 +158,11 @@ class SandboxSession:
             return infra_error_result(self._failure_reason or "the session is closed")
         try:
             result = self._connection.call(code, timeout_s, cancel_token)
-        except OrderRefusedError as error:
+        except RequestRefusedError as error:
             return infra_error_result(str(error))
         except SandboxLostError as error:
             self._mark_state_lost(str(error))
             return infra_error_result(str(error))
-        result = self._truncate_output(result)
         if result.state_lost:
             result = replace(result, output=f"{STATE_LOST_NOTE}\n{result.output}".strip())
         return result

@@ -1,14 +1,15 @@
 """The seccomp filter: which system calls the policy's code may not make.
 
-It is a deny list, since an allow list would have to follow every library that the policy may
-import. Denied with EPERM is what Docker, Flatpak and bubblewrap's own examples deny: mounts and
-namespaces, tracing and other processes' memory, keys, BPF, performance counters, io_uring, modules,
-clocks, accounting and unusual socket families. clone3 returns ENOSYS, so that the C library falls
-back to clone, whose flags a filter can inspect. System calls newer than the known ones and calls of
-a foreign architecture return ENOSYS. The limits of processes and CPU time cannot be changed.
+It is a deny list, because an allow list would have to follow every library that the policy may
+import. Like the filters of Docker, Flatpak and bubblewrap's examples, it denies with EPERM: mounts
+and namespaces, tracing and other processes' memory, keys, BPF, performance counters, io_uring,
+modules, clocks, accounting and unusual socket families. clone3 returns ENOSYS, so that the C
+library falls back to clone, whose flags a filter can inspect. System calls above
+`_MAX_KNOWN_SYSCALL` and calls of a foreign architecture return ENOSYS. The limits of processes and
+CPU time cannot be changed.
 
-In a stateful sandbox, a clone with namespace flags is referred to the supervisor (see
-`guest.interpreter_manager`); everywhere else it is denied.
+In a stateful sandbox the kernel asks the supervisor about a clone with namespace flags
+(`guest.interpreter_manager`); in a stateless one it is denied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 _NAMESPACE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000
 _NAMESPACE_FLAGS |= 0x40000000
 _MAX_KNOWN_SYSCALL = 462  # mseal, Linux 6.10; the numbers from 424 on are the same everywhere
-_PERSONALITY_QUERY = 0xFFFFFFFF
 _TIOCSTI = 0x5412
 _TIOCLINUX = 0x541C
 _INT_MASK = 0xFFFFFFFF
@@ -114,7 +114,7 @@ def _add_argument_rules(seccomp_filter: Any, seccomp: Any, deny_action: int) -> 
 
 
 def _unknown_syscall_prologue() -> bytes:
-    """Return instructions to put before libseccomp's: unknown, newer system calls get ENOSYS."""
+    """Return instructions to put before libseccomp's, which return ENOSYS for newer calls."""
     return_action = 0x00050000 | errno.ENOSYS
     return (
         struct.pack("HBBI", 0x20, 0, 0, 0)  # load the number

@@ -1,9 +1,8 @@
-"""A dedicated host user id for each sandbox, where the launcher is root.
+"""A host user id of its own for each sandbox, if the launcher is root.
 
 The kernel's process limit does not apply to the host's user 0, and two sandboxes of one user could
-signal each other if a PID namespace ever failed. The ids 60706 to 61183 are left unused by
-systemd's registry. Launchers on one host exclude each other by one lock file per id; the kernel
-drops the lock when its launcher dies.
+signal each other if a PID namespace failed. systemd's registry of user ids leaves 60706 to 61183
+unused. A launcher locks one file per id; the kernel drops the lock when the launcher dies.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _UID_MAP = Path("/proc/self/uid_map")
 
 
 class UidLease:
-    """A user id that nobody else uses while this object is open."""
+    """A user id that no other sandbox has while this object is open."""
 
     def __init__(self, uid: int, lock_fd: int) -> None:
         self.uid = uid
@@ -33,7 +32,7 @@ class UidLease:
 
 
 def needs_dedicated_uid() -> bool:
-    """Return whether this process is the host's root, as far as the kernel counts processes."""
+    """Return whether this process is the host's root, even from within a user namespace."""
     return os.geteuid() == 0 and any(
         inner <= 0 < inner + count and not 0 < outer for inner, outer, count in _uid_map_rows()
     )
@@ -43,7 +42,7 @@ def lease_uid() -> UidLease | None:
     """Lease a free user id; return None if this process needs none.
 
     Raises:
-        ValueError: every id is in use, or no folder for the lock files can be made.
+        ValueError: Every id is in use, or no folder for the lock files can be made.
     """
     if not needs_dedicated_uid():
         return None

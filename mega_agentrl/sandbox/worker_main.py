@@ -1,9 +1,9 @@
 """The program of one `WorkerPool` worker: a guard process and the worker that it forks.
 
-The guard leads its own session and adopts every process that the worker's functions start and
-abandon. It waits until the worker ends, the pool closes the channel or the owner dies; then it
-kills every process below it and exits with the worker's exit code (128 + the signal's number for
-one that was killed). So the end of the channel means that no process is left.
+The guard leads its own session and is the subreaper of all processes that the worker's functions
+start. It waits until the worker ends, the pool closes the channel or the owner dies; then it kills
+all its descendants and exits with the worker's exit code, or 128 + the number of the signal that
+killed the worker. So when the guard has ended, no process is left.
 
 The worker serves one call at a time on its main thread, so that functions may use signals::
 
@@ -14,8 +14,8 @@ The worker serves one call at a time on its main thread, so that functions may u
     worker -> pool    {"event": "done", "value": JSON text}
                       or {"event": "failed", "error": ..., "traceback": ...}
 
-What a function prints goes to a file that is emptied before each call, never to the channel. This
-isolates nothing: it is for our own and the user's code only.
+The output of a function goes to a file that is emptied before each call. This program isolates
+nothing: it is for our own and the user's code only.
 """
 
 from __future__ import annotations
@@ -46,18 +46,14 @@ MAX_JSON_BYTES = 1 << 25
 SINGLE_THREAD_ENV = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
-"""Without it every worker would start one thread per core."""
+"""Variables without which every worker would start one thread per core."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(owner_pid: int) -> NoReturn:
-    """Guard a worker; descriptor 0 is the channel, 2 the log.
-
-    Args:
-        owner_pid: process id of the process that started us.
-    """
+    """Guard a worker of the pool in process `owner_pid`; descriptor 0 is the channel, 2 the log."""
     os.setsid()  # Ctrl-C is for the owner
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     channel_socket = socket.socket(fileno=os.dup(0))
@@ -139,7 +135,8 @@ def load_function(function: str) -> Callable[..., object]:
     """Import and return the callable "module:name".
 
     Raises:
-        ValueError: there is no such callable. Errors of the import are passed on.
+        ValueError: There is no such callable.
+        Exception: The import failed.
     """
     module, colon, name = function.partition(":")
     if not (module and colon and name):
@@ -156,7 +153,7 @@ def to_json(value: object) -> str:
     """Return a value as JSON text; numpy and torch scalars and arrays become numbers and lists.
 
     Raises:
-        ValueError: a type has no JSON form (the error names it), or the text is too long.
+        ValueError: A type has no JSON form (the error names it), or the text is too long.
     """
     try:
         text = json.dumps(value, default=_json_default)
@@ -178,7 +175,7 @@ def _json_default(value: object) -> object:
 
 def _truncate_log() -> None:
     """Empty the log, which is opened for appending, so that it holds this call's output only."""
-    with contextlib.suppress(OSError):  # an earlier call closed it
+    with contextlib.suppress(OSError):  # an earlier call closed the log
         if os.fstat(2).st_size:
             os.ftruncate(2, 0)
 

@@ -3,22 +3,20 @@
 `WorkerPool.submit` takes a function's name and keyword arguments and returns a `Future`; it does
 not wait and works from any thread. Each of `num_workers` threads has one worker (`worker_main`) and
 serves one call at a time, which ends with the result, the deadline, the worker's death or `close`.
-A worker that misses its deadline or dies is ended with every process it started and is replaced at
-once; its call fails, the others go on.
+A worker that misses its deadline or dies is killed with every process it started and replaced at
+once. No call runs twice: a call whose worker died is repeated once, and only if the worker had not
+yet reported that the function runs.
 
-No call runs twice: a call whose worker died is repeated, once, only if the worker had not yet
-reported that the function runs.
+A worker gets the owner's `sys.path` and working folder, as they are when it starts, and the
+variables in `environment`; its only other variables limit numeric libraries to one thread. They are
+set after the interpreter's start, too late for variables that the loader or the interpreter itself
+reads (LD_LIBRARY_PATH, PYTHONHASHSEED). Arguments and results are JSON: tuples arrive as lists,
+keys as text. The output of a function is dropped, except that the error of a call that died or
+timed out shows the end of it.
 
-A child inherits from its owner `sys.path` and the working folder, as they are when the worker
-starts, and the variables named in `environment`; the only other variables limit the numeric
-libraries to one thread. The variables are set after the interpreter's start, too late for those
-that the loader or the interpreter itself reads (LD_LIBRARY_PATH, PYTHONHASHSEED). Arguments and
-results travel as JSON: tuples arrive as lists, keys as text. What a function prints is dropped,
-except that the error of a call that died or timed out shows the end of it.
-
-The pool isolates nothing: code written by the policy belongs in a `SandboxPool`. It is not Pebble's
-`ProcessPool`, which at a deadline ends the worker but not the processes that the worker started,
-and which unpickles in this process what the user's functions return.
+The pool isolates nothing: code written by the policy belongs in a `SandboxPool`. Pebble's
+`ProcessPool` is not used, because at a deadline it kills the worker but not the processes that the
+worker started, and it unpickles the results of the user's functions in this process.
 """
 
 from __future__ import annotations
@@ -56,14 +54,14 @@ _logger = logging.getLogger(__name__)
 
 
 class WorkerCallError(RuntimeError):
-    """A call has no result; the message names the function and the reason."""
+    """A call failed; the message names the function and the reason."""
 
 
 class FunctionFailedError(WorkerCallError):
     """The function could not be imported, raised, or returned a value without a JSON form.
 
     Attributes:
-        traceback: the worker's traceback as text.
+        traceback: The worker's traceback as text.
     """
 
     def __init__(self, message: str, traceback: str) -> None:
@@ -79,7 +77,7 @@ class WorkerLostError(WorkerCallError):
     """The worker died.
 
     Attributes:
-        may_have_run: whether the function may have run.
+        may_have_run: Whether the function may have run.
     """
 
     def __init__(self, message: str, *, may_have_run: bool) -> None:
@@ -115,11 +113,11 @@ class WorkerPool:
     """A pool of worker processes; call `start` before the first `submit` and `close` at the end.
 
     Args:
-        num_workers: number of processes.
-        timeout_s: limit of one call, from when its function runs.
-        warm_up: calls that each worker makes as it starts, to import slow modules and check early.
-        environment: environment variables of the workers.
-        start_timeout_s: limit for a worker's start, and for each warm-up call and each import.
+        num_workers: Number of processes.
+        timeout_s: Limit of one call, from when its function runs.
+        warm_up: Calls that each worker makes as it starts, to import slow modules and check early.
+        environment: Environment variables of the workers.
+        start_timeout_s: Limit for a worker's start, and for each warm-up call and each import.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class WorkerPool:
         return self._num_replaced
 
     def start(self) -> None:
-        """Start and warm every worker; raises `ValueError` if one does not come up."""
+        """Start and warm every worker; raises `ValueError` if one does not start."""
         with self._lock:
             if self._threads or self._closed:
                 raise RuntimeError("start of a worker pool: expected once, before close")
@@ -179,12 +177,12 @@ class WorkerPool:
 
         Returns:
             A future of the result, read back from JSON, or of a `WorkerCallError`. It can be
-                cancelled until the call begins.
+            cancelled until the call begins.
 
         Raises:
-            ValueError: the arguments have no JSON form.
-            PoolClosedError: the pool is closed.
-            RuntimeError: the pool is not started.
+            ValueError: The arguments have no JSON form.
+            PoolClosedError: The pool is closed.
+            RuntimeError: The pool is not started.
         """
         call = make_worker_call(function, arguments)
         with self._lock:
@@ -196,7 +194,7 @@ class WorkerPool:
         return call.future
 
     def close(self) -> None:
-        """End every worker and what it started; calls without a result fail. Safe to call twice."""
+        """End every worker with its child processes; unfinished calls fail. Safe to call twice."""
         with self._lock:
             self._closed = True
             for worker in self._workers:
@@ -224,7 +222,7 @@ class WorkerPool:
             self._close_worker(worker)
 
     def _run_call(self, call: WorkerCall, worker: _WorkerProcess | None) -> _WorkerProcess | None:
-        """Settle the call's future; return the worker, or None if it was lost."""
+        """Set the result of the call's future; return the worker, or None if it was lost."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
                 worker = worker or self._start_worker()
@@ -242,14 +240,14 @@ class WorkerPool:
                     message = f"{call.function}: the worker pool was closed"
                     call.future.set_exception(PoolClosedError(message))
                     return None
-                lost = isinstance(error, WorkerLostError) and not error.may_have_run
-                if not lost or attempt == _MAX_ATTEMPTS:
+                is_repeatable = isinstance(error, WorkerLostError) and not error.may_have_run
+                if not is_repeatable or attempt == _MAX_ATTEMPTS:
                     call.future.set_exception(error)
                     return None
             else:
                 call.future.set_result(value)
                 return worker
-        raise AssertionError("every attempt settles the call or is followed by another")
+        raise AssertionError("the last attempt sets the result")
 
     def _try_replace_worker(self) -> _WorkerProcess | None:
         try:
@@ -307,7 +305,7 @@ class _WorkerProcess:
         self._channel = Channel(pool_end, max_bytes=4 * MAX_JSON_BYTES)
 
     def wait_until_ready(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """Send path, folder and environment; raises `WorkerCallError` if it does not come up."""
+        """Send path, folder and environment; raises `WorkerCallError` if there is no answer."""
         settings = {"path": self._path, "folder": os.getcwd(), "environment": dict(environment)}
         self._send(settings, "worker start", timeout_s)
         self._receive("worker start", timeout_s, may_have_run=False)
@@ -324,12 +322,12 @@ class _WorkerProcess:
         return json.loads(answer["value"])
 
     def shutdown(self) -> None:
-        """Unblock whoever waits and let the guard end the worker. Any thread may call it."""
+        """End all waits, and let the guard end the worker. May be called from any thread."""
         with contextlib.suppress(OSError):
             self._channel.shutdown()
 
     def close(self) -> None:
-        """End the worker and all it started. Safe to call twice."""
+        """End the worker with its child processes. Safe to call twice."""
         self.shutdown()
         self._wait_for_exit()
         kill_child(self._child)
@@ -360,7 +358,6 @@ class _WorkerProcess:
         return WorkerLostError(text + self._log_tail(), may_have_run=may_have_run)
 
     def _log_tail(self) -> str:
-        """Return the end of the call's output as part of a message."""
         log_tail = read_log_tail(self._log, _LOG_TAIL_BYTES)
         return f"; it wrote: {log_tail}" if log_tail else ""
 

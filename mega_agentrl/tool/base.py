@@ -25,9 +25,9 @@ Example, a tool with a memory::
 A plain function becomes a tool with one decorator, see `function`. `user_tools` loads both from a
 yaml file.
 
-To add one to a run: subclass `Tool`, or decorate a function, and name it in the yaml file of
-`tool.user_tools_file`. To add a built-in one: a section in `config/sections/tools.py`, a line in
-`toolkit.build_toolkit`, a test beside `tests/tool/test_python_tool.py`.
+To add a tool to a run: subclass `Tool`, or decorate a function, and name it in the yaml file of
+`tool.user_tools_file`. To add a built-in tool: a section in `config/sections/tools.py`, a line in
+`toolkit.build_toolkit`, a test like `tests/tool/test_python_tool.py`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class ToolResponse:
     text: str
     """Text shown to the policy."""
     status: ToolStatus = ToolStatus.ok
-    """Status of the execution."""
     step_reward: float = 0.0
-    """Reward of this call."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the tool reports."""
 
@@ -130,7 +128,7 @@ class Tool(ABC):
         """Run one call whose arguments fit the schema.
 
         A call that exceeds its timeout is cancelled, and abandoned if it does not end; the state
-        must stay fit for the next call.
+        must remain usable for the next call.
 
         Raises:
             ValueError: the policy got the arguments wrong; it sees the message. Any other exception

@@ -24,7 +24,7 @@ _abandoned_tasks: set[asyncio.Task[Any]] = set()
 
 
 class DeadlineExceededError(Exception):
-    """The work was not done in time."""
+    """The work exceeded its time limit."""
 
 
 async def run_with_deadline(
@@ -38,7 +38,7 @@ async def run_with_deadline(
 
     Args:
         work: the coroutine to run.
-        timeout_s: its time limit, None for no limit.
+        timeout_s: time limit of the work, None for no limit.
         undo: called with a result that came after the deadline or a cancellation.
         on_end: called once when the work has really ended, perhaps after this has returned.
 
@@ -58,14 +58,14 @@ async def run_with_deadline(
         await _cancel_and_undo(task, undo)
         raise DeadlineExceededError(f"not done within {timeout_s:g} s")
     if task.cancelled():
-        raise RuntimeError("it cancelled itself")
+        raise RuntimeError("the work cancelled itself")
     return task.result()
 
 
 async def _cancel_and_undo(
     task: asyncio.Task[ResultT], undo: Callable[[ResultT], Awaitable[None]] | None
 ) -> None:
-    """Cancel the task, and undo its result if it has one nevertheless."""
+    """Cancel the task, and undo its result if it ends with one nevertheless."""
     if not task.done():
         task.cancel()
     cleanup = asyncio.ensure_future(_wait_and_undo(task, undo))
@@ -81,6 +81,6 @@ async def _wait_and_undo(
     if task.cancelled():
         return
     if error := task.exception():
-        _log.debug("given up, then failed: %r", error)
+        _log.debug("a task failed after its deadline: %r", error)
     elif undo is not None:
         await undo(task.result())

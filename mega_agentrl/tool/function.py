@@ -10,10 +10,10 @@ Example::
 Name, description, parameters and defaults come from the function, descriptions of parameters from
 the section `Args:` of its docstring. Hints may be str, int, float, bool, list[...], dict, dict[str,
 ...], Literal, Optional, unions of these, and Any. An async function runs on the event loop. A plain
-one runs in its own thread, which cannot be killed: past the timeout it goes on, and its slot stays
-taken until it ends. The response is the returned text, or any other value as JSON; a `ToolResponse`
-is used as it is. `ValueError` is an error of the policy. The decorated object can still be called
-like the function.
+function runs in its own thread, which cannot be killed: after a timeout the thread continues and
+occupies its slot until it ends. The response is the returned text, or any other value as JSON; a
+`ToolResponse` is used as it is. `ValueError` is an error of the policy. The decorated object can
+still be called like the function.
 
 In a tag, a function with one required parameter receives the text as its value; any other function
 receives a JSON object.
@@ -141,8 +141,8 @@ def tool(
 async def _run_in_thread(work: Callable[[], Any]) -> Any:
     """Run `work` in a daemon thread, which does not delay the end of the process.
 
-    A first cancellation waits until the thread has ended, so that its slot is not given away; a
-    second one is obeyed at once.
+    A first cancellation waits until the thread has ended, so that its slot stays occupied; a second
+    one takes effect at once.
     """
     future: Future[Any] = Future()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NO_IMPROVEMENT_REWARD = -0.05
 MAX_ANSWER_CHARS = 2000
 
-# At most 30 digits per part, so that no text makes us compute with huge numbers.
+# At most 30 digits per part, so that no text leads to arithmetic on huge numbers.
 _NUMBER_PATTERN = re.compile(
     r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3}){1,9}|\d{1,30})(?:\.\d{1,30})?(?:/\d{1,30})?(?!\d)"
 )
@@ -47,11 +47,11 @@ class Gsm8kTool(Tool):
 
     def check_kwargs(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Check that the ground truth is present and a number."""
-        _parse_ground_truth(kwargs.get("create_kwargs") or {})
+        parse_ground_truth(kwargs.get("create_kwargs") or {}, "tool gsm8k: create_kwargs")
 
     async def create(self, kwargs: Mapping[str, Any]) -> list[_AnswerCheck]:
         """Return the list of checks so far; `kwargs` holds the `ground_truth`."""
-        return [_AnswerCheck(ground_truth=_parse_ground_truth(kwargs))]
+        return [_AnswerCheck(ground_truth=parse_ground_truth(kwargs, "tool gsm8k: create_kwargs"))]
 
     async def execute(
         self, state: list[_AnswerCheck], arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
@@ -91,14 +91,18 @@ def parse_answer(text: str) -> Fraction | None:
     return Fraction(number) / int(denominator or 1)
 
 
-def _parse_ground_truth(kwargs: Mapping[str, Any]) -> Fraction:
+def parse_ground_truth(kwargs: Mapping[str, Any], where: str) -> Fraction:
+    """Return the `ground_truth` of a prompt's kwargs, a number or a solution that ends in one.
+
+    Raises:
+        ValueError: there is no ground truth, or it has no number; the message begins with `where`.
+    """
     given = kwargs.get("ground_truth")
     truth = parse_answer(str(given).rpartition("####")[2]) if given is not None else None
     if truth is None:
         raise ValueError(
-            f"tool gsm8k: create_kwargs.ground_truth is {given!r}, expected a number or a "
-            "solution that ends in '#### number'; probable cause: the dataset was made for "
-            "another tool"
+            f"{where}.ground_truth is {given!r}, expected a number or a solution that ends in "
+            "'#### number'; probable cause: the dataset was made for another tool or interaction"
         )
     return truth
 

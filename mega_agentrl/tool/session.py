@@ -1,10 +1,10 @@
 """The tools of one trajectory: implements `types.protocols.ToolSession`.
 
 `TrajectoryToolSession.execute` turns a parsed call into a typed outcome. It waits at most
-`queue_timeout_s` for a free slot of the tool, then at most the tool's timeout. This is the one
-place where an exception of a tool becomes an outcome: arguments that do not fit the schema and
-`ValueError` are errors of the policy (`user_error`), a missed deadline is a `timeout`, anything
-else is an `infra_error`. Nothing is run twice here. A tool's text is untrusted and is escaped here.
+`queue_timeout_s` for a free slot of the tool, then at most the tool's timeout. Exceptions of tools
+become outcomes only here: arguments that do not fit the schema and `ValueError` are errors of the
+policy (`user_error`), a missed deadline is a `timeout`, anything else is an `infra_error`. Nothing
+is run twice. A tool's text is untrusted and is escaped here.
 
 `create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_timeout_s` for each tool and
 raise `ToolSessionError` if one fails. States created before a failure or cancellation are released,
@@ -55,7 +55,6 @@ class RegisteredTool:
     """A tool of the run with its validated schema and its slots, shared by all sessions."""
 
     tool: Tool
-    """The tool."""
     schema: FunctionSchema
     """Its validated schema."""
     slots: asyncio.Semaphore
@@ -75,10 +74,7 @@ class SessionLimits:
 class TrajectoryToolSession:
     """A session over the run's tools; `create` chooses which of them the prompt gets.
 
-    Args:
-        tools: all tools of the run by name.
-        limits: time limits.
-        escape: makes a tool's text harmless before anything else sees it.
+    `escape` escapes control tags in a tool's text before anything else reads it.
     """
 
     def __init__(
@@ -97,8 +93,8 @@ class TrajectoryToolSession:
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Create the state of the tools named in `tools_kwargs`, of all tools if it is empty.
 
-        A name with the value None is left out: a parquet column of structs reads like that where a
-        row lacks the key.
+        A name with the value None is left out: parquet returns None for the members of a struct
+        that a row lacks.
 
         Raises:
             ValueError: an unknown tool or kwargs key.
@@ -120,8 +116,8 @@ class TrajectoryToolSession:
         """Run one call and return its typed outcome; raises only cancellation."""
         arrival_time = time.monotonic()
         if tool not in self._states:
-            there = ", ".join(sorted(self._states)) or "none"
-            text = self._escape(f"Tool({tool}) is not available; there is {there}.")
+            names = ", ".join(sorted(self._states)) or "none"
+            text = self._escape(f"Tool({tool}) is not available; available tools: {names}.")
             return _outcome_without_run(tool, text, is_invalid_call=True)
         registered = self._tools[tool]
         try:
@@ -232,7 +228,7 @@ class TrajectoryToolSession:
         await self._run_lifecycle_step(name, "release", work)
 
     async def _create_state(self, name: str, step: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """Return a new state; one that comes too late is released."""
+        """Return a new state; a state that comes after the deadline is released."""
 
         async def undo(state: Any) -> None:
             await self._release_one(name, state)
@@ -309,7 +305,7 @@ def _validate_response(response: ToolResponse, name: str) -> ToolResponse:
         if isinstance(key, str) and _METRIC_NAME.fullmatch(key) and _is_finite(value)
     }
     if len(metrics) < len(response.metrics) or len(metrics) > MAX_METRICS:
-        _log.warning("tool %s: metrics with odd names or values were dropped", name)
+        _log.warning("tool %s: metrics with invalid names or values were dropped", name)
     text = response.text
     if len(text) > MAX_RESPONSE_CHARS:
         text = f"{text[:MAX_RESPONSE_CHARS]}... [cut]"

@@ -1,9 +1,9 @@
 """Cuts texts to a token budget at word boundaries, with an ellipsis for what is left out.
 
-`truncate_to_tokens` keeps the beginning; `text_from_best_window` goes to the window with most of a
-query's words, where each distinct word counts once, weighted by how rare it is in the text. A
-budget is in tokens of the policy. A codec is not thread-safe, so functions that take one belong on
-the event loop's thread; `text_from_best_window`, which reads the whole text, takes none.
+`truncate_to_tokens` keeps the beginning; `text_from_best_window` starts at the window with most of
+a query's words, where each distinct word counts once, weighted by how rare it is in the text. A
+codec is not thread-safe, so functions that take one belong on the event loop's thread;
+`text_from_best_window`, which reads the whole text, takes none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def truncate_to_tokens(text: str, codec: TextCodec, max_tokens: int) -> str:
         return len(codec.encode(text[:size].rstrip() + ELLIPSIS)) <= max_tokens
 
     fits, breaks = 0, min(len(text), limit) + 1
-    # First try the average rate of the text, so that the search continues over short texts.
+    # The first guess is from the text's average rate: the bisection then encodes short texts only.
     guess = int(1.2 * breaks * max_tokens / max(1, num_tokens))
     while breaks - fits > 1 + max_tokens // _TOLERANCE_DIVISOR:
         middle = guess if fits < guess < breaks else (fits + breaks) // 2
@@ -58,13 +58,7 @@ def estimate_max_words(text: str, codec: TextCodec, max_tokens: int) -> int:
 
 
 def text_from_best_window(text: str, query: str, num_words: int) -> str:
-    """Return the text from where its best window begins; an ellipsis marks the cut.
-
-    Args:
-        text: the text.
-        query: words to look for.
-        num_words: size of the window.
-    """
+    """Return the text from its best window of `num_words` words on; an ellipsis marks the cut."""
     words = list(_WORD.finditer(text))
     wanted = {word.casefold() for word in _QUERY_WORD.findall(query)}
     if not wanted or len(words) <= num_words:

@@ -68,8 +68,8 @@ class ToolKit:
         self._call_protocol = _make_call_protocol(protocol, tools, control_tokens, escapes=escapes)
         if not escapes:
             _log.warning(
-                "tool output reaches the policy unescaped, as in ARPO's published code: what a "
-                "tool returns can close tags, fake calls and earn rewards"
+                "tool output reaches the policy unescaped, as in ARPO's published code: it can "
+                "close tags, fake calls and earn rewards"
             )
 
     @property
@@ -85,7 +85,7 @@ class ToolKit:
     @property
     def uses_tool_messages(self) -> bool:
         """Whether responses are chat messages instead of text within the assistant's turn."""
-        return self._call_protocol.answers_in_chat
+        return self._call_protocol.uses_tool_messages
 
     @property
     def call_markers(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class ToolKit:
 
     def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
         """Return the calls of an assistant turn in order, including invalid ones."""
-        return self._call_protocol.read(turn_text)
+        return self._call_protocol.parse_calls(turn_text)
 
     def render_outcome(self, outcome: ToolOutcome) -> str:
         """Return an outcome as text of the turn or content of a message, escaped."""
@@ -234,8 +234,8 @@ def _register_tool(tool: Tool) -> RegisteredTool:
         raise ValueError(f"{where}: its schema is named {schema.name!r}, expected the same name")
     if tool.text_argument != ALL_ARGUMENTS_AS_JSON and not schema.has_parameter(tool.text_argument):
         raise ValueError(
-            f"{where}: its text_argument={tool.text_argument!r} is not "
-            f"among the schema's properties {sorted(schema.parameters.get('properties', {}))}"
+            f"{where}: its text_argument={tool.text_argument!r} is not among the schema's "
+            f"properties {sorted(schema.parameters.get('properties', {}))}"
         )
     limit = tool.max_concurrent
     if limit is not None and limit < 1:

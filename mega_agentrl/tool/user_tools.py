@@ -2,7 +2,7 @@
 
 The file is a list of entries::
 
-    - class_name: my_package.tools.Notes      # or tools.py:Notes; the yaml's folder is its base
+    - class_name: my_package.tools.Notes      # or tools.py:Notes, relative to the yaml file
       config: {folder: /data/notes}           # keyword arguments of the class
       timeout_s: 5                            # of one call; default: the class's
       max_concurrent: 8                       # concurrent calls; default: the class's

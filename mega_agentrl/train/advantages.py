@@ -7,10 +7,9 @@
     A_t      * (1 + weight * z of the token's entropy)         algo.entropy_advantage_weight > 0
 
 The steps are applied in this order, with the formulas of `algo`. `reinforce_plus_plus` and `gae`
-work on tokens from the start and put each token's KL into that token's reward. `gae` also uses the
-critic's values, returns the critic's targets, and is whitened under `algo.norm_by_std`. Entropies
-and log-probs are those of the policy's own forward pass at the sampling temperature; if one is
-missing, that is an error.
+work on tokens from the start and put each token's KL into that token's reward. Entropies and
+log-probs are those of the policy's own forward pass at the sampling temperature; if one is missing,
+that is an error.
 
 A trajectory counts once, however many rows it has (`trajectory_rows`): its rows share one
 advantage, one sum of KL and one chain of thought, and their values are read as one sequence, so
@@ -19,19 +18,22 @@ trained token and a group of its own, so it changes nothing.
 
 Shape suffixes: B rows, A trajectories, T response positions, L positions of a whole trajectory.
 
-To add an estimator:
-1. a pure function with its hand-worked test in `algo/advantage.py`
-2. a `@register_advantage` function here, with what it needs
-3. its name in `config.enums.AdvantageEstimator`; combinations to reject in `config/checks/algo.py`
-4. a preset in `configs/algo/`
+An estimator is a function with the decorator `register_advantage`, which declares its traits
+(`EstimatorTraits`); its keyword-only arguments are its options (`algo.advantage_options`). Both are
+read from the source before a run starts (`config.declarations`), so traits and defaults must be
+literals. To add one:
+1. a `register_advantage` function here, or in a file of your own; a formula with published numbers
+   belongs into `algo/advantage.py`
+2. its hand-worked test in `tests/train/test_advantages.py`
+3. a preset in `configs/algo/`, and `tools/make_config_reference.py`
 """
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import torch
 
@@ -41,23 +43,20 @@ from mega_agentrl.algo.correction import importance_weights, logprob_mismatch
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.kl import apply_kl_penalty, kl_penalty
 from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
+from mega_agentrl.config.algorithm_traits import ESTIMATORS, EstimatorTraits
+from mega_agentrl.config.declarations import Range
 from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
     from mega_agentrl.types.batch import TrainBatch
 
 CotMarkerIds = tuple[tuple[int, ...], tuple[int, ...]]
 
 IMPORTANCE_WEIGHT_MODES = {"truncate": "truncated", "mask": "masked"}
-
-DEFAULT_FUNCTION_NAME = "advantage"
-_EXPECTED_SIGNATURE = "a function of (inputs, algo) that returns an AdvantageResult"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,117 +98,126 @@ class AdvantageResult:
     """[B, T] float32 targets of the critic."""
 
 
-if TYPE_CHECKING:
-    AdvantageFunction = Callable[[AdvantageInputs, AlgoConfig], AdvantageResult]
+AdvantageFunction = Callable[..., AdvantageResult]
+"""A function of `AdvantageInputs`, `AlgoConfig` and its options."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredAdvantage:
-    """An advantage estimator and what it needs."""
-
-    compute: AdvantageFunction
-    needs_critic: bool = False
-    """Whether it reads `value_BT` and returns the critic's targets (`AlgoConfig.needs_critic`)."""
-    needs_greedy_baseline: bool = False
-    """Whether a greedy answer is sampled beside each group, which gives `baseline_B`."""
-    averages_shared_tokens: bool = False
-    """Whether a token's advantage is the mean over the trajectories that share it."""
-
-
-ADVANTAGES: dict[str, RegisteredAdvantage] = {}
-"""The built-in estimators by the name in `algo.advantage`."""
+_REGISTERED: dict[str, AdvantageFunction] = {}
 
 
 def register_advantage(
-    name: str,
-    *,
-    needs_critic: bool = False,
-    needs_greedy_baseline: bool = False,
-    averages_shared_tokens: bool = False,
+    name: str, **traits: bool
 ) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Register an estimator with its needs (see `RegisteredAdvantage`)."""
+    """Register the decorated function as the estimator `name` with traits of `EstimatorTraits`."""
+    EstimatorTraits(**traits)  # refuses unknown ones
 
     def register(function: AdvantageFunction) -> AdvantageFunction:
-        ADVANTAGES[name] = RegisteredAdvantage(
-            compute=function,
-            needs_critic=needs_critic,
-            needs_greedy_baseline=needs_greedy_baseline,
-            averages_shared_tokens=averages_shared_tokens,
-        )
+        _REGISTERED[name] = function
         return function
 
     return register
 
 
-def find_advantage(algo: AlgoConfig) -> RegisteredAdvantage:
-    """Return the estimator of `algo.advantage`; a user's function is loaded and has no needs."""
+def find_advantage(algo: AlgoConfig) -> AdvantageFunction:
+    """Return the estimator of `algo.advantage`; a user's file is imported on the first call."""
     if algo.has_user_advantage:
-        return RegisteredAdvantage(compute=load_user_advantage(algo.advantage))
-    return ADVANTAGES[algo.advantage]
+        return load_user_advantage(algo.advantage)
+    return _REGISTERED[algo.advantage]
 
 
 @cache
-def load_user_advantage(path: str) -> AdvantageFunction:
-    """Load and check a user's function, `algo.advantage=/folder/file.py:function`.
+def load_user_advantage(reference: str) -> AdvantageFunction:
+    """Load a user's function, `algo.advantage=/folder/file.py:function`.
 
     It runs on the driver, in the process of the training loop.
 
     Raises:
-        ConfigError: There is no such function, or it does not take (inputs, algo).
+        ConfigError: There is no such function.
     """
-    key = "algo.advantage"
-    loaded = load_user_object(path, key, _EXPECTED_SIGNATURE, default_name=DEFAULT_FUNCTION_NAME)
-    if not callable(loaded):
-        raise ConfigError(key, path, _EXPECTED_SIGNATURE, f"got {loaded!r}")
-    try:
-        inspect.signature(loaded).bind(None, None)
-    except TypeError as error:
-        cause = f"its arguments are {inspect.signature(loaded)}: {error}"
-        raise ConfigError(key, path, _EXPECTED_SIGNATURE, cause) from error
-    return cast("AdvantageFunction", loaded)
+    key, expected = ESTIMATORS.key, ESTIMATORS.expected
+    found = load_user_object(reference, key, expected, default_name=ESTIMATORS.default_name)
+    if not callable(found):
+        raise ConfigError(key, reference, expected, f"got {found!r}")
+    return cast("AdvantageFunction", found)
 
 
-@register_advantage("grpo")
-@register_advantage("arpo_hard", averages_shared_tokens=True)
-def _grpo(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+@register_advantage("grpo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
+def _grpo(
+    inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
+) -> AdvantageResult:
+    """GRPO, the reward relative to the group (arXiv 2402.03300).
+
+    Args:
+        inputs: The batch.
+        algo: Settings of the algorithm.
+        norm_by_std: Divide by the standard deviation of the group; false is Dr. GRPO.
+    """
     return AdvantageResult(
-        estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=algo.norm_by_std)
+        estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=norm_by_std)
     )
 
 
-@register_advantage("rloo")
+@register_advantage(
+    "arpo_hard",
+    needs_groups=True,
+    per_trajectory=True,
+    averages_shared_tokens=True,
+    supports_kl_in_reward=True,
+)
+def _arpo_hard(
+    inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
+) -> AdvantageResult:
+    """ARPO's hard estimator, GRPO averaged over the paths that share a token (arXiv 2507.19849).
+
+    Args:
+        inputs: The batch.
+        algo: Settings of the algorithm.
+        norm_by_std: Divide by the standard deviation of the group.
+    """
+    return _grpo(inputs, algo, norm_by_std=norm_by_std)
+
+
+@register_advantage("rloo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
 def _rloo(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
+    """RLOO, the reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
     return AdvantageResult(estimators.rloo(inputs.reward_A, inputs.group_A))
 
 
-@register_advantage("remax", needs_greedy_baseline=True)
+@register_advantage(
+    "remax", needs_greedy_baseline=True, per_trajectory=True, supports_kl_in_reward=True
+)
 def _remax(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """Return the reward minus that of the greedy answer (ReMax, arXiv 2310.10505).
+    """ReMax, the reward minus that of a greedy answer (arXiv 2310.10505).
 
     If the greedy answer failed, the baseline is the mean of the group's other rewards. Either
     baseline is independent of what the trajectory itself did.
     """
-    baseline_B = _require_field(
-        inputs.batch, "baseline_B", "algo.advantage=remax", "a batch without greedy answers"
-    )
-    reward_A, greedy_A = inputs.reward_A, baseline_B[inputs.rows.first_row_A]
+    assert inputs.batch.baseline_B is not None, "add_advantages requires it"
+    reward_A, greedy_A = inputs.reward_A, inputs.batch.baseline_B[inputs.rows.first_row_A]
     others_A = reward_A - estimators.rloo(reward_A, inputs.group_A)
     return AdvantageResult(
         estimators.remax(reward_A, torch.where(greedy_A.isnan(), others_A, greedy_A))
     )
 
 
-@register_advantage("reinforce_plus_plus_baseline")
+@register_advantage(
+    "reinforce_plus_plus_baseline",
+    needs_groups=True,
+    per_trajectory=True,
+    supports_kl_in_reward=True,
+)
 def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """Return the advantage of each trajectory, which all of its tokens share."""
+    """REINFORCE++ with the mean of the group as baseline, whitened over the batch."""
     mask_AL = inputs.rows.concat_rows(inputs.batch.mask_BT, inputs.batch.length_B)
     white_AL = estimators.reinforce_plus_plus_baseline(inputs.reward_A, inputs.group_A, mask_AL)
     return AdvantageResult(masked_mean(white_AL, mask_AL, 1))
 
 
-@register_advantage("reinforce_plus_plus")
+@register_advantage("reinforce_plus_plus", equal_without_kl=True, supports_kl_in_reward=True)
 def _reinforce_plus_plus(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """Whiten the returns; those of a row include the KL of the trajectory's later rows."""
+    """REINFORCE++, returns whitened over the batch, without groups (arXiv 2501.03262).
+
+    The returns of a row include the KL of the trajectory's later rows.
+    """
     batch, kl_BT = inputs.batch, inputs.kl_BT
     reward_B = batch.reward_B
     if kl_BT is not None:
@@ -221,24 +229,37 @@ def _reinforce_plus_plus(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantage
     return AdvantageResult(estimators.reinforce_plus_plus(reward_BT, batch.mask_BT))
 
 
-@register_advantage("gae", needs_critic=True)
-def _gae(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """Compute advantages and returns over the rows of a trajectory as one sequence."""
+@register_advantage("gae", needs_critic=True, supports_kl_in_reward=True)
+def _gae(
+    inputs: AdvantageInputs,
+    algo: AlgoConfig,
+    *,
+    gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0,
+    lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0,
+    norm_by_std: bool = True,
+) -> AdvantageResult:
+    """Generalized advantage estimation, with a critic (arXiv 1506.02438).
+
+    The rows of a trajectory are one sequence.
+
+    Args:
+        inputs: The batch.
+        algo: Settings of the algorithm.
+        gamma: Discount factor.
+        lam: GAE's lambda; with gamma and lam 1 the advantage is the return minus the value.
+        norm_by_std: Whiten the advantages of all trained tokens.
+    """
     batch, rows = inputs.batch, inputs.rows
-    value_BT = _require_field(
-        batch, "value_BT", "algo.advantage=gae", "a batch that no critic has seen"
-    )
+    assert batch.value_BT is not None, "add_advantages requires it"
     mask_AL = rows.concat_rows(batch.mask_BT, batch.length_B)
-    value_AL = rows.concat_rows(value_BT, batch.length_B)
+    value_AL = rows.concat_rows(batch.value_BT, batch.length_B)
     kl_AL = None if inputs.kl_BT is None else rows.concat_rows(inputs.kl_BT, batch.length_B)
     reward_AL = _token_rewards(
         batch.reward_B[rows.first_row_A], mask_AL, kl_AL, inputs.kl_coef, value_AL.dtype
     )
-    advantage_AL, return_AL = estimators.gae(
-        reward_AL, value_AL, mask_AL, gamma=algo.gamma, lam=algo.lam
-    )
+    advantage_AL, return_AL = estimators.gae(reward_AL, value_AL, mask_AL, gamma=gamma, lam=lam)
     advantage_BT = rows.split_rows(advantage_AL, batch)
-    if algo.norm_by_std:
+    if norm_by_std:
         advantage_BT = masked_whiten(advantage_BT, batch.mask_BT)
     return AdvantageResult(advantage_BT, rows.split_rows(return_AL, batch).float())
 
@@ -265,7 +286,7 @@ def _token_rewards(
 def add_advantages(
     batch: TrainBatch, algo: AlgoConfig, *, kl_coef: float, cot_marker_ids: CotMarkerIds | None
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """Fill `advantage_BT` [B, T] float32, 0 on untrained tokens; with `gae` also `return_BT`.
+    """Fill `advantage_BT` [B, T] float32, 0 on untrained tokens; with a critic also `return_BT`.
 
     Args:
         batch: A batch with rewards, log-probs and entropies.
@@ -290,8 +311,9 @@ def add_advantages(
         kl_BT = _ref_kl(batch, algo)
         metrics["advantage/ref_kl"] = float(masked_mean(kl_BT, mask_BT))
     inputs = AdvantageInputs(batch=batch, rows=rows, kl_BT=kl_BT, kl_coef=kl_coef)
-    estimator = find_advantage(algo)
-    result = estimator.compute(inputs, algo)
+    traits = algo.estimator
+    _require_inputs(batch, algo)
+    result = find_advantage(algo)(inputs, algo, **algo.advantage_options)
     if algo.has_user_advantage:
         _check_user_result(result, inputs, algo)
     advantage = result.advantage
@@ -302,8 +324,8 @@ def add_advantages(
     if advantage.ndim == 1:
         advantage_B = advantage[rows.trajectory_B]
         advantage = (
-            estimators.arpo_hard(advantage_B, batch.node_BT, mask_BT)
-            if estimator.averages_shared_tokens
+            estimators.arpo_hard(advantage_B, batch.tree_token_BT, mask_BT)
+            if traits.averages_shared_tokens
             else estimators.broadcast(advantage_B, mask_BT)
         )
     if algo.has_user_advantage:
@@ -326,20 +348,43 @@ def _ref_kl(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:
     return kl_penalty(logp_BT, ref_BT, algo.kl_estimator).masked_fill(~batch.mask_BT, 0.0)
 
 
+def _require_inputs(batch: TrainBatch, algo: AlgoConfig) -> None:
+    """Raise `ValueError` if the batch lacks what the estimator's traits say that it needs."""
+    why = f"algo.advantage={algo.advantage}"
+    if algo.estimator.needs_critic:
+        _require_field(batch, "value_BT", why, "a batch that no critic has seen")
+    if algo.estimator.needs_greedy_baseline:
+        _require_field(batch, "baseline_B", why, "a batch without greedy answers")
+
+
 def _check_user_result(result: object, inputs: AdvantageInputs, algo: AlgoConfig) -> None:
-    """Raise `ValueError` unless a user's function returned advantages of the right shape."""
+    """Raise `ValueError` unless a user's function returned tensors of the right shapes."""
+    why, traits = f"algo.advantage={algo.advantage}", algo.estimator
     got: object = type(result).__name__
-    shapes = ((len(inputs.rows.first_row_A),), tuple(inputs.batch.mask_BT.shape))
+    by_token = tuple(inputs.batch.mask_BT.shape)
+    shapes: dict[tuple[int, ...], str] = {
+        (len(inputs.rows.first_row_A),): "one advantage per trajectory"
+    }
+    if not traits.per_trajectory:
+        shapes[by_token] = "one per token"
     if isinstance(result, AdvantageResult):
-        got = type(result.advantage).__name__
-        if isinstance(result.advantage, torch.Tensor):
-            got = tuple(result.advantage.shape)
+        got = _shape_or_type(result.advantage)
     if got not in shapes:
+        expected = ", or ".join(f"{shape}, {what}" for shape, what in shapes.items())
         raise ValueError(
-            f"algo.advantage={algo.advantage}: returned {got}, expected an AdvantageResult with a "
-            f"tensor of shape {shapes[0]}, one advantage per trajectory, or {shapes[1]}, one per "
-            "token; probable cause: a tensor in place of an AdvantageResult, or another shape"
+            f"{why}: returned {got}, expected an AdvantageResult with a tensor of shape {expected};"
+            " probable cause: a tensor in place of an AdvantageResult, or another shape"
         )
+    assert isinstance(result, AdvantageResult)
+    if traits.needs_critic and _shape_or_type(result.return_BT) != by_token:
+        raise ValueError(
+            f"{why}: returned {_shape_or_type(result.return_BT)} as return_BT, expected a tensor "
+            f"of shape {by_token}, the targets of the critic that it needs"
+        )
+
+
+def _shape_or_type(value: object) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _check_user_values(

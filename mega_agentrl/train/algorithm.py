@@ -1,9 +1,9 @@
 """The algorithm of a run: from scored rollouts to the inputs of an update, and its state.
 
 Before the update, ARES shapes the rewards, importance weights and advantages are filled in, and
-the KL term gets its weights. After it, the controllers move by what the training rollouts showed
-and by the measured KL. Nothing here waits for a remote call. The formulas are in `algo`, the steps
-of each method in `ares`, `advantages` and `controllers`.
+the KL term gets its weights. After it, the controllers are updated with the training rollouts and
+the measured KL. Nothing here waits for a remote call. The formulas are in `algo`, the steps of each
+method in `ares`, `advantages` and `controllers`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import AresMode, FilterMetric, KlPlacement
+from mega_agentrl.rollout.groups.scoring import valid_scores
 from mega_agentrl.train.advantages import add_advantages, add_importance_weights
 from mega_agentrl.train.ares.bootstrap import format_bootstrap_summary, run_bootstrap
-from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats, is_valid_trajectory
+from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.shaping import (
     AresStep,
     add_entropy_rewards,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.collector import RolloutBatch
+    from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
     from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.train.run_logger import RunLogger
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
@@ -52,7 +53,7 @@ class TrainInputs:
 
 
 class Algorithm:
-    """Advantages of each step, and the controllers that last across steps."""
+    """Computes the advantages of each step, and holds the controllers across steps."""
 
     def __init__(
         self, components: Components, config: TrainConfig, controllers: Controllers
@@ -156,9 +157,7 @@ def prompt_accuracies(rollout_batch: RolloutBatch) -> dict[str, float]:
     """
     correct_by_prompt: dict[str, list[bool]] = {}
     for tree in rollout_batch.finished_trees:
-        is_correct = [
-            one.score.correct for one in tree.trajectories if is_valid_trajectory(one) and one.score
-        ]
+        is_correct = [score.correct for score in valid_scores(tree.trajectories)]
         correct_by_prompt.setdefault(tree.prompt.prompt_id, []).extend(is_correct)
     return {
         name: sum(is_correct) / len(is_correct)

@@ -1,15 +1,14 @@
 """State of the algorithm that lasts across steps: ARES, mastered prompts, the KL weight.
 
-`Controllers` is one immutable value: a step takes it and returns the next one, and a checkpoint
-holds it as plain numbers, lists and strings. It is updated from training rollouts only. The update
-of ARES is in `ares.shaping`.
+`Controllers` is one immutable value: a step takes it and returns the next one, and checkpoints
+store it. It is updated from training rollouts only. The update of ARES is in `ares.shaping`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +19,6 @@ from mega_agentrl.algo.mastery import MasteryState
 from mega_agentrl.config.enums import KlPlacement
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
@@ -30,8 +27,6 @@ KL_HORIZON_STEPS = 10_000
 
 The value of Ziegler et al. (arXiv 1909.08593) and of verl; `algo.kl_target` sets the speed.
 """
-
-_STATE_KEYS = ("adaptive_kl", "ares", "mastery")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,30 +41,6 @@ class Controllers:
     def kl_coef(self, algo: AlgoConfig) -> float:
         """Return the current weight of the KL term."""
         return algo.kl_coef if self.adaptive_kl is None else self.adaptive_kl.coef
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return numbers, lists and None, which survive JSON and `from_dict` exactly."""
-        return {
-            "ares": self.ares.to_dict(),
-            "mastery": self.mastery.to_dict(),
-            "adaptive_kl": None if self.adaptive_kl is None else asdict(self.adaptive_kl),
-        }
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Controllers:
-        """Read what `to_dict` returned; raise `ValueError` for other fields."""
-        if sorted(state) != list(_STATE_KEYS):
-            raise ValueError(
-                f"controllers: got the fields {sorted(state)}, expected {list(_STATE_KEYS)}; "
-                "probable cause: a checkpoint of another version"
-            )
-        return cls(
-            ares=AresState.from_dict(state["ares"]),
-            mastery=MasteryState.from_dict(state["mastery"]),
-            adaptive_kl=None
-            if state["adaptive_kl"] is None
-            else AdaptiveKL(**state["adaptive_kl"]),
-        )
 
 
 def initial_controllers(algo: AlgoConfig) -> Controllers:

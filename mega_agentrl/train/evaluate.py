@@ -1,8 +1,8 @@
 """Evaluation on fixed questions: answers sampled at a temperature, and greedy ones.
 
-An evaluation never branches and never updates anything. It depends on the engine's weights alone
-and has random streams of its own, so training continues as if it had not happened. The reward is
-the one that training uses, including a reward model's part.
+An evaluation never branches and changes no state. It depends on the engine's weights alone and has
+random streams of its own, so it does not affect training. The reward is that of training, including
+a reward model's part.
 
 Results are also split by data source, and for sources with single-turn and multi-turn questions
 (`extra_info.turns`, as in BFCL) by these: `success/bfcl`, `success/bfcl/single_turn`.
@@ -11,12 +11,12 @@ Results are also split by data source, and for sources with single-turn and mult
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import comb, sqrt
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.rollout.collector import collect_rollouts
@@ -25,7 +25,7 @@ from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.train.rewards import add_reward_model_scores, warn_missing_rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.components import Components
@@ -71,25 +71,6 @@ class ValidationResult:
     greedy: EvalResult | None
     """Result of greedy answers; None unless `evaluate.greedy` is set."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return numbers, maps and None, which survive JSON and `from_dict` exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> ValidationResult:
-        """Read what `to_dict` returned; raise `ValueError` for anything else."""
-        try:
-            greedy = state["greedy"]
-            return cls(
-                sampled=EvalResult(**state["sampled"]),
-                greedy=None if greedy is None else EvalResult(**greedy),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"held-out evaluation: cannot be read ({error!r}); expected `sampled` and "
-                "`greedy`; probable cause: a checkpoint of another version"
-            ) from error
-
     def to_metrics(self) -> dict[str, float]:
         """Return flat metrics for the log."""
         return self.sampled.to_metrics("sampled") | (
@@ -104,10 +85,7 @@ def evaluate_validation_set(
 ) -> ValidationResult:
     """Evaluate on `data.validation` as the section `evaluate` says.
 
-    Args:
-        components: The parts of the run.
-        config: Settings of the run.
-        save_trees: Called with the trees of each pass and its name suffix, "" or "_greedy".
+    `save_trees` is called with the name suffix ("" or "_greedy") and the trees of each pass.
     """
     settings = config.evaluate
     questions = components.validation_prompts[: settings.num_questions or None]
@@ -144,16 +122,10 @@ def evaluate(
     name: str,
     save_trees: Callable[[Sequence[RolloutTree]], None] | None = None,
 ) -> EvalResult:
-    """Sample answers to each question and return their means.
+    """Sample `num_samples` answers to each question and return their means.
 
-    Args:
-        components: The parts of the run.
-        config: Settings of the run.
-        questions: The questions.
-        num_samples: Answers per question.
-        temperature: Sampling temperature; 0 is greedy.
-        name: Key of the random streams: two evaluations with the same name and seed draw alike.
-        save_trees: Called with the trees.
+    Two evaluations with the same `name`, seed and weights sample the same answers. Temperature 0 is
+    greedy. `save_trees` is called with the trees.
     """
     rollout = replace(
         config.rollout,
@@ -181,12 +153,8 @@ def sample_trees(
 ) -> list[RolloutTree]:
     """Return a scored tree for each prompt, with `rollout.group_size` trajectories.
 
-    Args:
-        components: The parts of the run.
-        config: Settings of the run.
-        prompts: The prompts.
-        step: Key of the random streams.
-        temperature: Sampling temperature; None is `rollout.temperature`.
+    `step` names the pass, on which the seeds depend. Without a `temperature`,
+    `rollout.temperature` is used.
     """
     context = make_rollout_context(
         generator=components.generator,
@@ -216,10 +184,8 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
         scores = [t.score for t in tree.trajectories if t.score is not None]
         if not scores:
             continue
-        values, is_correct = (
-            [score.value for score in scores],
-            [float(one.correct) for one in scores],
-        )
+        values = [score.value for score in scores]
+        is_correct = [float(score.correct) for score in scores]
         question_means.append(_mean(values))
         all_scores += zip(values, is_correct, strict=True)
         correct_by_question[""].append([score.correct for score in scores])
@@ -256,31 +222,33 @@ def pass_at_k(num_correct: int, num_answers: int, k: int) -> float:
 def pass_at_k_metrics(is_correct: Sequence[Sequence[bool]], num_samples: int) -> dict[str, float]:
     """Return `pass@1`, `pass@2`, `pass@4`, ... up to num_samples, and `mean@<num_samples>`.
 
-    They are means over questions. A question with fewer than k valid answers, because others failed
-    for reasons of our own, is left out of pass@k.
+    They are means over questions. A question with fewer than k valid answers, because the
+    infrastructure failed, is left out of pass@k.
 
     Args:
         is_correct: For each question, whether each valid answer is right.
-        num_samples: Answers per question. For a single one the result is empty, as success says the
-            same.
+        num_samples: Answers per question. With 1 the result is empty, because it would equal the
+            success.
     """
     if num_samples < 2:
         return {}
     metrics: dict[str, float] = {}
     k = 1
     while k <= num_samples:
-        values = [pass_at_k(sum(one), len(one), k) for one in is_correct if len(one) >= k]
+        values = [
+            pass_at_k(sum(answers), len(answers), k) for answers in is_correct if len(answers) >= k
+        ]
         if values:
             metrics[f"pass@{k}"] = fmean(values)
         k *= 2
-    means = [fmean(map(float, one)) for one in is_correct if one]
+    means = [fmean(map(float, answers)) for answers in is_correct if answers]
     if means:
         metrics[f"mean@{num_samples}"] = fmean(means)
     return metrics
 
 
 def _source_names(prompt: Prompt) -> list[str]:
-    """Return the data source, and its part that the question belongs to, if it has parts."""
+    """Return the data source and, if the question has `turns`, the part of the source."""
     turns = prompt.extra_info.get("turns")
     names = [prompt.data_source]
     return [*names, f"{prompt.data_source}/{turns}"] if isinstance(turns, str) else names

@@ -1,9 +1,9 @@
-"""Rewards that arrive after the rollout, from functions and models that run elsewhere.
+"""Rewards that arrive after the rollout, from functions and models in other processes.
 
-Without a group filter, a step does not wait for them: they are computed while the policy does its
-log-prob pass. `RewardResolver` waits for them, fills `reward_B` and the trees' scores, and adds
-the score of a local reward model, which reads whole batches. A trajectory without a reward is
-masked from the loss and counted in `reward/failed_fraction`.
+Without a group filter they are computed while the policy does its log-prob pass. `RewardResolver`
+waits for them, fills `reward_B` and the trees' scores, and adds the score of a reward model in a
+folder, which reads whole batches. A trajectory without a reward is masked from the loss and counted
+in `reward/failed_fraction`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.packing import fill_rewards, pack_trees
 from mega_agentrl.rollout.groups.scoring import resolve_scores
-from mega_agentrl.train.trajectory_rows import row_owners
+from mega_agentrl.train.trajectory_rows import row_trajectories
 from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mega_agentrl.rollout.groups.collector import RolloutBatch
+    from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.components import Components
-    from mega_agentrl.types.records import Trajectory
 
 _logger = logging.getLogger(__name__)
 
@@ -78,14 +77,14 @@ def add_reward_model_scores(
         trees = [
             tree
             for tree in trees
-            if components.rubric.needs_reward_model(tree.prompt) and _scored_trajectories(tree)
+            if components.rubric.needs_reward_model(tree.prompt) and _has_scores(tree)
         ]
         if not trees:
             return
         batch = pack_trees(trees)
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     # A trajectory with several rows is scored by its last one, which has its end.
-    last_row = {owner: row for row, owner in enumerate(row_owners(batch))}
+    last_row = {owner: row for row, owner in enumerate(row_trajectories(batch))}
     model_score_B = model.compute_scores(batch).tolist()
     for owner, trajectory in enumerate(trajectories):
         if trajectory.score is None or not components.rubric.needs_reward_model(trajectory.prompt):
@@ -100,7 +99,9 @@ def add_reward_model_scores(
 
 def warn_missing_rewards(trees: Sequence[RolloutTree]) -> None:
     """Log one warning about the trajectories that have no reward."""
-    unrewarded = [one for tree in trees for one in tree.trajectories if one.reward_error]
+    unrewarded = [
+        trajectory for tree in trees for trajectory in tree.trajectories if trajectory.reward_error
+    ]
     if unrewarded:
         first = unrewarded[0]
         _logger.warning(
@@ -111,5 +112,5 @@ def warn_missing_rewards(trees: Sequence[RolloutTree]) -> None:
         )
 
 
-def _scored_trajectories(tree: RolloutTree) -> list[Trajectory]:
-    return [one for one in tree.trajectories if one.score is not None]
+def _has_scores(tree: RolloutTree) -> bool:
+    return any(trajectory.score is not None for trajectory in tree.trajectories)

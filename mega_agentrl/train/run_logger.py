@@ -12,10 +12,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -34,12 +34,14 @@ from mega_agentrl.train.advantages import mismatch_metrics
 from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer, ThroughputMeter
 from mega_agentrl.train.output.report_page import write_report
 from mega_agentrl.train.output.rollout_files import RolloutWriter
-from mega_agentrl.train.resume.run_dir import SUMMARY_FILE, write_atomic
+from mega_agentrl.train.resume.run_dir import SUMMARY_FILE
+from mega_agentrl.types.atomic_file import atomic_write
 from mega_agentrl.types.monitoring import Monitors
+from mega_agentrl.types.serialization import to_builtins
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.collector import RolloutBatch
+    from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
     from mega_agentrl.train.evaluate import ValidationResult
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.records import RolloutTree
@@ -50,6 +52,22 @@ NUM_PRINTED_ROLLOUTS = 3
 
 TRAINING_STAGES = ("warm start", "RL")
 """Stages whose seconds add up to `train_seconds` of the summary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerState:
+    """What the final summary needs of the steps so far."""
+
+    step_points: tuple[StepPoint, ...] = ()
+    """Reward and success of each RL step."""
+    eval_points: tuple[EvalPoint, ...] = ()
+    """Validations within RL."""
+    logprob_mismatches: tuple[float, ...] = ()
+    """`mismatch/logp_mean_abs` of each RL step."""
+    entropy_curves: EntropyCurves = field(default_factory=EntropyCurves)
+    """Sum of all RL steps."""
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage, including the one that is running."""
 
 
 class RunLogger:
@@ -74,7 +92,7 @@ class RunLogger:
         self._eval_points: list[EvalPoint] = []
         self._logprob_mismatches: list[float] = []
         self._rollout_writer = RolloutWriter(run_dir, config)
-        self._entropy_curve = EntropyCurves()
+        self._entropy_curves = EntropyCurves()
         self._last_trees: Sequence[RolloutTree] = ()
         self._stage_s: dict[str, float] = {}
         self._running_stage: tuple[str, float] | None = None
@@ -90,33 +108,27 @@ class RunLogger:
     ) -> None:
         self._writer.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the final summary needs of the steps so far, as plain values."""
+    def state(self) -> LoggerState:
+        """Return the data of the steps so far that the final summary needs."""
         stage_s = dict(self._stage_s)
         if self._running_stage is not None:
             title, start_s = self._running_stage
             stage_s[title] = stage_s.get(title, 0.0) + time.perf_counter() - start_s
-        return {
-            "curve": [asdict(point) for point in self._step_points],
-            "held_out": [asdict(point) for point in self._eval_points],
-            "mismatch": list(self._logprob_mismatches),
-            "entropy": self._entropy_curve.to_plain(),
-            "stage_seconds": stage_s,
-        }
+        return LoggerState(
+            step_points=tuple(self._step_points),
+            eval_points=tuple(self._eval_points),
+            logprob_mismatches=tuple(self._logprob_mismatches),
+            entropy_curves=self._entropy_curves,
+            stage_s=stage_s,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; raise `ValueError` for anything else."""
-        try:
-            self._step_points = [StepPoint(**point) for point in state["curve"]]
-            self._eval_points = [EvalPoint(**point) for point in state["held_out"]]
-            self._logprob_mismatches = [float(value) for value in state["mismatch"]]
-            self._entropy_curve = EntropyCurves.from_plain(state["entropy"])
-            self._stage_s = dict(state["stage_seconds"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"logger state: cannot be read ({error!r}); probable cause: a checkpoint of "
-                "another version"
-            ) from error
+    def load_state(self, state: LoggerState) -> None:
+        """Continue from what `state` returned."""
+        self._step_points = list(state.step_points)
+        self._eval_points = list(state.eval_points)
+        self._logprob_mismatches = list(state.logprob_mismatches)
+        self._entropy_curves = state.entropy_curves
+        self._stage_s = dict(state.stage_s)
 
     def log_startup(self, seconds: float) -> None:
         """Record how long the start took."""
@@ -200,14 +212,12 @@ class RunLogger:
         if self._monitors.memory is not None:
             metrics |= self._monitors.memory.collect()
         self._write_metrics("rl", step, metrics, phase_s)
-        reward, success = (
-            group_metrics["rollout/reward_unfiltered"],
-            group_metrics["rollout/success_unfiltered"],
-        )
+        reward = group_metrics["rollout/reward_unfiltered"]
+        success = group_metrics["rollout/success_unfiltered"]
         self._step_points.append(StepPoint(step=step, reward=reward, success=success))
         self._logprob_mismatches.append(mismatch["mismatch/logp_mean_abs"])
-        self._entropy_curve += collect_entropy_curves(
-            [one for tree in trees for one in tree.trajectories]
+        self._entropy_curves += collect_entropy_curves(
+            [trajectory for tree in trees for trajectory in tree.trajectories]
         )
         self._last_trees = trees
         displayed = {"reward": reward, "success": success}
@@ -231,9 +241,9 @@ class RunLogger:
             self._eval_points.append(_eval_point(step, result))
             when = f"at step {step} of"
         self._console.print(
-            f"held-out reward {when} RL: {result.sampled.reward:.3f} "
-            f"(success {result.sampled.success:.3f}, "
-            f"{result.sampled.num_questions} questions x {result.sampled.num_samples} samples)",
+            f"held-out reward {when} RL: {result.sampled.reward:.3f} (success "
+            f"{result.sampled.success:.3f}, {result.sampled.num_questions} questions x "
+            f"{result.sampled.num_samples} samples)",
             highlight=False,
         )
         return result
@@ -263,12 +273,12 @@ class RunLogger:
             "seed": self._config.seed,
             "mismatch_mean_abs": sum(self._logprob_mismatches) / last if last else 0.0,
             "stage_seconds": self._stage_s,
-            "entropy_by_offset": self._entropy_curve.to_summary(),
-            "held_out": [asdict(point) for point in points],
+            "entropy_by_offset": self._entropy_curves.to_summary(),
+            "held_out": to_builtins(points),
             "before": before.to_metrics(),
             "after": after.to_metrics(),
         }
-        write_atomic(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        atomic_write(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
         times = ", ".join(
             f"{name} {format_duration(value)}" for name, value in self._stage_s.items()
         )

@@ -8,15 +8,13 @@ dropped. Up to k steps are collected at once, in order.
     k = 0   collect t | train t | sync | collect t + 1 | ...
     k = 1   train t while t + 1 is collected; the sync waits for the collection, so that every
             step is sampled with one version (one-step-off)
-    k > 1   collections go on during a sync: running requests are interrupted and continued
-            after the tokens they have, which keep their version
-            (`rollout.generation.interruptible`)
+    k > 1   collections continue during a sync: running requests are interrupted and continued
+            after their last tokens, which keep their version (`rollout.generation.interruptible`)
 
-`collect` waits for a collection; it is unblocked by its end, by its failure, which it raises, and
-by cancellation. `wait_before_weight_sync` waits for engines, tools and rewards. It is unblocked by
-them, by a signal, which ends the collections, and if no engine can serve, because a restarted
-engine gets its weights with the next sync. `close` cancels what is running and waits until its
-tools are released.
+`collect` waits until a collection ends, fails (the error is raised) or is cancelled.
+`wait_before_weight_sync` waits for engines, tools and rewards. It returns early at a signal, which
+ends the collections, and if no engine can serve, because a restarted engine gets its weights with
+the next sync. `close` cancels the running collections and waits until their tools are released.
 
 All methods are called from the main thread and run on the event loop, which for k > 0 has a thread
 of its own (`Components.run_coroutine`). The prompts of a step are acknowledged when the step is
@@ -33,13 +31,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
-from mega_agentrl.rollout.groups.collector import RolloutCollector
+from mega_agentrl.rollout.groups.batch_collector import RolloutCollector
 from mega_agentrl.rollout.groups.scoring import cancel_scores
-from mega_agentrl.train.advantages import find_advantage
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.groups.collector import RolloutBatch
+    from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
     from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.train.signals import SignalHandler
     from mega_agentrl.types.components import Components
@@ -61,7 +58,7 @@ class RolloutScheduler(Protocol):
         """Return when the updated weights may be sent to the engines."""
 
     def on_weights_synced(self, step: int) -> None:
-        """Note that the engines serve the weights that this step's update produced."""
+        """Continue after the engines have received the weights of this step's update."""
 
 
 @contextmanager
@@ -124,7 +121,7 @@ def open_rollout_collector(
         seed=config.seed,
         step="train",
         spans=components.monitors.rollout_spans,
-        with_greedy=find_advantage(config.algo).needs_greedy_baseline,
+        with_greedy=config.algo.estimator.needs_greedy_baseline,
         tree_store=tree_store,
     )
     collector = RolloutCollector(
@@ -159,7 +156,7 @@ class SyncRolloutScheduler:
         return self._components.run_coroutine(self._collector.collect(rollout_stream_name(step)))
 
     def wait_before_weight_sync(self) -> None:
-        """Return at once: nothing is being collected."""
+        """Return immediately: nothing is being collected."""
 
     def on_weights_synced(self, step: int) -> None:
         """Do nothing: the next collection starts when it is asked for."""
@@ -221,11 +218,11 @@ class AsyncRolloutScheduler:
         del self._tasks[step]
         rollout_batch = task.result()
         self._collector.ack(rollout_batch)
-        # The age of its tokens counts from now, when the step begins.
+        # The age of the tokens is measured from here, the start of the step.
         return replace(rollout_batch, version=self._components.generator.version)
 
     def _start_collections(self, ended: asyncio.Task[RolloutBatch] | None = None) -> None:
-        """Start the collections that may start now; `ended` is the one whose end triggers it."""
+        """Start all permitted collections; `ended` is a collection whose end triggers the call."""
         if ended is not None and (ended.cancelled() or ended.exception() is not None):
             self._is_stopped = True
         last = min(self._num_steps, self._num_synced_steps + 1 + self._max_staleness)
@@ -234,10 +231,10 @@ class AsyncRolloutScheduler:
             and self._next_step <= last
             and self._num_running() < self._max_staleness
         ):
-            num_behind = self._next_step - 1 - self._num_synced_steps
+            num_ahead = self._next_step - 1 - self._num_synced_steps
             collecting = self._collector.collect_unacked(
                 rollout_stream_name(self._next_step),
-                max_version_lag=self._max_staleness - num_behind,
+                max_version_lag=self._max_staleness - num_ahead,
             )
             task = asyncio.create_task(collecting, name=f"step {self._next_step}")
             self._tasks[self._next_step] = task
@@ -257,7 +254,7 @@ class AsyncRolloutScheduler:
             open_tasks = [task for task in self._tasks.values() if not task.done()]
             await asyncio.wait(open_tasks, timeout=POLL_INTERVAL_S)
         if self._signal_handler.received_signal is not None:
-            # There is little time to save, and engines end requests before they take weights.
+            # The time to save is short, and engines end requests before they take weights.
             await self._cancel_collections()
 
     def _any_engine_serving(self) -> bool:
@@ -266,7 +263,7 @@ class AsyncRolloutScheduler:
     async def _interrupt_requests(self, interruptible_generator: InterruptibleGenerator) -> None:
         """Interrupt running requests until none is left.
 
-        Once is not enough: requests may be on their way to the engine.
+        This is repeated, because requests may be on their way to the engine.
         """
         try:
             async with asyncio.timeout(INTERRUPT_TIMEOUT_S):

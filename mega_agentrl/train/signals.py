@@ -1,14 +1,13 @@
 """Signals that end a run, delivered at points where nothing is lost.
 
     USR1          save and exit with code 75: the queue starts the same command again
-    INT, TERM     save and exit with 130 or 143; a second one exits at once
+    INT, TERM     save and exit with 130 or 143; a second one exits immediately
 
 A signal raises `RunInterrupted` in the main thread; the coroutine that the run waits for is
-cancelled first, so that engines and tools are left in order. Within `defer_signals` it waits for
-the end of the body, in which the state is neither that of the step before nor of the one after;
-`allow_signals` lets it through again in the parts of the body that change nothing.
-Between `enable_save_timeout` and `disable_save_timeout` the run saves at a signal, for which it has
-`SAVE_TIMEOUTS_S`; after that it exits as at a second signal.
+cancelled first, so that engines and tools are released. `defer_signals` delays it to the end of the
+body, in which the state is between two steps; `allow_signals` permits it again in those parts of
+the body that change nothing. Between `enable_save_timeout` and `disable_save_timeout` the run saves
+at a signal, for which it has `SAVE_TIMEOUTS_S`; after that it exits as at a second signal.
 
 This module imports nothing heavy, because `python -m mega_agentrl` installs the handlers before
 anything else. `checkpoints` decides what is saved.
@@ -38,8 +37,7 @@ SAVE_TIMEOUTS_S: dict[int, float] = {
 }
 """Seconds for a save, by signal.
 
-Slurm sends USR1 120 s before the time limit (`slurm/train.sh`); after TERM mostly KILL follows 30 s
-later.
+Slurm sends USR1 120 s before the time limit (`slurm/train.sh`), and usually KILL 30 s after TERM.
 """
 
 
@@ -90,7 +88,7 @@ class SignalHandler:
         """
         del frame
         if self.received_signal is not None:
-            # A queue may repeat USR1 while the save is under way.
+            # Slurm may repeat USR1 during the save.
             if number != signal.SIGUSR1:
                 raise KeyboardInterrupt
             return
@@ -136,32 +134,32 @@ class SignalHandler:
     ) -> Callable[[Coroutine[Any, Any, ResultT]], ResultT]:
         """Wrap a function that runs a coroutine, so that a signal cancels the coroutine."""
 
-        async def noted(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        async def track_task(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
             self._task = asyncio.current_task()
             try:
                 return await coroutine
             finally:
                 self._task = None
 
-        def wait_or_stop(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        def run(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
             try:
-                result = wait(noted(coroutine))
+                result = wait(track_task(coroutine))
             except asyncio.CancelledError:
                 self.raise_if_signalled()
                 raise
             self.raise_if_signalled()
             return result
 
-        return wait_or_stop
+        return run
 
     def enable_save_timeout(self) -> None:
-        """From here on the run saves at a signal, within a time limit."""
+        """Limit the time of the save that a signal starts."""
         self._has_save_timeout = True
         if self.received_signal is not None:
             self._start_save_timer()
 
     def mark_handled(self) -> None:
-        """Note that `RunInterrupted` was caught and the run is saving; it is not raised again."""
+        """Record that `RunInterrupted` was caught; it is not raised again during the save."""
         self._is_handled = True
 
     def disable_save_timeout(self) -> None:

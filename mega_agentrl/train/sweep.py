@@ -5,10 +5,10 @@
 
 A failed job does not end the sweep: it raises `SweepJobFailed`, which the launcher records, the
 other jobs run, and Hydra exits with code 1. An interrupt ends the sweep. In either case the process
-that started the sweep compares the runs there are. Hydra does not call its callback for the end of
-a sweep after a failed job, so the callback only records the folder, and `write_sweep_reports`
-writes the comparison. With the submitit launcher that process waits for the jobs; if it was closed
-before, `tools/compare_runs.py <sweep folder>` writes the same comparison.
+that started the sweep compares the existing runs. Hydra does not call its callback for the end of a
+sweep after a failed job, so the callback only records the folder, and `write_sweep_reports` writes
+the comparison. With the submitit launcher that process waits for the jobs; if it was closed before,
+`tools/compare_runs.py <sweep folder>` writes the same comparison.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SweepCallback(Callback):  # type: ignore[misc]
 
 def write_job_file(run_dir: Path, overrides: Sequence[str], failed: str = "") -> None:
     """Write the overrides of a job, and why it failed if it did."""
-    # Imported here because report is slow to import and this module is imported first of all.
+    # `report` is slow to import, and this module is imported at the start of every process.
     from mega_agentrl.report.compare.run_result import JOB_FILE
 
     run_dir.mkdir(parents=True, exist_ok=True)

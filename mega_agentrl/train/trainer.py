@@ -2,10 +2,10 @@
 
 `Trainer.step` is the algorithm; `run_rl_steps` evaluates and saves between steps.
 
-With `rollout.max_staleness=0` every trajectory of a step is sampled with the weights that the step
-updates, except for the beginnings that `rollout.partial_rollout` carries over. Otherwise
-trajectories come from weights that are a few updates older, collected while earlier steps train
-(`scheduler`).
+With `rollout.max_staleness=0` every token of a step is sampled with the weights that the step
+updates, except for the unfinished trajectories that `rollout.partial_rollout` carries over.
+Otherwise trajectories are collected while earlier steps train, with weights that are a few updates
+older (`scheduler`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.train.algorithm import Algorithm, bootstrap_controllers
 from mega_agentrl.train.checkpoints import CheckpointManager
 from mega_agentrl.train.evaluate import ValidationResult, evaluate_validation_set
-from mega_agentrl.train.policy_trainer import PolicyTrainer, Profiler
+from mega_agentrl.train.model_updater import ModelUpdater, Profiler
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.restore import restore
 from mega_agentrl.train.rewards import RewardResolver
@@ -55,7 +56,7 @@ class Trainer:
 
     rollouts: RolloutScheduler
     """Collects the groups of each step, synchronously or ahead of training."""
-    policy: PolicyTrainer
+    policy: ModelUpdater
     """Scores and updates the policy and the critic, and sends the weights to the engines."""
     rewards: RewardResolver
     """Waits for rewards that are computed elsewhere, and asks the reward model for its scores."""
@@ -72,8 +73,8 @@ class Trainer:
         """Run one RL step; until its update, nothing changes but the position in the prompts."""
         rollouts = self._interruptible("rollout", self.rollouts.collect, step)
         self.profiler.start(step)
-        batch = self._interruptible("rollout", self.policy.pack, rollouts.trees)
-        batch = self._interruptible("logprob", self.policy.score, batch)
+        batch = self._interruptible("rollout", pack_trees, rollouts.trees)
+        batch = self._interruptible("logprob", self.policy.compute_log_probs, batch)
         batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
         compute_advantages = self.algorithm.compute_advantages
         inputs = self._interruptible("advantage", compute_advantages, rollouts, batch)
@@ -96,7 +97,7 @@ class Trainer:
     def _interruptible(
         self, phase: str, call: Callable[_P, _ResultT], *args: _P.args, **kwargs: _P.kwargs
     ) -> _ResultT:
-        """Like `_timed`, and signals may interrupt the call.
+        """Run the call as `_timed` does; signals may interrupt it.
 
         Only for calls that change nothing but the position in the prompts: a checkpoint has the
         position at the last boundary between steps, so a resumed run repeats them.
@@ -135,7 +136,7 @@ def open_trainer(
     ) as rollouts:
         yield Trainer(
             rollouts=rollouts,
-            policy=PolicyTrainer(components, config),
+            policy=ModelUpdater(components, config),
             rewards=RewardResolver(components),
             algorithm=algorithm,
             profiler=Profiler(components, config),
@@ -147,7 +148,7 @@ def open_trainer(
 def train(
     components: Components, config: TrainConfig, signal_handler: SignalHandler | None = None
 ) -> float:
-    """Run all of the training, or what is left of it, and return the final validation reward.
+    """Run the training, or the rest of it, and return the final validation reward.
 
     Raises:
         RunInterrupted: The process received a signal; the run has been saved.
@@ -164,7 +165,7 @@ def train(
         logger.log_startup(components.startup_s)
         if config.is_eval_only:
             logger.print_line(
-                "validation only: no step is asked for, nothing is trained or exported"
+                "validation only: no training steps are configured, nothing is trained or exported"
             )
         if not checkpoints.warm_start_done:
             initialize_policy(components, config, logger, checkpoints)
@@ -187,7 +188,7 @@ def initialize_policy(
     components: Components, config: TrainConfig, logger: RunLogger, checkpoints: CheckpointManager
 ) -> None:
     """Run the warm start if there is one, and return with the engines serving the weights."""
-    if components.open_sft_stream is not None:
+    if components.make_demonstration_batches is not None:
         run_warm_start(components, config, logger, checkpoints.warm_start_checkpointing())
     else:
         components.policy.sync_weights(components.generator, version=1)

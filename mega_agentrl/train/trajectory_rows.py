@@ -1,7 +1,7 @@
 """Assignment of the rows of a batch to trajectories (`TrainBatch.trajectory_B`).
 
-A trajectory counts once, however many rows it has: values of its rows are summed, or read as one
-sequence, in which one zero position separates a row from the next.
+A trajectory counts once, however many rows it has: the values of its rows are summed, or
+concatenated to one sequence with one zero position after each row.
 
 Shape suffixes: B rows, A trajectories, T response positions, L positions of a whole trajectory.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch
 
 
-def row_owners(batch: TrainBatch) -> list[int]:
+def row_trajectories(batch: TrainBatch) -> list[int]:
     """Return the index of each row's trajectory among those that the batch was packed from."""
     if batch.trajectory_B is None:
         return list(range(batch.num_rows))
@@ -43,13 +43,13 @@ class TrajectoryRows:
         if batch.trajectory_B is None:
             row_B = torch.arange(batch.num_rows)
             return cls(row_B, row_B, is_one_row_each=True)
-        owners = row_owners(batch)
-        first: dict[int, int] = {}
+        owners = row_trajectories(batch)
+        first_rows: dict[int, int] = {}
         for row, owner in enumerate(owners):
-            first.setdefault(owner, row)
-        place = {owner: number for number, owner in enumerate(first)}
-        trajectory_B = torch.tensor([place[owner] for owner in owners])
-        return cls(torch.tensor(list(first.values())), trajectory_B, is_one_row_each=False)
+            first_rows.setdefault(owner, row)
+        numbers = {owner: number for number, owner in enumerate(first_rows)}
+        trajectory_B = torch.tensor([numbers[owner] for owner in owners])
+        return cls(torch.tensor(list(first_rows.values())), trajectory_B, is_one_row_each=False)
 
     def sum_rows(self, value_B: torch.Tensor) -> torch.Tensor:
         """Return the sum over each trajectory's rows, [A]."""

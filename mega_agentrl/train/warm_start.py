@@ -1,9 +1,9 @@
 """Supervised warm start: imitate demonstrations until the policy has some success, then stop.
 
-It ends when success on the development questions reaches `sft.target_success_rate`, with at least
-a twentieth on every data source so that no skill is still at zero, or after `sft.max_steps`.
-Success is measured through the rollout engine with the current weights, the way RL will sample. An
-interrupted warm start continues after its last step (`WarmStartProgress`).
+It ends when success on the development questions reaches `sft.target_success_rate`, and at least
+`MIN_SOURCE_SUCCESS` on every data source, or after `sft.max_steps`. Success is measured with the
+current weights in the rollout engines, sampled as in RL. An interrupted warm start continues after
+its last step (`WarmStartProgress`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class WarmStartResult:
     num_steps: int
     """Steps made, including those before an interruption."""
     stop_reason: str
+    """Why the warm start ended, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,8 @@ def _run_sft_steps(
     checkpointing: WarmStartCheckpointing,
 ) -> WarmStartResult:
     sft, progress = config.sft, checkpointing.last_step
-    assert components.open_sft_stream is not None
-    next_batch = components.open_sft_stream()
+    assert components.make_demonstration_batches is not None
+    next_batch = components.make_demonstration_batches()
     for _ in range(progress.step if progress else 0):
         next_batch(sft.batch_size)
     done = False
@@ -116,7 +117,7 @@ def _run_sft_steps(
                 step, f"success on dev questions reached {sft.target_success_rate:g}"
             )
     return WarmStartResult(
-        sft.max_steps, f"sft.max_steps={sft.max_steps} came before sft.target_success_rate"
+        sft.max_steps, f"sft.max_steps={sft.max_steps} reached before sft.target_success_rate"
     )
 
 

@@ -1,1 +1,1 @@
-"""Records, errors and protocols that every layer uses; the bottom of the import order."""
+"""Records, their storage, errors and protocols for every layer; the bottom of the import order."""

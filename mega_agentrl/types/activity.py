@@ -7,9 +7,9 @@ Worker threads mark their operations with a context manager; marks nest::
             with track_activity("receive", "rank 2", overdue_after_s=WAIT_OVERDUE_S):
                 ...
 
-The innermost activity of a thread is the one under way. An activity that is older than
-`overdue_after_s` is worth a warning but is never interrupted. `current_activities` may be called
-from any thread and never blocks; `runtime.heartbeat` reads it.
+`runtime.heartbeat` reads the activities with `current_activities`, which may be called from any
+thread and never blocks. It warns of an activity that is older than `overdue_after_s` and never
+interrupts it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class Activity:
     """An operation under way."""
 
     operation: str
-    """Name of the operation."""
     peer: str
-    """Process or rank that the operation waits for; empty for no one in particular."""
+    """Process or rank that the operation waits for; empty if there is none."""
     started_at_s: float
     """Start time on `time.monotonic`."""
     overdue_after_s: float

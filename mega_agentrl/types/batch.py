@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
 
-_INT64_FIELDS = ("response_BT", "length_B", "group_B", "node_BT", "version_BT", "trajectory_B")
+_INT64_FIELDS = (
+    "response_BT",
+    "length_B",
+    "group_B",
+    "tree_token_BT",
+    "version_BT",
+    "trajectory_B",
+)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -37,7 +44,7 @@ class TrainBatch:
     """[B] int64 group index; rows of the same prompt have equal values."""
     reward_B: torch.Tensor
     """[B] float32 rewards."""
-    node_BT: torch.Tensor
+    tree_token_BT: torch.Tensor
     """[B, T] int64 tree-token ids; rows that share a prefix have the same ids there."""
     rollout_logp_BT: torch.Tensor
     """[B, T] float32 sampling log-probs from the engine."""

@@ -34,7 +34,6 @@ class Components:
     """Everything that the training loop works with, typed by protocol."""
 
     run_dir: Path
-    """Folder of the run."""
     policy: Policy
     """The trained model."""
     generator: Generator
@@ -51,7 +50,7 @@ class Components:
     """Held-out prompts of the evaluations."""
     dev_prompts: Sequence[Prompt]
     """Prompts whose sampled success ends the warm start."""
-    open_sft_stream: Callable[[], Callable[[int], TrainBatch]] | None
+    make_demonstration_batches: Callable[[], Callable[[int], TrainBatch]] | None
     """Opens the stream of warm-start examples at its beginning; the returned function gives the
     next batch of a given size. None without a warm start."""
     startup_s: float
@@ -64,7 +63,7 @@ class Components:
     reward_model: RewardModel | None = None
     """Reward model hosted beside the policy, for the rubric part `model`, or None."""
     critic: Critic | None = None
-    """Critic of `algo.advantage=gae`, or None."""
+    """Critic, if the advantage estimator needs one, or None."""
     cot_marker_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Token ids that open and close the chain of thought, or None where nothing reads them."""
     trigger_ids: frozenset[int] | None = None

@@ -57,11 +57,9 @@ class Monitors:
     """Everything that observes a run."""
 
     trackers: Sequence[Tracker] = ()
-    """Metrics backends beside `metrics.jsonl`."""
+    """Metrics backends in addition to `metrics.jsonl`."""
     gpu: GpuMonitor | None = None
-    """GPU monitor, or None."""
     memory: MemoryMonitor | None = None
-    """Memory monitor, or None."""
     rollout_spans: Any = None
     """A `rollout.tracing.RolloutSpans`, which traces single trajectories, or None."""
     gpu_name: str = ""

@@ -136,7 +136,7 @@ class TextCodec(Protocol):
         """Return the text of the ids without special tokens."""
 
 
-class UserSimulatorSession(Protocol):
+class InteractionSession(Protocol):
     """The simulated user or environment of one trajectory.
 
     Every step raises `ToolSessionError` if it fails or times out.
@@ -159,7 +159,7 @@ class UserSimulatorSession(Protocol):
     def record_response(self) -> None:
         """Count an answer that was passed on to the policy."""
 
-    async def fork(self) -> UserSimulatorSession:
+    async def fork(self) -> InteractionSession:
         """Return a session with a copy of the state."""
 
     async def calc_reward(self) -> dict[str, float]:
@@ -172,7 +172,7 @@ class UserSimulatorSession(Protocol):
 class InteractionProvider(Protocol):
     """Opens sessions of simulated users."""
 
-    def open_session(self, prompt: Prompt) -> UserSimulatorSession | None:
+    def open_session(self, prompt: Prompt) -> InteractionSession | None:
         """Return a session, on which `create` has not been called, or None without a user."""
 
 
@@ -191,13 +191,7 @@ class ChatCodec(TextCodec, Protocol):
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the ids of a conversation.
-
-        Args:
-            messages: the conversation.
-            tools: schemas of the tools that the template renders.
-            add_generation_prompt: whether to append the generation prompt.
-        """
+        """Return the ids of a conversation, in which the template renders the schemas `tools`."""
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an assistant turn's end and the next assistant turn."""
@@ -245,10 +239,7 @@ class Policy(Protocol):
         """Switch to another training objective.
 
         If the new objective needs a reference policy, the current weights become the reference.
-
-        Args:
-            algo: an `AlgoConfig`.
-            temperature: sampling temperature of the rollouts.
+        `algo` is an `AlgoConfig`, `temperature` that of the rollouts.
         """
 
     def save_checkpoint(
@@ -334,13 +325,8 @@ class WeightSource(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_co]):
     def layout(self) -> LayoutT_co:
         """Return the rectangles of Hugging Face tensors that this rank holds."""
 
-    def join_transfer_group(self, session: TransferGroupT_contra, regions: Any) -> None:
-        """Join the other ranks of a transfer session.
-
-        Args:
-            session: the session to join.
-            regions: the regions to compute digests of.
-        """
+    def join_weight_transfer(self, session: TransferGroupT_contra, regions: Any) -> None:
+        """Join the other ranks of a transfer session, and compute digests of `regions` in it."""
 
     def send_weights(self, key: str, version: int) -> DigestsT_co:
         """Send this rank's part in the session with that key; returns digests of its regions."""

@@ -106,7 +106,6 @@ class Prompt:
     data_source: str
     """Name of the data source; selects the reward."""
     messages: tuple[Message, ...]
-    """Chat messages of the prompt."""
     ground_truth: str | tuple[str, ...]
     """Reference answer or answers."""
     token_ids: tuple[int, ...]
@@ -149,7 +148,6 @@ class Generation:
     """Result of a request to an engine; all sequences have length N."""
 
     request_id: str
-    """Id of the request."""
     token_ids: tuple[int, ...]
     """[N] sampled token ids."""
     logps: tuple[float, ...]
@@ -191,9 +189,7 @@ class ToolCall:
     """A tool call parsed from the policy's text."""
 
     tool: str
-    """Name of the tool."""
     arguments: Mapping[str, Any]
-    """Arguments by name."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -211,9 +207,7 @@ class ToolOutcome:
     """Typed result of a tool call."""
 
     tool: str
-    """Name of the tool."""
     status: ToolStatus
-    """Status of the call."""
     answer: str
     """Text for the policy, control tags escaped."""
     latency_s: float
@@ -221,7 +215,6 @@ class ToolOutcome:
     queue_s: float = 0.0
     """Time the call waited for the tool's limit on concurrent calls."""
     step_reward: float = 0.0
-    """Reward of this call."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the tool reports."""
     is_invalid_call: bool = False
@@ -232,7 +225,8 @@ class ToolOutcome:
 class Turn:
     """A span [start, stop) of response tokens written by one author.
 
-    Tool answers that arrive together are one turn each; the last turn has all of their tokens.
+    Answers to several calls of one assistant turn are one turn each. They are encoded together, so
+    the last of these turns spans the tokens of all and the others are empty.
     """
 
     index: int
@@ -244,7 +238,6 @@ class Turn:
     stop: int
     """One past the last response token."""
     text: str
-    """Text of the turn."""
     outcome: ToolOutcome | None = None
     """Outcome of the tool call, for tool turns."""
 
@@ -316,9 +309,7 @@ class Trajectory:
     """A path of a rollout tree from the prompt to its end; sequences have length N."""
 
     trajectory_id: str
-    """Unique id."""
     prompt: Prompt
-    """The prompt."""
     path: tuple[int, ...]
     """Position in the tree: root r is ``(r,)``, the c-th fork of a path appends c."""
     token_ids: list[int]
@@ -334,7 +325,6 @@ class Trajectory:
     turn_ids: list[int]
     """[N] index into `turns` per token."""
     turns: list[Turn]
-    """Turns in order."""
     stop_reason: StopReason
     """Why the trajectory ended."""
     parent_id: str | None = None
@@ -342,7 +332,6 @@ class Trajectory:
     fork_len: int = 0
     """Number of response tokens shared with the parent; 0 for a root."""
     num_tool_calls: int = 0
-    """Number of tool calls."""
     baseline_entropy: float | None = None
     """Mean entropy in nats of the root's first probe; inherited by forks."""
     score: Score | None = None
@@ -426,12 +415,11 @@ class RolloutTree:
     """All trajectories of a prompt."""
 
     prompt: Prompt
-    """The prompt."""
     trajectories: Sequence[Trajectory]
     """Trajectories in path order, parents first."""
     num_forks: int = 0
     """Number of forked trajectories."""
-    num_top_ups: int = 0
+    num_extra_roots: int = 0
     """Number of additional roots that filled the group up after the forks."""
     greedy_trajectory: Trajectory | None = None
     """Greedy answer to the prompt, if requested; not a member of the group."""

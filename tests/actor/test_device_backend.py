@@ -1,3 +1,5 @@
+"""Megatron on a CPU: devices, streams and collectives that it takes for those of a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -40,7 +42,7 @@ def test_the_view_keeps_lazy_attributes_and_is_made_once():
 
 
 @on_cpu
-def test_streams_are_one_that_is_always_idle():
+def test_all_streams_are_one_that_is_always_idle():
     device.init_device(0)
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -53,7 +55,7 @@ def test_streams_are_one_that_is_always_idle():
 
 
 @on_cpu
-def test_split_sizes_on_the_cpu_become_numpy_where_wanted():
+def test_split_sizes_become_numpy_where_asked_for():
     device.init_device(0)
     from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
 
@@ -64,7 +66,7 @@ def test_split_sizes_on_the_cpu_become_numpy_where_wanted():
     assert maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def test_nothing_random_is_asked_for():
+def test_no_random_numbers_are_drawn():
     device.init_device(0)
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -101,18 +103,9 @@ def gather_and_scatter(rank, group):
     return torch.cat(parts), mine
 
 
-@pytest.fixture(scope="module")
-def ranks(rank_pool):
-    return run_ranks(rank_pool, gather_and_scatter, 3)
-
-
-def test_all_ranks_get_all_parts_in_rank_order(ranks):
-    expected = torch.tensor([1.0, 1.0, 1.0, 3.0, 3.0])[:, None].expand(5, 2)
-    for gathered, _ in ranks:
-        assert torch.equal(gathered, expected)
-
-
-def test_each_rank_gets_the_sum_of_its_own_part(ranks):
-    # 0 + 10 + 20, and its own number three times over.
-    for rank, (_, mine) in enumerate(ranks):
+def test_uneven_gathers_and_scatters_follow_the_rank_order(rank_pool):
+    gathered = torch.tensor([1.0, 1.0, 1.0, 3.0, 3.0])[:, None].expand(5, 2)
+    for rank, (parts, mine) in enumerate(run_ranks(rank_pool, gather_and_scatter, 3)):
+        assert torch.equal(parts, gathered)
+        # 0 + 10 + 20, and its own number three times over.
         assert torch.equal(mine, torch.full((ROWS[rank], 2), 30.0 + 3 * rank))

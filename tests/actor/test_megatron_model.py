@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mega_agentrl.actor.megatron_model import StepResult, compute_learning_rate, summarize_steps
 from mega_agentrl.config.enums import LrSchedule
@@ -62,7 +59,7 @@ def test_activities_name_the_ranks_that_a_rank_waits_for(
     ranks = rank_pool.run(job, 4, config, batch, str(tmp_path / "model"))
     # Tensor first: ranks 2 and 3 are the second data rank's.
     assert ranks[3] == [
-        ("meeting of the process groups", "all ranks 0, 1, 2, 3"),
+        ("creation of the process groups", "all ranks 0, 1, 2, 3"),
         ("passes of micro-batches", "tensor ranks 2, 3"),
         ("gradient reduction", "data ranks 1, 3 and tensor ranks 2, 3"),
         ("optimizer step", "all ranks 0, 1, 2, 3"),
@@ -72,7 +69,7 @@ def test_activities_name_the_ranks_that_a_rank_waits_for(
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
-def test_a_closed_network_leaves_no_thread(rank_pool, tmp_path, train_config, batch, model):
+def test_a_closed_model_leaves_no_thread(rank_pool, tmp_path, train_config, batch, model):
     folder = make_tiny_model(model, tmp_path / model)
     job = megatron_model_jobs.threads_left_behind
     for with_policy, left in rank_pool.run(job, 2, train_config(folder, data=2), batch):
@@ -107,91 +104,56 @@ def test_the_schedule_counts_the_steps_that_were_taken(rank_pool, train_config, 
 def test_a_model_of_another_shape_is_not_loaded(rank_pool, train_config, checkpoints):
     config = train_config(checkpoints[True])
     (message,) = rank_pool.run(megatron_model_jobs.refused_load, 1, config, str(checkpoints[False]))
-    assert "differs from" in message
-    assert "another model than model.path names" in message
+    assert str(checkpoints[False]) in message
 
 
-def test_a_summary_weighs_metrics_by_tokens_and_leaves_skipped_norms_out():
+def test_a_summary_weights_metrics_by_tokens_and_leaves_skipped_norms_out():
     def step(loss, num_tokens, entropy, norm, *, taken=True):
         sums = {"loss": loss, "num_tokens": num_tokens, "entropy": entropy}
         return StepResult(metric_sums=sums, grad_norm=norm, learning_rate=norm / 10, applied=taken)
 
     steps = [step(1.0, 2, 6.0, 3.0), None, step(4.0, 6, 2.0, math.nan, taken=False)]
     stats = summarize_steps(steps, ("entropy",))
-    assert (stats.loss, stats.grad_norm, stats.num_tokens, stats.num_skipped_steps) == (
-        2.5,
-        3.0,
-        8,
-        1,
-    )
+    assert (stats.loss, stats.grad_norm) == (2.5, 3.0)
+    assert (stats.num_tokens, stats.num_skipped_steps) == (8, 1)
     assert stats.metrics == {"entropy": 1.0}
     nothing = summarize_steps([None], ("entropy",))
     assert (nothing.loss, nothing.num_tokens, nothing.metrics["entropy"]) == (0.0, 0, 0.0)
     assert math.isnan(nothing.grad_norm)
 
 
-def course(total_steps, *, length=None, **settings):
+def learning_rates(num_steps, total_steps, **settings):
     config = OptimConfig(**settings)
-    return [
-        compute_learning_rate(step, config, total_steps) for step in range(length or total_steps)
-    ]
+    return [compute_learning_rate(step, config, total_steps) for step in range(num_steps)]
 
 
-def test_a_constant_rate_after_a_straight_rise():
-    rates = course(6, lr=0.8, lr_warmup_steps=4)
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
+HALF = 2.0**0.5 / 2
 
 
-def test_a_line_down_to_the_least_rate_and_no_further():
-    rates = course(
-        5, length=7, lr=1.0, min_lr=0.2, lr_schedule=LrSchedule.linear, lr_warmup_steps=1
-    )
-    assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-
-
-def test_a_cosine_over_the_whole_run():
-    rates = course(4, length=6, lr=2.0, lr_schedule=LrSchedule.cosine)
-    half = 2.0**0.5 / 2
-    assert rates == pytest.approx([2.0, 1 + half, 1.0, 1 - half, 0.0, 0.0])
-
-
-def test_a_run_shorter_than_its_warm_up_only_rises():
-    assert course(2, lr=1.0, lr_schedule=LrSchedule.cosine, lr_warmup_steps=10) == pytest.approx(
-        [0.1, 0.2]
-    )
+@pytest.mark.parametrize(
+    ("total_steps", "settings", "expected"),
+    [
+        (6, {"lr": 0.8, "lr_warmup_steps": 4}, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8]),
+        (
+            5,
+            {"lr": 1.0, "min_lr": 0.2, "lr_schedule": LrSchedule.linear, "lr_warmup_steps": 1},
+            [1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
+        ),
+        (
+            4,
+            {"lr": 2.5, "min_lr": 0.5, "lr_schedule": LrSchedule.cosine},
+            [2.5, 1.5 + HALF, 1.5, 1.5 - HALF, 0.5, 0.5],
+        ),
+        (2, {"lr": 1.0, "lr_schedule": LrSchedule.cosine, "lr_warmup_steps": 10}, [0.1, 0.2]),
+    ],
+    ids=["constant", "linear", "cosine", "only-warm-up"],
+)
+def test_learning_rates_by_hand(total_steps, settings, expected):
+    rates = learning_rates(len(expected), total_steps, **settings)
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("step", "total_steps"), [(-1, 5), (0, 0)])
-def test_what_is_no_step_of_a_run_is_refused(step, total_steps):
-    with pytest.raises(ValueError, match="learning_rate: got step"):
+def test_a_step_outside_the_run_is_refused(step, total_steps):
+    with pytest.raises(ValueError, match="got step"):
         compute_learning_rate(step, OptimConfig(), total_steps)
-
-
-@given(
-    schedule=st.sampled_from(LrSchedule),
-    lr=st.floats(1e-8, 1.0),
-    least=st.floats(0.0, 1.0),
-    warmup=st.integers(0, 20),
-    decay=st.integers(1, 40),
-)
-def test_it_rises_then_falls_within_its_bounds_in_small_steps(schedule, lr, least, warmup, decay):
-    end = warmup + decay
-    rates = course(
-        end,
-        length=end + 5,
-        lr=lr,
-        min_lr=lr * least,
-        lr_schedule=schedule,
-        lr_warmup_steps=warmup,
-    )
-    rise, fall = rates[:warmup], rates[warmup:]
-    assert rise == sorted(rise)
-    assert all(late <= early * (1 + 1e-12) for early, late in itertools.pairwise(fall))
-    assert all(0 < rate <= lr * (1 + 1e-12) for rate in rise)
-    assert all(lr * least * (1 - 1e-9) <= rate <= lr * (1 + 1e-12) for rate in fall)
-    # No jump: at most the steepest slope of a cosine, pi / 2 times a line's, and at the joint
-    # of warm-up and decay none at all.
-    steepest = lr / min(warmup or decay, decay) * 1.5708
-    assert all(abs(b - a) <= steepest * 1.0001 for a, b in itertools.pairwise(rates))
-    if warmup:
-        assert rates[warmup - 1] == pytest.approx(rates[warmup])

@@ -68,7 +68,7 @@ def test_the_reference_stays_while_the_weights_move(run, batch):
     assert (new_reference - start).abs().max() > 0.1
 
 
-def test_a_fresh_optimizer_repeats_the_first_steps(run, batch, checkpoints):
+def test_a_reset_optimizer_repeats_the_first_steps(run, batch, checkpoints):
     step = ("sft_step", batch, LR)
     ((first, second, _, _, again, anew),) = run(
         [step, step, ("reset_optimizer",), ("load_hf", str(checkpoints[True])), step, step]
@@ -77,14 +77,10 @@ def test_a_fresh_optimizer_repeats_the_first_steps(run, batch, checkpoints):
     assert anew.loss == pytest.approx(second.loss, abs=1e-5)
 
 
-def test_a_step_between_turns_on_the_gpu_is_the_same_step(run, batch):
+def test_a_step_after_offloading_is_the_same_step(run, batch):
     everything, step = {"weights", "gradients", "optimizer"}, ("sft_step", batch, LR)
     ((*_, plain),) = run([step, step])
-    turns = [
-        ("set_gpu_resident", {"weights"}),
-        ("set_gpu_resident", frozenset()),
-        ("set_gpu_resident", everything),
-    ]
+    turns = [("set_gpu_resident", parts) for parts in ({"weights"}, frozenset(), everything)]
     ((*_, turned),) = run([step, *turns, step])
     assert turned.loss == plain.loss
     assert turned.grad_norm == plain.grad_norm
@@ -104,16 +100,10 @@ def event_names(file):
     return {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
 
 
-def test_a_trace_holds_the_pass_and_the_update(run, batch, tmp_path):
+def test_a_trace_has_the_forward_pass_and_the_update(run, batch, tmp_path):
     file = tmp_path / "step-1-rank0.json"
-    run(
-        [
-            ("start_profile",),
-            ("compute_log_probs", batch),
-            ("update", batch, None, 0.0),
-            ("stop_profile", str(file)),
-        ]
-    )
+    passes = [("compute_log_probs", batch), ("update", batch, None, 0.0)]
+    run([("start_profile",), *passes, ("stop_profile", str(file))])
     names = event_names(file)
     assert "aten::mm" in names or "aten::linear" in names
     assert any("Backward" in name for name in names), "the update is not in the trace"
@@ -133,14 +123,14 @@ def test_an_unfinished_trace_is_dropped_by_the_next_start(tmp_path):
         profiler.stop(file)
 
 
-def test_a_reference_that_was_never_kept_is_an_error(batch, checkpoints, train_config):
+def test_scores_of_a_reference_that_was_never_saved_are_refused(batch):
     policy = PolicyRank.__new__(PolicyRank)
     policy._reference = None
-    with pytest.raises(ValueError, match=r"expected algo\.kl_coef above 0.*snapshot_reference"):
+    with pytest.raises(ValueError, match=r"algo\.kl_coef"):
         policy.compute_log_probs(batch, True)
 
 
-def test_a_given_reference_is_that_model_whatever_the_policy_does(run, batch, tmp_path):
+def test_a_given_reference_stays_that_model_whatever_the_policy_does(run, batch, tmp_path):
     other = str(make_tiny_model("qwen3", tmp_path, seed=9, tied=True, num_hidden_layers=2))
     calls = [
         ("compute_log_probs", batch),
@@ -150,15 +140,13 @@ def test_a_given_reference_is_that_model_whatever_the_policy_does(run, batch, tm
         ("set_objective", AlgoConfig(kl_coef=0.3), 1.0),
         ("compute_log_probs", batch, True),
     ]
-    layout = {"data": 2, "tensor": 2}
-    settings = {"algo__kl_coef": 0.1, "model__reference_path": other}
-    ranks = run(calls, layout, **settings)
+    ranks = run(calls, {"data": 2, "tensor": 2}, algo__kl_coef=0.1, model__reference_path=other)
     own, given, later = (
         scores_by_row([rank[call] for rank in ranks], batch)[0] for call in (0, 1, 5)
     )
     ((expected, *_),) = run([("compute_log_probs", batch)], model__path=other)
     assert torch.equal(given, later)
-    assert torch.allclose(given, scores_by_row([[expected]][0], batch)[0], atol=1e-4)
+    assert torch.allclose(given, scores_by_row([expected], batch)[0], atol=1e-4)
     assert not torch.allclose(own, given, atol=1e-2)
 
 
@@ -169,9 +157,8 @@ def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config, l
     try:
         policy.load_hf(str(checkpoints[True]))
         assert not policy.megatron_model.is_trainable
-        assert not any(
-            parameter.requires_grad for parameter in policy.megatron_model.parameters.values()
-        )
+        parameters = policy.megatron_model.parameters.values()
+        assert not any(parameter.requires_grad for parameter in parameters)
         before = policy.compute_prompt_log_probs([1, 2, 3])
         assert before is not None
         policy.set_gpu_resident(frozenset())
@@ -228,8 +215,8 @@ def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(ru
     assert not torch.equal(present[1], reference[1])
 
 
-def test_a_cut_that_does_not_divide_the_model_is_refused(checkpoints, train_config):
+def test_parallel_sizes_that_do_not_divide_the_model_are_refused(checkpoints, train_config):
     config = train_config(checkpoints[True], tensor=3)
     rank_info = RankInfo(rank=0, world_size=3, master_address="", master_port=0, timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"parallel\.tensor=3.*num_attention_heads is 4"):
+    with pytest.raises(ValueError, match=r"parallel\.tensor=3"):
         PolicyRank(config, rank_info)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from mega_agentrl.algo import branching
+from tests.algo.golden_values import load_golden
 
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "arpo_entropy_and_branch.json").read_text(
-        encoding="utf-8"
-    )
-)
+GOLDEN = load_golden("arpo_entropy_and_branch")
 
 
 @pytest.mark.parametrize("case", GOLDEN["entropy"], ids=lambda case: case["name"])
@@ -62,8 +56,6 @@ def test_entropy_by_hand():
     assert branching.token_entropy_topk(absent).tolist() == [0.0]
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="expected 2 axes"):
-        branching.token_entropy_topk(torch.zeros(3))
+def test_a_vocabulary_of_one_token_is_refused():
     with pytest.raises(ValueError, match="vocab_size=1"):
         branching.released_segment_entropy(torch.zeros(1, 1), 1)

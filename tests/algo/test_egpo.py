@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +12,15 @@ from hypothesis import strategies as st
 from mega_agentrl.algo import advantage
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.masking import ROWS_PER_CHUNK
+from tests.algo.golden_values import group_indices, load_golden
 
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "egpo.json").read_text(encoding="utf-8")
-)
+GOLDEN = load_golden("egpo")
 START, END = 151667, 151668
-
-
-def ids(names):
-    order = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([order[name] for name in names])
 
 
 @pytest.mark.parametrize("case", GOLDEN["advantage"], ids=lambda case: case["name"])
 def test_golden_advantages(case):
-    plain = advantage.grpo(torch.tensor(case["rewards"]), ids(case["group_ids"]))
+    plain = advantage.grpo(torch.tensor(case["rewards"]), group_indices(case["group_ids"]))
     entropy = torch.tensor(case["cot_entropy"])
     got = egpo(plain, entropy, lam=case["lam"], alpha=case["alpha"])
     assert plain.tolist() == pytest.approx(case["grpo"], abs=1e-5)
@@ -49,25 +41,10 @@ def test_golden_masks(case):
     assert cot_entropy(entropy, got).item() == pytest.approx(case["H"], abs=1e-6)
 
 
-def test_defaults_are_the_paper_s():
-    reward, group = torch.tensor([1.0, 0, 0, 0]), torch.zeros(4, dtype=torch.long)
-    got = egpo(advantage.grpo(reward, group), torch.full((4,), 5.0))
-    assert got.tolist() == pytest.approx([1.8, -0.4, -0.4, -0.4], abs=1e-5)
-    plain = advantage.grpo(reward, group)
-    assert torch.equal(egpo(plain, torch.zeros(4)), plain)
-
-
-def test_bonus_depends_on_the_chain_of_thought_only():
-    """Fails where the entropy of the whole response is taken for that of the reasoning."""
-    token = torch.tensor([[START, 5, 6, END, 7, 8], [START, 5, 6, END, 9, 10]])
-    entropy = torch.tensor([[0.0, 0.2, 0.4, 0.0, 0.1, 0.1], [0.0, 0.2, 0.4, 0.0, 3.0, 3.0]])
-    mask = torch.ones_like(token)
-    thought = cot_mask(token, mask, start_id=START, end_id=END)
-    bonus = egpo(torch.ones(2), cot_entropy(entropy, thought)) - 1
-    assert bonus.tolist() == pytest.approx([0.4 * 0.3] * 2)
-    whole = cot_entropy(entropy, mask)
-    assert whole[0] != whole[1], "the case would not tell the two apart"
-    assert cot_entropy(entropy[:, [0, 2, 1, 3, 4, 5]], thought)[0].item() == pytest.approx(0.3)
+def test_the_defaults_are_those_of_the_paper():
+    assert egpo(torch.tensor([1.5, -0.5]), torch.full((2,), 5.0)).tolist() == pytest.approx(
+        [1.5 + 0.4 * 0.75, -0.5 + 0.4 * 0.25]
+    )
 
 
 def mask_of(token, mask, **options):
@@ -85,39 +62,23 @@ def test_markers_of_several_tokens():
     assert mask_of([1, 2, 5], [0, 1, 1], **marks) == [0, 0, 0]
     assert mask_of([8, 8, 8, 9], [1] * 4, start_id=(8, 8), end_id=9) == [0, 0, 1, 0]
     # The close must lie wholly behind the opening.
-    assert mask_of([1, 2, 2, 3, 2, 2], [1] * 6, start_id=(1, 2), end_id=(2, 2)) == [
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]
+    overlap = mask_of([1, 2, 2, 3, 2, 2], [1] * 6, start_id=(1, 2), end_id=(2, 2))
+    assert overlap == [0, 0, 1, 1, 0, 0]
 
 
-TURNS = [[START, 5, END, 7, 90, 91, START, 6, 6, END, 8], [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]]
-
-
-def test_first_block_or_all():
-    marks = {"start_id": START, "end_id": END}
-    first = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert mask_of(*TURNS, **marks) == first
-    assert mask_of(*TURNS, **marks, blocks="all") == [0, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0]
-
-
-def test_rule_applies_to_each_turn():
-    marks = {"start_id": START, "end_id": END, "blocks": "all"}
-    # Opened by the template; never closed; without any; empty.
-    token = [5, END, 7, 90, START, 6, 90, 5, 7, 90, START, END, 7]
-    mask = [1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1]
-    assert mask_of(token, mask, **marks) == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-
-
-def test_block_continues_after_a_tool_answer():
+def test_the_first_block_may_continue_after_a_tool_answer():
     token, mask = [START, 5, END, START, 6, END, 7], [1, 1, 0, 0, 1, 1, 1]
+    assert mask_of(token, mask, start_id=START, end_id=END) == [0, 1, 0, 0, 1, 0, 0]
+
+
+def test_with_all_blocks_the_rule_applies_to_each_turn():
+    # Complete; opened by the template; never closed; without any; empty.
+    token = [START, 5, END, 7, 90, 5, END, 7, 90, START, 6, 90, 5, 7, 90, START, END, 7]
+    mask = [1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1]
     marks = {"start_id": START, "end_id": END}
-    assert mask_of(token, mask, **marks) == [0, 1, 0, 0, 1, 0, 0]
-    assert mask_of(token, mask, **marks, blocks="all") == [0, 1, 0, 0, 1, 0, 0]
+    assert mask_of(token, mask, **marks) == [0, 1] + [0] * 16
+    want = [0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert mask_of(token, mask, **marks, blocks="all") == want
 
 
 @pytest.mark.parametrize("blocks", ["first", "all"])
@@ -158,24 +119,31 @@ def test_bonus_keeps_signs_and_is_bounded(rows, lam):
     entropy = torch.tensor([row[1] for row in rows], dtype=torch.float64)
     got = egpo(plain, entropy, lam=lam, alpha=2.0)
     assert torch.equal(got.sign(), plain.sign())
-    assert (got >= plain).all()
-    assert (got - plain <= lam * plain.abs() / 2 + 1e-12).all()
-    assert (egpo(plain, entropy + 1, lam=lam) >= got - 1e-12).all(), "more entropy, not less bonus"
+    assert (got >= plain).all() and (got - plain <= lam * plain.abs() / 2 + 1e-12).all()
 
 
-def test_bad_input():
-    grid = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="entropy_BT: got None, expected the entropies"):
-        cot_entropy(None, grid)
-    with pytest.raises(ValueError, match="not finite in the reasoning of 1 of 2"):
-        cot_entropy(torch.tensor([[1.0, math.nan], [1.0, 1.0]]), torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"advantage_B \(2,\), cot_entropy_B \(3,\)"):
-        egpo(torch.ones(2), torch.ones(3))
-    with pytest.raises(ValueError, match=r"token_BT \(1, 2\), mask_BT \(1, 3\)"):
-        cot_mask(torch.ones(1, 2), torch.ones(1, 3), start_id=1, end_id=2)
-    with pytest.raises(ValueError, match="start_id: got an empty marker"):
-        cot_mask(grid, grid, start_id=(), end_id=2)
-    with pytest.raises(ValueError, match="blocks=some: expected one of first, all"):
-        cot_mask(grid, grid, start_id=1, end_id=2, blocks="some")
-    with pytest.raises(ValueError, match="alpha=0"):
-        egpo(torch.ones(1), torch.ones(1), alpha=0)
+GRID = torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        pytest.param(lambda: cot_entropy(None, GRID), "entropy_BT: got None", id="no entropies"),
+        pytest.param(
+            lambda: cot_entropy(torch.tensor([[1.0, math.nan], [1.0, 1.0]]), torch.ones(2, 2)),
+            "1 of 2",
+            id="entropies that are not finite",
+        ),
+        pytest.param(
+            lambda: cot_mask(GRID, GRID, start_id=(), end_id=2), "start_id", id="empty marker"
+        ),
+        pytest.param(
+            lambda: cot_mask(GRID, GRID, start_id=1, end_id=2, blocks="some"), "some", id="blocks"
+        ),
+        pytest.param(lambda: egpo(GRID[0], GRID[0], alpha=0), "alpha=0", id="alpha"),
+        pytest.param(lambda: egpo(GRID[0], GRID[0], lam=-1), "lam=-1", id="lam"),
+    ],
+)
+def test_bad_input_is_refused(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +20,9 @@ from mega_agentrl.algo.ares.entropy_windows import (
 )
 from mega_agentrl.algo.branching import token_entropy_topk
 from mega_agentrl.algo.masking import ROWS_PER_CHUNK
+from tests.algo.golden_values import load_golden
 
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "ares_window_entropy.json").read_text(encoding="utf-8")
-)
+GOLDEN = load_golden("ares_window_entropy")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -126,20 +123,6 @@ def test_percentile_of_few_of_none_and_of_many_rows():
     assert torch.equal(threshold_p95(many, torch.ones_like(many)), many[:, 0])
 
 
-@given(st.floats(0.1, 3), st.floats(0, 2))
-def test_count_and_cost_fall_with_the_threshold(threshold, more):
-    entropy = 4 * torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
-    got = window_entropy(entropy, torch.ones(3, 40))
-    everywhere = torch.ones(3, 40)
-    low = hwe_count(got, everywhere, threshold=threshold)
-    high = hwe_count(got, everywhere, threshold=threshold + more)
-    assert (high <= low).all()
-    cost = soft_cost(got, everywhere, threshold=threshold)
-    assert (soft_cost(got, everywhere, threshold=threshold + more) <= cost + 1e-5).all()
-    covered = hwe_mask(got, threshold=threshold)
-    assert (hwe_mask(got, threshold=threshold + more) <= covered).all()
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_empty_batch(shape):
     empty = torch.zeros(shape)
@@ -149,16 +132,17 @@ def test_empty_batch(shape):
     assert got.shape == shape[:1] and got.isnan().all()
 
 
-def test_windows_longer_than_the_row_and_bad_input():
+def test_windows_longer_than_the_row():
     short = torch.ones(2, 3)
     assert window_entropy(short, short, window=5).isnan().all()
     assert not hwe_mask(torch.full((2, 3), math.nan), threshold=0.0, window=5).any()
     assert threshold_p95(short, short, window=5).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match=r"entropy_BT \(2, 3\), mask_BT \(2, 4\)"):
-        window_entropy(short, torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"window_entropy_BT \(2, 3\), trigger_BT \(2, 4\)"):
-        hwe_count(short, torch.ones(2, 4), threshold=0)
-    with pytest.raises(ValueError, match="expected 2 axes"):
-        hwe_mask(torch.ones(3), threshold=0)
-    with pytest.raises(ValueError, match="window=0: expected at least 1"):
-        threshold_p95(short, short, window=0)
+
+
+def test_windows_without_tokens_are_refused():
+    grid = torch.ones(2, 3)
+    for call in (window_entropy, threshold_p95):
+        with pytest.raises(ValueError, match="window=0"):
+            call(grid, grid, window=0)
+    with pytest.raises(ValueError, match="window=0"):
+        hwe_mask(grid, threshold=0, window=0)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.algo.kl import AdaptiveKL, apply_kl_penalty, kl_penalty, update
+from tests.algo.golden_values import load_golden
 
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "policy_loss_and_kl.json").read_text(encoding="utf-8")
-)
-KIND_OF = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+GOLDEN = load_golden("policy_loss_and_kl")
+KIND_OF = {"kl": "k1", "abs": "abs", "mse": "k2"}
 
 
 @pytest.mark.parametrize("case", GOLDEN["kl"], ids=lambda case: case["type"])
@@ -35,23 +31,14 @@ def test_k3_by_hand_and_clamped():
     assert got[1].item() == 10.0
 
 
-@given(st.lists(st.floats(-200, 0), min_size=1, max_size=8), st.data())
-def test_never_negative_except_k1_and_gradients_finite(values, data):
-    others = data.draw(st.lists(st.floats(-200, 0), min_size=len(values), max_size=len(values)))
-    logp = torch.tensor([values], requires_grad=True)
-    ref = torch.tensor([others])
-    for kind in ("abs", "k2", "k3"):
-        assert (kl_penalty(logp, ref, kind) >= -1e-7).all()  # rounding
-    (gradient,) = torch.autograd.grad(kl_penalty(logp, ref, "k3").sum(), logp)
+@given(st.lists(st.tuples(st.floats(-200, 0), st.floats(-200, 0)), min_size=1, max_size=8))
+def test_k3_is_never_negative_and_its_gradient_is_finite(pairs):
+    logp, ref = torch.tensor(pairs).T.unsqueeze(1)
+    logp = logp.clone().requires_grad_()
+    k3 = kl_penalty(logp, ref, "k3")
+    assert (k3 >= -1e-7).all()  # rounding
+    (gradient,) = torch.autograd.grad(k3.sum(), logp)
     assert gradient.isfinite().all()
-
-
-def test_k3_is_unbiased_over_the_policy():
-    policy = torch.tensor([0.5, 0.3, 0.2])
-    reference = torch.tensor([0.2, 0.3, 0.5])
-    exact = (policy * (policy / reference).log()).sum()
-    k3 = kl_penalty(policy.log()[None], reference.log()[None], "k3")[0]
-    assert (policy * k3).sum().item() == pytest.approx(exact.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
@@ -81,22 +68,13 @@ def test_adaptive_by_hand():
     assert state.coef == 0.1
 
 
-@pytest.mark.parametrize("start", [0.001, 5.0])
-def test_adaptive_steers_kl_to_its_target(start):
-    """Closed loop: the stronger the coefficient, the smaller the KL."""
-    state, kl = AdaptiveKL(coef=start, target=0.05, horizon=20), 0.0
-    for _ in range(2000):
-        kl = 0.2 / (1 + 10 * state.coef)
-        state = update(state, kl, 1)
-    assert kl == pytest.approx(0.05, rel=0.01)
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match="kind=k4: expected one of"):
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="kind=k4"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
-    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\)"):
-        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 3), "k1")
-    with pytest.raises(ValueError, match="target=0"):
-        AdaptiveKL(coef=0.1, target=0, horizon=10)
-    with pytest.raises(ValueError, match=r"reward_BT \(1, 1\), kl_BT \(1, 2\)"):
-        apply_kl_penalty(torch.zeros(1, 1), torch.zeros(1, 2), torch.ones(1, 1), coef=0.1)
+
+
+@pytest.mark.parametrize("change", [{"coef": -1}, {"target": 0}, {"horizon": 0}])
+def test_adaptive_kl_refuses_values_out_of_range(change):
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        AdaptiveKL(**{"coef": 0.1, "target": 0.02, "horizon": 10} | change)

@@ -1,10 +1,12 @@
+"""Assignment of rows to data ranks and micro-batches, and of rows to optimizer steps."""
+
 from __future__ import annotations
 
 import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.micro_batching import (
@@ -16,18 +18,11 @@ from mega_agentrl.batch.micro_batching import (
 from mega_agentrl.reshard.verify.weight_probe import probe_batch
 
 
-def test_longest_rows_are_dealt_first():
+def test_longest_rows_are_assigned_first():
     # 9 | 8, then 7 joins 8's lighter side, then 3 joins 9: loads 12 and 15.
     assert plan_micro_batches([9, 8, 7, 3], num_data=2, budget_tokens=100) == [[[0, 3]], [[1, 2]]]
 
 
-def test_the_budget_cuts_every_rank_into_as_many_micro_batches():
-    plan = plan_micro_batches([6, 6, 1], num_data=2, budget_tokens=6)
-    assert [len(rank) for rank in plan] == [2, 2]
-    assert sorted(row for rank in plan for micro in rank for row in micro) == [0, 1, 2]
-
-
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     num_data=st.integers(1, 5),
@@ -55,7 +50,7 @@ def test_fewer_rows_than_ranks_leaves_empty_micro_batches():
     assert plan_micro_batches([4], num_data=3, budget_tokens=8) == [[[0]], [[]], [[]]]
 
 
-def test_rounding_up_deals_the_rows_anew():
+def test_rounding_up_assigns_the_rows_anew():
     # Three micro-batches would do; four of one row each, not three and an empty one.
     assert plan_micro_batches([5, 4, 3, 2], num_data=1, budget_tokens=5) == [[[0], [1], [2, 3]]]
     assert plan_micro_batches([5, 4, 3, 2], num_data=1, budget_tokens=5, num_multiple=2) == [
@@ -63,7 +58,7 @@ def test_rounding_up_deals_the_rows_anew():
     ]
 
 
-def test_long_tailed_lengths_are_shared_evenly():
+def test_long_tailed_lengths_are_balanced():
     # Of 256 rows, a median of 900 tokens and a few ten times as long.
     rng = random.Random(0)
     lengths = [min(8192, int(rng.lognormvariate(6.8, 0.8))) + 1 for _ in range(256)]
@@ -78,7 +73,7 @@ def test_long_tailed_lengths_are_shared_evenly():
 def test_no_rows_and_a_row_beyond_the_budget_are_errors():
     with pytest.raises(ValueError, match="0 rows over 2 data ranks"):
         plan_micro_batches([], num_data=2, budget_tokens=8)
-    with pytest.raises(ValueError, match=r"optim.micro_batch_tokens=8: row 1 alone has 9"):
+    with pytest.raises(ValueError, match=r"optim\.micro_batch_tokens=8: row 1 alone has 9"):
         plan_micro_batches([3, 9], num_data=1, budget_tokens=8)
 
 
@@ -89,19 +84,6 @@ def test_imbalance_by_hand():
     assert token_imbalance([[3, 1], [1, 3]], 2) == 1.5
     assert token_imbalance([[], [2, 2]], 2) == 1.0
     assert token_imbalance([], 3) == 1.0
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    num_data=st.integers(1, 5),
-)
-def test_imbalance_is_that_of_the_plan(lengths, num_data):
-    plan = plan_micro_batches(lengths, num_data=num_data, budget_tokens=10_000)
-    loads = [sum(lengths[row] for micro in rank for row in micro) for rank in plan]
-    found = token_imbalance([lengths], num_data)
-    assert found == pytest.approx(max(loads) * num_data / sum(loads))
-    # Longest first is never off by more than one row.
-    assert 1 <= found <= 1 + max(lengths) * num_data / sum(lengths)
 
 
 def test_five_rows_in_two_steps_by_hand():
@@ -124,7 +106,6 @@ def test_lengths_are_those_of_rows_that_are_trained_on():
     assert minibatch_row_lengths(given, 1) == [[3, 5, 1]]
 
 
-@settings(deadline=None)
 @given(num_rows=st.integers(1, 9), num_steps=st.integers(1, 12))
 def test_every_token_is_trained_on_once(num_rows, num_steps):
     mask_BT = torch.arange(num_rows * 3).reshape(num_rows, 3) % 2 == 0

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.packing import (
-    PAD_NODE_ID,
+    PAD_TREE_TOKEN,
     fill_rewards,
     pack_trees,
     pad_response_length,
 )
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.types.records import ContextReset, RolloutTree, Score, StopReason, Trajectory
-from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
+from tests.fakes import FakeRubric, make_context, make_prompt
 
 PROMPT = make_prompt()
 
@@ -46,18 +45,22 @@ def _row(name, token_ids, mask, reward=0.0, *, parent=None, fork_len=0, **change
     return Trajectory(**(values | changes))
 
 
+def _aborted_row(name):
+    return _row(name, [5], [1], score=None, stop_reason=StopReason.aborted)
+
+
 def _tree(*rows):
     return RolloutTree(prompt=PROMPT, trajectories=list(rows))
 
 
-def test_by_hand():
+def test_two_trees_by_hand():
     first = _tree(
         _row("a", [1, 2, 3, 4], [1, 0, 1, 1], 1.0),
         _row("b", [1, 2, 9], [1, 0, 1], 0.5, parent="a", fork_len=2),
         _row("c", [1, 2, 9, 7, 7], [1, 0, 1, 1, 1], parent="b", fork_len=3),
     )
-    lost = _row("e", [5], [1], score=None, stop_reason=StopReason.aborted)
-    batch = pack_trees([first, _tree(_row("d", [1, 2], [1, 1], -1.0), lost)])
+    second = _tree(_row("d", [1, 2], [1, 1], -1.0), _aborted_row("e"))
+    batch = pack_trees([first, second])
     assert batch.response_BT.tolist() == [
         [1, 2, 3, 4, 0],
         [1, 2, 9, 0, 0],
@@ -65,7 +68,7 @@ def test_by_hand():
         [1, 2, 0, 0, 0],
         [5, 0, 0, 0, 0],
     ]
-    assert batch.node_BT.tolist() == [
+    assert batch.tree_token_BT.tolist() == [
         [0, 1, 2, 3, -1],
         [0, 1, 4, -1, -1],
         [0, 1, 4, 5, 6],
@@ -88,41 +91,28 @@ def test_by_hand():
     assert batch.mask_BT.dtype == torch.bool and batch.reward_B.dtype == torch.float32
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(1, 6))
-def test_equal_nodes_are_exactly_the_shared_prefixes(seed, num_trajectories):
+def test_equal_tree_tokens_are_exactly_the_shared_prefixes(seed, num_trajectories):
     config = RolloutConfig(group_size=num_trajectories, max_response_tokens=100)
-    trees = asyncio.run(
-        collect_rollouts(
-            [make_prompt("p0"), make_prompt("p1")],
-            FakeRubric(),
-            make_rollout_context(
-                generator=FakeGenerator(),
-                tools=FakeTools(),
-                codec=CharCodec(),
-                config=config,
-                max_model_len=500,
-                seed=seed,
-                step=0,
-            ),
-        )
-    )
+    prompts = [make_prompt("p0"), make_prompt("p1")]
+    trees = asyncio.run(collect_rollouts(prompts, FakeRubric(), make_context(config, seed=seed)))
     rows = [row for tree in trees for row in tree.trajectories]
     batch = pack_trees(trees)
-    real = batch.node_BT != PAD_NODE_ID
+    real = batch.tree_token_BT != PAD_TREE_TOKEN
     assert real.sum(1).tolist() == batch.length_B.tolist()
     assert batch.mask_BT.sum().item() == sum(sum(row.loss_mask) for row in rows)
     own = sum(len(row.token_ids) - row.fork_len for row in rows)
-    assert batch.node_BT[real].unique().numel() == own
-    for node in batch.node_BT[real].unique():
-        holders, position = (batch.node_BT == node).nonzero(as_tuple=True)
+    assert batch.tree_token_BT[real].unique().numel() == own
+    for token in batch.tree_token_BT[real].unique():
+        holders, position = (batch.tree_token_BT == token).nonzero(as_tuple=True)
         assert position.unique().numel() == 1
         until = int(position[0]) + 1
         assert batch.response_BT[holders, :until].unique(dim=0).shape[0] == 1
         assert batch.group_B[holders].unique().numel() == 1
 
 
-def test_parts_behind_a_context_of_their_own_are_rows():
+def test_every_part_after_a_context_reset_is_a_row():
     resets = (ContextReset(start=3, token_ids=(40, 41)), ContextReset(start=5, token_ids=(42,)))
     turned = _row("a", [1, 2, 3, 4, 5], [1, 1, 0, 1, 1], 1.0, context_resets=resets)
     fork = _row(
@@ -134,7 +124,7 @@ def test_parts_behind_a_context_of_their_own_are_rows():
     assert batch.trajectory_B.tolist() == [0, 0, 1, 1, 2]
     assert batch.response_BT.tolist() == [[1, 2, 3], [4, 5, 0], [1, 2, 3], [9, 0, 0], [1, 0, 0]]
     assert batch.mask_BT.int().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]]
-    assert batch.node_BT.tolist() == [
+    assert batch.tree_token_BT.tolist() == [
         [0, 1, 2],
         [3, 4, -1],
         [0, 1, 2],
@@ -147,27 +137,36 @@ def test_parts_behind_a_context_of_their_own_are_rows():
     assert pack_trees([_tree(_row("d", [1], [1], -1.0))]).trajectory_B is None
 
 
-def test_nothing_to_train_on_says_how_they_ended():
-    lost = _row("a", [1], [1], score=None, stop_reason=StopReason.aborted)
+def test_a_batch_without_a_token_to_train_on_says_how_the_trajectories_ended():
     with pytest.raises(ValueError, match=r"no token to train on.*'aborted': 1"):
-        pack_trees([_tree(lost)])
+        pack_trees([_tree(_aborted_row("a"))])
     with pytest.raises(ValueError, match="got 0 with 0 trajectories"):
         pack_trees([])
 
 
-def test_bad_trees():
-    with pytest.raises(ValueError, match="expected one that comes earlier"):
-        pack_trees([_tree(_row("b", [1], [1], parent="a"))])
-    with pytest.raises(ValueError, match="first 2 tokens differ"):
-        pack_trees(
-            [_tree(_row("a", [1, 2], [1, 1]), _row("b", [1, 3], [1, 1], parent="a", fork_len=2))]
-        )
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([_row("b", [1], [1], parent="a")], "trajectory b: got the parent a"),
+        (
+            [_row("a", [1, 2], [1, 1]), _row("b", [1, 3], [1, 1], parent="a", fork_len=2)],
+            "trajectory b: its first 2 tokens differ",
+        ),
+    ],
+    ids=["unknown-parent", "other-prefix"],
+)
+def test_a_fork_that_does_not_belong_to_its_parent_is_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        pack_trees([_tree(*rows)])
+
+
+def test_rewards_of_a_trajectory_without_a_score_are_refused():
     unscored = [_tree(_row("a", [1], [1], score=None))]
     with pytest.raises(ValueError, match="trajectory a: got no score"):
         fill_rewards(pack_trees(unscored), unscored)
 
 
-def test_rewards_that_come_later_are_those_of_a_batch_packed_later():
+def test_rewards_filled_in_later_equal_those_of_a_batch_packed_later():
     # "c" is two rows; "b" turns out to have no reward.
     resets = (ContextReset(start=2, token_ids=(9,)),)
     rows = [
@@ -196,28 +195,22 @@ def test_rewards_that_come_later_are_those_of_a_batch_packed_later():
 def test_baselines_are_the_rewards_of_greedy_answers():
     reset = ContextReset(start=2, token_ids=(8, 9))
     parts = _row("a", [1, 2, 3], [1, 1, 1], 1.0, context_resets=(reset,))
-    trees = [
-        _tree(parts, _row("b", [4], [1])),
-        _tree(_row("c", [5], [1])),
-        _tree(_row("d", [6], [1])),
-    ]
+    trees = [_tree(parts, _row("b", [4], [1])), *(_tree(_row(name, [5], [1])) for name in "cd")]
     batch = pack_trees(trees)
     assert fill_rewards(batch, trees).baseline_B is None
     trees[0].greedy_trajectory = _row("g", [7], [1], 0.25)
-    trees[1].greedy_trajectory = _row(
-        "h", [7], [1], 0.5, score=None, stop_reason=StopReason.aborted
-    )
+    trees[1].greedy_trajectory = _aborted_row("h")
     found = fill_rewards(batch, trees).baseline_B.tolist()
     assert found[:3] == [0.25] * 3
     assert all(math.isnan(value) for value in found[3:])
 
 
-def test_more_positions_are_padding():
+def test_further_positions_are_padding():
     batch = pack_trees([_tree(_row("a", [1, 2, 3], [1, 0, 1], 1.0), _row("b", [4], [1], 0.5))])
     wide = pad_response_length(batch.with_fields(advantage_BT=batch.rollout_logp_BT), 5)
     assert wide.response_BT.tolist() == [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]]
     assert wide.mask_BT.tolist() == [[True, False, True, False, False], [True, *[False] * 4]]
-    assert wide.node_BT[:, 3:].eq(PAD_NODE_ID).all()
+    assert wide.tree_token_BT[:, 3:].eq(PAD_TREE_TOKEN).all()
     assert wide.advantage_BT.tolist() == [[-0.5, -0.5, -0.5, 0, 0], [-0.5, 0, 0, 0, 0]]
     assert wide.length_B.tolist() == [3, 1]
     with pytest.raises(ValueError, match="width=2, expected at least 3"):

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from mega_agentrl.config.enums import Branching, PolicyLoss
+from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES
+from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.config.user_code import load_user_object, parse_choice
@@ -81,8 +82,9 @@ def test_a_reference_to_nothing_is_refused(reference, error_type):
 
 
 def test_a_choice_is_built_in_or_a_reference(monkeypatch, tmp_path):
-    assert parse_choice("gspo", PolicyLoss, "algo.loss") is PolicyLoss.gspo
-    assert parse_choice("my.losses:loss", PolicyLoss, "algo.loss") == "my.losses:loss"
+    assert parse_choice("aepo", Branching, "rollout.branching") is Branching.aepo
+    assert parse_choice("gspo", ["clipped", "gspo"], "algo.loss") == "gspo"
+    assert parse_choice("my.losses:loss", ["gspo"], "algo.loss") == "my.losses:loss"
     monkeypatch.chdir(tmp_path)
     config = AlgoConfig(loss="mine.py", advantage="sub/mine.py:one")
     assert config.loss == f"{tmp_path}/mine.py"
@@ -96,10 +98,11 @@ def test_a_choice_is_built_in_or_a_reference(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("section", "name", "key", "choices"),
     [
-        (AlgoConfig, "loss", "algo.loss", PolicyLoss),
+        (AlgoConfig, "loss", "algo.loss", LOSSES.registered()),
+        (AlgoConfig, "advantage", "algo.advantage", ESTIMATORS.registered()),
         (RolloutConfig, "branching", "rollout.branching", Branching),
     ],
-    ids=["loss", "branching"],
+    ids=["loss", "advantage", "branching"],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(section, name, key, choices):
     assert refused_setting(section, **{name: "clippd"}) == (key, "clippd")

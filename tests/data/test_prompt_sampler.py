@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import PromptOrder
 from mega_agentrl.data.prompt_sampler import MIN_LEARNABILITY, PromptSampler, learnability_weights
-from mega_agentrl.types.protocols import Stateful
 from mega_agentrl.types.records import Prompt
 
 
@@ -29,17 +28,6 @@ def prompts(count: int, source: str = "q") -> list[Prompt]:
     ]
 
 
-def test_two_and_a_half_epochs_hold_each_prompt_two_or_three_times():
-    sampler = PromptSampler(prompts(10), seed=0)
-    ids = [prompt.prompt_id for _ in range(5) for prompt in sampler.next_prompts(5)]
-    assert sorted(ids[:10]) == sorted(ids[10:20]) == sorted(f"q/{i}" for i in range(10))
-    assert len(set(ids[20:])) == 5
-
-
-def test_a_step_larger_than_the_dataset_runs_over_the_epochs_end():
-    assert len(PromptSampler(prompts(3), seed=0).next_prompts(8)) == 8
-
-
 def names(given) -> list[str]:
     return [prompt.prompt_id for prompt in given]
 
@@ -48,13 +36,6 @@ def resumed(sampler: PromptSampler) -> PromptSampler:
     copy = PromptSampler(prompts(10), seed=3)
     copy.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
     return copy
-
-
-def test_resuming_goes_on_with_the_next_prompt():
-    sampler = PromptSampler(prompts(10), seed=3)
-    sampler.ack(sampler.next_prompts(7))
-    assert resumed(sampler).next_prompts(9) == sampler.next_prompts(9)
-    assert isinstance(sampler, Stateful)
 
 
 def test_requeued_prompts_come_first_in_order():
@@ -75,20 +56,6 @@ def test_a_resumed_sampler_starts_with_the_prompts_in_flight():
     assert names(copy.next_prompts(5)) == [*expected, sampler.next_prompts(2)[1].prompt_id]
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), max_size=12))
-def test_every_prompt_is_acked_once_an_epoch_whatever_is_requeued(steps):
-    sampler, acked = PromptSampler(prompts(10), seed=3), []
-    for num_prompts, num_back in steps:
-        taken = sampler.next_prompts(num_prompts)
-        size = max(0, num_prompts - num_back)
-        sampler.nack(taken[size:])
-        sampler.ack(taken[:size])
-        acked += names(taken[:size])
-        sampler = resumed(sampler)
-    assert acked == names(PromptSampler(prompts(10), seed=3).next_prompts(len(acked)))
-
-
 def test_a_prompt_is_acked_or_nacked_once():
     sampler = PromptSampler(prompts(10), seed=3)
     taken = sampler.next_prompts(2)
@@ -99,23 +66,11 @@ def test_a_prompt_is_acked_or_nacked_once():
         sampler.nack(taken[1:])
 
 
-def test_a_damaged_state_is_refused():
-    state = PromptSampler(prompts(10), seed=3).state_dict() | {"in_flight": [10]}
-    with pytest.raises(ValueError, match=r"prompts \[10\] are in flight"):
-        PromptSampler(prompts(10), seed=3).load_state_dict(state)
-
-
-def test_the_state_of_another_dataset_is_refused():
-    state = PromptSampler(prompts(10, "a"), seed=0).state_dict()
-    with pytest.raises(ValueError, match=r"data\.train is not the dataset"):
-        PromptSampler(prompts(10, "b"), seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="got keys"):
-        PromptSampler(prompts(10, "a"), seed=0).load_state_dict({"stream": state["stream"]})
-
-
-def test_no_prompts_is_an_error():
+def test_no_prompts_and_other_numbers_of_weights_are_refused():
     with pytest.raises(ValueError, match="0 prompts"):
         PromptSampler([], seed=0)
+    with pytest.raises(ValueError, match="3 weights for 10 prompts"):
+        PromptSampler(prompts(10), seed=3, weights=[1.0] * 3)
 
 
 def test_a_rule_excludes_prompts_from_its_epoch_and_changes_nothing_else():
@@ -167,15 +122,6 @@ def test_no_prompt_but_the_excluded_is_lost_or_repeated(by_epoch, steps):
     assert acked == expected[: len(acked)]
 
 
-def test_the_number_of_exclusions_is_part_of_the_state():
-    sampler = PromptSampler(prompts(10), seed=3)
-    sampler.exclude(lambda epoch: {"q/1"})
-    sampler.ack(sampler.next_prompts(9))
-    sampler.ack(sampler.next_prompts(1))
-    assert sampler.num_excluded >= 1
-    assert resumed(sampler).num_excluded == sampler.num_excluded
-
-
 def drawn(sampler, epochs):
     """How often each prompt came in so many epochs."""
     counts = Counter()
@@ -195,12 +141,12 @@ def test_files_come_as_often_as_they_weigh():
     assert counts["q/9"] == 800
 
 
-def test_in_the_order_of_the_files():
+def test_prompts_come_in_the_order_of_the_files():
     sampler = PromptSampler(prompts(4), seed=3, order=PromptOrder.file)
     assert names(sampler.next_prompts(6)) == ["q/0", "q/1", "q/2", "q/3", "q/0", "q/1"]
 
 
-def test_prompts_that_are_answered_half_of_the_time_come_more_often_from_the_next_epoch_on():
+def test_prompts_that_are_half_solved_come_more_often_from_the_next_epoch_on():
     sampler = PromptSampler(prompts(10), seed=3, order=PromptOrder.difficulty)
     sampler.ack(sampler.next_prompts(5))
     sampler.record_accuracies({f"q/{index}": 0.0 for index in range(4)} | {"q/4": 1.0})
@@ -214,7 +160,7 @@ def test_prompts_that_are_answered_half_of_the_time_come_more_often_from_the_nex
     assert [counts[f"q/{i}"] / 400 for i in range(5, 10)] == pytest.approx([1.82] * 5, abs=0.06)
 
 
-def test_without_that_order_what_is_recorded_is_forgotten():
+def test_other_orders_record_no_accuracies():
     sampler = PromptSampler(prompts(10), seed=3)
     sampler.record_accuracies({"q/1": 0.0})
     assert sampler.state_dict()["accuracies"] == {}
@@ -235,8 +181,8 @@ orders = st.sampled_from(list(PromptOrder))
         st.tuples(st.integers(0, 7), st.integers(0, 5), accuracies, st.booleans()), max_size=12
     ),
 )
-def test_interruptions_anywhere_change_nothing(order, weights, steps):
-    """Whatever is recorded, nacked, acked or excluded, and wherever the run is interrupted."""
+def test_a_resumed_sampler_gives_what_an_unbroken_one_gives(order, weights, steps):
+    """Whatever is recorded, requeued, acknowledged or excluded before each interruption."""
 
     def made():
         return PromptSampler(prompts(10), seed=3, weights=weights, order=order)
@@ -259,18 +205,29 @@ def test_interruptions_anywhere_change_nothing(order, weights, steps):
             state = json.loads(json.dumps(broken.state_dict()))
             broken = made()
             broken.load_state_dict(state)
+    assert broken.num_excluded == unbroken.num_excluded
     for sampler in (unbroken, broken):
         sampler.exclude(None)
     assert names(broken.next_prompts(40)) == names(unbroken.next_prompts(40))
 
 
-def test_a_state_of_another_order_or_other_weights_is_refused():
-    state = PromptSampler(prompts(10), seed=3).state_dict()
-    for options in ({"order": PromptOrder.file}, {"weights": [2.0] * 10}):
-        with pytest.raises(ValueError, match=r"or its weights or data\.order have changed"):
-            PromptSampler(prompts(10), seed=3, **options).load_state_dict(state)
-    with pytest.raises(ValueError, match="got 3 weights for 10 prompts"):
-        PromptSampler(prompts(10), seed=3, weights=[1.0] * 3)
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"prompts": prompts(10, "b")}, {}),
+        ({"order": PromptOrder.file}, {}),
+        ({"weights": [2.0] * 10}, {}),
+        ({}, {"in_flight": [10]}),
+        ({}, {"accuracies": {"10": 0.5}}),
+        ({}, {"unknown": 1}),
+    ],
+    ids=["dataset", "order", "weights", "index", "accuracy", "key"],
+)
+def test_a_foreign_or_damaged_state_is_refused(options, change):
+    state = PromptSampler(prompts(10), seed=3).state_dict() | change
+    sampler = PromptSampler(**({"prompts": prompts(10), "seed": 3} | options))
+    with pytest.raises(ValueError, match="sampler state"):
+        sampler.load_state_dict(state)
 
 
 def test_concurrent_threads_lose_no_prompt():
@@ -311,7 +268,7 @@ def test_learnability_by_hand():
     assert weights == pytest.approx([value * 6 / 3.7 for value in expected])
 
 
-def test_files_keep_their_say_and_nothing_seen_is_nothing_changed():
+def test_learnability_keeps_the_ratio_of_files_if_all_accuracies_are_equal():
     assert learnability_weights([2.0, 0.5], {}) == [2.0, 0.5]
     assert learnability_weights([3.0, 1.0], {0: 0.0, 1: 0.0}) == pytest.approx([3.0, 1.0])
 
@@ -320,7 +277,7 @@ def test_files_keep_their_say_and_nothing_seen_is_nothing_changed():
     st.lists(st.floats(0.1, 5), min_size=3, max_size=8),
     st.dictionaries(st.integers(0, 2), st.floats(0, 1)),
 )
-def test_an_epoch_stays_as_long_and_nothing_starves(base, accuracies):
+def test_learnability_keeps_the_length_of_an_epoch_and_has_a_minimum(base, accuracies):
     weights = learnability_weights(base, accuracies)
     assert sum(weights) == pytest.approx(sum(base))
     shares = [weight / given for weight, given in zip(weights, base, strict=True)]
@@ -328,7 +285,7 @@ def test_an_epoch_stays_as_long_and_nothing_starves(base, accuracies):
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
-def test_nearer_to_one_half_is_not_less(one, other):
+def test_accuracies_nearer_to_one_half_weigh_no_less(one, other):
     weights = learnability_weights([1.0, 1.0], {0: one, 1: other})
     if abs(one - 0.5) <= abs(other - 0.5):
         assert weights[0] >= weights[1] * (1 - 1e-9)

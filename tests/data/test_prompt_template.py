@@ -1,4 +1,4 @@
-"""Templates around prompts: what they see, and errors that name file, line and row."""
+"""Templates of prompts: what they render, and errors that name file, line and row."""
 
 import pytest
 
@@ -34,22 +34,18 @@ def test_the_last_user_message_is_rendered_and_nothing_else(tmp_path):
         ("{% include 'absent' %}", r"line 1, f row 3: TemplateNotFound"),
     ],
 )
-def test_a_template_that_cannot_be_filled(tmp_path, text, expected):
+def test_an_error_of_a_template_names_line_and_row(tmp_path, text, expected):
     with pytest.raises(ValueError, match=expected):
         template(tmp_path, text).apply(ASKED, {"list": []}, "f row 3")
 
 
-def test_a_file_that_is_no_template(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data\.prompt_template=.*t\.jinja line 2: .*expected a Jinja"
-    ):
+def test_a_file_that_is_no_template_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.prompt_template=.*t\.jinja line 2"):
         template(tmp_path, "a\n{% if %}")
-    with pytest.raises(
-        ValueError, match=r"data\.prompt_template=.*absent\.jinja: TemplateNotFound"
-    ):
+    with pytest.raises(ValueError, match=r"data\.prompt_template=.*absent\.jinja"):
         PromptTemplate(str(tmp_path / "absent.jinja"))
 
 
-def test_a_prompt_without_a_user_message(tmp_path):
-    with pytest.raises(ValueError, match=r"f row 1: got roles \['system'\], expected a user"):
+def test_a_prompt_without_a_user_message_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"f row 1: got roles"):
         template(tmp_path, "x").apply(ASKED[:1], {}, "f row 1")

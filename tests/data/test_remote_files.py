@@ -38,14 +38,14 @@ def test_a_version_is_fetched_once_and_a_new_one_again(memory, tmp_path, monkeyp
     assert fetch_to_cache("memory://remote/b.jsonl.gz", folder, key="k") not in (first, second)
 
 
-def test_a_file_of_a_slow_disk_is_staged_by_its_url(tmp_path):
+def test_a_local_file_with_a_scheme_is_copied(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"one")
     staged = fetch_to_cache(f"file://{tmp_path}/a.jsonl", tmp_path / "shared", key="k")
     (tmp_path / "a.jsonl").unlink()
     assert staged.parent == tmp_path / "shared" and staged.read_bytes() == b"one"
 
 
-def test_a_fetch_that_fails_leaves_nothing(memory, tmp_path, monkeypatch):
+def test_a_failed_fetch_leaves_no_file(memory, tmp_path, monkeypatch):
     memory.pipe("/remote/a.parquet", b"x")
 
     def breaks(*_, **__):
@@ -57,17 +57,17 @@ def test_a_fetch_that_fails_leaves_nothing(memory, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_read(tmp_path, memory):
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, memory):
     memory.pipe("/remote/a", b"")
-    with pytest.raises(ValueError, match=r"data\.train=memory://remote/b: it cannot be read"):
+    with pytest.raises(ValueError, match=r"data\.train=memory://remote/b"):
         fetch_to_cache("memory://remote/b", tmp_path, key="data.train")
-    with pytest.raises(ValueError, match=r"nosuch://x/b: it cannot be read: ValueError: Protocol"):
+    with pytest.raises(ValueError, match=r"nosuch://x/b: .*Protocol"):
         fetch_to_cache("nosuch://x/b", tmp_path, key="data.train")
 
 
 @pytest.fixture
 def served(tmp_path):
-    """A folder, and where it can be had over HTTP."""
+    """A folder and its URL."""
     folder = tmp_path / "served"
     folder.mkdir()
 
@@ -85,17 +85,7 @@ def served(tmp_path):
     server.server_close()
 
 
-def test_over_http(served, tmp_path):
-    folder, url = served
-    (folder / "a.jsonl").write_text("{}")
-    kept = fetch_to_cache(f"{url}/a.jsonl", tmp_path / "cache", key="k")
-    assert kept.read_text() == "{}"
-    assert fetch_to_cache(f"{url}/a.jsonl", tmp_path / "cache", key="k") == kept
-    with pytest.raises(ValueError, match="it cannot be read: FileNotFoundError"):
-        fetch_to_cache(f"{url}/b.jsonl", tmp_path / "cache", key="k")
-
-
-def test_many_at_once_read_it_whole(served, tmp_path):
+def test_processes_that_fetch_a_file_at_once_read_it_whole(served, tmp_path):
     folder, url = served
     content = bytes(range(256)) * 20_000
     (folder / "a.parquet").write_bytes(content)

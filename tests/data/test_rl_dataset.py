@@ -1,4 +1,4 @@
-"""Rows become prompts; a bad row is an error that names setting, file, row and column."""
+"""Rows become prompts; the error of a bad row names setting, file, row and column."""
 
 from __future__ import annotations
 
@@ -55,16 +55,17 @@ def load_files(files, schemas=None, codec=None, **options):
 
 def test_a_row_becomes_a_prompt(tmp_path):
     (prompt,) = load(tmp_path, [row()]).prompts
-    assert prompt.prompt_id == "s/5"
-    assert prompt.data_source == "s"
+    assert (prompt.prompt_id, prompt.data_source) == ("s/5", "s")
     assert prompt.messages == ({"role": "user", "content": "one two"},)
     assert prompt.ground_truth == "1"
     assert prompt.token_ids == (3, 3)
     assert prompt.tools_kwargs == {"python": {"create_kwargs": {"k": 1}}}
     assert prompt.extra_info == {"index": 5}
+    several = row(reward_model={"ground_truth": ["a", "b"]})
+    assert load(tmp_path, [several]).prompts[0].ground_truth == ("a", "b")
 
 
-def test_rows_keep_their_own_tools_although_parquet_merges_the_structs(tmp_path):
+def test_a_row_has_its_own_tools_although_parquet_merges_the_structs(tmp_path):
     other = {"index": 6, "tools_kwargs": {"search": {"create_kwargs": {"j": 2}}}}
     first, second = load(tmp_path, [row(), row(extra_info=other)]).prompts
     assert set(first.tools_kwargs) == {"python"}
@@ -78,11 +79,6 @@ def test_without_extra_info_the_row_number_is_the_index(tmp_path):
     found = load(tmp_path, rows).prompts
     assert [prompt.prompt_id for prompt in found] == ["s/0", "s/1", "s/2"]
     assert found[0].tools_kwargs == {}
-
-
-def test_ground_truth_may_be_a_list(tmp_path):
-    truths = {"ground_truth": ["a", "b"]}
-    assert load(tmp_path, [row(reward_model=truths)]).prompts[0].ground_truth == ("a", "b")
 
 
 def test_schemas_of_the_prompts_tools_reach_the_template(tmp_path):
@@ -101,16 +97,14 @@ def test_without_a_choice_the_template_gets_all_schemas(tmp_path):
     assert load(tmp_path, [row()]).prompts[0].tool_schemas == ()
 
 
-def test_missing_tools_kwargs_are_named_where_they_are_needed(tmp_path, caplog):
+def test_missing_tools_kwargs_are_a_warning_where_they_are_needed(tmp_path, caplog):
     rows = numbered("a", "b", "c", "d")
     for each, need in zip(rows, (None, False, True, True), strict=True):
         each["extra_info"]["need_tools_kwargs"] = need
     rows[3]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
     load(tmp_path, rows)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"data.train={tmp_path}/train.parquet row 2: no tools_kwargs, expected some; index 2, "
-        "data source s"
-    ]
+    (record,) = caplog.records
+    assert f"data.train={tmp_path}/train.parquet row 2" in record.getMessage()
 
 
 def numbered(*texts):
@@ -119,7 +113,7 @@ def numbered(*texts):
 
 def test_overlong_prompts_are_an_error_that_counts_them(tmp_path):
     rows = numbered("a b c", "a b c d", "a b c d e")
-    with pytest.raises(ValueError, match=r"2 of 3 prompts are longer .*=3 \(the longest has 5"):
+    with pytest.raises(ValueError, match=r"2 of 3 prompts .*=3 .* 5 tokens"):
         load(tmp_path, rows)
 
 
@@ -127,12 +121,12 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(tmp_path):
     found = load(tmp_path, numbered("a b c", "a b c d"), truncation=Truncation.drop)
     assert found.num_dropped == 1
     assert [prompt.prompt_id for prompt in found.prompts] == ["s/0"]
-    with pytest.raises(ValueError, match="1 of 1 prompts are longer"):
+    with pytest.raises(ValueError, match="1 of 1 prompts"):
         load(tmp_path, numbered("a b c d"), truncation=Truncation.drop)
 
 
-def test_two_rows_with_one_id(tmp_path):
-    with pytest.raises(ValueError, match=r"row 1: id s/5 occurs twice, first in .*parquet row 0;"):
+def test_two_rows_with_one_id_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"row 1: id s/5 .*parquet row 0"):
         load(tmp_path, [row(), row()])
 
 
@@ -147,26 +141,19 @@ def test_two_rows_with_one_id(tmp_path):
         ({"data_source": 3}, "row 0, column data_source"),
     ],
 )
-def test_a_malformed_row(tmp_path, changes, message):
+def test_a_malformed_row_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         load(tmp_path, [row(**changes)])
 
 
-def test_a_missing_column(tmp_path):
-    bad = row()
-    del bad["reward_model"]
-    with pytest.raises(ValueError, match=r"data\.train=.*missing column reward_model"):
-        load(tmp_path, [bad])
-
-
-def test_messages_lose_members_of_other_rows():
+def test_messages_lose_null_members():
     value = [{"role": "user", "content": "x", "name": None}]
     assert validate_messages(value, "here") == ({"role": "user", "content": "x"},)
 
 
 @pytest.mark.parametrize("message", ["hello", None, 3, ["user", "x"], {"role": "user"}])
-def test_a_message_that_is_none_is_named(message):
-    with pytest.raises(ValueError, match=r"row 4: got message .*expected string members role"):
+def test_an_invalid_message_is_refused(message):
+    with pytest.raises(ValueError, match=r"row 4: got message"):
         validate_messages([message], "train.parquet row 4")
 
 
@@ -192,9 +179,9 @@ def test_several_files_are_one_dataset_with_the_weights_of_the_files(tmp_path):
     assert found.weights == (1.0, 1.0, 0.5)
 
 
-def test_one_id_in_two_files_names_both(tmp_path):
+def test_one_id_in_two_files_is_refused(tmp_path):
     files = [write_lines(tmp_path / name, [row()]) for name in ("a.jsonl", "b.jsonl")]
-    with pytest.raises(ValueError, match=r"b\.jsonl row 0: id s/5 .*first in .*a\.jsonl row 0;"):
+    with pytest.raises(ValueError, match=r"b\.jsonl row 0: id s/5 .*a\.jsonl row 0"):
         load_files([DataFile(str(file)) for file in files])
 
 
@@ -230,17 +217,17 @@ def test_a_cut_prompt_keeps_its_generation_prompt(tmp_path, truncation, expected
     assert found.prompts[0].messages[0]["content"] == "1 22 333 4444 55555"
 
 
-def test_columns_by_other_names_and_a_prompt_that_is_a_text(tmp_path):
+def test_columns_with_other_names_and_a_text_as_prompt(tmp_path):
     rows = [{"question": "a b", "domain": "d", "reward_model": {"ground_truth": "1"}}]
     files = [DataFile(str(write_lines(tmp_path / "a.jsonl", rows)))]
     (prompt,) = load_files(files, prompt_key="question", reward_fn_key="domain").prompts
     assert (prompt.prompt_id, prompt.data_source) == ("d/0", "d")
     assert prompt.messages == ({"role": "user", "content": "a b"},)
-    with pytest.raises(ValueError, match=r"row 0: missing column prompt; got \['domain'"):
+    with pytest.raises(ValueError, match=r"row 0: missing column prompt"):
         load_files(files, reward_fn_key="domain")
 
 
-def test_the_template_is_put_around_every_prompt(tmp_path):
+def test_the_prompt_template_renders_every_prompt(tmp_path):
     path = tmp_path / "t.jinja"
     path.write_text("{{ content }} {{ row.extra_info.index }}")
     (prompt,) = load(tmp_path, [row("one two")], prompt_template=str(path)).prompts
@@ -261,7 +248,7 @@ class Rows:
         return plain(self.words[index][1])
 
 
-def test_a_class_of_ones_own_gives_the_rows(tmp_path, monkeypatch):
+def test_a_user_class_gives_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr("mega_agentrl.data.rl_dataset.load_dataset_class", lambda name: Rows)
     (tmp_path / "words").write_text("aa bbb")
     found = load_files([DataFile(str(tmp_path / "words"))], dataset_class="my:Rows")
@@ -269,28 +256,16 @@ def test_a_class_of_ones_own_gives_the_rows(tmp_path, monkeypatch):
     assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1"]
 
 
-def test_remote_files_are_fetched_where_there_is_a_place_for_them(tmp_path):
+def test_remote_files_are_read_from_the_cache_folder(tmp_path):
     text = json.dumps(row("far away"))
     fsspec.filesystem("memory").pipe("/dataset/far.jsonl", text.encode())
     files = [DataFile("memory://dataset/far.jsonl")]
-    with pytest.raises(ValueError, match=r"far\.jsonl: expected a path without a scheme"):
+    with pytest.raises(ValueError, match=r"far\.jsonl: expected"):
         load_files(files)
     found = load_prompts(
         files, WordCodec(), DataConfig(), key="data.train", cache_folder=tmp_path / "c"
     )
     assert found.prompts[0].token_ids == (3, 4)
-
-
-def test_a_file_of_a_slow_disk_is_read_from_a_copy(tmp_path):
-    (tmp_path / "near.jsonl").write_text(json.dumps(row("near by")))
-    files = [DataFile(f"file://{tmp_path}/near.jsonl")]
-    with pytest.raises(ValueError, match=r"near\.jsonl: expected a path without a scheme"):
-        load_files(files)
-    cache = tmp_path / "c"
-    found = load_prompts(files, WordCodec(), DataConfig(), key="data.train", cache_folder=cache)
-    assert found.prompts[0].token_ids == (4, 2)
-    (copy,) = cache.iterdir()
-    assert copy.name.endswith("-near.jsonl") and "near by" in copy.read_text()
 
 
 CUTS = (Truncation.left, Truncation.right, Truncation.middle)
@@ -305,23 +280,22 @@ def test_truncation_by_hand():
     assert truncate_tokens(ids, 0, 2, Truncation.middle) == (0, 91)
 
 
-def test_the_generation_prompt_is_what_is_behind():
+def test_the_generation_prompt_is_the_part_after_the_common_prefix():
     assert num_generation_prompt_tokens([1, 2, 3, 8, 9], [1, 2, 3]) == 2
     assert num_generation_prompt_tokens([1, 2, 3], [1, 2, 3]) == 0
-    assert (
-        num_generation_prompt_tokens([1, 2, 8, 9], [1, 2, 7]) == 2
-    )  # a template that ends a turn otherwise
+    # A template that ends a turn otherwise.
+    assert num_generation_prompt_tokens([1, 2, 8, 9], [1, 2, 7]) == 2
 
 
-def test_no_room_and_no_cut_are_errors():
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2: expected more than the 2"):
+def test_truncation_without_room_or_mode_is_refused():
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2"):
         truncate_tokens((1, 2, 3, 4), 2, 2, Truncation.left)
-    with pytest.raises(ValueError, match=r"data\.truncation=drop: expected left"):
+    with pytest.raises(ValueError, match=r"data\.truncation=drop"):
         truncate_tokens((1, 2, 3, 4), 1, 2, Truncation.drop)
 
 
 @given(st.integers(0, 40), st.integers(0, 5), st.integers(6, 30), st.sampled_from(CUTS))
-def test_every_cut_is_as_long_as_it_may_be_in_order_and_ends_alike(size, num_last, limit, where):
+def test_truncation_keeps_order_limit_and_end(size, num_last, limit, where):
     ids = tuple(range(size + num_last))
     kept = truncate_tokens(ids, num_last, limit, where)
     assert len(kept) == min(len(ids), limit)

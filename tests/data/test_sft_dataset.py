@@ -1,7 +1,7 @@
 """Demonstrations are the spans a rollout would build; only the assistant's are trained on."""
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import json
+
 import pytest
 import torch
 
@@ -13,15 +13,11 @@ from mega_agentrl.data.sft_dataset import (
     encode_demonstrations,
     read_conversations,
 )
+from tests.fakes import CharCodec
 
 
-class LetterCodec:
-    """One id per letter, eos 0; the template writes 900 + letters + 901, a next turn 902."""
-
-    eos_id = 0
-
-    def encode(self, text):
-        return [ord(letter) for letter in text]
+class LetterCodec(CharCodec):
+    """The template writes 900 + letters + 901, a next turn 902."""
 
     def apply_chat_template(self, messages, tools=None):
         return [900, *self.encode("".join(m["content"] for m in messages)), 901]
@@ -55,27 +51,16 @@ def test_a_conversation_must_start_with_a_question_and_end_with_an_answer(turns)
         encode_demonstration(chat(*turns), LetterCodec(), "here")
 
 
-def write(tmp_path, *conversations):
-    path = tmp_path / "demonstrations.parquet"
-    rows = [{"messages": messages} for messages in conversations]
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def test_reads_every_row_and_checks_the_length(tmp_path):
-    path = write(tmp_path, chat("uQ", "aA"), chat("uQ", "aABC"))
+def test_every_row_is_read_and_its_length_checked(tmp_path):
+    path = tmp_path / "demonstrations.jsonl"
+    rows = [{"messages": chat("uQ", "aA")}, {"messages": chat("uQ", "aABC")}]
+    path.write_text("\n".join(map(json.dumps, rows)))
     conversations = read_conversations(path)
     found = encode_demonstrations(conversations, LetterCodec(), max_tokens=7)
     assert [len(item.response_ids) for item in found] == [2, 4]
-    with pytest.raises(
-        ValueError, match=r"sft\.train_data=.* row 1: the conversation has 7 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"sft\.train_data=.* row 1: .* 7 tokens"):
         encode_demonstrations(conversations, LetterCodec(), max_tokens=6)
-
-
-def test_a_file_without_the_column_names_it(tmp_path):
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    path.write_text('{"prompt": "x"}')
     with pytest.raises(ValueError, match=r"sft\.train_data=.*missing column messages"):
         read_conversations(path)
 
@@ -84,15 +69,14 @@ SHORT = Demonstration((1, 2), (5, 6, 0), (1, 0, 1))
 LONG = Demonstration((1,), (7, 8, 9, 9, 0), (1, 1, 0, 0, 1))
 
 
-def test_a_batch_is_padded_and_its_mask_is_the_assistants_tokens():
+def test_a_batch_is_padded_and_masked():
     batch = collate_demonstrations([SHORT, LONG])
     assert batch.prompt_ids == ((1, 2), (1,))
     assert batch.response_BT.tolist() == [[5, 6, 0, 0, 0], [7, 8, 9, 9, 0]]
     assert batch.length_B.tolist() == [3, 5]
     assert batch.mask_BT.int().tolist() == [[1, 0, 1, 0, 0], [1, 1, 0, 0, 1]]
-    assert batch.advantage_BT is None
-    assert batch.old_logp_BT is None
-    assert torch.unique(batch.node_BT).numel() == batch.node_BT.numel()
+    assert batch.advantage_BT is batch.old_logp_BT is None
+    assert torch.unique(batch.tree_token_BT).numel() == batch.tree_token_BT.numel()
 
 
 def test_batches_are_seeded_and_resumable():

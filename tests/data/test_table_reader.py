@@ -1,4 +1,4 @@
-"""Tables read as plain rows; every way a file can be wrong names the setting and the file."""
+"""Tables are read as plain rows; errors name the setting, the file and the row."""
 
 import gzip
 import json
@@ -22,20 +22,20 @@ def test_rows_are_plain_values(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "absent.parquet"])
-def test_a_missing_file(tmp_path, name):
+def test_a_missing_file_is_refused(tmp_path, name):
     path = tmp_path / name if name else ""
     with pytest.raises(ValueError, match=r"data\.train=.*no such file"):
         read_rows(path, key="data.train", columns=())
 
 
-def test_a_file_that_is_no_parquet(tmp_path):
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     path = tmp_path / "t.parquet"
     path.write_text("hello, this is not parquet")
     with pytest.raises(ValueError, match=r"data\.train=.*t\.parquet: not a readable parquet"):
         read_rows(path, key="data.train", columns=())
 
 
-def test_a_missing_column_and_an_empty_table(tmp_path):
+def test_a_missing_column_and_an_empty_table_are_refused(tmp_path):
     path = write(tmp_path / "t.parquet", [{"a": 1}])
     with pytest.raises(ValueError, match=r"missing column prompt; got \['a'\]"):
         read_rows(path, key="data.train", columns=("a", "prompt"))
@@ -44,7 +44,7 @@ def test_a_missing_column_and_an_empty_table(tmp_path):
         read_rows(path, key="data.train", columns=("a",))
 
 
-def test_json_lines_packed_or_not(tmp_path):
+def test_json_lines_compressed_or_not(tmp_path):
     rows = [{"a": 1, "b": "x\u2028y"}, {"a": None, "c": [1]}]
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode() + b"\n\n"
     (tmp_path / "t.jsonl").write_bytes(lines)
@@ -70,12 +70,12 @@ def test_json_lines_packed_or_not(tmp_path):
         ("t.jsonl.gz", b'{"a": 1}', r"t\.jsonl\.gz: not a readable JSONL file"),
     ],
 )
-def test_damaged_json_lines(tmp_path, name, content, message):
+def test_damaged_json_lines_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"data\.train=.*{message}"):
         read_rows(tmp_path / name, key="data.train", columns=("a",))
 
 
-def test_nulls_that_come_from_other_rows_are_left_out():
+def test_drop_nulls():
     value = {"python": {"create_kwargs": None}, "search": None, "list": [{"x": None}, 1]}
     assert drop_nulls(value) == {"python": {}, "list": [{}, 1]}

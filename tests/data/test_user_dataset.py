@@ -56,7 +56,7 @@ def module(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_rows", made)
 
 
-def test_datasets_of_torch_and_what_looks_like_one():
+def test_torch_datasets_and_classes_with_their_methods_are_accepted():
     assert load_dataset_class("my_rows:Torch") is Torch
     assert load_dataset_class("my_rows:Sequence") is Sequence
     rows = list(iter_user_rows(Torch, ["a", "b"], key="data.train"))
@@ -74,15 +74,15 @@ def test_datasets_of_torch_and_what_looks_like_one():
         ("no_such_rows:Rows", "ModuleNotFoundError"),
     ],
 )
-def test_anything_else_is_refused(reference, cause):
+def test_another_object_is_refused(reference, cause):
     error = refused(load_dataset_class, reference)
     assert (error.key, error.got) == ("data.dataset_class", reference)
     assert cause in error.cause
 
 
-def test_rows_are_mappings_and_there_is_one():
+def test_an_empty_dataset_and_rows_that_are_no_mappings_are_refused():
     assert issubclass(DatasetTypeError, ValueError)  # one screen and exit code 2
-    with pytest.raises(TypeError, match=r"data\.dev, .*:Sequence row 0: got a str, expected a map"):
+    with pytest.raises(TypeError, match=r"data\.dev, .*:Sequence row 0: got a str"):
         list(iter_user_rows(Sequence, ["a"], key="data.dev"))
-    with pytest.raises(ValueError, match="the dataset is empty"):
+    with pytest.raises(ValueError, match=r"data\.dev"):
         list(iter_user_rows(Sequence, [], key="data.dev"))

@@ -16,7 +16,7 @@ PLAN = [
 STEPS = 6
 
 
-@pytest.mark.slow
+@pytest.mark.slow(240)
 @pytest.mark.timeout(1600)
 def test_a_run_that_loses_one_of_each_kind_ends_as_if_undisturbed(assets, tmp_path):
     inputs = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir=")]

@@ -2,7 +2,6 @@
 checkpoints; with the loss and the branching rule of `examples/`.
 """
 
-import json
 import math
 
 import pytest
@@ -10,9 +9,10 @@ import pytest
 from mega_agentrl.actor.checkpoint.checkpoint_dir import list_checkpoints
 from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
+from tests.train.metric_lines import metric_lines
 
 
-@pytest.mark.slow
+@pytest.mark.slow(90)
 def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(assets, tmp_path):
     run_dir = tmp_path / "run"
     child = start(
@@ -20,7 +20,7 @@ def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(asset
         "algo.advantage=gae",
         "algo.loss=examples/my_loss.py",
         "rollout.branching=examples/my_branching.py",
-        "algo.lam=0.95",
+        "algo.advantage_options.lam=0.95",
         "algo.kl_coef=0.01",
         "algo.kl_placement=reward",
         "optim.critic_lr=1e-3",
@@ -35,8 +35,7 @@ def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(asset
     )
     code, output = finish(child, 420)
     assert code == 0, output[-3000:]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["stage"] == "rl"]
+    steps = metric_lines(run_dir, "rl")
     # Nothing is ahead of the first step, and the critic's warm-up makes no new weights.
     assert [line["rollout/staleness_max"] for line in steps] == [0.0, 1.0, 1.0]
     assert [line["critic/is_warmup"] for line in steps] == [1.0, 0.0, 0.0]
@@ -51,8 +50,8 @@ def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(asset
     # Values are 0 before the first update, and what they are after it follows the returns.
     assert steps[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert steps[-1]["critic/value_mean"] * steps[0]["critic/return_mean"] > 0
-    during = [line for line in lines if line["stage"] == "held_out_during"]
-    assert [line["step"] for line in during] == [2]
-    assert 0 <= during[0]["sampled/pass@1"] <= during[0]["sampled/pass@2"] <= 1
+    (during,) = metric_lines(run_dir, "held_out_during")
+    assert during["step"] == 2
+    assert 0 <= during["sampled/pass@1"] <= during["sampled/pass@2"] <= 1
     names = [path.name for path, _ in list_checkpoints(run_dir / "critic")]
     assert names == ["step-000001", "step-000002", "step-000003"]

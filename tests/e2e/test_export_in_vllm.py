@@ -34,7 +34,7 @@ def make_batch():
         mask_BT=torch.arange(width)[None] < torch.tensor([[20], [7], [13], [20]]),
         group_B=torch.zeros(rows, dtype=torch.int64),
         reward_B=torch.zeros(rows),
-        node_BT=zero_BT.long(),
+        tree_token_BT=zero_BT.long(),
         rollout_logp_BT=zero_BT,
         rollout_entropy_BT=zero_BT,
         version_BT=zero_BT.long(),
@@ -64,7 +64,7 @@ def command(*arguments, folder):
     assert child.returncode == 0, output[-4000:]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_vllm_scores_the_exported_weights_alike(name, tmp_path, rank_pool):
     # vLLM has CPU attention from head width 32 on, which its Qwen2 takes for hidden over heads.

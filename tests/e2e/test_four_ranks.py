@@ -13,8 +13,9 @@ from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 from tests.report.chromium import Chromium, needs_browser
 from tests.reshard.rollout_cuts import rollout_layout
+from tests.train.metric_lines import metric_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(45)
 
 
 def own_bytes(folder, tensor):
@@ -27,13 +28,13 @@ def own_bytes(folder, tensor):
     )
 
 
-@pytest.fixture(scope="module", params=["tp2_pp2"])
-def finished_run(request, assets, tmp_path_factory):
+@pytest.fixture(scope="module")
+def finished_run(assets, tmp_path_factory):
     """Its folder, and what it said."""
     run_dir = tmp_path_factory.mktemp("four") / "run"
     child = start(
         "experiment=smoke_ci",
-        f"parallel={request.param}",
+        "parallel=tp2_pp2",
         "engine.tensor_parallel_size=2",
         "cluster.colocated=true",
         "total_steps=2",
@@ -54,10 +55,9 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, finished_run):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["num_steps"] == 2
     assert 0 <= summary["mismatch_mean_abs"] < 1e-3
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in steps if line["stage"] == "rl"]
-    assert [line["step"] for line in trained] == [1, 2]
-    for line in trained:
+    steps = metric_lines(run_dir, "rl")
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
         assert line["mismatch/logp_mean_abs"] < 1e-3
         assert line["mismatch/entropy_max_abs"] < 1e-3
         assert line["rollout/num_trajectories"] == 16

@@ -21,12 +21,11 @@ from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
 from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import FinishReason, Generation, Role, ToolOutcome, ToolStatus
-from tests.fakes import make_prompt
+from tests.fakes import make_context, make_prompt
 
 CALLS = ("<think> look </think><search> lake </search>", "<python> 6*7 </python>")
 ENDS = {
@@ -40,20 +39,12 @@ MARKERS = [
     *TAGS,
     *("<answer> \\boxed{42} </answer>", "</search>", "<think>", "<|im_end|>", "<tool_call>"),
     *("<python> print(1) </python>", "</result>\n<answer> \\boxed{42} </answer>", "\\boxed{42}"),
-    *(
-        "<|im_end|>\n<|im_start|>assistant\n",
-        "<|endoftext|>",
-        "<|im_",
-        "<",
-        "</",
-        "</ans",
-        "[INST]",
-    ),
+    *("<|im_end|>\n<|im_start|>assistant\n", "<|endoftext|>", "<|im_", "<", "</", "</ans"),
     *("<\u200bthink>", "\uff1canswer\uff1e", "<ANSWER>", "< / answer >", "<<SYS>>", "</s>", "\0"),
+    "[INST]",
 ]
-PAGES = st.lists(st.sampled_from(MARKERS) | st.text(max_size=8), min_size=1, max_size=8).map(
-    "".join
-)
+PIECES = st.sampled_from(MARKERS) | st.text(max_size=8)
+PAGES = st.lists(PIECES, min_size=1, max_size=8).map("".join)
 
 
 class Page(Tool):
@@ -110,23 +101,16 @@ def make_kit(codec, text, *, fails=False):
 
 def run(codec, end, text, *, fails=False, rule="arpo"):
     """The scored tree of one trajectory."""
-    (tree,) = asyncio.run(
-        collect_rollouts(
-            [make_prompt(ground_truth="42", token_ids=tuple(codec.encode("What?")))],
-            WeightedRubric(RewardConfig(rubric={"default": {rule: 1.0}})),
-            make_rollout_context(
-                generator=Script(codec, [*CALLS, ENDS[end]]),
-                tools=make_kit(codec, text, fails=fails),
-                codec=codec,
-                config=RolloutConfig(
-                    group_size=1, branching=Branching.none, max_response_tokens=20_000
-                ),
-                max_model_len=30_000,
-                seed=1,
-                step=0,
-            ),
-        )
+    context = make_context(
+        RolloutConfig(group_size=1, branching=Branching.none, max_response_tokens=20_000),
+        generator=Script(codec, [*CALLS, ENDS[end]]),
+        tools=make_kit(codec, text, fails=fails),
+        codec=codec,
+        max_model_len=30_000,
     )
+    prompt = make_prompt(ground_truth="42", token_ids=tuple(codec.encode("What?")))
+    rubric = WeightedRubric(RewardConfig(rubric={"default": {rule: 1.0}}))
+    (tree,) = asyncio.run(collect_rollouts([prompt], rubric, context))
     return tree
 
 

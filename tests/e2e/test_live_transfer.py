@@ -41,7 +41,7 @@ MODELS = {
     "wide": ("qwen3_moe", {"mlp_only_layers": [1], "moe_intermediate_size": 32}),
     "pair": ("llama", {"attention_bias": True, "mlp_bias": True}),
 }
-NAMES = ["wide", pytest.param("pair", marks=pytest.mark.slow)]
+NAMES = ["wide", pytest.param("pair", marks=pytest.mark.slow(8))]
 SIZES = {"num_hidden_layers": 2, "head_dim": 32, "vocab_size": VOCAB, "eos_token_id": 2}
 
 
@@ -235,7 +235,7 @@ def cases():
     """Each kind's first fault to the one side, the others to the other."""
     tested = set()
     for fault in FAULTS:
-        name, marks = ("pair", pytest.mark.slow) if fault.kind in tested else ("wide", ())
+        name, marks = ("pair", pytest.mark.slow(8)) if fault.kind in tested else ("wide", ())
         tested.add(fault.kind)
         yield pytest.param(name, fault, id=f"{name}-{fault.kind}-{fault.rank}", marks=marks)
 
@@ -273,7 +273,7 @@ def check_names(text, fault, hit):
         pytest.param(
             *("pair", "model.layers.0.self_attn.q_proj.bias"),
             "model.layers.1.self_attn.q_proj.bias",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow(8),
         ),
     ],
 )
@@ -285,37 +285,23 @@ def test_a_tensor_taken_for_another_shows_in_the_probe_alone(sides, name, one, t
     side.update(1)  # the digests agree: the right bytes are where the worker wants them
     expected = logits_of(side.folders[1], PROMPT[:1], PROMPT[1:]).log_softmax(-1)
     expected = expected.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    gaps = [
-        (torch.tensor(engine.call("compute_prompt_log_probs", PROMPT)) - expected)
-        .abs()
-        .mean()
-        .item()
-        for engine in side.transfer.engines
-    ]
-    assert gaps[0] > 1e-3
-    assert all(gap < 1e-3 for gap in gaps[1:])
+
+    def gap(engine):
+        found = torch.tensor(engine.call("compute_prompt_log_probs", PROMPT))
+        return (found - expected).abs().mean().item()
+
+    assert gap(engine) > 1e-3
+    assert all(gap(other) < 1e-3 for other in side.transfer.engines[1:])
     engine.call("refuse_requests", "the probe differs")
     assert "the probe differs" in check_refuses(engine, "probe")
     engine.call("rpc", worker_probe.trace_again)
     side.recover(0)
-    gap = (
-        (torch.tensor(engine.call("compute_prompt_log_probs", PROMPT)) - expected)
-        .abs()
-        .mean()
-        .item()
-    )
-    assert gap > 1e-3  # of other weights
+    assert gap(engine) > 1e-3  # of other weights
     side.update(1)
-    gap = (
-        (torch.tensor(engine.call("compute_prompt_log_probs", PROMPT)) - expected)
-        .abs()
-        .mean()
-        .item()
-    )
-    assert gap < 1e-3
+    assert gap(engine) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 def test_an_engine_is_killed_in_an_update_and_a_new_one_takes_its_place(sides, start_engine):
     side = sides("pair")
     lost, other = side.transfer.engines

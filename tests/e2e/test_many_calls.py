@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -134,48 +135,43 @@ async def call_all(pool, count):
     return wrong
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-async def test_many_calls(count, tmp_path, monkeypatch):
+@asynccontextmanager
+async def started_pool(tmp_path, monkeypatch, **settings):
+    """A pool of which nothing may be left once it is closed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before_start, groups_before = await at_rest(), own_cgroups()
-    pool = SandboxPool(
-        PythonToolConfig(num_workers=WORKERS, preload_modules=[], memory_limit_mib=128)
-    )
+    pool = SandboxPool(PythonToolConfig(preload_modules=[], memory_limit_mib=128, **settings))
     await pool.start()
-    assert not await call_all(pool, 40)
-    warm = await at_rest()
-    folders, groups = sorted(tmp_path.rglob("*")), own_cgroups()
-    wrong = await call_all(pool, count)
-    assert not wrong, f"{len(wrong)} wrong: {wrong[:5]}"
-    assert not await grown(warm)
-    assert sorted(tmp_path.rglob("*")) == folders
-    assert not await cgroups_left(groups)
-    assert pool.num_replaced == 0
+    yield pool
     await pool.close()
     gc.collect()
     assert not await grown(before_start)
     assert not list(tmp_path.rglob("*"))
     assert not await cgroups_left(groups_before)
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow(60))])
+async def test_many_calls(count, tmp_path, monkeypatch):
+    async with started_pool(tmp_path, monkeypatch, num_workers=WORKERS) as pool:
+        assert not await call_all(pool, 40)
+        warm = await at_rest()
+        folders, groups = sorted(tmp_path.rglob("*")), own_cgroups()
+        wrong = await call_all(pool, count)
+        assert not wrong, f"{len(wrong)} wrong: {wrong[:5]}"
+        assert not await grown(warm)
+        assert sorted(tmp_path.rglob("*")) == folders
+        assert not await cgroups_left(groups)
+        assert pool.num_replaced == 0
 
 
 async def test_many_sessions(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before_start, groups_before = await at_rest(), own_cgroups()
-    config = PythonToolConfig(
-        num_workers=2, preload_modules=[], memory_limit_mib=128, mode=PythonMode.stateful
-    )
-    pool = SandboxPool(config)
-    await pool.start()
-    await trajectories(pool, 4)
-    warm, groups = await at_rest(), own_cgroups()
-    await trajectories(pool, 60)
-    assert not await grown(warm)
-    assert not await cgroups_left(groups)
-    await pool.close()
-    gc.collect()
-    assert not await grown(before_start)
-    assert not list(tmp_path.rglob("*"))
-    assert not await cgroups_left(groups_before)
+    settings = {"num_workers": 2, "mode": PythonMode.stateful}
+    async with started_pool(tmp_path, monkeypatch, **settings) as pool:
+        await trajectories(pool, 4)
+        warm, groups = await at_rest(), own_cgroups()
+        await trajectories(pool, 60)
+        assert not await grown(warm)
+        assert not await cgroups_left(groups)
 
 
 async def trajectories(pool, count):

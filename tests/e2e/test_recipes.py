@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from mega_agentrl.config.algorithm_traits import LOSSES
 from mega_agentrl.config.enums import AresMode, Branching, FilterMetric
-from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
+from mega_agentrl.config.override_keys import register_schema
+from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 
 GIVEN = ["data.train=a", "data.validation=b", "tool.search.source=http://search"]
@@ -18,8 +19,7 @@ ALL = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 
 
 def recipe(name, *overrides):
-    ConfigStore.instance().store(name="schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
+    register_schema()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         composed = compose("train", [f"experiment={name}", *overrides])
@@ -28,6 +28,12 @@ def recipe(name, *overrides):
     config = OmegaConf.to_object(composed)
     assert isinstance(config, TrainConfig)
     return config
+
+
+def loss_options(algo):
+    """Return the values of all options of the loss, defaults included."""
+    options = LOSSES.find(algo.loss).options
+    return {name: option.default for name, option in options.items()} | algo.loss_options
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -63,7 +69,8 @@ def test_arpo(name, sizes, lengths, calls, epochs):
     assert (rollout.branch.alpha, rollout.branch.beta) == (0.5, 0.2)
     assert rollout.branch.num_forks_per_decision == 1
     assert rollout.branching is Branching.after_result
-    assert (algo.clip_low, algo.clip_high, algo.clip_dual, algo.kl_coef) == (0.2, 0.2, 3.0, 0.0)
+    assert loss_options(algo) == {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}
+    assert algo.kl_coef == 0.0
     assert (optim.lr, optim.weight_decay, optim.grad_clip) == (1e-6, 0.01, 1.0)
 
 
@@ -82,7 +89,8 @@ def test_ares():
     assert config.data.prompts_per_step // config.optim.num_minibatches == 128
     assert (config.data.max_prompt_tokens, rollout.max_response_tokens) == (4096, 8192)
     assert (rollout.temperature, rollout.top_p) == (1.0, 0.99)
-    assert (algo.clip_low, algo.clip_high, algo.kl_coef) == (0.2, 0.3, 0.01)
+    assert loss_options(algo) == {"clip_low": 0.2, "clip_high": 0.3, "clip_dual": 3.0}
+    assert algo.kl_coef == 0.01
     assert algo.ares.mode is AresMode.paper
     assert rollout.filter_metric is FilterMetric.accuracy
     assert rollout.filter_range == [0.01, 0.99]

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.tools import PythonToolConfig
-from mega_agentrl.sandbox.pool import SandboxPool
+from tests.sandbox.sandboxes import shared_pool
 
 LIMIT_S = 30.0
 OVERTIME_S = 20.0
@@ -54,32 +53,18 @@ class Target:
             assert result.output.splitlines()[-1] == "42"
 
 
-def started(mode):
-    config = PythonToolConfig(
-        mode=mode,
-        num_workers=2,
-        timeout_s=LIMIT_S,
-        memory_limit_mib=128,
-        preload_modules=[],
-    )
-    pool = SandboxPool(config)
-    asyncio.run(pool.start())
-    return pool
+OPTIONS = {"num_workers": 2, "timeout_s": LIMIT_S, "memory_limit_mib": 128}
 
 
 @pytest.fixture(scope="session")
 def stateless_pool():
-    made = started(PythonMode.stateless)
-    yield made
-    made.close_now()
+    yield from shared_pool(**OPTIONS)
 
 
 @pytest.fixture(scope="session")
 def pool():
     """The one that has sessions."""
-    made = started(PythonMode.stateful)
-    yield made
-    made.close_now()
+    yield from shared_pool(**OPTIONS, mode=PythonMode.stateful)
 
 
 @pytest.fixture(params=["stateless", "stateful"])

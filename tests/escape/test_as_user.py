@@ -55,10 +55,10 @@ def launcher():
     pytest.skip("no interpreter that a user without rights may run")
 
 
-def attack(launcher, mode, *codes, timeout_s):
-    """Status and output of each code under a launcher without rights."""
+def attack(launcher, mode, *codes, timeout_s, fork=False):
+    """Status and output of each code under a launcher without rights; see `user_pool`."""
     command, environment = launcher
-    job = json.dumps({"mode": mode, "codes": codes, "timeout_s": timeout_s})
+    job = json.dumps({"mode": mode, "codes": codes, "timeout_s": timeout_s, "fork": fork})
     done = run([*command, job], env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -80,6 +80,12 @@ def test_fork_bomb(launcher, mode, tmp_path, marker):
     assert results[2][0] == "ok"
     assert results[2][1].splitlines()[-1] == "42"
     assert vanish(marker)
+
+
+def test_fork(launcher):
+    codes = "x = 5; open('f', 'w').write('g')", "print(x, open('f').read())"
+    results = attack(launcher, "stateful", *codes, timeout_s=30.0, fork=True)
+    assert results[1:] == [["ok", "5 g"]] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)

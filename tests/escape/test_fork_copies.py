@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.escape.outside import outside, with_values
+from tests.escape.outside import outside
 
 KEEP = "open('/tmp/kept', 'w').write('kept')\n"
 
@@ -74,18 +74,6 @@ async def test_a_trap_for_the_copy(pool, trap):
     assert (await pool.run("print(6 * 7)")).output == "42"
 
 
-async def test_links_are_copied_as_links(pool):
-    session = await pool.open()
-    code = f"import os\nfor i, path in enumerate(paths): os.symlink(path, f'link{'{i}'}')\n{KEEP}"
-    paths = ["/proc/1/environ", "/etc/shadow", "/nowhere"]
-    await session.run(with_values(code, paths=paths))
-    child = await session.fork()
-    look = "import os; print([os.readlink(f'link{i}') for i in range(3)])"
-    assert (await child.run(look)).output == repr(paths)
-    await child.close()
-    await session.close()
-
-
 async def test_a_full_folder_is_forked_or_refused(pool):
     session = await pool.open()
     fill = (
@@ -119,8 +107,9 @@ async def test_a_chain_of_forks_ends_in_an_error_not_a_crash(pool):
             chain.append(await chain[-1].fork())
         except RuntimeError as error:
             refused = str(error)
-    assert "deep" in refused or "32" in refused or len(chain) == 40
-    assert (await chain[-1].run("print(depth)")).output.isdigit()
+    assert "nested too deep" in refused
+    assert 16 < len(chain) < 40
+    assert (await chain[-1].run("print(depth)")).output == str(len(chain))
     for session in chain:
         await session.close()
     assert (await pool.run("print(6 * 7)")).output == "42"

@@ -162,11 +162,11 @@ async def test_shared_memory_of_a_sibling(two, tmp_path, mode):
         await end(other)
 
 
-@pytest.mark.parametrize("mode", ["stateful"])
+@pytest.mark.parametrize("mode", ["stateless", "stateful"])
 async def test_files_of_a_sibling(two, pool, mode):
     first, second = two
     for folder in ("/tmp", "/dev/shm"):
         assert (await first.run(f"open('{folder}/note', 'w').write('1'); print(1)")).output == "1"
-        for runner in (second, pool):
+        for runner in (second, second, pool):
             seen = await runner.run(f"import os; print(os.listdir('{folder}'))")
             assert seen.output == "[]"

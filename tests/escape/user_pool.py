@@ -1,6 +1,6 @@
 """A launcher that is not root: starts a pool, runs attacks, prints their results.
 
-python user_pool.py '{"mode": "stateful", "codes": [...], "timeout_s": 2.0}'
+python user_pool.py '{"mode": "stateful", "codes": [...], "timeout_s": 2.0, "fork": true}'
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega_agentrl.sandbox.pool import SandboxPool
 
 
 async def run(job: dict[str, Any]) -> list[tuple[str, str]]:
-    """Status and output of every code, one after the other."""
+    """Status and output of every code in order; with `fork`, of the last one in a fork, too."""
     values = {
         "num_workers": 2,
         "memory_limit_mib": 128,
@@ -28,6 +28,8 @@ async def run(job: dict[str, Any]) -> list[tuple[str, str]]:
     try:
         runner = await pool.open() if job["mode"] == "stateful" else pool
         results = [await runner.run(code, job["timeout_s"]) for code in job["codes"]]
+        if job["fork"]:
+            results.append(await (await runner.fork()).run(job["codes"][-1], job["timeout_s"]))
     finally:
         await pool.close()
     return [(result.status.value, result.output) for result in results]

@@ -146,7 +146,7 @@ def full_rows(num_rows):
         mask_BT=torch.ones(num_rows, width, dtype=torch.bool),
         group_B=torch.zeros(num_rows, dtype=torch.int64),
         reward_B=torch.zeros(num_rows),
-        node_BT=zeros_BT.long(),
+        tree_token_BT=zeros_BT.long(),
         rollout_logp_BT=zeros_BT,
         rollout_entropy_BT=zeros_BT,
         version_BT=zeros_BT.long(),

@@ -1,4 +1,4 @@
-"""What is planned with on a device."""
+"""Memory and data types of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process has taken: read from the kernel, kept after it is freed, counted once."""
+"""Memory of this process: read from the kernel; the peak remains after memory is freed."""
 
 import mmap
 import subprocess
@@ -16,13 +16,13 @@ RssShmem:\t      50 kB
 """
 
 
-def test_the_kernels_lines_are_kib():
+def test_proc_status_is_in_kib():
     assert ResidentMemory.parse(STATUS) == ResidentMemory(
         private_bytes=600 << 10, file_bytes=250 << 10, shared_bytes=50 << 10, peak_bytes=1000 << 10
     )
 
 
-def test_nothing_is_counted_before_the_beginning():
+def test_nothing_is_counted_before_the_start():
     memory = HostMemoryTracker()
     assert (memory.libraries_mib(), memory.peak_mib()) == (0.0, 0.0)
 
@@ -39,7 +39,7 @@ def test_the_peak_stays_when_memory_is_given_back():
     assert 60 < memory.peak_mib() < 140  # the bytes that are written are there twice
 
 
-def test_a_file_that_is_read_by_mapping_it_is_not_taken():
+def test_a_mapped_file_is_not_counted():
     with tempfile.TemporaryFile() as file:
         for _ in range(64):
             file.write(bytes(MIB))
@@ -51,7 +51,7 @@ def test_a_file_that_is_read_by_mapping_it_is_not_taken():
             assert memory.peak_mib() < 16
 
 
-def test_large_blocks_go_back_to_the_system_though_small_ones_lie_between():
+def test_freed_large_blocks_are_returned_to_the_system():
     # In a process of its own: the setting stays. The first block, freed, makes the C library put
     # later ones of its size into the heap.
     program = """
@@ -75,7 +75,7 @@ print((before - ResidentMemory.current().private_bytes) / MIB)
     assert freed[0] > 60 > freed[1]
 
 
-def test_trim_gives_back_what_small_blocks_leave_between_others():
+def test_trim_returns_freed_small_blocks():
     # In a process of its own, where nothing else allocates.
     program = """
 from mega_agentrl.estimate.host_memory import MIB, HostMemoryTracker, ResidentMemory

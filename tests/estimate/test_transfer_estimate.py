@@ -9,7 +9,11 @@ import pytest
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.estimate.device import DeviceSpec
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
-from mega_agentrl.estimate.weight_transfer import estimate_transfer, rank_locations, trainer_cut
+from mega_agentrl.estimate.weight_transfer import (
+    estimate_transfer,
+    plan_rank_locations,
+    trainer_parallel_sizes,
+)
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.planner import plan_transfer
@@ -39,16 +43,14 @@ def test_a_small_plan_is_the_one_from_all_layouts():
     places = [RankLocation(rank // 4, rank % 4) for rank in range(8)]
     plan = plan_transfer(sources, sinks, places, "bfloat16", names=list(hf_shapes(shape)))
     traffic = count_traffic(plan, places)
-    assert got.max_bytes_per_engine_rank == max(
-        traffic.received_bytes_of(rank) for rank in plan.rollout_ranks
-    )
-    assert got.bytes_by_link == {
-        str(link): traffic.total_bytes(link) for link in traffic.sent_bytes
-    }
+    received = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
+    assert got.max_bytes_per_engine_rank == received
+    links = {str(link): traffic.total_bytes(link) for link in traffic.sent_bytes}
+    assert got.bytes_by_link == links
     assert got.predicted_s == pytest.approx(traffic.predicted_s)
 
 
-def test_every_engine_rank_gets_its_own_shards_once():
+def test_every_engine_rank_receives_its_shards_once():
     shape = released("qwen3-235b-a22b", num_hidden_layers=2)
     config = configured(tensor=4, data=4, expert=16, engine=8, engines=2)
     got = estimate_transfer(config, shape, DeviceSpec())
@@ -56,7 +58,7 @@ def test_every_engine_rank_gets_its_own_shards_once():
     replicated = 2 * 2 * (2 * 4096 + 128 * 4096 + 2 * 128 + 2 * 128 * 4096)
     assert whole / 8 < got.max_bytes_per_engine_rank < whole / 8 + replicated
     # Both engines have machines of their own.
-    assert got.bytes_by_link["network"] == got.least_network_bytes
+    assert got.bytes_by_link["network"] == got.min_network_bytes
     assert got.bytes_by_link["network"] > whole
     assert got.lower_bound_s == got.max_bytes_per_engine_rank / 50e9
 
@@ -69,7 +71,7 @@ def test_a_slower_network_takes_longer():
         for speed in (50e9, 5e9)
     )
     assert slow.predicted_s > 2 * fast.predicted_s
-    assert slow.predicted_s >= slow.least_network_bytes / (8 * 5e9), "eight ports into one machine"
+    assert slow.predicted_s >= slow.min_network_bytes / (8 * 5e9), "eight ports into one machine"
     assert slow.max_bytes_per_engine_rank == fast.max_bytes_per_engine_rank
 
 
@@ -78,19 +80,19 @@ def test_replicas_count_as_data_ranks_and_expert_tensor_ranks_as_expert_ranks():
     config.parallel = ParallelConfig(
         tensor=2, context=2, data=2, pipeline=2, expert=2, expert_tensor=2
     )
-    cut = trainer_cut(config, released("qwen3-30b-a3b"))
+    cut = trainer_parallel_sizes(config, released("qwen3-30b-a3b"))
     assert (cut.tensor_size, cut.pipeline_size, cut.data_size, cut.expert_size) == (2, 2, 4, 4)
-    assert trainer_cut(config, released("qwen3-32b")).expert_size == 1
+    assert trainer_parallel_sizes(config, released("qwen3-32b")).expert_size == 1
 
 
-def test_engines_stand_whole_in_one_machine():
-    places = rank_locations(6, 4, 2, 8)
+def test_an_engine_is_placed_on_one_machine():
+    places = plan_rank_locations(6, 4, 2, 8)
     assert [place.node for place in places] == [0] * 6 + [1] * 4 + [1] * 4
     assert [place.device for place in places[6:]] == [*range(8)]
-    assert [place.node for place in rank_locations(4, 2, 2, 8)] == [0] * 8
+    assert [place.node for place in plan_rank_locations(4, 2, 2, 8)] == [0] * 8
 
 
-def test_engines_that_share_gpus_are_where_the_policy_is():
-    places = rank_locations(8, 2, 3, 4, colocated=True)
+def test_colocated_engines_are_placed_with_the_policy():
+    places = plan_rank_locations(8, 2, 3, 4, colocated=True)
     assert places[8:] == places[:6]
     assert places[13] == RankLocation(1, 1)

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mega_agentrl.actor.training.losses import load_user_loss
 from mega_agentrl.actor.training.objectives import (
     PolicyObjective,
     compute_policy_loss,
-    load_user_loss,
     policy_metrics,
 )
 from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.cli import load_user_algorithm
+from mega_agentrl.config.checks.algo import check_algo
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
 from tests.config.refusals import refused, refused_setting
@@ -32,7 +33,7 @@ def test_it_is_what_was_worked_out_by_hand():
     ratio_RT = torch.tensor([[4.0, 1.0], [0.5, 99.0]])
     advantage_RT = torch.tensor([[1.0, 1.0], [-1.0, 99.0]])
     logp_RT = ratio_RT.log().requires_grad_()
-    algo = AlgoConfig(loss=EXAMPLE, clip_high=0.5)
+    algo = AlgoConfig(loss=EXAMPLE, loss_options={"max_ratio": 1.5})
     loss_RT, metrics = compute_policy_loss(
         algo,
         logp_RT,
@@ -77,30 +78,22 @@ def test_a_step_of_it_follows_the_advantages():
     assert torch.equal(change_BT.sign(), expected_BT) and expected_BT.any()
 
 
-def test_settings_that_it_ignores_are_refused():
-    load_user_algorithm(TrainConfig(algo=AlgoConfig(loss=EXAMPLE, clip_high=0.5)))
-    config = TrainConfig(algo=AlgoConfig(loss=EXAMPLE, clip_low=0.1))
-    assert refused_setting(load_user_algorithm, config) == ("algo.clip_low", 0.1)
+def test_its_option_is_set_in_range_and_all_others_are_refused():
+    config = TrainConfig(algo=AlgoConfig(loss=EXAMPLE, loss_options={"max_ratio": 2}))
+    check_algo(config)
+    load_user_algorithm(config)
+    for options in ({"max_ratio": 0.5}, {"clip_low": 0.1}):
+        config.algo.loss_options = options
+        ((name, value),) = options.items()
+        assert refused_setting(check_algo, config) == (f"algo.loss_options.{name}", value)
 
 
-@pytest.mark.parametrize(
-    ("head", "cause"),
-    [
-        ("", "without the decorator"),
-        ("@register_loss('own', options=('width',), metrics=())", "there is no algo.width"),
-        ("@register_loss('own', options=(), metrics=('entropy',))", "got entropy"),
-    ],
-    ids=["decorator", "option", "metric"],
-)
-def test_a_wrong_loss_is_refused_before_the_run(tmp_path, head, cause):
+def test_a_function_without_the_decorator_is_not_loaded(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text(
-        "from mega_agentrl.algo.policy_loss import register_loss\n\n\n"
-        f"{head}\ndef loss(logp_BT, old_logp_BT, advantage_BT, mask_BT):\n    pass\n"
-    )
+    file.write_text("def loss(logp_BT, old_logp_BT, advantage_BT, mask_BT):\n    pass\n")
     error = refused(load_user_loss, str(file))
     assert (error.key, error.got) == ("algo.loss", str(file))
-    assert cause in error.cause
+    assert "without the decorator" in error.cause
 
 
 @pytest.mark.parametrize(
@@ -111,8 +104,8 @@ def test_a_wrong_loss_is_refused_before_the_run(tmp_path, head, cause):
 def test_a_result_other_than_registered_is_an_error(tmp_path, value):
     file = tmp_path / "own.py"
     file.write_text(
-        "from mega_agentrl.algo.policy_loss import register_loss\n\n\n"
-        "@register_loss('own', options=(), metrics=())\n"
+        "from mega_agentrl.actor.training.losses import register_loss\n\n\n"
+        "@register_loss('own', metrics=())\n"
         f"def loss(logp_BT, old_logp_BT, advantage_BT, mask_BT):\n    return {value}\n"
     )
     grid_RT = torch.zeros(2, 3)

@@ -27,6 +27,7 @@ def _restored():
         ({2, 3, 4, 5}, 2, "2,3|4,5"),
         ({0, 1, 2, 3}, 1, "nobind"),
     ],
+    ids=["one-each", "more-workers-than-cores", "two-each", "one-worker"],
 )
 def test_workers_are_bound_to_their_share(monkeypatch, cpus, tensor, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
@@ -36,13 +37,16 @@ def test_workers_are_bound_to_their_share(monkeypatch, cpus, tensor, expected):
     assert os.environ[HOST_PID_VARIABLE] == str(os.getpid())
 
 
-def test_a_gpu_gets_no_cpu_variables(monkeypatch):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-    set_vllm_environment(EngineConfig(enforce_eager=False), on_gpu=True)
-    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
-    assert "TORCH_COMPILE_DISABLE" not in os.environ
+def test_a_gpu_gets_no_cpu_variables_and_the_gpus_it_shares(monkeypatch):
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    set_vllm_environment(EngineConfig(enforce_eager=False), on_gpu=True, gpus="")
+    assert not {"VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE"} & os.environ.keys()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    set_vllm_environment(EngineConfig(), on_gpu=True, gpus="2,3")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_log_lines_go_to_the_file(tmp_path):
@@ -51,11 +55,3 @@ def test_log_lines_go_to_the_file(tmp_path):
     with open(os.environ["VLLM_LOGGING_CONFIG_PATH"]) as file:
         settings = json.load(file)
     assert settings["handlers"]["file"]["filename"] == str(log_path)
-
-
-def test_shared_gpus_are_named(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    set_vllm_environment(EngineConfig(), on_gpu=True, gpus="")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
-    set_vllm_environment(EngineConfig(), on_gpu=True, gpus="2,3")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"

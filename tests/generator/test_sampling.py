@@ -13,7 +13,6 @@ from vllm.logprobs import FlatLogprobs
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     check_request,
-    prompt_logp_params,
     sampling_params,
     to_generation,
 )
@@ -42,70 +41,52 @@ def output(**settings):
     return SimpleNamespace(**(plain | settings))
 
 
-RECORD = ([0.1, 0.2, 9.0], [0.25, 0.5, 9.0], [4, 7, 9])
+COLUMNS = ([0.1, 0.2, 9.0], [0.25, 0.5, 9.0], [4, 7, 9])
 
 
 def test_single_tokens_stop_by_id_and_the_rest_by_text():
     table = StopTokenTable(WordTokenizer())
-    assert table.split_by_token(("</python>", "two words", "abc")) == (
-        {9: "</python>", 3: "abc"},
-        ["two words"],
-    )
-    assert table.split_by_token(()) == ({}, [])
+    found = table.split_stop_strings(("</python>", "two words", "abc"))
+    assert found == ({9: "</python>", 3: "abc"}, ["two words"])
+    assert table.split_stop_strings(()) == ({}, [])
 
 
-def test_parameters_decode_text_only_where_a_stop_needs_it():
-    cheap = sampling_params(request(temperature=0.7, seed=3), "k", {9: "x"}, [])
-    assert (cheap.detokenize, cheap.stop_token_ids, cheap.temperature, cheap.seed) == (
-        False,
-        [9],
-        0.7,
-        3,
-    )
-    dear = sampling_params(request(), "k", {}, ["two words"])
-    assert dear.detokenize
-    assert dear.include_stop_str_in_output
+def test_parameters_decode_text_only_where_a_stop_string_needs_it():
+    by_id = sampling_params(request(temperature=0.7, seed=3), "k", {9: "x"}, [])
+    assert (by_id.detokenize, by_id.stop_token_ids) == (False, [9])
+    assert (by_id.temperature, by_id.seed, by_id.logprobs) == (0.7, 3, 0)
+    by_text = sampling_params(request(num_top_logps=2), "k", {}, ["two words"])
+    assert (by_text.detokenize, by_text.include_stop_str_in_output) == (True, True)
+    assert by_text.logprobs == 2
 
 
-def test_a_probe_is_computed_anew_at_temperature_1():
-    params = prompt_logp_params()
-    assert (params.temperature, params.max_tokens, params.prompt_logprobs) == (1.0, 1, 0)
-    assert params.skip_reading_prefix_cache
-    assert not params.detokenize
+@pytest.mark.parametrize(
+    ("temperature", "shifts", "expected"),
+    [
+        (0.5, [0.25, 0.5, 9.0], (-1.0 / 0.5 + 0.25, -2.0 / 0.5 + 0.5)),
+        (0.0, [0.0, 0.0], (-1.0, -2.0)),
+        (1.0, [1.0000001, 2.0], (0.0, 0.0)),
+    ],
+    ids=["warm", "greedy", "rounded-above-zero"],
+)
+def test_log_probs_are_those_at_the_temperature(temperature, shifts, expected):
+    columns = ([0.1, 0.2, 9.0], shifts, [4, 7, 9])
+    found = to_generation(request(temperature=temperature), output(), columns, {}, version=3)
+    assert found.logps == expected
+    assert found.entropies == (0.1, 0.2)
+    assert found.argmax_ids == (4, 7)
+    assert found.version == 3
 
 
-def test_log_probs_are_moved_to_the_temperature_and_extra_steps_cut():
-    got = to_generation(request(temperature=0.5), output(), RECORD, {}, version=3)
-    assert got.logps == (-1.0 / 0.5 + 0.25, -2.0 / 0.5 + 0.5)
-    assert got.entropies == (0.1, 0.2)
-    assert got.argmax_ids == (4, 7)
-    assert (got.finish_reason, got.version) == (FinishReason.length, 3)
-
-
-def test_the_most_probable_tokens_and_the_sampled_one_where_asked_for():
+def test_the_most_probable_tokens_and_the_sampled_one_if_asked_for():
     # vLLM lists the sampled token first; at the first place it is among the two best as well.
     flat = FlatLogprobs()
     flat.append_fast([4, 4, 6], [-1.0, -1.0, -2.0], iter([1, 1, 2]), [None] * 3)
     flat.append_fast([5, 6, 7], [-3.0, -0.5, -1.5], iter([9, 1, 2]), [None] * 3)
-    asked = request(num_top_logps=2)
-    assert sampling_params(asked, "k", {}, []).logprobs == 2
-    assert sampling_params(request(), "k", {}, []).logprobs == 0
-    got = to_generation(asked, output(logprobs=flat), RECORD, {}, version=0)
-    assert got.logps == (-1.0 + 0.25, -3.0 + 0.5)
-    assert got.top_logps == ((-1.0, -2.0), (-3.0, -0.5, -1.5))
-    assert to_generation(request(), output(), RECORD, {}, version=0).top_logps == ()
-
-
-def test_greedy_keeps_the_raw_log_probs():
-    record = ([0.1, 0.2], [0.0, 0.0], [4, 5])
-    got = to_generation(request(temperature=0.0), output(), record, {}, version=0)
-    assert got.logps == (-1.0, -2.0)
-
-
-def test_a_log_prob_rounded_above_zero_is_zero():
-    record = ([0.0, 0.0], [1.0000001, 2.0], [4, 5])
-    got = to_generation(request(), output(), record, {}, version=0)
-    assert got.logps == (0.0, 0.0)
+    found = to_generation(request(num_top_logps=2), output(logprobs=flat), COLUMNS, {}, version=0)
+    assert found.logps == (-1.0 + 0.25, -3.0 + 0.5)
+    assert found.top_logps == ((-1.0, -2.0), (-3.0, -0.5, -1.5))
+    assert to_generation(request(), output(), COLUMNS, {}, version=0).top_logps == ()
 
 
 @pytest.mark.parametrize(
@@ -118,11 +99,12 @@ def test_a_log_prob_rounded_above_zero_is_zero():
         ("stop", "two words", (FinishReason.stop, "two words")),
         ("abort", None, (FinishReason.aborted, None)),
     ],
+    ids=["length", "end-token", "stop-id", "other-id", "stop-string", "abort"],
 )
 def test_ends_are_told_apart(finish_reason, stop_reason, expected):
     ended = output(finish_reason=finish_reason, stop_reason=stop_reason)
-    got = to_generation(request(), ended, RECORD, {9: "</python>"}, version=0)
-    assert (got.finish_reason, got.stop_string) == expected
+    found = to_generation(request(), ended, COLUMNS, {9: "</python>"}, version=0)
+    assert (found.finish_reason, found.stop_string) == expected
 
 
 def test_missing_measurements_are_an_error_not_a_short_answer():
@@ -136,7 +118,9 @@ def test_an_aborted_request_may_be_empty():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"token_ids": ()}, {"token_ids": (1,) * 8}, {"max_tokens": 0}]
+    "settings",
+    [{"token_ids": ()}, {"token_ids": (1,) * 8}, {"max_tokens": 0}],
+    ids=["no-prompt", "long-prompt", "no-tokens"],
 )
 def test_bad_requests_are_named(settings):
     with pytest.raises(ValueError, match="request r: "):

@@ -22,8 +22,6 @@ from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.reshard.device_location import rank_locations
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.planner import plan_transfer
-from mega_agentrl.reshard.session import TransferSession
 from mega_agentrl.reshard.verify.digest_verifier import (
     DigestVerifier,
     collect_regions,
@@ -37,7 +35,7 @@ from tests.gpu import transfer_jobs
 from tests.gpu.gpus import needs_gpus
 from tests.parallel.policy_jobs import run_calls
 from tests.reshard.fake_trainer import source_layouts
-from tests.reshard.transports.ranks import ADDRESS, ranks
+from tests.reshard.transports.ranks import ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 BOUNDS = {"float32": 1e-3, "bfloat16": 1e-2}
@@ -59,15 +57,15 @@ class Live:
 
     host: EngineHost
     dtype: str
-    num_asked: int = 0
+    num_calls: int = 0
 
     def generate(self, temperature: float) -> list[tuple[Any, Any]]:
         """Generate for requests of several lengths at once; return (request, result) pairs."""
-        self.num_asked += 1
-        rng = random.Random(self.num_asked)
+        self.num_calls += 1
+        rng = random.Random(self.num_calls)
         requests = [
             GenerateRequest(
-                request_id=f"{self.num_asked}/{number}",
+                request_id=f"{self.num_calls}/{number}",
                 token_ids=tuple(rng.randrange(5, 300) for _ in range(rng.randrange(3, 60))),
                 max_tokens=rng.randrange(8, 40),
                 temperature=temperature,
@@ -91,10 +89,10 @@ def live(request, folders, tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_entropies_are_those_of_the_actor(live, folders, rank_pool, temperature):
-    check_as_the_actor_says(live, folders[0], rank_pool, temperature)
+    check_against_actor(live, folders[0], rank_pool, temperature)
 
 
-def check_as_the_actor_says(live, folder, rank_pool, temperature=1.0):
+def check_against_actor(live, folder, rank_pool, temperature=1.0):
     pairs = live.generate(temperature)
     for _, got in pairs:
         assert len(got.entropies) == len(got.logps) == len(got.token_ids) > 0
@@ -122,7 +120,7 @@ def rows_of(pairs):
     fields = {
         name: torch.zeros(size, max(lengths), dtype=kind)
         for name, kind in (
-            ("response_BT", torch.int64), ("mask_BT", torch.bool), ("node_BT", torch.int64),
+            ("response_BT", torch.int64), ("mask_BT", torch.bool), ("tree_token_BT", torch.int64),
             ("version_BT", torch.int64), ("rollout_logp_BT", torch.float32),
             ("rollout_entropy_BT", torch.float32),
         )
@@ -152,33 +150,25 @@ def test_a_transfer_into_the_engine_is_what_it_samples_from(live, folders, rank_
         sources, regions, verifier = connect(live, group, folders[0], device)
         for version, folder in enumerate((folders[1], folders[0]), start=1):
             update(live, group, folder, version, regions, verifier)
-            check_as_the_actor_says(live, folder, rank_pool)
+            check_against_actor(live, folder, rank_pool)
         assert len(sources) == 1
         group.ask(0, transfer_jobs.leave)
 
 
 def connect(live, group, folder, device):
-    ((target_layout, engine_location),) = live.host.call("layout")
+    ((layout, engine_location),) = live.host.call("layout")
     sources = source_layouts(folder, 1, 1)
-    places = rank_locations([group.ask(0, transfer_jobs.take_device, device), engine_location])
-    assert (places[0] == places[1]) == (device == 0), "the engine is on the first GPU"
-    plan = plan_transfer(
-        sources, [target_layout], places, live.dtype,
-        names=list(hf_shapes(ModelShape.from_folder(folder))), bucket_bytes=50_000,
-    )  # fmt: skip
-    session = TransferSession(
-        address=ADDRESS,
-        port=group.store.port,
-        key="link",
-        plan=plan,
-        timeout_s=30.0,
-        locations=tuple(places),
+    locations = rank_locations([group.ask(0, transfer_jobs.take_device, device), engine_location])
+    assert (locations[0] == locations[1]) == (device == 0), "the engine is on the first GPU"
+    names = list(hf_shapes(ModelShape.from_folder(folder)))
+    session = transfer_jobs.make_session(
+        group, (sources, [layout]), locations, live.dtype, names, 50_000
     )
     joining = live.host.begin("join_weight_transfer", session)
     group.ask(0, transfer_jobs.join, session, sources[0], 0)
     joining.result(DEADLINE_S)
-    regions = collect_regions([target_layout])
-    assert regions == regions_of_layout(target_layout)
+    regions = collect_regions([layout])
+    assert regions == regions_of_layout(layout)
     return sources, regions, DigestVerifier(sources, regions)
 
 

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from mega_agentrl.reshard.device_location import rank_locations
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.planner import plan_transfer
-from mega_agentrl.reshard.session import TransferSession
 from mega_agentrl.reshard.verify.digest_verifier import (
     DigestVerifier,
     collect_regions,
@@ -27,18 +25,18 @@ from tests.gpu import transfer_jobs
 from tests.gpu.gpus import needs_gpus
 from tests.reshard.fake_trainer import source_layouts
 from tests.reshard.faults import cut
-from tests.reshard.rollout_cuts import rollout_layout
-from tests.reshard.transports.ranks import ADDRESS, ranks
+from tests.reshard.rollout_cuts import engine_layouts
+from tests.reshard.transports.ranks import ranks
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 BUCKET_BYTES = 20_000
 PLACES = [
     pytest.param([0], [0], marks=needs_gpus(1), id="ipc"),
-    pytest.param([0, 0], [0, 0], marks=needs_gpus(1), id="ipc, two on each side"),
+    pytest.param([0, 0], [0, 0], marks=needs_gpus(1), id="ipc-two-on-each-side"),
     pytest.param([0], [1], marks=needs_gpus(2), id="nccl"),
     pytest.param([0, 1], [0, 1], marks=needs_gpus(2), id="both"),
-    pytest.param([0, 1], [2, 3], marks=needs_gpus(4), id="nccl, four"),
+    pytest.param([0, 1], [2, 3], marks=needs_gpus(4), id="nccl-four"),
 ]
 
 
@@ -55,22 +53,14 @@ class Sides:
 
     def connect(self) -> None:
         everyone = range(len(self.devices))
-        places = rank_locations(
+        locations = rank_locations(
             [self.group.ask(r, transfer_jobs.take_device, self.devices[r]) for r in everyone]
         )
         self.regions = collect_regions(self.rollout_ranks)
         self.verifier = DigestVerifier(self.sources, self.regions)
-        plan = plan_transfer(
-            self.sources, self.rollout_ranks, places, self.dtype, names=self.names,
-            bucket_bytes=BUCKET_BYTES,
-        )  # fmt: skip
-        session = TransferSession(
-            address=ADDRESS,
-            port=self.group.store.port,
-            key="link",
-            plan=plan,
-            timeout_s=30.0,
-            locations=tuple(places),
+        layouts = (self.sources, self.rollout_ranks)
+        session = transfer_jobs.make_session(
+            self.group, layouts, locations, self.dtype, self.names, BUCKET_BYTES
         )
         for rank, layout in enumerate([*self.sources, *self.rollout_ranks]):
             self.group.start(rank, transfer_jobs.join, session, layout, rank)
@@ -92,11 +82,10 @@ class Sides:
         rank_digests = [self.group.finish(rank) for rank in trainers]
         for rank in self.rollout:
             self.group.finish(rank)
-        number = {region: at for at, region in enumerate(self.regions)}
         digests = self.verifier.expected_digests(rank_digests)
         return [
-            digests[[number[region] for region in regions_of_layout(sink)]]
-            for sink in self.rollout_ranks
+            digests[self.verifier.region_indices(regions_of_layout(layout))]
+            for layout in self.rollout_ranks
         ]
 
 
@@ -108,15 +97,15 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("trainers", "engines"), PLACES)
-def test_what_arrives_is_what_was_sent(folders, trainers, engines, dtype):
+def test_the_bits_received_are_those_sent(folders, trainers, engines, dtype):
     shape = ModelShape.from_folder(folders[0])
-    sinks = [rollout_layout(shape, rank, len(engines)) for rank in range(len(engines))]
+    layouts = engine_layouts(shape, len(engines))
     with ranks(len(trainers) + len(engines)) as group:
         sides = Sides(
             group=group,
             devices=[*trainers, *engines],
             sources=source_layouts(folders[0], len(trainers), 1),
-            rollout_ranks=sinks,
+            rollout_ranks=layouts,
             names=list(hf_shapes(shape)),
             dtype=dtype,
         )
@@ -124,20 +113,19 @@ def test_what_arrives_is_what_was_sent(folders, trainers, engines, dtype):
         for version in range(1, 5):
             folder = folders[version % 2]
             tensors = load_file(folder / "model.safetensors")
-            for rank, sink, digests in zip(
-                sides.rollout, sinks, sides.update(folder, version), strict=True
-            ):
+            expected_digests = sides.update(folder, version)
+            for rank, layout, digests in zip(sides.rollout, layouts, expected_digests, strict=True):
                 assert group.ask(rank, transfer_jobs.mismatches, digests) == []
                 got = group.ask(rank, transfer_jobs.bits)
-                for name, expected in cut(sink, tensors).items():
+                for name, expected in cut(layout, tensors).items():
                     sent = transfer_jobs.bits_of(expected.to(getattr(torch, dtype)))
                     assert np.array_equal(got[name], sent), name
-        check_a_wrong_bit_shows(sides, digests)
+        check_a_wrong_bit_is_detected(sides, digests)
         for rank in range(len(sides.devices)):
             group.ask(rank, transfer_jobs.leave)
 
 
-def check_a_wrong_bit_shows(sides, digests):
+def check_a_wrong_bit_is_detected(sides, digests):
     last = sides.rollout[-1]
     shard = sides.rollout_ranks[-1][1]
     sides.group.ask(last, transfer_jobs.spoil, shard.name)

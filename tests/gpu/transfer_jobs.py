@@ -12,18 +12,20 @@ import torch
 from safetensors.torch import load_file
 
 from mega_agentrl.reshard.device_location import current_device_location
-from mega_agentrl.reshard.session import join_session
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.session import TransferSession, join_session
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests, SourceDigests
 from tests.reshard.faults import cut
+from tests.reshard.transports.ranks import ADDRESS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
-    from mega_agentrl.reshard.session import TransferSession
+    from mega_agentrl.reshard.topology import RankLocation
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
-    from tests.reshard.transports.ranks import RankState
+    from tests.reshard.transports.ranks import Group, RankState
 
 
 class DeviceWriter:
@@ -39,6 +41,26 @@ class DeviceWriter:
         assert values.is_cuda, "values must stay on the GPU"
         target = self.params[param_slice.param][param_slice.rect.slices]
         self.digests.copy(param_slice, target, values)
+
+
+def make_session(
+    group: Group,
+    layouts: tuple[list[list[ShardLayout]], list[list[ShardLayout]]],
+    locations: list[RankLocation],
+    dtype: str,
+    names: list[str],
+    bucket_bytes: int,
+) -> TransferSession:
+    """Plan the transfer between the `layouts` of both sides; the store is that of `group`."""
+    plan = plan_transfer(*layouts, locations, dtype, names=names, bucket_bytes=bucket_bytes)
+    return TransferSession(
+        address=ADDRESS,
+        port=group.store.port,
+        key="link",
+        plan=plan,
+        timeout_s=30.0,
+        locations=tuple(locations),
+    )
 
 
 def take_device(rank_state: RankState, number: int) -> Any:

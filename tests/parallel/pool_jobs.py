@@ -11,14 +11,6 @@ import torch.distributed as dist
 from tests.actor.gloo_ranks import join_gloo
 
 
-def sum_of_ranks(rank_info, offset):
-    """Sum of rank + offset over all ranks."""
-    group = join_gloo(rank_info)
-    total = torch.tensor(rank_info["rank"] + offset)
-    dist.all_reduce(total, group=group)
-    return int(total)
-
-
 def pid(rank_info):
     return os.getpid()
 
@@ -27,7 +19,7 @@ def fail_on_last(rank_info):
     """The last rank fails while the others wait for it."""
     if rank_info["rank"] == rank_info["world_size"] - 1:
         return 1 // 0
-    return sum_of_ranks(rank_info, 0)
+    return dist.all_reduce(torch.zeros(1), group=join_gloo(rank_info))
 
 
 def die(rank_info):

@@ -16,6 +16,7 @@ import torch
 
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.policy_loss import aggregate, clipped
+from mega_agentrl.config.algorithm_traits import LOSSES
 from mega_agentrl.types.batch import TrainBatch
 from tests.tiny_models import SIZES, make_tiny_model
 
@@ -50,7 +51,7 @@ def make_batch(seed: int = 3) -> TrainBatch:
         mask_BT=mask_BT,
         group_B=torch.tensor([0, 0, 0, 1, 1, 1]),
         reward_B=torch.zeros(num_rows),
-        node_BT=torch.zeros(num_rows, width, dtype=torch.int64),
+        tree_token_BT=torch.zeros(num_rows, width, dtype=torch.int64),
         rollout_logp_BT=torch.zeros(num_rows, width),
         rollout_entropy_BT=torch.zeros(num_rows, width),
         version_BT=torch.zeros(num_rows, width, dtype=torch.int64),
@@ -132,14 +133,13 @@ def policy_loss(
 ) -> torch.Tensor:
     """Return the objective over the whole batch."""
     algo = config.algo
+    defaults = {name: option.default for name, option in LOSSES.find(algo.loss).options.items()}
     loss_BT, _ = clipped(
         logp_BT,
         batch.old_logp_BT,
         batch.advantage_BT,
         batch.mask_BT,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        clip_dual=algo.clip_dual,
+        **(defaults | algo.loss_options),
     )
     loss_BT = loss_BT + algo.kl_coef * kl_penalty(
         logp_BT, batch.ref_logp_BT, str(algo.kl_estimator)

@@ -16,15 +16,6 @@ def pool(tmp_path):
     found.close()
 
 
-def test_processes_stay_from_job_to_job_and_groups_do_not(pool):
-    assert pool.run(pool_jobs.sum_of_ranks, 2, 10) == [21, 21]
-    pids = pool.pids
-    # The second job forms a group of another size, of the same processes.
-    assert pool.run(pool_jobs.sum_of_ranks, 1, 5) == [5]
-    assert pool.pids == pids
-    assert len(pids) == 2
-
-
 def test_a_failing_rank_ends_its_waiting_peers_and_the_next_job_runs(pool):
     before = pool.run(pool_jobs.pid, 2)
     with pytest.raises(RankError, match=r"rank 1 of 2 failed[\s\S]*ZeroDivisionError"):

@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: open a page, run a script, click, take a screenshot.
+"""A headless Chromium over its debugging pipe: open a page, run a script, click.
 
 Debian's package by its path; nothing is downloaded, and nothing listens on a port. Messages
 of the protocol are JSON that end in a zero byte, on the file descriptors 3 (in) and 4 (out).
@@ -6,7 +6,6 @@ of the protocol are JSON that end in a zero byte, on the file descriptors 3 (in)
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -136,19 +135,6 @@ class Chromium:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def point(self, selector, *, share=0.5):
-        """Move the pointer onto an element."""
-        box = self.run(
-            f"(() => {{ const box = document.querySelector({json.dumps(selector)})"
-            ".getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
-        )
-        x, y = box[0] + share * box[2], box[1] + box[3] / 2
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path):
-        """What the window shows, as a PNG."""
-        Path(path).write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def requests(self):
         """Addresses the page asked for."""

@@ -1,9 +1,10 @@
-"""Report pages for tests: a hand-made tree, a hostile tree, many trees."""
+"""Report pages for tests (a hand-made tree, a hostile tree, many trees), and a parser of them."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html.parser import HTMLParser
 
 from mega_agentrl.report.config_diff import ConfigDifference
 from mega_agentrl.report.metrics_file import parse_metrics
@@ -17,6 +18,39 @@ HOSTILE = (
     '<img src=x onerror="globalThis.owned=1">--><!--<script>\ud800\0\x1b[2J\u202e\u2028'
     "<a href='javascript:globalThis.owned=1' id=tree autofocus onfocus=owned=1>"
 )
+
+
+class PageReader(HTMLParser):
+    """Elements with their attributes, and the text of a page."""
+
+    def __init__(self, markup):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.text = [], ""
+        self.inline = []  # attributes and text of each script and style
+        self._is_inline = False
+        self.feed(markup)
+        self.close()
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        self._is_inline = name in ("script", "style")
+        if self._is_inline:
+            self.inline.append((dict(attributes), []))
+
+    def handle_endtag(self, name):
+        self._is_inline = False
+
+    def handle_data(self, data):
+        self.text += data
+        if self._is_inline:
+            self.inline[-1][1].append(data)
+
+    def data_blocks(self):
+        """Data of the page's script by id."""
+        return {one["id"]: json.loads("".join(text)) for one, text in self.inline if "id" in one}
+
+    def all(self, name):
+        return [attributes for element, attributes in self.elements if element == name]
 
 
 def characters(token_ids):

@@ -29,7 +29,7 @@ def test_series_by_stage_in_order_of_steps():
     assert [line.stage for line in log.validation_lines()] == ["held_out_before"]
 
 
-def test_a_step_that_was_done_again_counts_as_it_was_last():
+def test_the_last_line_of_a_repeated_step_counts():
     log = parse_metrics([*LINES, '{"stage": "rl", "step": 2, "a": 9.0}'])
     assert log.series("rl", "a") == [(1, 1.0), (2, 9.0)]
     assert log.series("rl", "b") == []
@@ -42,7 +42,7 @@ def test_values_that_are_not_finite_are_kept():
     assert [log.series("rl", name)[0][1] for name in "bc"] == [math.inf, -math.inf]
 
 
-def test_what_is_no_metric_is_left_out():
+def test_values_that_are_no_numbers_are_left_out():
     text = '{"stage": "rl", "step": 1, "a": 1, "text": "x", "flag": true, "none": null, "l": [1]}'
     assert parse_metrics([text]).metric_names("rl") == ["a"]
 
@@ -64,6 +64,12 @@ def test_running_mean_by_hand():
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
     assert running_mean([1.0, 3.0], 10) == [1.0, 2.0]
     assert running_mean([], 3) == []
+
+
+def test_a_nan_stays_within_its_windows():
+    means = running_mean([1.0, math.nan, 3.0, 5.0], 2)
+    assert [math.isnan(mean) for mean in means] == [False, True, True, False]
+    assert means[-1] == 4.0
 
 
 @given(st.lists(st.floats(-10, 10), max_size=40), st.integers(1, 12))

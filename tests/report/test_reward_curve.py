@@ -15,7 +15,7 @@ HELD_OUT = [
 ]
 
 
-def test_the_file_is_a_picture_with_something_on_it(tmp_path):
+def test_the_file_is_a_picture_that_is_not_blank(tmp_path):
     path = tmp_path / "new" / "reward.png"
     write_reward_curve(path, POINTS, HELD_OUT, title="smoke")
     pixels = imread(path)
@@ -37,7 +37,7 @@ def test_one_point_is_enough(tmp_path, points, held_out):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="no steps and no evaluations"):
         write_reward_curve(tmp_path / "reward.png", [])
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Spans in a file, spans at a collector that listens here, and none."""
+"""Spans of a run in a file, at a collector, and nowhere."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from mega_agentrl.report.trace_export import open_tracer
 
 
-def test_without_a_place_there_is_no_tracer():
+def test_without_a_destination_there_is_no_tracer():
     with open_tracer("", "run") as tracer:
         assert tracer is None
 
@@ -26,8 +26,8 @@ def test_a_file_gets_a_line_for_each_span_and_is_appended_to(tmp_path):
     assert lines[0]["resource"]["attributes"]["run"] == "smoke"
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path):
-    with pytest.raises(ValueError, match=r"report\.trace_destination=.*cannot be written"):
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"report\.trace_destination="):
         with open_tracer(str(tmp_path), "run"):
             pytest.fail("opened")
 

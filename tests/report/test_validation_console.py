@@ -1,8 +1,7 @@
-"""Before and after, side by side."""
+"""Tables of evaluations before and after training."""
 
 import io
 
-import pytest
 from rich.console import Console
 
 from mega_agentrl.report.validation_console import (
@@ -36,49 +35,32 @@ AFTER = EvalSummary(
 )
 
 
-def test_rows_are_in_order_and_hold_both_sides():
-    rows = {row.label.strip(): row for row in eval_comparison_rows(BEFORE, AFTER)}
-    assert list(rows) == [
-        "reward",
-        "success",
-        "toolqa_both",
-        "toolqa_python",
-        "toolqa_search",
-        "success, greedy",
-        "answers with a tool",
-        "python calls per answer",
-        "search calls per answer",
-        "response tokens",
-    ]
-    assert rows["reward"].change == pytest.approx(0.75)
-    assert rows["toolqa_both"].before is None
-    assert rows["toolqa_both"].change is None
-    assert rows["success, greedy"].after == 0.7
+def test_rows_have_both_sides_and_every_source_and_tool():
+    rows = eval_comparison_rows(BEFORE, AFTER)
+    assert {row.label.strip(): (row.before, row.after) for row in rows} == {
+        "reward": (-0.25, 0.5),
+        "success": (0.2, 0.6),
+        "toolqa_both": (None, 0.4),
+        "toolqa_python": (0.1, 0.05),
+        "toolqa_search": (0.3, 0.3),
+        "success, greedy": (None, 0.7),
+        "answers with a tool": (0.5, 0.9),
+        "python calls per answer": (0.25, 0.75),
+        "search calls per answer": (None, 0.5),
+        "response tokens": (40.25, 52.0),
+    }
 
 
-def test_greedy_is_left_out_when_nobody_asked_for_it():
+def test_greedy_success_is_left_out_if_it_was_not_evaluated():
     labels = [row.label for row in eval_comparison_rows(BEFORE, BEFORE)]
     assert "success, greedy" not in labels
 
 
-def test_changes_of_an_evaluation_with_itself_are_zero():
-    assert all(row.change in (0.0, None) for row in eval_comparison_rows(AFTER, AFTER))
-
-
-def test_swapping_the_sides_turns_every_change_round():
-    forth = eval_comparison_rows(BEFORE, AFTER)
-    back = eval_comparison_rows(AFTER, BEFORE)
-    for one, other in zip(forth, back, strict=True):
-        assert one.label == other.label
-        if one.change is not None:
-            assert one.change == pytest.approx(-other.change)
-
-
-def test_printed_text():
+def test_printed_cells():
     out = io.StringIO()
     print_eval_comparison(BEFORE, AFTER, Console(file=out, width=100, force_terminal=False))
     lines = out.getvalue().splitlines()
-    assert lines[0].strip() == "held out: 300 questions, 600 answers"
+    assert "300 questions, 600 answers" in lines[0]
 
     def cells(label):
         line = next(line for line in lines if label in line)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+from mega_agentrl.reshard.layout import ShardLayout
+from mega_agentrl.reshard.mapping.model_mapping import megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape, MoeShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
@@ -73,6 +76,23 @@ def all_parallel_ranks(
         for stage in range(pipeline)
         for rank in range(tensor * data)
     ]
+
+
+def trainer_layouts_of(shape: ModelShape, **sizes: int) -> list[list[ShardLayout]]:
+    """Layouts of `all_parallel_ranks` of these sizes."""
+    return [megatron_layout(shape, rank) for rank in all_parallel_ranks(**sizes)]
+
+
+def widened(shape: ModelShape, factor: int) -> ModelShape:
+    """The shape with so many times the heads and widths, so that as many ranks can share it."""
+    changes: dict[str, Any] = {
+        name: getattr(shape, name) * factor
+        for name in ("ffn_hidden_size", "num_heads", "num_kv_heads")
+    }
+    if shape.moe:
+        width = shape.moe.ffn_hidden_size * factor
+        changes["moe"] = replace(shape.moe, ffn_hidden_size=width)
+    return replace(shape, **changes)
 
 
 @st.composite

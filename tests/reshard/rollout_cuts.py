@@ -6,6 +6,8 @@ parameter, gate over up, experts stacked, key/value heads repeated, a padded voc
 
 from __future__ import annotations
 
+from math import lcm
+
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.mapping.model_mapping import (
     HF_EMBEDDING,
@@ -39,8 +41,13 @@ def rollout_layout(shape, rank, size):
     return shards
 
 
+def engine_layouts(shape, size):
+    """Layouts of all tensor ranks of an engine."""
+    return [rollout_layout(shape, rank, size) for rank in range(size)]
+
+
 def _vocabulary(name, hf_name, shape, rank, size):
-    multiple = VOCAB_MULTIPLE * size // _common(VOCAB_MULTIPLE, size)
+    multiple = lcm(VOCAB_MULTIPLE, size)
     rows = -(-shape.vocab_size // multiple) * multiple // size
     valid = max(0, min(rows, shape.vocab_size - rank * rows))
     blocks = ()
@@ -48,12 +55,6 @@ def _vocabulary(name, hf_name, shape, rank, size):
         hf_rect = Rect((rank * rows, 0), (rank * rows + valid, shape.hidden_size))
         blocks = (Block(hf_name, hf_rect, Rect.whole((valid, shape.hidden_size))),)
     return ShardLayout(name, (rows, shape.hidden_size), blocks)
-
-
-def _common(a, b):
-    while b:
-        a, b = b, a % b
-    return a
 
 
 def _attention(shape, prefix, rank, size):

@@ -1,8 +1,9 @@
-"""A rank's way through a plan by hand, then all ranks of real plans, as threads over gloo."""
+"""The routes of a rank by hand, then all ranks of real plans, as threads over gloo."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,16 +13,16 @@ from torch.distributed import HashStore
 from mega_agentrl.reshard.executor import NUM_SLOTS, Route, TransferExecutor, routes_of_rank
 from mega_agentrl.reshard.frames import HEADER_BYTES, num_frame_bytes
 from mega_agentrl.reshard.layout import Rect
-from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice, TransferPlan
 from mega_agentrl.reshard.topology import RankLocation
 from mega_agentrl.reshard.transports.gloo import GlooTransport
 from tests.reshard.fake_rollout import PlainWeightWriter
 from tests.reshard.faults import cut
-from tests.reshard.model_cuts import all_parallel_ranks, make_moe_shape, make_shape
+from tests.reshard.model_cuts import make_moe_shape, make_shape, trainer_layouts_of
 from tests.reshard.planner.test_regions import layout, rows
-from tests.reshard.rollout_cuts import rollout_layout
+from tests.reshard.rollout_cuts import engine_layouts
 
 DEADLINE_S = 20.0
 
@@ -48,49 +49,46 @@ def test_routes_by_hand():
 
 
 class CountingTransport:
-    """Checks that frames lie in the slots, and counts those that are under way at a time."""
+    """Checks that frames lie in the slots, and counts the slots in use."""
 
     def __init__(self, transport):
-        self.transport, self.needs_exact_size, self.num_calls = (
-            transport,
-            transport.needs_exact_size,
-            0,
-        )
-        self.busy, self.most = {}, 0
+        self.transport, self.needs_exact_size = transport, transport.needs_exact_size
+        self.slot_sizes = []
+        """Number and size of slots, for each allocation."""
+        self.num_in_use, self.max_in_use = Counter(), 0
 
     def allocate_slots(self, count, num_bytes):
-        self.num_calls += 1
-        self.num_bytes = num_bytes
-        self.given = self.transport.allocate_slots(count, num_bytes)
-        return self.given
+        self.slot_sizes.append((count, num_bytes))
+        self.slots = self.transport.allocate_slots(count, num_bytes)
+        return self.slots
 
     def send(self, frame, peer):
-        return self._under_way(frame, self.transport.send(frame, peer))
+        return self._count(frame, self.transport.send(frame, peer))
 
     def receive(self, slot, peer):
-        return self._under_way(slot, self.transport.receive(slot, peer))
+        return self._count(slot, self.transport.receive(slot, peer))
 
     def close(self):
         self.transport.close()
 
-    def _under_way(self, frame, work):
-        (slot,) = (i for i, s in enumerate(self.given) if s.data_ptr() == frame.data_ptr())
-        self.busy[slot] = self.busy.get(slot, 0) + 1
-        self.most = max(self.most, sum(1 for count in self.busy.values() if count))
-        return Counted(self, slot, work)
+    def _count(self, frame, handle):
+        (slot,) = (i for i, s in enumerate(self.slots) if s.data_ptr() == frame.data_ptr())
+        self.num_in_use[slot] += 1
+        self.max_in_use = max(self.max_in_use, sum(map(bool, self.num_in_use.values())))
+        return CountedHandle(self, slot, handle)
 
 
-class Counted:
-    def __init__(self, transport, slot, work):
-        self.transport, self.slot, self.work = transport, slot, work
+class CountedHandle:
+    def __init__(self, transport, slot, handle):
+        self.transport, self.slot, self.handle = transport, slot, handle
 
     def wait(self, timeout_s):
-        found = self.work.wait(timeout_s)
-        self.transport.busy[self.slot] -= 1
-        return found
+        frame = self.handle.wait(timeout_s)
+        self.transport.num_in_use[self.slot] -= 1
+        return frame
 
     def release(self):
-        self.work.release()
+        self.handle.release()
 
 
 class Team:
@@ -103,15 +101,13 @@ class Team:
         store = HashStore()
 
         def join(rank):
-            transport = CountingTransport(
-                GlooTransport.join(store, rank, plan.world_size, timeout_s)
-            )
-            return transport, TransferExecutor(
-                plan, rank, transport, [*trainer_layouts, *rollout_layouts][rank], timeout_s
-            )
+            gloo = GlooTransport.join(store, rank, plan.world_size, timeout_s)
+            transport = CountingTransport(gloo)
+            layout = [*trainer_layouts, *rollout_layouts][rank]
+            return transport, TransferExecutor(plan, rank, transport, layout, timeout_s)
 
         joined = list(self.pool.map(join, range(plan.world_size)))
-        self.transports, self.executors = zip(*joined, strict=True)
+        self.transports, self.executors = map(list, zip(*joined, strict=True))
 
     def transfer(self, tensors, version, absent=()):
         """Report, or what was raised, by rank."""
@@ -150,57 +146,46 @@ def team():
         one.close()
 
 
-@pytest.mark.parametrize("make", [make_shape, make_moe_shape])
-def test_two_engines_get_ten_versions_and_pass_buckets_on(team, make):
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(make_shape, "float32"), (make_moe_shape, "bfloat16")],
+    ids=["dense-float32", "experts-bfloat16"],
+)
+def test_two_engines_get_ten_versions_and_forward_buckets(team, make, dtype):
     shape = make(num_layers=2, ffn_hidden_size=24)
     shapes = hf_shapes(shape)
-    trainer_layouts = [
-        megatron_layout(shape, parallel_rank)
-        for parallel_rank in all_parallel_ranks(tensor=2, pipeline=2)
-    ]
-    rollout_layouts = [rollout_layout(shape, rank, 2) for rank in range(2)] * 2
+    trainer_layouts = trainer_layouts_of(shape, tensor=2, pipeline=2)
+    rollout_layouts = engine_layouts(shape, 2) * 2
     nodes = [RankLocation(0)] * 8
     plan = plan_transfer(
-        trainer_layouts, rollout_layouts, nodes, "float32", names=list(shapes), bucket_bytes=2000
+        trainer_layouts, rollout_layouts, nodes, dtype, names=list(shapes), bucket_bytes=2000
     )
-    passing = {
-        hop.source for b in plan.buckets for hop in b.hops if hop.source in plan.rollout_ranks
-    }
-    assert passing
+    assert any(hop.source in plan.rollout_ranks for b in plan.buckets for hop in b.hops)
     group = team(plan, trainer_layouts, rollout_layouts)
     for version in range(10):
         tensors = {name: torch.randn(size) for name, size in shapes.items()}
         reports = group.transfer(tensors, version)
-        for writer, target_layout in zip(group.writers, rollout_layouts, strict=True):
+        for writer, rollout in zip(group.writers, rollout_layouts, strict=True):
             assert writer.missing == 0
-            for name, expected in cut(target_layout, tensors).items():
+            for name, values in cut(rollout, tensors).items():
+                expected = values.to(getattr(torch, dtype)).float()
                 assert torch.equal(writer.params[name], expected), name
     for rank, (report, transport) in enumerate(zip(reports, group.transports, strict=True)):
         hops = [(num_frame_bytes(b), hop) for b, hop in plan.hops_of(rank)]
         assert report.sent_bytes == sum(size for size, hop in hops if hop.source == rank)
         assert report.received_bytes == sum(size for size, hop in hops if hop.target == rank)
         assert report.duration_s > 0
-        assert len(transport.given) == NUM_SLOTS == 2
-        assert transport.num_calls == 1
-        assert transport.num_bytes == max([size for size, _ in hops], default=HEADER_BYTES)
-        assert transport.most <= 2
-    assert max(transport.most for transport in group.transports) == 2
+        assert transport.slot_sizes == [(2, max([size for size, _ in hops], default=HEADER_BYTES))]
+    assert max(transport.max_in_use for transport in group.transports) == NUM_SLOTS == 2
 
 
 def small_team(team, **options):
     """Trainer ranks 0 and 1 hold half of `w` each; 2 wants all of it, 3 the second half too."""
-    trainer_layouts, rollout_layouts = (
-        [layout(rows(0, 4)), layout(rows(4, 8))],
-        [layout(rows(0, 8))],
-    )
-    rollout_layouts.append(layout(rows(4, 8)))
+    trainer_layouts = [layout(rows(0, 4)), layout(rows(4, 8))]
+    rollout_layouts = [layout(rows(0, 8)), layout(rows(4, 8))]
+    nodes = [RankLocation(0)] * 4
     plan = plan_transfer(
-        trainer_layouts,
-        rollout_layouts,
-        [RankLocation(0)] * 4,
-        "float32",
-        names=["w"],
-        bucket_bytes=16,
+        trainer_layouts, rollout_layouts, nodes, "float32", names=["w"], bucket_bytes=16
     )
     return team(plan, trainer_layouts, rollout_layouts, **options)
 
@@ -222,7 +207,6 @@ def test_a_silent_rank_is_named_at_the_deadline(team):
     assert isinstance(errors[2], RuntimeError)
     assert "rank 2 could not receive from rank 0 bucket" in str(errors[2])
     assert "(from w Rect(start=(" in str(errors[2])
-    assert "deadline 1 s" in str(errors[2])
 
 
 def test_a_rank_that_has_left_is_named_at_once(team):
@@ -236,32 +220,22 @@ def test_a_rank_that_has_left_is_named_at_once(team):
     assert any("could not receive from rank 1 bucket" in message for message in messages)
 
 
-def test_a_rank_that_fails_leaves_and_nobody_waits_for_it(team):
-    """Rank 2 refuses the version; rank 3 waits for others than rank 2 as well."""
+def test_a_rank_that_refuses_a_version_leaves_and_nobody_waits_for_it(team):
+    """Rank 2 expects the next version; rank 3 waits for others than rank 2 as well."""
     group = small_team(team, timeout_s=60.0)
-    group.executors = (*group.executors[:2], Other(group.executors[2]), group.executors[3])
+    group.executors[2] = NextVersionExecutor(group.executors[2])
     start_s = time.monotonic()
     errors = group.transfer({"w": torch.randn(8, 4)}, 7)
     assert time.monotonic() - start_s < 50
     assert sum(isinstance(error, Exception) for error in errors) > 1
-    again = group.transfer({"w": torch.randn(8, 4)}, 8)
-    assert "rank 2 has left this session, expected a new one" in str(again[2])
-
-
-def test_another_version_is_refused(team):
-    group = small_team(team)
-    executor = group.executors[2]
-    group.executors = (*group.executors[:2], Other(executor), group.executors[3])
-    errors = group.transfer({"w": torch.randn(8, 4)}, 7)
     assert isinstance(errors[2], ValueError)
-    assert "rank 2 could not receive from rank" in str(errors[2])
-    assert "of weight version 8" in str(errors[2])
-    assert "a frame of weight version 7" in str(errors[2])
+    for fact in ("rank 2 could not receive from rank", "version 8", "a frame of weight version 7"):
+        assert fact in str(errors[2])
+    again = group.transfer({"w": torch.randn(8, 4)}, 8)
+    assert "rank 2 has left this session" in str(again[2])
 
 
-class Other:
-    """An executor that expects the next version."""
-
+class NextVersionExecutor:
     def __init__(self, executor):
         self.executor = executor
 

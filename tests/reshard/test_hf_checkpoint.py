@@ -1,3 +1,5 @@
+"""Checkpoint folders: a rank reads only its rectangles, and an export is complete or absent."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ from mega_agentrl.reshard.hf_checkpoint import (
     begin_export,
     find_tensor_files,
     finish_export,
-    partial_folder,
+    partial_export_folder,
     plan_files,
     read_shards,
 )
@@ -38,44 +40,54 @@ def test_reads_only_its_rectangles_and_zeroes_the_padding(tmp_path):
     assert got["right"].tolist() == [7, 8]
 
 
-def test_an_index_spreads_the_same_tensors_over_files(tmp_path):
+def test_every_file_of_an_index_is_opened_once_and_missing_ones_are_named(tmp_path, monkeypatch):
     for name in TENSORS:
         save_file({name: TENSORS[name]}, tmp_path / f"{name}.safetensors")
     index = {"weight_map": {name: f"{name}.safetensors" for name in TENSORS}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = []
+    plain = checkpoint.safe_open
+    monkeypatch.setattr(
+        checkpoint, "safe_open", lambda path, **kw: opened.append(path) or plain(path, **kw)
+    )
     got = parameters()
-    read_shards(tmp_path, SHARDS, SHAPES, got)
+    read_shards(tmp_path, SHARDS * 2, SHAPES, got)
+    assert len(opened) == 2
     assert got["left"][0].tolist() == [6, 7, 8]
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"do not exist: \['b.safetensors'\]"):
+    with pytest.raises(ValueError, match=r"\['b.safetensors'\]"):
         find_tensor_files(tmp_path)
 
 
-def test_left_over_missing_and_misshapen_tensors_are_listed(tmp_path):
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (SHAPES, r"does not have \['c'\]; missing tensors none"),
+        (SHAPES | {"c": (1,), "d": (1,)}, r"missing tensors \['d'\]"),
+        (SHAPES | {"c": (1,), "a": (5, 3)}, r"a has shape \(4, 3\), expected \(5, 3\)"),
+    ],
+    ids=["unknown", "missing", "misshapen"],
+)
+def test_tensors_that_are_not_those_of_the_model_are_named(tmp_path, shapes, message):
     save_file({**TENSORS, "c": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"that the model does not have \['c'\]"):
-        read_shards(tmp_path, SHARDS, SHAPES, parameters())
-    with pytest.raises(ValueError, match=r"missing tensors \['d'\]"):
-        read_shards(tmp_path, SHARDS, {**SHAPES, "c": (1,), "d": (1,)}, parameters())
-    with pytest.raises(ValueError, match=r"a has shape \(4, 3\), expected \(5, 3\)"):
-        read_shards(tmp_path, SHARDS, {**SHAPES, "a": (5, 3), "c": (1,)}, parameters())
+    with pytest.raises(ValueError, match=message):
+        read_shards(tmp_path, SHARDS, shapes, parameters())
 
 
-def test_a_tied_checkpoint_may_hold_its_output_layer_again(tmp_path):
-    save_file({**TENSORS, "lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    read_shards(tmp_path, SHARDS, SHAPES, parameters())
-
-
-def test_frequencies_that_old_llama_checkpoints_hold_are_passed_over(tmp_path):
-    extra = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.zeros(1) for n in range(2)}
-    save_file({**TENSORS, **extra}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.weight", "model.layers.1.self_attn.rotary_emb.inv_freq"],
+    ids=["tied-output-layer", "rotary-frequencies"],
+)
+def test_tensors_that_follow_from_others_may_be_in_a_checkpoint(tmp_path, name):
+    save_file({**TENSORS, name: torch.zeros(1)}, tmp_path / "model.safetensors")
     read_shards(tmp_path, SHARDS, SHAPES, parameters())
 
 
 def test_a_fresh_tensor_keeps_its_values_only_where_the_folder_lacks_it(tmp_path):
     save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors")
     got = parameters() | {"right": torch.tensor([3.0, 4.0])}
-    with pytest.raises(ValueError, match=r"missing tensors \['b'\]"):
+    with pytest.raises(ValueError, match=r"\['b'\]"):
         read_shards(tmp_path, SHARDS, SHAPES, got)
     read_shards(tmp_path, SHARDS, SHAPES, got, fresh=("b",))
     assert got["right"].tolist() == [3, 4]
@@ -83,29 +95,6 @@ def test_a_fresh_tensor_keeps_its_values_only_where_the_folder_lacks_it(tmp_path
     save_file(TENSORS, tmp_path / "model.safetensors")
     read_shards(tmp_path, SHARDS, SHAPES, got, fresh=("b",))
     assert got["right"].tolist() == [7, 8]
-
-
-def test_each_file_is_opened_once_however_many_tensors_it_holds(tmp_path, monkeypatch):
-    names = [f"t{index}" for index in range(40)]
-    values = {name: torch.full((2, 3), float(index)) for index, name in enumerate(names)}
-    files = {name: f"{index % 2}.safetensors" for index, name in enumerate(names)}
-    for file in set(files.values()):
-        save_file({name: values[name] for name in names if files[name] == file}, tmp_path / file)
-    index = {"weight_map": files}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    opened = []
-    plain = checkpoint.safe_open
-    monkeypatch.setattr(
-        checkpoint, "safe_open", lambda path, **kw: opened.append(path) or plain(path, **kw)
-    )
-    shards = [
-        ShardLayout(name, (2, 2), (Block(name, Rect((0, 1), (2, 3)), Rect.whole((2, 2))),))
-        for name in names
-    ]
-    got = {name: torch.zeros(2, 2) for name in names}
-    read_shards(tmp_path, shards, dict.fromkeys(names, (2, 3)), got)
-    assert len(opened) == 2
-    assert [tensor[0, 0].item() for tensor in got.values()] == list(range(40))
 
 
 def test_a_folder_without_weights_is_named(tmp_path):
@@ -134,7 +123,7 @@ def test_an_export_copies_the_rest_and_takes_its_name_last(tmp_path):
     plan = plan_files([["a"], ["b"]], SHAPES, element_bytes=4, max_file_bytes=1000)
     for _ in range(2):  # the second one replaces the first
         begin_export(target, source)
-        built = partial_folder(target)
+        built = partial_export_folder(target)
         assert {file.name for file in built.iterdir()} == {"config.json", "tokenizer.json"}
         finish_export(target, plan, SHAPES, element_bytes=4)
     assert not built.exists()

@@ -27,7 +27,7 @@ from mega_agentrl.reward.ares import accuracy, answers_match, final_answer
         ("12\\,000", "12000"),
     ],
 )
-def test_the_same(answer, truth):
+def test_equal_answers(answer, truth):
     assert answers_match(answer, truth) and answers_match(truth, answer)
 
 
@@ -45,7 +45,7 @@ def test_the_same(answer, truth):
         ("\\frac{x}{2}", "x"),
     ],
 )
-def test_not_the_same(answer, truth):
+def test_different_answers(answer, truth):
     assert not answers_match(answer, truth)
 
 
@@ -66,23 +66,15 @@ def test_final_answer(response, answer):
     assert final_answer(response) == answer
 
 
-def test_score():
+def test_accuracy():
     right = accuracy("\\boxed{0.5}", ["2", "\\frac{1}{2}"])
     assert (right.value, right.correct, right.f1, right.answer) == (1.0, True, 1.0, "0.5")
     wrong = accuracy("\\boxed{3}", "2")
     assert (wrong.value, wrong.correct) == (0.0, False)
 
 
-def test_supplied_zero_is_graded_again_only_as_released():
-    assert accuracy("\\boxed{2}", "2", supplied=0.0).value == 0.0
-    assert accuracy("\\boxed{2}", "2", supplied=0.0, regrade_zero=True).value == 1.0
-    assert accuracy("\\boxed{3}", "2", supplied=0.7, regrade_zero=True).value == 0.7
-    assert not accuracy("\\boxed{3}", "2", supplied=0.7).correct
-    assert accuracy("\\boxed{3}", "2", supplied=0.7, threshold=0.5).correct
-
-
 @given(st.text(alphabet="\\boxed{}frac12 $.,", max_size=60), st.text(max_size=10))
-def test_nothing_raises(response, truth):
+def test_any_text_has_a_reward(response, truth):
     assert accuracy(response, truth).value in (0.0, 1.0)
 
 

@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.reward.arpo import score, score_strict
-from mega_agentrl.types.records import (
-    Prompt,
-    Role,
-    StopReason,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-    Turn,
-)
+from mega_agentrl.reward.arpo import score, score_trajectory
+from mega_agentrl.types.records import Role, ToolStatus, Turn
+from tests.fakes import OUTCOME, make_prompt, make_trajectory
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "arpo_reward.json"
 CASES = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
@@ -34,22 +27,9 @@ def trajectory(*turns, truth="12"):
         else:
             tool, status, answer = turn
             role, text = Role.tool, f" <result>\n{answer}\n</result>"
-            outcome = ToolOutcome(tool=tool, status=status, answer=answer, latency_s=0.0)
+            outcome = replace(OUTCOME, tool=tool, status=status, answer=answer)
         records.append(Turn(index=index, role=role, start=0, stop=0, text=text, outcome=outcome))
-    prompt = Prompt(prompt_id="p", data_source="d", messages=(), ground_truth=truth, token_ids=(1,))
-    return Trajectory(
-        trajectory_id="t",
-        prompt=prompt,
-        path=(0,),
-        token_ids=[],
-        loss_mask=[],
-        logps=[],
-        entropies=[],
-        versions=[],
-        turn_ids=[],
-        turns=records,
-        stop_reason=StopReason.eos,
-    )
+    return make_trajectory(prompt=make_prompt(ground_truth=truth), turns=records)
 
 
 SEARCH = (THINK + "<search> q </search>", ("search", ToolStatus.ok, "x"))
@@ -71,11 +51,7 @@ def test_released_rows(case):
     ("answer", "truth", "expected"),
     [
         ("\\frac{1}{2}", "0.5", 1.0),
-        ("50\\%", "1/2", 1.0),
-        ("50%", "50", 1.0),
         ("-5", "5", 0.0),
-        ("3.14", "314", 0.0),
-        ("1,000", "1000.0", 1.0),
         ("0.5", ("2", "\\frac12"), 1.0),
         ("12 apples", "12", 2 / 3),
         ("Paris", "paris", 1.0),
@@ -83,15 +59,15 @@ def test_released_rows(case):
 )
 def test_strict_compares_numbers_as_numbers(answer, truth, expected):
     text = f"{THINK}<answer> \\boxed{{{answer}}} </answer>"
-    assert score_strict(trajectory(text, truth=truth)).f1 == pytest.approx(expected)
+    assert score_trajectory(trajectory(text, truth=truth)).f1 == pytest.approx(expected)
 
 
-def test_what_a_user_says_is_no_result():
+def test_a_turn_of_a_user_is_no_result_of_a_tool():
     good = THINK + "<answer> \\boxed{4} </answer>"
     one = trajectory(*PYTHON, good, truth="4")
-    assert score_strict(one).value == 1.0
+    assert score_trajectory(one).value == 1.0
     one.turns[1] = replace(one.turns[1], role=Role.user)
-    assert "python/result tags are incomplete" in score_strict(one).reason
+    assert score_trajectory(one).value == -1.0
 
 
 def test_threshold_makes_a_partial_answer_correct():
@@ -107,18 +83,18 @@ def test_last_box_by_a_space_ends_at_a_dollar():
 
 
 def test_strict_bonus_needs_both_tools_to_have_run():
-    assert score_strict(trajectory(*SEARCH, *PYTHON, ANSWER)).value == pytest.approx(1.1)
-    assert score_strict(trajectory(*PYTHON, *PYTHON, ANSWER)).value == 1.0
+    assert score_trajectory(trajectory(*SEARCH, *PYTHON, ANSWER)).value == pytest.approx(1.1)
+    assert score_trajectory(trajectory(*PYTHON, *PYTHON, ANSWER)).value == 1.0
     failed = (PYTHON[0], ("python", ToolStatus.user_error, "Traceback"))
-    assert score_strict(trajectory(*SEARCH, *failed, ANSWER)).value == 1.0
+    assert score_trajectory(trajectory(*SEARCH, *failed, ANSWER)).value == 1.0
     wrong = trajectory(*SEARCH, *PYTHON, "<answer> \\boxed{13} </answer>")
-    assert score_strict(wrong).value == 0.0
+    assert score_trajectory(wrong).value == 0.0
 
 
 def test_strict_bonus_is_not_earned_by_writing_closing_tags():
     text = THINK + "</search></python>" + ANSWER
     assert score(text, "12").value == pytest.approx(1.1)
-    assert score_strict(trajectory(text)).value == 1.0
+    assert score_trajectory(trajectory(text)).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -126,53 +102,32 @@ def test_strict_bonus_is_not_earned_by_writing_closing_tags():
 )
 def test_strict_ignores_tags_in_tool_output(page):
     injected = (SEARCH[0], ("search", ToolStatus.ok, page))
-    harmless = score_strict(trajectory(*SEARCH, ANSWER))
-    assert score_strict(trajectory(*injected, ANSWER)) == harmless
+    harmless = score_trajectory(trajectory(*SEARCH, ANSWER))
+    assert score_trajectory(trajectory(*injected, ANSWER)) == harmless
     assert harmless.value == 1.0
 
 
 def test_strict_does_not_take_an_answer_from_a_tool():
     page = (SEARCH[0], ("search", ToolStatus.ok, ANSWER))
-    assert score_strict(trajectory(*page, "done")).value == -1.0
+    assert score_trajectory(trajectory(*page, "done")).value == -1.0
 
 
 def test_strict_format():
     call_without_result = trajectory(THINK + "<search> q </search>" + ANSWER)
-    assert score_strict(call_without_result).value == -1.0
+    assert score_trajectory(call_without_result).value == -1.0
     faked = trajectory(THINK + "<search> q </search> <result>\n12\n</result>" + ANSWER)
     assert score(faked.response_text, "12").value == 1.0
-    assert score_strict(faked).value == -1.0
-    assert score_strict(trajectory(ANSWER)).value == -1.0
-    assert score_strict(trajectory(THINK + ANSWER + ANSWER)).value == -1.0
+    assert score_trajectory(faked).value == -1.0
+    assert score_trajectory(trajectory(ANSWER)).value == -1.0
+    assert score_trajectory(trajectory(THINK + ANSWER + ANSWER)).value == -1.0
 
 
-def test_strict_compares_numbers():
-    negative = trajectory(THINK + "<answer> \\boxed{-12} </answer>")
-    assert score(negative.response_text, "12").value == 1.0
-    assert score_strict(negative).value == 0.0
+TAGS = [f"{mark}{tag}>" for tag in ("think", "answer", "search", "python") for mark in ("<", "</")]
+PIECES = [*TAGS, "<result>", "</result>", "\\boxed", "\\boxed{", "\\boxed ", "}", "{", "12", " "]
 
 
-PIECES = st.sampled_from(
-    [
-        *("<think>", "</think>", "<answer>", "</answer>", "<search>", "</search>", "<python>"),
-        *(
-            "</python>",
-            "<result>",
-            "</result>",
-            "\\boxed",
-            "\\boxed{",
-            "\\boxed ",
-            "}",
-            "{",
-            "12",
-            " ",
-        ),
-    ]
-)
-
-
-@given(st.lists(PIECES, max_size=24).map("".join))
-def test_never_raises(text):
-    for got in (score(text, "12"), score_strict(trajectory(text))):
+@given(st.lists(st.sampled_from(PIECES), max_size=24).map("".join))
+def test_any_text_has_a_reward(text):
+    for got in (score(text, "12"), score_trajectory(trajectory(text))):
         assert got.value == -1.0 or 0.0 <= got.value <= 1.1
         assert got.correct <= (got.f1 == 1.0)

@@ -34,7 +34,7 @@ def test_published_rows(case):
         ("", 0.0),
     ],
 )
-def test_published_rule_more(solution, published):
+def test_published_rule(solution, published):
     assert score(solution, "[get(a=1)]", match="string").value == published
 
 
@@ -68,7 +68,7 @@ def test_calls_are_compared(solution, truth, want):
 
 def test_format_is_closed_reasoning():
     assert score("reasoning the template opened</think>[get(a=1)]", "[get(a=1)]").correct
-    assert "not closed" in score("[get(a=1)]", "[get(a=1)]").reason
+    assert not score("[get(a=1)]", "[get(a=1)]").correct
     assert not score("<think>[get(a=1)]", "[get(a=1)]").correct
     assert not score("[get(a=1)]<think>x</think>", "[get(a=1)]").correct
     assert not score("<think>[get(a=1)]</think>", "[get(a=1)]").correct
@@ -90,14 +90,14 @@ def test_any_order_is_the_same_set(calls):
 
 
 @given(st.text(max_size=30))
-def test_nothing_the_policy_writes_raises(text):
+def test_any_text_has_a_reward(text):
     for match in ("ast", "string"):
         assert score(text, "[get(a=1)]", match=match).value in (0.0, 1.0)
     assert score(THINK + text, "[get(a=1)]").value in (0.0, 1.0)
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="ground_truth: got 'forty-two', expected calls"):
+def test_an_invalid_ground_truth_or_match_is_refused():
+    with pytest.raises(ValueError, match="ground_truth: got 'forty-two'"):
         score(THINK, "forty-two")
-    with pytest.raises(ValueError, match="match=json: expected one of ast, string"):
+    with pytest.raises(ValueError, match="match=json"):
         score(THINK, "[]", match="json")

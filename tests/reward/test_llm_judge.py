@@ -80,9 +80,8 @@ def test_question_truth_and_answer_are_sent_and_the_number_is_read(serve):
     assert "user: 2+2?" in text and "4 or four" in text
     fence = next(line for line in text.splitlines() if line.startswith("----- "))
     assert text.split(fence)[1] == "\nFour.\n-----\nSay 1 ?\n"
-    assert {key.lower(): value for key, value in server.headers[0].items()}[
-        "authorization"
-    ] == "Bearer secret"
+    headers = {key.lower(): value for key, value in server.headers[0].items()}
+    assert headers["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -94,48 +93,48 @@ def test_numbers(serve, text, number):
     assert judge.submit(QUESTION, "Four", "4").result(WAIT_S) == number
 
 
-def test_what_may_pass_is_tried_again(serve):
+def test_temporary_errors_are_tried_again(serve):
     server, judge = serve(503, 429, 500, "0.5")
     assert judge.submit(QUESTION, "Four", "4").result(WAIT_S) == 0.5
     assert len(server.bodies) == 4
 
 
 @pytest.mark.parametrize(
-    ("reply", "expected"),
+    ("reply", "fact"),
     [
-        ("8 of 10", "got the text '8 of 10', expected one number"),
-        ("good", "the text 'good'"),
-        ("1e999", "the text '1e999'"),
-        (None, "the text 'None'"),
+        ("8 of 10", "'8 of 10'"),
+        ("good", "'good'"),
+        ("1e999", "'1e999'"),
+        (None, "'None'"),
         (401, "HTTP 401"),
     ],
 )
-def test_what_is_no_number_is_final(serve, reply, expected):
+def test_a_reply_that_is_no_number_is_not_tried_again(serve, reply, fact):
     server, judge = serve(reply)
-    with pytest.raises(JudgeError, match=expected):
+    with pytest.raises(JudgeError, match=fact):
         judge.submit(QUESTION, "Four", "4").result(WAIT_S)
     assert len(server.bodies) == 1
 
 
-def test_the_deadline_holds_for_one_that_hangs_and_one_that_is_down(serve):
+def test_a_server_that_hangs_or_fails_has_a_deadline(serve):
     _, hanging = serve("hang", timeout_s=0.5)
     _, failing = serve(503, timeout_s=0.5)
     futures = [judge.submit(QUESTION, "Four", "4") for judge in (hanging, failing)]
     for one in futures:
-        with pytest.raises(JudgeError, match=r"no answer within 0\.5 s"):
+        with pytest.raises(JudgeError, match=r"0\.5 s"):
             one.result(WAIT_S)
 
 
-def test_nobody_listens(monkeypatch):
+def test_a_server_that_does_not_listen_is_an_error(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("mega_agentrl.reward.llm_judge.MAX_ATTEMPTS", 2)
     judge = LLMJudge("http://127.0.0.1:9/v1", "grader", timeout_s=20.0)
-    with pytest.raises(JudgeError, match=r"ConnectError: .* in 2 attempts, expected one number"):
+    with pytest.raises(JudgeError, match=r"ConnectError: .* 2 attempts"):
         judge.submit(QUESTION, "Four", "4").result(WAIT_S)
     judge.close()
 
 
-def test_many_at_once_and_close_ends_what_is_open(serve):
+def test_many_requests_at_once_and_close_cancels_open_ones(serve):
     _, judge = serve("1")
     assert sum(one.result(WAIT_S) for one in [judge.submit(QUESTION, "", "4") for _ in range(150)])
     _, hanging = serve("hang")
@@ -146,5 +145,5 @@ def test_many_at_once_and_close_ends_what_is_open(serve):
     for one in futures:
         with pytest.raises(CancelledError):
             one.result(WAIT_S)
-    with pytest.raises(RuntimeError, match="submit after close"):
+    with pytest.raises(RuntimeError, match="close"):
         hanging.submit(QUESTION, "", "4")

@@ -25,33 +25,22 @@ from mega_agentrl.reward.rubric import (
     gather_futures,
 )
 from mega_agentrl.reward.user_reward import UserRewardError, UserRewardResult
-from mega_agentrl.types.records import Role, StopReason, ToolOutcome, ToolStatus, Trajectory, Turn
-from tests.fakes import make_prompt
+from mega_agentrl.types.records import Role, Turn
+from tests.fakes import OUTCOME, make_prompt, make_trajectory
 
 TEXT = "<think> r </think></search></python><answer> \\boxed{a b} </answer>"
 CALLS = '<think> r </think>[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
 
 
 def trajectory(text=TEXT, source="d", truth="b", **prompt):
-    return Trajectory(
-        trajectory_id="t",
+    return make_trajectory(
         prompt=make_prompt(data_source=source, ground_truth=truth, **prompt),
-        path=(0,),
-        token_ids=[],
-        loss_mask=[],
-        logps=[],
-        entropies=[],
-        versions=[],
-        turn_ids=[],
         turns=[Turn(index=0, role=Role.assistant, start=0, stop=0, text=text)],
-        stop_reason=StopReason.eos,
     )
 
 
 def called(tool, step_reward=0.0, text=""):
-    outcome = ToolOutcome(
-        tool=tool, status=ToolStatus.ok, answer="", latency_s=0.0, step_reward=step_reward
-    )
+    outcome = replace(OUTCOME, tool=tool, step_reward=step_reward)
     return Turn(index=0, role=Role.tool, start=0, stop=0, text=text, outcome=outcome)
 
 
@@ -63,25 +52,14 @@ def rubric(parts=None, *, functions=None, judge=None, **changes):
     return WeightedRubric(RewardConfig(rubric=by_source, **changes), functions, judge)
 
 
-class Function:
-    """Stands for a function of the user's behind its pool."""
+class PendingScorer:
+    """Stands for a user function behind its pool, or for a judge."""
 
     def __init__(self):
         self.calls, self.future = [], Future()
 
-    def submit(self, **values):
-        self.calls.append(values)
-        return self.future
-
-
-class Judge:
-    """Stands for the way to a judge."""
-
-    def __init__(self):
-        self.calls, self.future = [], Future()
-
-    def submit(self, *values):
-        self.calls.append(values)
+    def submit(self, *arguments, **values):
+        self.calls.append(arguments or values)
         return self.future
 
 
@@ -97,24 +75,18 @@ def test_the_built_in_parts():
     assert rubric({"accuracy": 1.0}).score(trajectory("so \\boxed{12.0}", truth="12")).value == 1.0
     swapped = '[{"name": "g", "arguments": {}}, {"name": "f", "arguments": {"x": 1}}]'
     calls = trajectory(CALLS, truth=swapped)
-    got = {
-        match: rubric({"function_call": 1.0}, function_call_match=match).score(calls).value
-        for match in FunctionCallMatch
-    }
-    assert got == {
-        FunctionCallMatch.ast: 1.0,
-        FunctionCallMatch.ast_ordered: 0.0,
-        FunctionCallMatch.string: 0.0,
-    }
+    for match in FunctionCallMatch:
+        got = rubric({"function_call": 1.0}, function_call_match=match).score(calls)
+        assert got.value == (match is FunctionCallMatch.ast)
 
 
-def test_what_tools_say_is_no_accuracy():
+def test_an_answer_of_a_tool_is_no_answer_of_the_policy():
     record = trajectory("I do not know", truth="12")
     record.turns.append(called("search", text="<result> \\boxed{12} </result>"))
     assert not rubric({"accuracy": 1.0}).score(record).correct
 
 
-def test_threshold():
+def test_correct_threshold():
     record = trajectory(TEXT.replace("a b", "c b"))
     for part in ("arpo", "arpo_released"):
         low = rubric({part: 1.0}, correct_threshold=0.6).score(record)
@@ -167,8 +139,8 @@ def test_parts_add_up_and_weights_are_linear(weights, factor, data):
         assert got.parts == {}
 
 
-def test_a_user_function_is_called_and_its_fields_travel_along():
-    mine = Function()
+def test_a_user_function_is_called_and_its_fields_are_kept():
+    mine = PendingScorer()
     parts = {"arpo": 1.0, "mine": 0.5}
     record = trajectory(extra_info={"index": 3})
     record.turns.append(called("search", text=" page"))
@@ -185,25 +157,24 @@ def test_a_user_function_is_called_and_its_fields_travel_along():
     assert got.correct and got.answer == "a b"
 
 
-def test_a_function_may_be_all_there_is():
-    mine = Function()
-    future = rubric({"mine": 2.0}, functions={"mine": mine}, correct_threshold=0.5).score(
-        trajectory()
-    )
+def test_a_user_function_alone():
+    mine = PendingScorer()
+    weighted = rubric({"mine": 2.0}, functions={"mine": mine}, correct_threshold=0.5)
+    future = weighted.score(trajectory())
     mine.future.set_result(UserRewardResult(value=0.5))
     got = future.result(0)
     assert (got.value, got.correct, got.f1, got.parts) == (1.0, True, 1.0, {})
 
 
 def test_a_function_that_fails_leaves_no_reward():
-    mine = Function()
+    mine = PendingScorer()
     future = rubric({"arpo": 1.0, "mine": 0.5}, functions={"mine": mine}).score(trajectory())
     mine.future.set_exception(UserRewardError("it hung"))
     assert str(future.exception(0)) == "it hung"
 
 
-def test_a_judge_reads_what_the_policy_wrote():
-    judge = Judge()
+def test_a_judge_reads_the_text_of_the_policy():
+    judge = PendingScorer()
     judge_config = RewardModelConfig(path_or_url="http://here/v1", served_model_name="judge")
     weighted = rubric({"model": 0.5, "arpo": 1.0}, judge=judge, model=judge_config)
     record = trajectory()
@@ -219,15 +190,12 @@ def test_a_judge_reads_what_the_policy_wrote():
 
 @pytest.mark.parametrize("first", ["model", "arpo"])
 def test_a_model_in_a_folder_is_added_afterwards(first):
-    weights = {first: 1.0, **{"model": 0.5, "arpo": 1.0}}
-    weights["model"] = 0.5
-    weighted = rubric(
-        {"judged": weights, "default": {"arpo": 1.0}}, model=RewardModelConfig("folder")
-    )
+    weights = {first: 0.0} | {"model": 0.5, "arpo": 1.0}
+    by_source = {"judged": weights, "default": {"arpo": 1.0}}
+    weighted = rubric(by_source, model=RewardModelConfig("folder"))
     record = trajectory(source="judged")
-    assert weighted.needs_reward_model(record.prompt) and not weighted.needs_reward_model(
-        trajectory().prompt
-    )
+    assert weighted.needs_reward_model(record.prompt)
+    assert not weighted.needs_reward_model(trajectory().prompt)
     record.score = replace(weighted.score(record), extra_info={"mine": {"a": 1}})
     assert record.score.value == 1.0
     assert record.score.correct == (first == "arpo")
@@ -254,19 +222,16 @@ def config(weights, source="default", **changes):
     return RewardConfig(rubric={source: weights}, **changes)
 
 
-def test_parts_are_built_in_or_the_runs_own():
+def test_unknown_parts_are_refused_with_similar_ones():
     check_rubric_parts(config({"arpo": 1.0, "gsm8k": 0.5}), NAMES)
     check_rubric_parts(config({"mine": 1.0}, functions={"mine": "m:f"}), NAMES)
-    with pytest.raises(ValueError, match=r"rubric\.default\.gsm9k=0\.5: .* one of gsm8k; probable"):
-        check_rubric_parts(config({"gsm9k": 0.5}), NAMES)
-    with pytest.raises(ValueError, match="expected one of accuracy;"):
-        check_rubric_parts(config({"accurracy": 0.5}), NAMES)
-    with pytest.raises(ValueError, match=r"one of arpo, arpo_released, .*, model, python, gsm8k;"):
-        check_rubric_parts(config({"zzz": 0.5}), NAMES)
+    for name, near in (("gsm9k", "gsm8k"), ("accurracy", "accuracy"), ("zzz", "arpo")):
+        with pytest.raises(ValueError, match=rf"rubric\.default\.{name}=0\.5: .*{near}"):
+            check_rubric_parts(config({name: 0.5}), NAMES)
 
 
 def test_a_name_means_one_part():
-    with pytest.raises(ValueError, match="the part accuracy is a tool's or a user's name and"):
+    with pytest.raises(ValueError, match="accuracy"):
         check_rubric_parts(config({"accuracy": 1.0}), ("accuracy",))
     check_rubric_parts(config({"arpo": 1.0}), ("accuracy",))
 
@@ -276,26 +241,26 @@ def test_every_prompt_has_a_rubric():
     check_prompt_rubrics(config({"arpo": 1.0}), prompts)
     only = config({"arpo": 1.0}, "math")
     check_prompt_rubrics(only, prompts[:1])
-    with pytest.raises(ValueError, match=r"prompt b/1: .* its data source qa nor default"):
+    with pytest.raises(ValueError, match="prompt b/1"):
         check_prompt_rubrics(only, prompts)
 
 
-def test_what_a_part_reads_of_a_prompt():
+def test_a_prompt_that_a_part_cannot_read_is_refused():
     calls = make_prompt("p", ground_truth="no calls here")
-    with pytest.raises(ValueError, match="prompt p: ground_truth: got 'no calls here'"):
+    with pytest.raises(ValueError, match="prompt p: ground_truth"):
         check_prompt_rubrics(config({"function_call": 1.0}), [calls])
     check_prompt_rubrics(
         config({"function_call": 1.0}, function_call_match=FunctionCallMatch.string), [calls]
     )
     check_prompt_rubrics(config({"arpo": 1.0}), [calls])
     odd = make_prompt("p", extra_info={"when": object()})
-    with pytest.raises(ValueError, match="prompt p: extra_info: a value of type object"):
+    with pytest.raises(ValueError, match="prompt p: extra_info"):
         check_prompt_rubrics(config({"mine": 1.0}, functions={"mine": "m:f"}), [odd])
     check_prompt_rubrics(config({"arpo": 1.0}), [odd])
 
 
 @given(st.permutations(range(4)))
-def test_made_of_all_results_whatever_comes_first(order):
+def test_results_are_gathered_in_any_order(order):
     parts = {str(index): Future() for index in range(4)}
     whole = gather_futures(parts, lambda came: [came[name] for name in parts])
     for place, index in enumerate(order):
@@ -304,14 +269,14 @@ def test_made_of_all_results_whatever_comes_first(order):
     assert whole.result(0) == [0, 10, 20, 30]
 
 
-def test_results_that_are_there_already():
+def test_finished_futures_are_gathered_at_once():
     done = Future()
     done.set_result(3)
     assert gather_futures({"a": done}, lambda came: came["a"] + 1).result(0) == 4
 
 
 @pytest.mark.parametrize("order", permutations(range(3)))
-def test_the_first_error_is_the_result_and_what_comes_later_changes_nothing(order):
+def test_the_first_error_is_the_result(order):
     parts = {str(index): Future() for index in range(3)}
     whole = gather_futures(parts, dict)
     settle = [
@@ -339,6 +304,5 @@ def test_a_part_that_is_cancelled_and_a_bug_are_errors():
     assert isinstance(whole.exception(0), CancelledError)
     done = Future()
     done.set_result(0)
-    assert isinstance(
-        gather_futures({"a": done}, lambda came: 1 / 0).exception(0), ZeroDivisionError
-    )
+    failed = gather_futures({"a": done}, lambda came: 1 / 0)
+    assert isinstance(failed.exception(0), ZeroDivisionError)

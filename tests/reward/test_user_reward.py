@@ -3,6 +3,7 @@
 import json
 import math
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -72,12 +73,21 @@ def general(tmp_path_factory):
     return f"{folder}/mine.py:compute_score"
 
 
+@contextmanager
+def started(reference, *, num_workers=1, timeout_s=120.0):
+    """The reward function over a pool of its own."""
+    pool = WorkerPool(num_workers, timeout_s, warm_up=[warm_up_call(reference)])
+    pool.start()
+    try:
+        yield UserRewardFunction(pool, reference)
+    finally:
+        pool.close()
+
+
 @pytest.fixture(scope="module")
 def function(general):
-    pool = WorkerPool(2, 120.0, warm_up=[warm_up_call(general)])
-    pool.start()
-    yield UserRewardFunction(pool, general)
-    pool.close()
+    with started(general, num_workers=2) as made:
+        yield made
 
 
 def ask(function, solution, truth="4", index=0):
@@ -105,11 +115,11 @@ def test_several_ground_truths_arrive_as_a_list(function):
     ("solution", "cause", "expected"),
     [
         ("raise", FunctionFailedError, "KeyError: 'no such answer'"),
-        ("die", WorkerLostError, r"exit code 9\); it wrote: scoring die"),
-        ("nan", FunctionFailedError, "returned the score nan of type float, expected a finite"),
+        ("die", WorkerLostError, r"exit code 9\).* scoring die"),
+        ("nan", FunctionFailedError, "score nan"),
     ],
 )
-def test_what_goes_wrong_names_the_function(function, solution, cause, expected):
+def test_a_failed_call_names_the_function(function, solution, cause, expected):
     with pytest.raises(UserRewardError, match=expected) as caught:
         ask(function, solution).result(WAIT_S)
     assert "mine.py:compute_score" in str(caught.value)
@@ -117,27 +127,19 @@ def test_what_goes_wrong_names_the_function(function, solution, cause, expected)
     assert ask(function, "4").result(WAIT_S).value == 0.5
 
 
-def test_one_that_hangs_is_ended_at_its_deadline(general):
-    pool = WorkerPool(1, 2.0, warm_up=[warm_up_call(general)])
-    pool.start()
-    try:
-        with pytest.raises(UserRewardError, match="did not return within 2 s") as caught:
-            ask(UserRewardFunction(pool, general), "hang").result(WAIT_S)
-        assert isinstance(caught.value.__cause__, WorkerTimeoutError)
-    finally:
-        pool.close()
+def test_a_call_that_hangs_ends_at_its_deadline(general):
+    with started(general, timeout_s=2.0) as function:
+        with pytest.raises(UserRewardError, match="2 s") as caught:
+            ask(function, "hang").result(WAIT_S)
+    assert isinstance(caught.value.__cause__, WorkerTimeoutError)
 
 
 def test_a_call_can_be_cancelled_until_it_begins(file):
-    path = file("import time\n" + HEAD + "    time.sleep(600)\n")
-    pool = WorkerPool(1, 600.0, warm_up=[warm_up_call(path)])
-    pool.start()
-    slow = UserRewardFunction(pool, path)
-    first, second = ask(slow, "a"), ask(slow, "b")
-    assert second.cancel()
-    with pytest.raises(CancelledError):
-        second.result(WAIT_S)
-    pool.close()
+    with started(file("import time\n" + HEAD + "    time.sleep(600)\n")) as slow:
+        first, second = ask(slow, "a"), ask(slow, "b")
+        assert second.cancel()
+        with pytest.raises(CancelledError):
+            second.result(WAIT_S)
     with pytest.raises(UserRewardError) as caught:
         first.result(WAIT_S)
     assert isinstance(caught.value.__cause__, PoolClosedError)
@@ -145,34 +147,23 @@ def test_a_call_can_be_cancelled_until_it_begins(file):
 
 def test_a_worker_imports_a_file_once(file, tmp_path):
     path = file(f"open('{tmp_path}/notes', 'a').write('x')\n" + HEAD + "    return 1\n")
-    pool = WorkerPool(1, 20.0, warm_up=[warm_up_call(path)])
-    pool.start()
-    assert [ask(UserRewardFunction(pool, path), "a").result(WAIT_S).value for _ in range(3)] == [
-        1
-    ] * 3
-    pool.close()
+    with started(path) as function:
+        assert [ask(function, "a").result(WAIT_S).value for _ in range(3)] == [1] * 3
     assert (tmp_path / "notes").read_text() == "x"
 
 
 def test_a_pool_does_not_start_with_a_wrong_function(file):
     path = file("def compute_score(answer):\n    return 1\n")
-    with pytest.raises(ValueError, match=r"its arguments are \(answer\): missing a required"):
+    with pytest.raises(ValueError, match=r"\(answer\)"):
         WorkerPool(1, 1.0, warm_up=[warm_up_call(path)]).start()
 
 
-def test_by_import_path_with_and_without_a_name(file, monkeypatch, tmp_path):
+def test_a_module_with_and_without_a_name(file, monkeypatch, tmp_path):
     (tmp_path / "folder_of_rewards").mkdir()
     file(HEAD + "    return 2\n\ndef other(**values):\n    return 3\n", "folder_of_rewards/some.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert run("folder_of_rewards.some", VALUES)["score"] == 2
     assert run("folder_of_rewards.some:other", VALUES)["score"] == 3
-
-
-def test_files_of_one_name_do_not_meet(file, tmp_path):
-    for number in (1, 2):
-        (tmp_path / str(number)).mkdir()
-        path = file(HEAD + f"    return {number}\n", f"{number}/mine.py")
-        assert run(path, VALUES)["score"] == number
 
 
 def test_a_file_may_hold_dataclasses(file):
@@ -192,10 +183,9 @@ def test_a_file_may_hold_dataclasses(file):
         ("def compute_score(data_source, solution_str, ground_truth):\n  return 1\n", "'extra_in"),
         ("def compute_score(a, b, c, d):\n  return 1\n", "missing a required argument: 'a'"),
         (HEAD.replace("info", "info, key") + "  return 1\n", "missing a required argument: 'key'"),
-        ("import no_such_module\n", "ModuleNotFoundError"),
     ],
 )
-def test_check_names_what_is_wrong(file, text, expected):
+def test_check_refuses_a_wrong_function(file, text, expected):
     path = file(text)
     error = refused(check, path)
     assert (error.key, error.got) == ("reward.functions", path)
@@ -216,22 +206,22 @@ def test_any_number_is_a_score(value):
 @pytest.mark.parametrize(
     "value", [None, "1", math.nan, math.inf, [1.0], (1.0, {}), 1j, np.ones(2), np.float32("nan")]
 )
-def test_anything_else_is_none(value):
+def test_any_other_value_is_refused(value):
     for result in (value, {"score": value}):
-        with pytest.raises(ValueError, match=r"reward function f: returned the score .* expected"):
+        with pytest.raises(ValueError, match="reward function f"):
             parse_result("f", result)
 
 
-def test_a_dict_without_a_score_or_with_odd_fields():
-    with pytest.raises(ValueError, match=r"a dict with the keys \['reward'\], expected one named"):
+def test_a_dict_without_a_score_or_with_invalid_fields_is_refused():
+    with pytest.raises(ValueError, match="'reward'"):
         parse_result("f", {"reward": 1})
-    with pytest.raises(ValueError, match="field 3, expected a name as text"):
+    with pytest.raises(ValueError, match="field 3"):
         parse_result("f", {"score": 1, 3: 1})
-    with pytest.raises(ValueError, match="field odd: a value of type set has no JSON form"):
+    with pytest.raises(ValueError, match="field odd"):
         parse_result("f", {"score": 1, "odd": {1}})
 
 
-def test_the_users_dict_is_left_as_it_was():
+def test_the_dict_of_the_user_is_not_changed():
     given_result = {"score": 1, "a": 2}
     parse_result("f", given_result)
     assert given_result == {"score": 1, "a": 2}
@@ -244,7 +234,7 @@ def test_the_users_dict_is_left_as_it_was():
         st.floats() | st.integers(-9, 9) | st.text() | st.booleans() | st.none(),
     ),
 )
-def test_fields_travel_and_metrics_are_the_finite_numbers(score, fields):
+def test_fields_survive_json_and_metrics_are_the_finite_numbers(score, fields):
     read = json.loads(json.dumps(parse_result("f", {"score": score, **fields})))
     assert read["score"] == score
     assert set(read["fields"]) == set(fields)

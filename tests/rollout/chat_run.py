@@ -44,11 +44,11 @@ def prompt_for(codec, kit, **changes):
     return make_prompt(**(values | changes))
 
 
-async def converse(codec, turns, *, kit=None, prompt=None, interactions=None, **options):
+async def converse(
+    codec, turns, *, kit=None, prompt=None, interactions=None, max_model_len=10_000, **options
+):
     """The trajectory and the engine that was asked. turns: as `chat_models.Script` takes them."""
-    kit = kit or make_kit(codec)
-    script = Script(codec, turns)
-    max_model_len = options.pop("max_model_len", 10_000)
+    kit, script = kit or make_kit(codec), Script(codec, turns)
     defaults = {
         "group_size": 1,
         "branching": Branching.none,
@@ -56,16 +56,14 @@ async def converse(codec, turns, *, kit=None, prompt=None, interactions=None, **
         "max_response_tokens": 4000,
         "max_tool_calls": 8,
     }
-    (tree,) = await collect_rollouts(
-        [prompt or prompt_for(codec, kit)],
-        FakeRubric(),
-        make_context(
-            RolloutConfig(**(defaults | options)),
-            generator=script,
-            tools=kit,
-            codec=codec,
-            max_model_len=max_model_len,
-            interactions=interactions,
-        ),
+    context = make_context(
+        RolloutConfig(**(defaults | options)),
+        generator=script,
+        tools=kit,
+        codec=codec,
+        max_model_len=max_model_len,
+        interactions=interactions,
     )
+    prompts = [prompt or prompt_for(codec, kit)]
+    (tree,) = await collect_rollouts(prompts, FakeRubric(), context)
     return tree.trajectories[0], script

@@ -11,15 +11,8 @@ import asyncio
 from mega_agentrl.config.enums import Branching, FilterMetric, PromptOrder
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
-from mega_agentrl.rollout.groups.collector import RolloutCollector
-from tests.fakes import (
-    EOS,
-    FakeGenerator,
-    FakeRubric,
-    FakeTools,
-    make_context,
-    make_prompt,
-)
+from mega_agentrl.rollout.groups.batch_collector import RolloutCollector
+from tests.fakes import EOS, FakeGenerator, FakeRubric, FakeTools, make_context, make_prompt
 from tests.rollout.virtual_time import run_virtually
 
 
@@ -88,12 +81,7 @@ def make_config(**changes):
 
 def make_collector(source, config, generator, tools, *, num_groups, rubric=None):
     """A collector over scripted ports."""
-    context = make_context(
-        config,
-        generator=generator,
-        tools=tools,
-        step="none",
-    )
+    context = make_context(config, generator=generator, tools=tools)
     return RolloutCollector(source, context, rubric or FakeRubric(), num_groups=num_groups)
 
 
@@ -118,9 +106,8 @@ async def collect_steps(kinds, config, num_groups, *, num_steps=1, generator=Non
     """Some steps with fresh ports: what each collected, and the source."""
     source = RecordingPromptSource(make_prompts(kinds))
     tools = tools or FakeTools()
-    groups = make_collector(
-        source, config, generator or FakeGenerator(write), tools, num_groups=num_groups
-    )
+    generator = generator or FakeGenerator(write)
+    groups = make_collector(source, config, generator, tools, num_groups=num_groups)
     results = [await groups.collect(step) for step in range(num_steps)]
     await groups.close()
     assert all(session.released == 1 for session in tools.sessions)

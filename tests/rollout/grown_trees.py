@@ -54,22 +54,15 @@ def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1):
         make_prompt(f"set/{i}", "Q", extra_info={"index": i}, tools_kwargs={"python": {"a": [1]}})
         for i in range(num_prompts)
     ]
-    return run_virtually(
-        asyncio.wait_for(
-            collect_rollouts(
-                prompts,
-                FakeRubric(),
-                make_context(
-                    config,
-                    generator=generator or FakeGenerator(),
-                    tools=tools or FakeTools(),
-                    max_model_len=140,
-                    seed=seed,
-                ),
-            ),
-            20,
-        )
+    context = make_context(
+        config,
+        generator=generator or FakeGenerator(),
+        tools=tools or FakeTools(),
+        max_model_len=140,
+        seed=seed,
     )
+    work = collect_rollouts(prompts, FakeRubric(), context)
+    return run_virtually(asyncio.wait_for(work, 20))
 
 
 def _talkative(response, request):
@@ -148,19 +141,23 @@ def part(tree, one, turn, position, *, num_new):
     return replace(tree, trajectories=paths, num_forks=tree.num_forks + 1)
 
 
+def entropy_levels(before, after):
+    """The entropy of an engine: `before` up to the first tool answer, `after` behind it."""
+    return lambda response, request: after if "</result>" in response else before
+
+
 def nested_tree(*, after=2.0):
     """One root with 3 slots; entropy 1 before the first answer, `after` behind it.
 
     Where that is more, the paths are 0, 0.0, 0.0.0 and 0.1.
     """
     writes = turns("thinkhard" + CALL, "more words" + CALL, "more words" + END)
-    entropy = lambda response, request: after if "</result>" in response else 1.0  # noqa: E731
     config = RolloutConfig(
         branch=BranchConfig(num_probe_tokens=8, initial_rollouts=1),
         max_response_tokens=130,
         group_size=4,
     )
-    (tree,) = grow(config, generator=FakeGenerator(writes, entropy=entropy))
+    (tree,) = grow(config, generator=FakeGenerator(writes, entropy=entropy_levels(1.0, after)))
     return tree
 
 

@@ -6,26 +6,18 @@ the current round; the trajectory of the request determines the row.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
 from mega_agentrl.tool.call_protocol.tags import TagProtocol
-from mega_agentrl.types.records import (
-    FinishReason,
-    Generation,
-    ToolOutcome,
-    ToolStatus,
-)
+from mega_agentrl.types.records import FinishReason, Generation, ToolOutcome, ToolStatus
+from tests.algo.golden_values import load_golden
 from tests.fakes import EOS, CharCodec, FakeSession, FakeTools, make_context
 
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "arpo_rollout_traces.json").read_text(encoding="utf-8")
-)["scenarios"]
+GOLDEN = load_golden("arpo_rollout_traces")["scenarios"]
 
 
 @dataclass

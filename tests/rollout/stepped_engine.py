@@ -1,4 +1,4 @@
-"""An engine that writes one token at a time and can be interrupted in between."""
+"""Engines that write one token at a time and can be interrupted in between, or write nothing."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ class SteppedGenerator(FakeGenerator):
         await super().abort(request_id)
         if request_id in self.running:
             self.abort_requested.add(request_id)
+
+
+class StuckGenerator(FakeGenerator):
+    """Answers no request."""
+
+    async def generate(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(60)
 
 
 def _first(whole, num_tokens):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -19,7 +20,6 @@ from mega_agentrl.rollout.groups.scoring import cancel_scores, start_scores
 from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.types.records import RolloutTree, ToolStatus
 from tests.fakes import (
-    EOS,
     FakeGenerator,
     FakeRubric,
     FakeTools,
@@ -28,9 +28,11 @@ from tests.fakes import (
     make_trajectory,
     turns,
 )
+from tests.rollout.grown_trees import CALL, END
+from tests.rollout.stepped_engine import StuckGenerator
 
 PROMPTS = [make_prompt(f"p{index}", question=f"Q{index}") for index in range(3)]
-CALL_THEN_ANSWER = turns("<search>q</search>", f"<answer>1</answer>{EOS}")
+CALL_THEN_ANSWER = turns(CALL, END)
 
 
 @pytest.fixture
@@ -46,21 +48,21 @@ def spans(memory):
     provider.shutdown()
 
 
-def run(spans, prompts=PROMPTS[:1], generator=None, tools=None, **config):
+def collect(spans, prompts=PROMPTS[:1], generator=None, tools=None, **config):
+    """Start a pass; returns the coroutine."""
     values = {"group_size": 1, "max_response_tokens": 120, "branching": Branching.none}
-    return asyncio.run(
-        collect_rollouts(
-            prompts,
-            FakeRubric(),
-            make_context(
-                RolloutConfig(**(values | config)),
-                generator=generator or FakeGenerator(CALL_THEN_ANSWER),
-                tools=tools or FakeTools(),
-                step="train-1",
-                spans=spans,
-            ),
-        )
+    context = make_context(
+        RolloutConfig(**(values | config)),
+        generator=generator or FakeGenerator(CALL_THEN_ANSWER),
+        tools=tools or FakeTools(),
+        step="train-1",
+        spans=spans,
     )
+    return collect_rollouts(prompts, FakeRubric(), context)
+
+
+def run(*arguments, **options):
+    return asyncio.run(collect(*arguments, **options))
 
 
 def drawn(memory):
@@ -153,7 +155,7 @@ def test_every_trajectory_has_one_span_that_holds_its_own(memory, spans, branchi
     assert counts["tool"] > 0 and counts["generate"] >= counts["turn"] >= 18
 
 
-def test_time_in_the_queue_of_a_tool_is_a_wait_of_its_own(memory, spans, monkeypatch):
+def test_time_in_the_queue_of_a_tool_is_a_wait_of_its_own(memory, spans):
     class Slots(FakeTools):
         def open_session(self):
             session = super().open_session()
@@ -161,10 +163,7 @@ def test_time_in_the_queue_of_a_tool_is_a_wait_of_its_own(memory, spans, monkeyp
 
             async def queued(tool, arguments):
                 await asyncio.sleep(0.03)
-                outcome = await execute(tool, arguments)
-                return type(outcome)(
-                    tool=tool, status=outcome.status, answer="a", latency_s=0.0, queue_s=0.02
-                )
+                return replace(await execute(tool, arguments), queue_s=0.02)
 
             session.execute = queued
             return session
@@ -191,24 +190,9 @@ def test_an_engine_that_dies_leaves_its_request(memory, spans):
 
 
 def test_a_cancelled_pass_leaves_no_open_span(memory, spans):
-    class Stuck(FakeGenerator):
-        async def generate(self, request):
-            self.requests.append(request)
-            await asyncio.sleep(60)
-
     async def cancelled():
-        generator = Stuck()
-        config = RolloutConfig(group_size=2, branching=Branching.none)
-        work = collect_rollouts(
-            PROMPTS[:1],
-            FakeRubric(),
-            make_context(
-                config,
-                generator=generator,
-                spans=spans,
-            ),
-        )
-        task = asyncio.create_task(work)
+        generator = StuckGenerator()
+        task = asyncio.create_task(collect(spans, generator=generator, group_size=2))
         while len(generator.requests) < 2:
             await asyncio.sleep(0)
         task.cancel()
@@ -228,16 +212,12 @@ def test_a_score_that_comes_late_or_never_ends_the_span(memory, spans):
     for name in ("late", "never", "left"):
         spans.start_trajectory(name, {"trajectory.id": name}, None)
         spans.mark_ended(name)
-        tree = RolloutTree(
-            prompt=PROMPTS[0],
-            trajectories=[make_trajectory(trajectory_id=name)],
-            num_forks=0,
-            num_top_ups=0,
-        )
+        trajectory = make_trajectory(trajectory_id=name)
+        tree = RolloutTree(prompt=PROMPTS[0], trajectories=[trajectory])
         (pending,) = start_scores(tree, Later(), spans)
         assert not memory.get_finished_spans()
         if name == "late":
-            pending.future.set_result(FakeRubric().score(tree.trajectories[0]))
+            pending.future.set_result(FakeRubric().score(trajectory))
             pending.resolve()
             assert one(memory, "trajectory").attributes["success"] is False
         elif name == "never":

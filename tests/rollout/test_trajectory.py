@@ -8,24 +8,15 @@ import pytest
 
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching.policy import ArpoBranching, NoBranching, PathBudget
-from mega_agentrl.rollout.trajectory import (
-    TrajectoryRunner,
-    TrajectoryState,
-)
+from mega_agentrl.rollout.trajectory import TrajectoryRunner, TrajectoryState
 from mega_agentrl.types.errors import RankLostError
 from mega_agentrl.types.records import Role, StopReason, ToolStatus
-from tests.fakes import (
-    EOS,
-    FakeGenerator,
-    FakeTools,
-    make_context,
-    make_prompt,
-    turns,
-)
+from tests.fakes import EOS, FakeGenerator, FakeTools, make_context, make_prompt, turns
+from tests.rollout.grown_trees import CALL, END, entropy_levels
+from tests.rollout.stepped_engine import StuckGenerator
 
-CALL = "<search>q1</search>"
 RESULT = "<result>ok:q1</result>"
-END = f"<answer>1</answer>{EOS}"
+RISE = entropy_levels(1.0, 2.0)
 
 
 def _run(write, *, tools=None, policy=None, max_model_len=1000, slots=0, on_fork=None, **options):
@@ -64,28 +55,23 @@ async def test_a_call_its_answer_and_the_end():
 
 
 @pytest.mark.parametrize(
-    ("texts", "options", "reason", "num_calls"),
+    ("texts", "options", "reason", "num_calls", "num_tokens"),
     [
-        (["x<search></search>"], {}, StopReason.stop, 0),
-        ([CALL, CALL], {"max_tool_calls": 1}, StopReason.call_limit, 1),
-        ([CALL], {"max_tool_calls": 0}, StopReason.call_limit, 0),
-        ([CALL, CALL], {"max_turns": 2}, StopReason.turn_limit, 1),
-        (["x" * 50], {"max_response_tokens": 20}, StopReason.length, 0),
-        ([CALL, "x" * 500], {}, StopReason.length, 1),
+        (["x<search></search>"], {}, StopReason.stop, 0, 18),
+        ([CALL, CALL], {"max_tool_calls": 1}, StopReason.call_limit, 1, 60),
+        ([CALL], {"max_tool_calls": 0}, StopReason.call_limit, 0, 19),
+        ([CALL, CALL], {"max_turns": 2}, StopReason.turn_limit, 1, 60),
+        (["x" * 50], {"max_response_tokens": 20}, StopReason.length, 0, 20),
+        ([CALL, "x" * 500], {}, StopReason.length, 1, 200),
+        # The prompt has 2 tokens.
+        (["x" * 99], {"max_model_len": 12}, StopReason.length, 0, 10),
     ],
 )
-async def test_stop_reasons(texts, options, reason, num_calls):
+async def test_stop_reasons_and_exact_budgets(texts, options, reason, num_calls, num_tokens):
     got = await _run(turns(*texts), **options).run()
     assert got.stop_reason is reason and got.num_tool_calls == num_calls
-    assert len(got.token_ids) <= options.get("max_response_tokens", 200)
+    assert len(got.token_ids) == num_tokens
     assert got.turns[-1].role is Role.assistant, "no tool ran whose answer nobody reads"
-
-
-async def test_the_budget_is_exact_and_the_models_length_counts_the_prompt():
-    got = await _run(turns("x" * 99), max_response_tokens=30).run()
-    assert len(got.token_ids) == 30
-    got = await _run(turns("x" * 99), max_model_len=12).run()
-    assert len(got.token_ids) == 10, "the prompt has 2 tokens"
 
 
 async def test_an_answer_that_does_not_fit_is_cut_with_a_note():
@@ -137,26 +123,12 @@ async def test_an_error_in_release_does_not_fail_the_trajectory():
 
 
 async def test_an_error_in_forking_tools_is_the_last_turn_of_the_fork():
-    generator = FakeGenerator(turns("calmcalm" + CALL, "thinking" + END), entropy=_excited)
-    forks = []
-    run = _run(
-        generator,
-        tools=FakeTools(fails_at="fork"),
-        policy=ArpoBranching(BranchConfig()),
-        slots=1,
-        on_fork=forks.append,
-    )
+    run, _, forks = _probing("thinking" + END, slots=1, tools=FakeTools(fails_at="fork"))
     assert not (await run.run()).failed
     child = await forks[0].run()
     assert child.stop_reason is StopReason.tool_failure
     assert child.turns[-1].outcome.answer == "fork: no disk"
     assert len(child.token_ids) == child.fork_len
-
-
-async def test_a_user_error_of_a_tool_does_not_fail_the_trajectory():
-    tools = FakeTools(status=lambda text: ToolStatus.user_error)
-    got = await _run(turns(CALL, END), tools=tools).run()
-    assert got.stop_reason is StopReason.eos
 
 
 async def test_a_dead_engine_fails_the_trajectory_and_keeps_its_tokens():
@@ -185,14 +157,9 @@ async def test_a_bug_passes_through_and_still_releases_the_tools():
 
 
 async def test_cancellation_aborts_the_request_and_releases_the_tools():
-    class Stuck(FakeGenerator):
-        async def generate(self, request):
-            self.requests.append(request)
-            await asyncio.sleep(60)
-
-    generator, tools = Stuck(), FakeTools()
+    generator, tools = StuckGenerator(), FakeTools()
     task = asyncio.create_task(_run(generator, tools=tools).run())
-    while not generator.requests:
+    while not (generator.requests or task.done()):
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -201,7 +168,7 @@ async def test_cancellation_aborts_the_request_and_releases_the_tools():
     assert tools.sessions[0].released == 1
 
 
-def _probing(rest, *, entropy, slots=3, k=8, **options):
+def _probing(rest, *, entropy=RISE, slots=3, k=8, **options):
     generator = FakeGenerator(turns("calmcalm" + CALL, rest), entropy=entropy)
     policy = ArpoBranching(BranchConfig(num_probe_tokens=k))
     forks = []
@@ -209,12 +176,8 @@ def _probing(rest, *, entropy, slots=3, k=8, **options):
     return run, generator, forks
 
 
-def _excited(response, request):
-    return 2.0 if "</result>" in response else 1.0
-
-
 async def test_a_rise_in_entropy_forks_behind_the_answer_and_the_probe_stays_here():
-    run, generator, forks = _probing("thinking hard" + END, entropy=_excited)
+    run, generator, forks = _probing("thinking hard" + END)
     got = await run.run()
     fork_len = len("calmcalm" + CALL + RESULT)
     assert got.baseline_entropy == 1.0 and got.stop_reason is StopReason.eos
@@ -234,14 +197,14 @@ async def test_no_rise_no_fork_and_without_slots_no_probe():
     run, generator, forks = _probing("thinking hard" + END, entropy=lambda *_: 1.0)
     await run.run()
     assert forks == [] and len(generator.requests) == 3
-    run, generator, forks = _probing("thinking hard" + END, entropy=_excited, slots=0)
+    run, generator, forks = _probing("thinking hard" + END, slots=0)
     await run.run()
     assert forks == [] and len(generator.requests) == 2
 
 
 @pytest.mark.parametrize(("rest", "num_forks"), [("abcd" + EOS, 1), ("abc" + EOS, 0)])
 async def test_a_turn_that_ends_within_the_probe(rest, num_forks):
-    run, generator, forks = _probing(rest, entropy=_excited)
+    run, generator, forks = _probing(rest)
     await run.run()
     assert len(forks) == num_forks and len(generator.requests) == 2
     for fork in forks:
@@ -256,35 +219,16 @@ async def test_a_closing_tag_that_the_probe_cuts_in_two_still_stops(k):
     assert got.stop_reason is StopReason.call_limit
 
 
-async def test_tools_that_cannot_fork_fail_the_fork_alone():
-    generator = FakeGenerator(turns("calmcalm" + CALL, "thinking" + END), entropy=_excited)
-    policy, forks = ArpoBranching(BranchConfig()), []
-    tools = FakeTools(fork_fails=True)
-    run = _run(generator, tools=tools, policy=policy, slots=1, on_fork=forks.append)
-    assert not (await run.run()).failed
-    child = await forks[0].run()
-    assert child.stop_reason is StopReason.tool_failure
-    assert len(child.token_ids) == child.fork_len
-
-
 async def test_the_timeout_ends_a_trajectory_in_any_state():
-    class Slow(FakeGenerator):
-        async def generate(self, request):
-            self.requests.append(request)
-            await asyncio.sleep(60)
-
     class SlowTools(FakeTools):
         async def wait(self):
             await asyncio.sleep(60)
 
-    generator, tools = Slow(), FakeTools()
+    generator, tools = StuckGenerator(), FakeTools()
     run = _run(generator, tools=tools, trajectory_timeout_s=0.05)
     got = await asyncio.wait_for(run.run(), 60)
-    assert (
-        got.stop_reason is StopReason.trajectory_timeout
-        and got.failed
-        and run.state is TrajectoryState.failed
-    )
+    assert got.stop_reason is StopReason.trajectory_timeout and got.failed
+    assert run.state is TrajectoryState.failed
     assert generator.aborted == [generator.requests[0].request_id]
     assert tools.sessions[0].released == 1
     tools = SlowTools()
@@ -296,19 +240,9 @@ async def test_the_timeout_ends_a_trajectory_in_any_state():
 
 
 async def test_a_fork_inherits_the_deadline_of_its_parent():
-    run, generator, forks = _probing(
-        "thinking hard" + END, entropy=_excited, trajectory_timeout_s=0.2
-    )
+    run, generator, forks = _probing("thinking hard" + END, trajectory_timeout_s=0.2)
     assert not (await run.run()).failed
     generator.delays = 1  # a fork that never waits is never interrupted
     await asyncio.sleep(0.25)
     got = await forks[0].run()
     assert got.stop_reason is StopReason.trajectory_timeout and len(got.token_ids) == got.fork_len
-
-
-async def test_an_infra_error_is_no_timeout():
-    def breaks(request):
-        return True
-
-    got = await _run(FakeGenerator(turns(END), breaks=breaks), trajectory_timeout_s=60.0).run()
-    assert got.stop_reason is StopReason.aborted

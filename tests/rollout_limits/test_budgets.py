@@ -147,24 +147,17 @@ def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, wit
         extra_info={"interaction_kwargs": {}} if with_user else {},
     )
     generator = Random(codec, seed)
-    (tree,) = run_virtually(
-        asyncio.wait_for(
-            collect_rollouts(
-                [prompt],
-                FakeRubric(),
-                make_context(
-                    config,
-                    generator=generator,
-                    tools=kit,
-                    codec=codec,
-                    max_model_len=MAX_MODEL_LEN,
-                    seed=seed,
-                    interactions=InteractionRegistry([nag]),
-                ),
-            ),
-            60,
-        )
+    context = make_context(
+        config,
+        generator=generator,
+        tools=kit,
+        codec=codec,
+        max_model_len=MAX_MODEL_LEN,
+        seed=seed,
+        interactions=InteractionRegistry([nag]),
     )
+    work = collect_rollouts([prompt], FakeRubric(), context)
+    (tree,) = run_virtually(asyncio.wait_for(work, 60))
     assert len(tree.trajectories) == config.group_size and nag.num_open == 0
     for one in tree.trajectories:
         _check(one, config)

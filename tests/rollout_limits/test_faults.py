@@ -51,16 +51,13 @@ def _breaks(request):
 
 
 async def _collect_all():
-    got = await collect_rollouts(
-        [make_prompt(name) for name in NAMES],
-        FakeRubric(),
-        make_context(
-            RolloutConfig(group_size=2, branching=Branching.none, max_response_tokens=400),
-            generator=FakeGenerator(_write, breaks=_breaks),
-            tools=ToolKit([Moody()]),
-            max_model_len=1000,
-        ),
+    context = make_context(
+        RolloutConfig(group_size=2, branching=Branching.none, max_response_tokens=400),
+        generator=FakeGenerator(_write, breaks=_breaks),
+        tools=ToolKit([Moody()]),
+        max_model_len=1000,
     )
+    got = await collect_rollouts([make_prompt(name) for name in NAMES], FakeRubric(), context)
     assert asyncio.get_running_loop().time() < 1, "nobody waited for the one that hangs"
     return dict(zip(NAMES, got, strict=True))
 

@@ -105,22 +105,3 @@ def test_signal_in_the_main_thread_cancels_the_coroutine(handlers, is_shielded):
                 wait(work())
     assert cleaned_up == [True]
     assert time.monotonic() - start_s < DEADLINE_S
-
-
-def test_error_in_the_main_thread_cancels_the_coroutine(handlers):
-    cleaned_up = []
-
-    def fail(number, frame):
-        raise KeyError("a bug")
-
-    async def work():
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        try:
-            await asyncio.sleep(DEADLINE_S)
-        finally:
-            cleaned_up.append(True)
-
-    signal.signal(signal.SIGUSR1, fail)
-    with EventLoopThread() as thread, pytest.raises(KeyError, match="a bug"):
-        thread.run(work())
-    assert cleaned_up == [True]

@@ -10,15 +10,8 @@ import time
 import pytest
 
 from mega_agentrl.runtime import heartbeat
-from mega_agentrl.runtime.heartbeat import (
-    ActivityReport,
-    HeartbeatEndpoint,
-    HeartbeatMonitor,
-    HeartbeatSender,
-    OverdueTracker,
-)
+from mega_agentrl.runtime.heartbeat import ActivityReport, HeartbeatMonitor, OverdueTracker
 from mega_agentrl.runtime.remote_calls import ProcessDiedError
-from mega_agentrl.types.activity import track_activity
 
 RANK = """
 import sys, time
@@ -31,11 +24,6 @@ with track_activity("update"), track_activity("receive", "rank 7", overdue_after
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 3.0)
-
-
-@pytest.fixture
 def monitor():
     monitor = HeartbeatMonitor("127.0.0.1")
     yield monitor
@@ -43,14 +31,8 @@ def monitor():
     monitor.close()
 
 
-def wait_for_heartbeats(monitor, *names, deadline_s=30):
-    ends_at = time.monotonic() + deadline_s
-    while not all(f"{name}:" in monitor.describe() for name in names):
-        assert time.monotonic() < ends_at, monitor.describe()
-        time.sleep(0.1)
-
-
-def test_stopped_process_is_named_with_its_operation_and_peer(quick, monitor, caplog):
+def test_stopped_process_is_named_with_its_operation_and_peer(monkeypatch, monitor, caplog):
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 3.0)
     endpoint = monitor.endpoint
     arguments = [str(endpoint.port), endpoint.token]
     ranks = [
@@ -58,7 +40,10 @@ def test_stopped_process_is_named_with_its_operation_and_peer(quick, monitor, ca
         for name in ("rank 0", "rank 1")
     ]
     try:
-        wait_for_heartbeats(monitor, "rank 0", "rank 1")
+        ends_at = time.monotonic() + 30
+        while monitor.describe().count("rank 7") < 2:
+            assert time.monotonic() < ends_at, monitor.describe()
+            time.sleep(0.1)
         monitor.check(["rank 0", "rank 1", "rank that has not begun"])
         with caplog.at_level(logging.WARNING):
             os.kill(ranks[1].pid, signal.SIGSTOP)
@@ -72,29 +57,11 @@ def test_stopped_process_is_named_with_its_operation_and_peer(quick, monitor, ca
         monitor.check(["rank 0"])
         overdue = [one.message for one in caplog.records if "overdue: rank 0" in one.message]
         assert len(overdue) == 1, "each operation is reported once"
-        assert (
-            "receive with rank 7 for" in overdue[0] and "Its activities: update for" in overdue[0]
-        )
+        assert "receive with rank 7 for" in overdue[0] and "update for" in overdue[0]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-
-
-def test_stopped_sender_is_detected_and_forged_heartbeats_are_ignored(quick, monitor):
-    endpoint = monitor.endpoint
-    forged = HeartbeatSender(HeartbeatEndpoint(endpoint.host, endpoint.port, "other"), "stranger")
-    sender = HeartbeatSender(endpoint, "me")
-    with track_activity("save"):
-        wait_for_heartbeats(monitor, "me")
-    assert "stranger" not in monitor.describe()
-    sender.stop()
-    forged.stop()
-    ends_at = time.monotonic() + 30
-    with pytest.raises(ProcessDiedError, match="me has not been heard of"):
-        while time.monotonic() < ends_at:
-            monitor.check(["me"])
-            time.sleep(0.1)
 
 
 def reports(age_s, *, overdue_after_s=300.0, operation="passes", peer="tensor ranks 0, 1"):
@@ -108,12 +75,9 @@ def reports(age_s, *, overdue_after_s=300.0, operation="passes", peer="tensor ra
 def test_overdue_activity_is_reported_once_per_rank_operation_and_peer():
     tracker = OverdueTracker()
     assert tracker.newly_overdue("rank 0", reports(299.0)) == []
-    assert tracker.newly_overdue("rank 0", reports(301.0)) == [
-        "passes with tensor ranks 0, 1 for 301 s"
-    ]
-    assert tracker.newly_overdue("rank 1", reports(302.0)) == [
-        "passes with tensor ranks 0, 1 for 302 s"
-    ]
+    for name, age_s in (("rank 0", 301.0), ("rank 1", 302.0)):
+        lines = tracker.newly_overdue(name, reports(age_s))
+        assert lines == [f"passes with tensor ranks 0, 1 for {age_s:.0f} s"]
     assert tracker.newly_overdue("rank 0", reports(500.0)) == []
     # The enclosing operation is overdue too; its peer is that of the inner one.
     lines = tracker.newly_overdue("rank 0", reports(901.0))
@@ -134,17 +98,6 @@ def test_recurring_overdue_activity_is_reported_beyond_twice_its_age():
     ]
 
 
-def test_overdue_activity_without_a_peer_is_logged(monitor, caplog):
-    sender = HeartbeatSender(monitor.endpoint, "critic rank 0")
-    ends_at = time.monotonic() + 30
-    with caplog.at_level(logging.WARNING), track_activity("values", overdue_after_s=0.5):
-        while "overdue" not in caplog.text:
-            assert time.monotonic() < ends_at, monitor.describe()
-            time.sleep(0.1)
-    sender.stop()
-    assert "overdue: critic rank 0: values with nobody else for" in caplog.text
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -154,8 +107,9 @@ def test_overdue_activity_without_a_peer_is_logged(monitor, caplog):
         b"[" * 4096,
         b'{"token": "t"}',
         b'{"token": "t", "name": "a", "activities": 3}',
+        b'{"token": "other", "name": "a", "activities": []}',
     ],
-    ids=["empty", "no_text", "list", "deeply_nested", "only_token", "no_activities"],
+    ids=["empty", "no_text", "list", "deeply_nested", "only_token", "no_activities", "forged"],
 )
-def test_malformed_heartbeats_are_ignored(data):
+def test_malformed_and_forged_heartbeats_are_ignored(data):
     assert heartbeat._decode_heartbeat(data, "t") is None

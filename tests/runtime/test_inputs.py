@@ -8,23 +8,9 @@ import pandas as pd
 import pytest
 
 from mega_agentrl.config.enums import AresMode, CotBlocks, Truncation
-from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.config.sections.data import DataConfig
-from mega_agentrl.config.sections.policy import ModelConfig
-from mega_agentrl.config.sections.tools import SearchToolConfig, ToolConfig
 from mega_agentrl.runtime.inputs import data_cache_folder, read_inputs
 from mega_agentrl.tool.toolkit import ToolKit
 from tests.config.refusals import refused_setting
-
-
-@pytest.fixture
-def config(assets, tmp_path):
-    return TrainConfig(
-        run_dir=str(tmp_path),
-        model=ModelConfig(path=f"{assets}/model"),
-        data=DataConfig(train=f"{assets}/train.parquet", validation=f"{assets}/validation.parquet"),
-        tool=ToolConfig(search=SearchToolConfig(source=f"{assets}/corpus.jsonl")),
-    )
 
 
 def test_total_steps_from_epochs(config):
@@ -68,43 +54,44 @@ def test_truncated_prompts_keep_the_generation_prompt(config, assets, truncation
     prompts = read_inputs(config).prompts
     assert {len(prompt.token_ids) for prompt in prompts} == {12}
     assert all(prompt.token_ids[-len(behind) :] == tuple(behind) for prompt in prompts)
-    assert "data.train: 200 of 200 overlong prompts truncated" in capsys.readouterr().out
+    assert "data.train: 200 of 200" in capsys.readouterr().out
 
 
-def test_bad_data_is_found_before_tools_start(config, monkeypatch):
+def user_tool(tmp_path, name="Gsm8kTool"):
+    path = tmp_path / "tools.yaml"
+    path.write_text(f"- class_name: mega_agentrl.tool.gsm8k.{name}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "named"),
+    [
+        ("data", "max_prompt_tokens", 2, r"data\.max_prompt_tokens=2"),
+        ("reward", "rubric", {"default": {"gsm8k": 1.0}}, r"rubric\.default\.gsm8k=1\.0"),
+        ("reward", "rubric", {"gsm8k": {"arpo": 1.0}}, "data source toolqa"),
+    ],
+    ids=["data", "part", "data source"],
+)
+def test_bad_input_is_found_before_tools_start(config, monkeypatch, section, field, value, named):
     monkeypatch.setattr(ToolKit, "start", lambda *_: pytest.fail("started"))
-    config.data.max_prompt_tokens = 2
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=2"):
+    setattr(getattr(config, section), field, value)
+    with pytest.raises(ValueError, match=named):
         read_inputs(config)
 
 
-def test_bad_tools_are_found(config, tmp_path):
-    config.reward.rubric = {"default": {"gsm8k": 1.0}}
-    with pytest.raises(ValueError, match=r"rubric\.default\.gsm8k=1\.0"):
-        read_inputs(config)
-    config.reward.rubric = {"default": {"arpo": 1.0}}
-    config.tool.user_tools_file = str(tmp_path / "tools.yaml")
-    Path(config.tool.user_tools_file).write_text("- class_name: mega_agentrl.tool.gsm8k.Gsm8k\n")
-    with pytest.raises(ValueError, match="has no Gsm8k, but defines"):
-        read_inputs(config)
+def test_bad_user_tools_are_found(config, tmp_path):
+    config.tool.user_tools_file = user_tool(tmp_path, "Gsm8k")
+    key, got = refused_setting(read_inputs, config)
+    assert key.startswith("tool.user_tools_file=") and got == "mega_agentrl.tool.gsm8k.Gsm8k"
 
 
 def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):
-    config.tool.user_tools_file = str(tmp_path / "tools.yaml")
-    Path(config.tool.user_tools_file).write_text(
-        "- class_name: mega_agentrl.tool.gsm8k.Gsm8kTool\n"
-    )
+    config.tool.user_tools_file = user_tool(tmp_path)
     row = pd.read_parquet(assets / "train.parquet").iloc[0].to_dict()
     row["extra_info"] = {"index": 7, "tools_kwargs": {"gsm8k": {"create_kwargs": {"k": 1}}}}
     config.data.train = f"{tmp_path}/train.parquet"
     pd.DataFrame([row]).to_parquet(config.data.train)
     with pytest.raises(ValueError, match=r"prompt \w+/7: tool gsm8k"):
-        read_inputs(config)
-
-
-def test_a_data_source_without_a_rubric_is_found(config):
-    config.reward.rubric = {"gsm8k": {"arpo": 1.0}}
-    with pytest.raises(ValueError, match=r"reward\.rubric has neither its data source toolqa"):
         read_inputs(config)
 
 
@@ -115,17 +102,12 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(config, assets, tmp_pat
     config.data.train = f"{tmp_path}/train.parquet"
     config.data.truncation, config.data.max_prompt_tokens = Truncation.drop, 100
     assert len(read_inputs(config).prompts) == 1
-    assert "data.train: 1 overlong prompts dropped, 1 kept" in capsys.readouterr().out
-
-
-def test_data_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data_cache_folder() == tmp_path / "mega_agentrl" / "data"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert data_cache_folder() == Path.home() / ".cache" / "mega_agentrl" / "data"
+    assert "data.train: 1 overlong" in capsys.readouterr().out
 
 
 def test_file_url_is_copied_to_the_cache(config, assets, monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert data_cache_folder() == Path.home() / ".cache" / "mega_agentrl" / "data"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shm"))
     config.data.train = f"file://{assets}/train.parquet"
     assert len(read_inputs(config).prompts) == 200
@@ -142,22 +124,16 @@ def test_a_reference_must_have_the_policys_shape(config, assets, tmp_path):
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"intermediate_size": values["intermediate_size"] * 2}))
     config.model.reference_path = str(folder)
-    with pytest.raises(
-        ValueError,
-        match=r"model\.reference_path=.*other: got ffn_hidden_size=\d+; expected ffn_hidden_size=",
-    ):
+    with pytest.raises(ValueError, match=r"reference_path=.*other: got ffn_hidden_size=\d+;"):
         read_inputs(config)
 
 
 def test_cot_markers_are_loaded_for_egpo(config):
     assert read_inputs(config).cot_markers is None
     config.algo.egpo.lam = 0.4
-    start, end = read_inputs(config).cot_markers
-    codec = read_inputs(config).codec
-    assert (codec.decode_with_special_tokens(start), codec.decode_with_special_tokens(end)) == (
-        "<think>",
-        "</think>",
-    )
+    given = read_inputs(config)
+    texts = [given.codec.decode_with_special_tokens(marker) for marker in given.cot_markers]
+    assert texts == ["<think>", "</think>"]
     config.algo.egpo.cot_blocks = CotBlocks.response
     assert read_inputs(config).cot_markers is None
 
@@ -175,8 +151,7 @@ def test_trigger_words_become_tokens(config, tmp_path):
     config.algo.ares.mode, config.algo.ares.trigger_words_file = AresMode.paper, str(path)
     given = read_inputs(config)
     texts = {given.codec.decode([token_id]).strip().lower() for token_id in given.trigger_ids}
-    assert texts <= {"price", "the"}
-    assert texts
+    assert texts and texts <= {"price", "the"}
     path.write_text("zyzzyva\n")
     with pytest.raises(ValueError, match=r"algo\.ares\.trigger_words_file="):
         read_inputs(config)

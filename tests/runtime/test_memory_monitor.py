@@ -3,21 +3,7 @@
 import pytest
 import ray
 
-from mega_agentrl.runtime.memory_monitor import MemoryMonitor, memory_metrics
-
-
-def test_metrics_are_maxima():
-    ranks = [
-        {"peak_mib": 10.0, "libraries_mib": 300.0, "micro_batch_tokens": 70.0},
-        {"peak_mib": 12.5, "libraries_mib": 299.0, "micro_batch_tokens": 64.0},
-    ]
-    assert memory_metrics(ranks, [{"peak_mib": 1200.0}]) == {
-        "memory/policy_peak_mib": 12.5,
-        "memory/policy_libraries_mib": 300.0,
-        "memory/max_micro_batch_tokens": 70.0,
-        "memory/engine_peak_mib": 1200.0,
-    }
-    assert memory_metrics([], []) == {}
+from mega_agentrl.runtime.memory_monitor import ClusterMemoryMonitor
 
 
 class Group:
@@ -51,10 +37,18 @@ def answers(monkeypatch):
 
 
 @pytest.mark.usefixtures("answers")
-def test_late_and_dead_processes_are_left_out():
-    policy = Group({"peak_mib": 1.0}, "late", ray.exceptions.RayActorError())
+def test_metrics_are_maxima_over_the_processes_that_answer():
+    policy = Group(
+        {"peak_mib": 10.0, "libraries_mib": 300.0, "micro_batch_tokens": 70.0},
+        {"peak_mib": 12.5, "libraries_mib": 299.0, "micro_batch_tokens": 64.0},
+        "late",
+        ray.exceptions.RayActorError(),
+    )
     generator = Group([{"peak_mib": 2.0}, {"peak_mib": 3.0}], "late")
-    assert MemoryMonitor(policy, generator).collect() == {
-        "memory/policy_peak_mib": 1.0,
+    assert ClusterMemoryMonitor(policy, generator).collect() == {
+        "memory/policy_peak_mib": 12.5,
+        "memory/policy_libraries_mib": 300.0,
+        "memory/max_micro_batch_tokens": 70.0,
         "memory/engine_peak_mib": 3.0,
     }
+    assert ClusterMemoryMonitor(Group("late"), Group()).collect() == {}

@@ -49,13 +49,11 @@ def test_user_functions_see_only_the_named_variables(tmp_path, monkeypatch):
 
 def test_errors_are_found_at_the_start(tmp_path, monkeypatch):
     monkeypatch.delenv("MINE_KEY", raising=False)
-    with pytest.raises(
-        ValueError, match=r"reward\.worker_env_vars: the environment variable MINE_KEY"
+    for config, named in (
+        (mine(tmp_path), r"reward\.worker_env_vars: .*MINE_KEY"),
+        (mine(tmp_path, "x = 1", worker_env_vars=[]), "no compute_score"),
     ):
-        with open_rubric(mine(tmp_path)):
-            pass
-    with pytest.raises(ValueError, match="has no compute_score"):
-        with open_rubric(mine(tmp_path, "x = 1", worker_env_vars=[])):
+        with pytest.raises(ValueError, match=named), open_rubric(config):
             pass
 
 
@@ -75,16 +73,14 @@ def test_judge_gets_its_key_and_is_closed(monkeypatch):
     )
     config = RewardConfig(rubric={"default": {"model": 1.0}}, model=model, timeout_s=7.0)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(ValueError, match=r"model\.api_key_env: the environment variable JUDGE_KEY"):
-        with open_rubric(config):
-            pass
+    with pytest.raises(ValueError, match=r"model\.api_key_env: .*JUDGE_KEY"), open_rubric(config):
+        pass
     monkeypatch.setenv("JUDGE_KEY", "k")
     with open_rubric(config):
         assert made[0].args == ("http://here/v1", "grader")
         assert made[0].kwargs == {"timeout_s": 7.0, "api_key": "k"}
         assert not made[0].closed
     assert made[0].closed == 1
-    with open_rubric(
-        RewardConfig(rubric={"default": {"model": 1.0}}, model=RewardModelConfig("f"))
-    ):
+    local = RewardConfig(rubric={"default": {"model": 1.0}}, model=RewardModelConfig("f"))
+    with open_rubric(local):
         assert len(made) == 1

@@ -9,7 +9,6 @@ import ray
 
 from mega_agentrl.runtime.remote_calls import (
     RemoteCallError,
-    free_port,
     gather,
     gather_with_causes,
     redirect_output,
@@ -43,9 +42,7 @@ def test_results_keep_the_given_order(ray_local):
 def test_first_failure_is_raised_while_a_peer_still_hangs(ray_local):
     worker, other = Worker.remote(), Worker.remote()
     calls = {"rank 0": other.value.remote(0, 600), "rank 1": worker.fail.remote()}
-    with pytest.raises(
-        RemoteCallError, match=r"update failed on rank 1: ValueError\('bad shard'\)"
-    ):
+    with pytest.raises(RemoteCallError, match=r"update .*rank 1.*bad shard"):
         gather(calls, "update", 300)
 
 
@@ -64,7 +61,7 @@ def test_errors_of_all_failed_calls_are_collected(ray_local):
 
 def test_deadline_names_operation_and_silent_rank(ray_local):
     worker = Worker.remote()
-    with pytest.raises(RemoteCallError, match=r"save: no answer within 0.5 s from rank 3"):
+    with pytest.raises(RemoteCallError, match=r"save: .* 0\.5 s from rank 3"):
         gather({"rank 3": worker.value.remote(0, 600)}, "save", 0.5)
 
 
@@ -77,9 +74,4 @@ def test_redirect_output_captures_both_streams(ray_local, tmp_path):
     path = tmp_path / "logs" / "worker.log"
     ray.get(Worker.remote().write.remote(path), timeout=300)
     text = path.read_text()
-    assert "to the file" in text
-    assert "errors too" in text
-
-
-def test_free_port_can_be_bound():
-    assert 0 < free_port() < 65536
+    assert "to the file" in text and "errors too" in text

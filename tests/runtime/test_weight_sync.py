@@ -9,7 +9,6 @@ import ray
 import torch
 
 from mega_agentrl.config.enums import TransportKind
-from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig, WeightSyncConfig
@@ -20,6 +19,7 @@ from mega_agentrl.runtime.weight_sync import WeightSynchronizer
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+from tests.config.refusals import refused_setting
 from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import rollout_layout
 from tests.runtime.weight_sync_processes import NUM_RANKS, FakeEngine, FakeRank, hf_tensors
@@ -100,281 +100,249 @@ def processes(ray_local, folder):
             ray.kill(actor)
 
 
+class Sides:
+    """Policy and engines of the test's processes, and what coordinates them."""
+
+    def __init__(self, processes):
+        ranks, engines = processes.start_all()
+        self.processes, config = processes, processes.config
+        self.policy = PolicyGroup(ranks, config)
+        self.engines = GeneratorGroup(engines, config, processes.spawn)
+        self.weight_sync = WeightSynchronizer(self.policy, self.engines, config, dtype="float32")
+        self.coordinator = Coordinator(self.policy, self.engines, self.weight_sync, None)
+        self.gpus = None
+
+    def share_gpus(self):
+        """Let both sides use the same GPUs, which the policy holds at first."""
+        self.gpus = GpuTimeSharing(self.policy, self.engines)
+        self.coordinator = Coordinator(self.policy, self.engines, self.weight_sync, self.gpus)
+
+    def sync(self, version):
+        """Send the weights of this version; return the report."""
+        self.policy.call_all("set_version", version)
+        return self.coordinator.sync_weights(self.engines, version)
+
+    def call_engine(self, index, method, *args):
+        calls = self.engines.submit(method, *args, only=[index])
+        (answer,) = ray.get(list(calls.values()), timeout=300)
+        return answer
+
+    def history(self, index=0):
+        return self.call_engine(index, "history")
+
+    def lose_engine(self, index):
+        self.engines.report_lost(index, self.engines.actor(index), "lost")
+
+    def check_received(self, version):
+        folder = self.processes.folder
+        shards = rollout_layout(ModelShape.from_folder(folder), 0, 1)
+        expected = cut(shards, hf_tensors(folder, version))
+        for index in (0, 1):
+            received = self.call_engine(index, "received")
+            assert received.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(received[name], tensor), name
+
+
 @pytest.fixture
 def sides(processes):
-    ranks, sinks = processes.start_all()
-    config = processes.config
-    policy, engines = PolicyGroup(ranks, config), GeneratorGroup(sinks, config, processes.spawn)
-    weight_sync = WeightSynchronizer(policy, engines, config, dtype="float32")
-    coordinator = Coordinator(policy, engines, weight_sync, None)
-    yield policy, engines, coordinator
-    coordinator._supervisor.close()
-    processes.drop_replaced(engines)
-
-
-def call_engine(engines, index, method, *args):
-    (answer,) = ray.get(list(engines.submit(method, *args, only=[index]).values()), timeout=300)
-    return answer
-
-
-def check_received(engines, folder, version, only=(0, 1)):
-    shape = ModelShape.from_folder(folder)
-    expected = cut(rollout_layout(shape, 0, 1), hf_tensors(folder, version))
-    for index in only:
-        received = call_engine(engines, index, "received")
-        assert received.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(received[name], tensor), name
+    made = Sides(processes)
+    yield made
+    made.coordinator._supervisor.close()
+    processes.drop_replaced(made.engines)
 
 
 def test_every_engine_receives_its_shard_of_each_version(sides, folder):
-    policy, engines, coordinator = sides
-    own = sum(4 * t.numel() for t in hf_tensors(folder, 1).values())
+    num_bytes = sum(4 * tensor.numel() for tensor in hf_tensors(folder, 1).values())
     for version in (1, 2):
-        policy.call_all("set_version", version)
-        sent = coordinator.sync_weights(engines, version)
-        assert engines.version == version
-        assert sent["bytes_per_worker"] == own
-        assert sent["probe_gap"] == 0
-        assert sent["total_s"] > 0
-        check_received(engines, folder, version)
-    order = ["layout", "join_weight_transfer"]
-    order += [
-        "pause",
-        "receive_weights",
-        "verify_weights",
-        "compute_prompt_log_probs",
-        "resume",
-    ] * 2
-    assert call_engine(engines, 0, "history") == order
+        report = sides.sync(version)
+        assert sides.engines.version == version
+        assert report["bytes_per_worker"] == num_bytes
+        assert report["probe_gap"] == 0
+        assert report["total_s"] > 0
+        sides.check_received(version)
+    each_time = "pause receive_weights verify_weights compute_prompt_log_probs resume".split()
+    assert sides.history() == ["layout", "join_weight_transfer", *each_time * 2]
 
 
 def test_a_transport_that_cannot_connect_the_ranks_is_refused(sides, processes):
-    policy, engines, _ = sides
     config = replace(processes.config, weight_sync=WeightSyncConfig(transport=TransportKind.nccl))
-    with pytest.raises(ConfigError) as raised:
-        WeightSynchronizer(policy, engines, config, dtype="float32").connect([0, 1])
-    assert (raised.value.key, raised.value.got) == ("weight_sync.transport", "nccl")
+    weight_sync = WeightSynchronizer(sides.policy, sides.engines, config, dtype="float32")
+    setting = refused_setting(weight_sync.connect, [0, 1])
+    assert setting == ("weight_sync.transport", "nccl")
 
 
-def test_corrupted_engine_fails_verification_and_recovers(sides, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    call_engine(engines, 1, "corrupt", "model.layers.1.mlp.down_proj.weight")
-    with pytest.raises(
-        RemoteCallError, match=r"version 2 failed on engine 1.*layers\.1\.mlp\.down"
-    ):
-        coordinator.sync_weights(engines, 2)
-    assert engines.version == 1
+def test_corrupted_engine_fails_verification_and_recovers(sides):
+    sides.sync(1)
+    sides.call_engine(1, "corrupt", "model.layers.1.mlp.down_proj.weight")
+    with pytest.raises(RemoteCallError, match=r"version 2 .*engine 1.*layers\.1\.mlp\.down"):
+        sides.coordinator.sync_weights(sides.engines, 2)
+    assert sides.engines.version == 1
     for index in (0, 1):
-        assert "the update to version 2 failed" in call_engine(engines, index, "history")[-1]
-    call_engine(engines, 1, "corrupt", None)
-    policy.call_all("set_version", 3)
-    coordinator.sync_weights(engines, 3)
-    check_received(engines, folder, 3)
+        assert "the update to version 2 failed" in sides.history(index)[-1]
+    sides.call_engine(1, "corrupt", None)
+    sides.sync(3)
+    sides.check_received(3)
 
 
 def test_diverged_replicas_are_named(sides):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1, True)
+    sides.policy.call_all("set_version", 1, True)
     with pytest.raises(ValueError, match=r"model\.norm\.weight.* trainer ranks 0 and 1"):
-        coordinator.sync_weights(engines, 1)
-    assert "drifted apart" in call_engine(engines, 0, "history")[-1]
+        sides.coordinator.sync_weights(sides.engines, 1)
+    assert "drifted apart" in sides.history()[-1]
 
 
 def test_probe_detects_errors_that_digests_cannot(sides):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    policy.call_all("shift_embedding_rows", 1)
-    with pytest.raises(ValueError, match=r"probe: engine [01] and the policy disagree"):
-        coordinator.sync_weights(engines, 1)
-    assert "probe: engine" in call_engine(engines, 0, "history")[-1]
-    assert call_engine(engines, 0, "history").count("resume") == 0
-    policy.call_all("shift_embedding_rows", 0)
-    assert coordinator.sync_weights(engines, 1)["probe_gap"] == 0
+    sides.policy.call_all("shift_embedding_rows", 1)
+    with pytest.raises(ValueError, match=r"probe: engine [01]"):
+        sides.sync(1)
+    assert "probe: engine" in sides.history()[-1]
+    assert "resume" not in sides.history()
+    sides.policy.call_all("shift_embedding_rows", 0)
+    assert sides.coordinator.sync_weights(sides.engines, 1)["probe_gap"] == 0
 
 
-def test_new_and_replaced_engines_get_the_current_version_without_pausing_others(sides, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    before = call_engine(engines, 0, "history")
+def test_new_and_replaced_engines_get_the_current_version_without_pausing_others(sides):
+    sides.sync(1)
+    before, engines = sides.history(), sides.engines
     engines.wait_started(engines.respawn_engine(1))
     assert engines.routable_engines == [0]
-    assert coordinator.sync_new_engines([1])
-    check_received(engines, folder, 1)
-    assert call_engine(engines, 0, "history") == before
+    assert sides.coordinator.sync_new_engines([1])
+    sides.check_received(1)
+    assert sides.history() == before
     engines.enable_routing(1)
-    policy.call_all("set_version", 2)
-    coordinator.sync_weights(engines, 2)
-    check_received(engines, folder, 2)
+    sides.sync(2)
+    sides.check_received(2)
 
 
-def test_link_that_failed_to_close_is_not_used_again(sides, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    policy.call_all("fail_to_leave")
+def test_link_that_failed_to_close_is_not_used_again(sides):
+    sides.sync(1)
+    sides.policy.call_all("fail_to_leave")
     with pytest.raises(RemoteCallError):
-        coordinator._weight_sync.disconnect()
-    policy.call_all("set_version", 2)
-    coordinator.sync_weights(engines, 2)
-    check_received(engines, folder, 2)
+        sides.weight_sync.disconnect()
+    sides.sync(2)
+    sides.check_received(2)
 
 
-def test_engine_replaced_while_the_policy_is_ahead_joins_a_new_link(sides, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    coordinator._has_unsynced_weights = True
-    engines.report_lost(1, engines.actor(1), "lost")
+def test_engine_replaced_while_the_policy_is_ahead_joins_a_new_link(sides):
+    sides.sync(1)
+    engines = sides.engines
+    sides.coordinator._has_unsynced_weights = True
+    sides.lose_engine(1)
     engines.wait_started(engines.respawn_engine(1))
     engines.registry.mark_started(1)
-    assert not coordinator.sync_new_engines([1])
-    policy.call_all("set_version", 2)
-    coordinator.sync_weights(engines, 2)
+    assert not sides.coordinator.sync_new_engines([1])
+    sides.sync(2)
     assert engines.routable_engines == [0, 1]
-    check_received(engines, folder, 2)
+    sides.check_received(2)
 
 
-def test_engine_that_died_before_a_sync_is_replaced_and_gets_the_weights(sides, processes, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    coordinator.start()
-    processes.kill(engines._actors[1])
-    policy.call_all("set_version", 2)
-    coordinator.sync_weights(engines, 2)
-    assert engines.registry.num_replaced == 1
-    assert engines.routable_engines == [0, 1]
-    check_received(engines, folder, 2)
+def test_engine_that_died_before_a_sync_is_replaced_and_gets_the_weights(sides, processes):
+    sides.sync(1)
+    sides.coordinator.start()
+    processes.kill(sides.engines._actors[1])
+    sides.sync(2)
+    assert sides.engines.registry.num_replaced == 1
+    assert sides.engines.routable_engines == [0, 1]
+    sides.check_received(2)
 
 
-def test_sync_waits_for_a_replacement_when_all_engines_are_lost(sides, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
+def test_sync_waits_for_a_replacement_when_all_engines_are_lost(sides):
     for index in (0, 1):
-        engines.report_lost(index, engines.actor(index), "lost")
+        sides.lose_engine(index)
     with pytest.raises(RemoteCallError, match="no engine is left"):
-        coordinator.sync_weights(engines, 1)
-    coordinator.start()
-    coordinator.sync_weights(engines, 1)
-    assert (engines.registry.num_replaced, engines.routable_engines) == (2, [0, 1])
-    check_received(engines, folder, 1)
+        sides.sync(1)
+    sides.coordinator.start()
+    sides.sync(1)
+    registry = sides.engines.registry
+    assert (registry.num_replaced, sides.engines.routable_engines) == (2, [0, 1])
+    sides.check_received(1)
 
 
-def test_new_engine_waits_while_the_policy_is_ahead_or_busy(sides, folder):
-    policy, engines, coordinator = sides
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
+def test_new_engine_waits_while_the_policy_is_ahead_or_busy(sides):
+    sides.sync(1)
+    coordinator = sides.coordinator
     coordinator._has_unsynced_weights = True
     assert not coordinator.sync_new_engines([1])
-    coordinator.sync_weights(engines, 2)
+    coordinator.sync_weights(sides.engines, 2)
     with coordinator._lock, ThreadPoolExecutor(1) as other:
         assert not other.submit(coordinator.sync_new_engines, [1]).result()
     assert coordinator.sync_new_engines([1])
 
 
 def test_dead_policy_rank_is_named(sides, processes):
-    policy, engines, coordinator = sides
-    coordinator._weight_sync.connect([0, 1])
-    processes.kill(policy._actors[1])
+    sides.weight_sync.connect([0, 1])
+    processes.kill(sides.policy._actors[1])
     with pytest.raises(RemoteCallError, match=r"rank 1"):
-        coordinator.sync_weights(engines, 1)
+        sides.coordinator.sync_weights(sides.engines, 1)
 
 
 def test_dead_engine_is_named_and_other_engines_refuse_with_the_reason(sides, processes):
-    _, engines, coordinator = sides
-    coordinator._weight_sync.connect([0, 1])
-    processes.kill(engines._actors[1])
+    sides.weight_sync.connect([0, 1])
+    processes.kill(sides.engines._actors[1])
     with pytest.raises(ray.exceptions.RayActorError):
         while True:  # calls still get through for a moment
-            call_engine(engines, 1, "history")
+            sides.history(1)
     with pytest.raises(RemoteCallError, match="pause: engine 1 died"):
-        coordinator.sync_weights(engines, 1)
-    assert "engine 1 died" in call_engine(engines, 0, "history")[-1]
+        sides.coordinator.sync_weights(sides.engines, 1)
+    assert "engine 1 died" in sides.history()[-1]
 
 
 def test_unattached_generator_is_rejected(sides):
-    _, _, coordinator = sides
     with pytest.raises(ValueError, match="attached to"):
-        coordinator.sync_weights(object(), 1)
+        sides.coordinator.sync_weights(object(), 1)
 
 
 @pytest.fixture
 def shared(sides):
-    """Policy and engines on the same GPUs, which the policy holds at first."""
-    policy, engines, separate = sides
-    gpus = GpuTimeSharing(policy, engines)
-    coordinator = Coordinator(policy, engines, separate._weight_sync, gpus)
-    yield policy, engines, coordinator, gpus
-    coordinator._supervisor.close()
+    """Both sides on the same GPUs, with the first version synced."""
+    sides.share_gpus()
+    sides.sync(1)
+    sides.check_received(1)
+    return sides
 
 
 UPDATE = ["wake_up", "weights", "pause", "receive_weights", "verify_weights"]
 SERVE = ["wake_up", "cache", "compute_prompt_log_probs", "resume"]
+FIRST = ["wake_up", "weights", "layout", "join_weight_transfer", *UPDATE[2:], *SERVE]
 
 
-def history_since(engines, index, before):
-    new = call_engine(engines, index, "history")
-    return new[len(before) :]
+def test_colocated_policy_is_offloaded_before_the_kv_cache_wakes(shared):
+    assert shared.history() == FIRST
+    assert shared.policy.call_all("gpu_resident_parts") == [frozenset(), frozenset()]
+    assert shared.gpus.owner is GpuOwner.engines
+    shared.coordinator.sync_weights(shared.engines, 1)
+    shared.check_received(1)
+    assert shared.history() == [*FIRST, "sleep", *UPDATE, *SERVE]
 
 
-def test_colocated_policy_is_offloaded_before_the_kv_cache_wakes(shared, folder):
-    policy, engines, coordinator, gpus = shared
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    check_received(engines, folder, 1)
-    history = call_engine(engines, 0, "history")
-    assert history == ["wake_up", "weights", "layout", "join_weight_transfer", *UPDATE[2:], *SERVE]
-    assert policy.call_all("gpu_resident_parts") == [frozenset(), frozenset()]
-    assert gpus.owner is GpuOwner.engines
-    coordinator.sync_weights(engines, 1)
-    check_received(engines, folder, 1)
-    assert history_since(engines, 0, history) == ["sleep", *UPDATE, *SERVE]
-
-
-def test_colocated_new_engine_is_synced_together_with_all_others(shared, folder):
-    policy, engines, coordinator, gpus = shared
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    before = call_engine(engines, 0, "history")
-    engines.report_lost(1, engines.actor(1), "lost")
-    with gpus.reserve_for_engine_start():
+def test_colocated_new_engine_is_synced_together_with_all_others(shared):
+    engines = shared.engines
+    shared.lose_engine(1)
+    with shared.gpus.reserve_for_engine_start():
         engines.wait_started(engines.respawn_engine(1))
     engines.registry.mark_started(1)
-    assert coordinator.sync_new_engines([1])
+    assert shared.coordinator.sync_new_engines([1])
     assert engines.routable_engines == [0, 1]
-    check_received(engines, folder, 1)
-    assert history_since(engines, 0, before) == [
-        "sleep",
-        "wake_up",
-        "weights",
-        "join_weight_transfer",
-        *UPDATE[2:],
-        *SERVE,
-    ]
-    gpus.acquire_for_policy()
-    assert not coordinator.sync_new_engines([1]), "the policy has the GPUs"
+    shared.check_received(1)
+    join = ["sleep", "wake_up", "weights", "join_weight_transfer"]
+    assert shared.history() == [*FIRST, *join, *UPDATE[2:], *SERVE]
+    shared.gpus.acquire_for_policy()
+    assert not shared.coordinator.sync_new_engines([1]), "the policy has the GPUs"
 
 
-def test_colocated_policy_is_offloaded_while_an_engine_starts(shared, processes, folder):
-    policy, engines, coordinator, gpus = shared
-    policy.call_all("set_version", 1)
-    coordinator.sync_weights(engines, 1)
-    gpus.acquire_for_policy()
-    seen, respawn = [], engines.respawn_engine
+def test_colocated_policy_is_offloaded_while_an_engine_starts(shared, processes):
+    shared.gpus.acquire_for_policy()
+    resident_parts, respawn = [], shared.engines.respawn_engine
 
-    def watched(index):
-        seen.extend(policy.call_all("gpu_resident_parts"))
+    def respawn_engine(index):
+        resident_parts.extend(shared.policy.call_all("gpu_resident_parts"))
         return respawn(index)
 
-    engines.respawn_engine = watched
-    coordinator.start()
-    processes.kill(engines._actors[1])
-    policy.call_all("set_version", 2)
-    coordinator.sync_weights(engines, 2)
-    assert seen == [frozenset(), frozenset()]
-    assert engines.routable_engines == [0, 1]
-    check_received(engines, folder, 2)
+    shared.engines.respawn_engine = respawn_engine
+    shared.coordinator.start()
+    processes.kill(shared.engines._actors[1])
+    shared.sync(2)
+    assert resident_parts == [frozenset(), frozenset()]
+    assert shared.engines.routable_engines == [0, 1]
+    shared.check_received(2)

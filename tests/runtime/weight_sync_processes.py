@@ -67,7 +67,7 @@ class FakePolicyRank:
         return None if self.rank else logps_of(embedding, prompt)
 
     def fail_to_leave(self):
-        """Let the next `leave_transfer_group` fail."""
+        """Let the next `leave_weight_transfer` fail."""
         self.fails_to_leave = True
 
     def shift_embedding_rows(self, shift):
@@ -79,15 +79,15 @@ class FakeRank(PolicyActor):
     def start(self, host, port):
         """Restore the initial state."""
         for key in list(self._transfers_by_link):
-            self.leave_transfer_group(key)
+            self.leave_weight_transfer(key)
         self._policy = FakePolicyRank(self._config.model.path, self._rank)
 
     def call(self, method, *args):
         """Call a method that only tests have, too."""
         return getattr(self._policy, method)(*args)
 
-    def leave_transfer_group(self, key):
-        super().leave_transfer_group(key)
+    def leave_weight_transfer(self, key):
+        super().leave_weight_transfer(key)
         if self._policy.fails_to_leave:
             self._policy.fails_to_leave = False
             raise OSError("connection reset")

@@ -4,24 +4,40 @@ import asyncio
 import itertools
 import os
 import time
-from pathlib import Path
+from contextlib import asynccontextmanager
 
 from mega_agentrl.config.enums import PythonMode
 from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
+from tests.escape.outside import pids_named
+
+STATEFUL = {"mode": PythonMode.stateful, "num_workers": 2}
+"""Options of a pool for sessions; two calls at once."""
 
 
-def make_pool(**changes):
+async def start_pool(**changes):
     """A started pool of one sandbox without preloaded modules; works from any event loop."""
     values = {"num_workers": 1, "timeout_s": 10.0, "memory_limit_mib": 256, "preload_modules": []}
     pool = SandboxPool(PythonToolConfig(**(values | changes)))
-    asyncio.run(pool.start())
+    await pool.start()
     return pool
 
 
-def make_stateful_pool(**changes):
-    """The same, for sessions; two calls at once."""
-    return make_pool(**({"mode": PythonMode.stateful, "num_workers": 2} | changes))
+@asynccontextmanager
+async def running_pool(**changes):
+    """The same pool, which ends with the block."""
+    pool = await start_pool(**changes)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def shared_pool(**changes):
+    """The same pool for a fixture of several tests."""
+    pool = asyncio.run(start_pool(**changes))
+    yield pool
+    pool.close_now()
 
 
 _numbers = itertools.count()
@@ -36,13 +52,6 @@ def named(code):
 def wait_until_running(name, number=1, timeout_s=30.0):
     """Return once so many processes are called `name`: code made by `named` has begun."""
     deadline = time.monotonic() + timeout_s
-    while sum(map(_is_called, Path("/proc").glob("[0-9]*"), itertools.repeat(name))) < number:
+    while len(pids_named(name)) < number:
         assert time.monotonic() < deadline, f"{number} processes {name} within {timeout_s:g} s"
         time.sleep(0.01)
-
-
-def _is_called(folder, name):
-    try:
-        return (folder / "comm").read_text(encoding="utf-8", errors="replace").strip() == name
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -13,13 +13,13 @@ from mega_agentrl.sandbox.cgroup import create_cgroup, remove_stale_cgroups
 @pytest.fixture
 def group():
     made = create_cgroup(memory_mib=64, num_processes=5)
+    if not made.procs_files:
+        pytest.skip("no control group can be written here")
     yield made
     made.close()
 
 
 def test_limits_bind_and_the_group_goes(group):
-    if not group.is_effective:
-        pytest.skip("no control group can be written here")
     # Their output goes elsewhere: nobody waits for the end of those that were started.
     script = "read go; for i in 1 2 3 4 5 6 7 8; do sleep 60 >/dev/null 2>&1 & done"
     command = ["/bin/sh", "-c", script]
@@ -37,8 +37,6 @@ def test_limits_bind_and_the_group_goes(group):
 
 
 def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypatch):
-    if not group.is_effective:
-        pytest.skip("no control group can be written here")
     monkeypatch.setattr(cgroup, "_REMOVE_DEADLINE_S", 0.0)
     folders = [Path(entrance).parent for entrance in group.procs_files]
     with subprocess.Popen(["/bin/sleep", "600"]) as child:
@@ -52,8 +50,6 @@ def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypa
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(group):
-    if not group.is_effective:
-        pytest.skip("no control group can be written here")
     parent = Path(group.procs_files[0]).parents[1]
     dead = parent / "mega_agentrl-4000000-1-0"
     dead.mkdir()
@@ -84,6 +80,5 @@ def test_version_2_is_preferred(monkeypatch, tmp_path):
 def test_none_where_nothing_can_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "none")
     made = create_cgroup(memory_mib=3, num_processes=9)
-    assert not made.is_effective
     assert made.procs_files == []
     made.close()

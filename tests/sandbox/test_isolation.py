@@ -1,7 +1,6 @@
 """The bubblewrap command, and the errors where it cannot work."""
 
 import json
-import stat
 import sys
 from pathlib import Path
 
@@ -14,30 +13,21 @@ from mega_agentrl.sandbox.isolation import (
     interpreter_path,
     isolated_command,
     pre_exec_command,
-    unisolated_command,
 )
-
-
-def fake_bwrap(folder, monkeypatch, script):
-    program = folder / "bwrap"
-    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(folder))
-
-
-def test_works_here():
-    check_isolation()
 
 
 def test_missing_program_names_the_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="install the system package `bubblewrap`"):
+    with pytest.raises(ValueError, match="`bubblewrap`"):
         check_isolation()
 
 
 def test_refused_namespaces_show_the_reason(monkeypatch, tmp_path):
-    fake_bwrap(tmp_path, monkeypatch, "echo 'No permissions to create new namespace' >&2; exit 1")
-    with pytest.raises(ValueError, match=r"No permissions.*user namespaces"):
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="No permissions to create new namespace"):
         check_isolation()
 
 
@@ -60,25 +50,8 @@ def test_pre_exec_gets_every_folder_to_bind():
     command = ["bwrap", "--ro-bind", "reach:/a b", "/x", "--ro-bind", "reach:/c", "/y", "run", "{}"]
     job = json.loads(pre_exec_command(command, user=7, cgroups=["/g/procs"])[-1])
     assert job["folders"] == ["/a b", "/c"]
-    assert job["command"] == [
-        "bwrap",
-        "--ro-bind",
-        "{0}",
-        "/x",
-        "--ro-bind",
-        "{1}",
-        "/y",
-        "run",
-        "{}",
-    ]
+    assert job["command"] == "bwrap --ro-bind {0} /x --ro-bind {1} /y run {}".split()
     assert (job["user"], job["cgroups"]) == (7, ["/g/procs"])
-
-
-def test_without_isolation_it_is_the_same_program():
-    command = unisolated_command("{}")
-    assert "bwrap" not in " ".join(command)
-    assert command[-1] == "{}"
-    assert sys.executable in command
 
 
 def test_folders_hold_the_interpreter_and_do_not_overlap():
@@ -103,5 +76,5 @@ def test_an_environment_below_tmp_is_seen_elsewhere(monkeypatch):
 
 def test_an_interpreter_below_tmp_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "base_prefix", "/tmp/python")
-    with pytest.raises(ValueError, match="expected a place outside /tmp"):
+    with pytest.raises(ValueError, match="/tmp/python"):
         interpreter_folders()

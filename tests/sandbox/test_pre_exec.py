@@ -1,7 +1,6 @@
 """`pre_exec` as a program: another user, folders behind closed ones, and what it refuses."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,9 +15,10 @@ from mega_agentrl.sandbox.uid_lease import needs_dedicated_uid
 needs_root = pytest.mark.skipif(not needs_dedicated_uid(), reason="only root switches users")
 
 
-def run(**job):
+def run(*prefix, **job):
+    """`pre_exec` with this request, behind the command `prefix`."""
     job = {"cgroups": [], "user": None, "folders": []} | job
-    command = [sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
+    command = [*prefix, sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
@@ -55,10 +55,7 @@ def test_a_folder_closed_itself_is_named():
 
 @needs_root
 def test_a_root_that_may_not_switch_is_told():
-    job = {"cgroups": [], "user": 60800, "folders": [], "command": ["/bin/true"]}
-    command = ["/usr/bin/setpriv", "--bounding-set", "-setuid", "--inh-caps", "-setuid"]
-    command += [sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    without_setuid = "/usr/bin/setpriv --bounding-set -setuid --inh-caps -setuid".split()
+    done = run(*without_setuid, user=60800, command=["/bin/true"])
     assert done.returncode == EXIT_SETUP_FAILED
     assert "CAP_SETUID" in done.stderr
-    assert os.geteuid() == 0

@@ -16,18 +16,12 @@ def test_environment_is_empty(monkeypatch):
     assert out == b""
 
 
-def test_run_to_end_gives_code_and_error_text():
+def test_a_command_ends_with_code_and_error_text_by_its_deadline():
     assert run_command(["/bin/sh", "-c", "echo no >&2; exit 3"], timeout_s=10) == (3, "no")
-
-
-def test_run_to_end_keeps_its_deadline():
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"0\.2 s"):
         run_command(["/bin/sleep", "300"], timeout_s=0.2)
     assert time.monotonic() - begin < 60
-
-
-def test_missing_program():
     with pytest.raises(OSError, match="none"):
         run_command(["/nowhere/none"], timeout_s=1)
 

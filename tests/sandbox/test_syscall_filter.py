@@ -1,5 +1,4 @@
-"""The filter: what the kernel answers to calls made by ctypes inside, and what is said where
-it cannot be compiled."""
+"""The filter: what the kernel answers to calls made by ctypes inside, and where it is refused."""
 
 import builtins
 import errno
@@ -14,7 +13,7 @@ from mega_agentrl.sandbox.syscall_filter import (
     build_seccomp_filter,
     seccomp_filter_base64,
 )
-from tests.sandbox.sandboxes import make_pool, make_stateful_pool
+from tests.sandbox.sandboxes import STATEFUL, shared_pool
 
 NEW_USER, NEW_NET, CHILD = 0x10000000, 0x40000000, 17
 
@@ -32,11 +31,9 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module", params=[make_pool, make_stateful_pool], ids=["once", "session"])
+@pytest.fixture(scope="module", params=[{}, STATEFUL], ids=["once", "session"])
 def pool(request):
-    made = request.param()
-    yield made
-    made.close_now()
+    yield from shared_pool(**request.param)
 
 
 def number(name):
@@ -46,8 +43,7 @@ def number(name):
 
 
 async def answers(pool, calls):
-    code = PROBE.format(calls=calls, clone=number("clone"))
-    result = await pool.run(code)
+    result = await pool.run(PROBE.format(calls=calls, clone=number("clone")))
     return json.loads(result.output)
 
 
@@ -107,12 +103,12 @@ def test_missing_library_names_the_package(monkeypatch):
 
     syscall_filter.build_seccomp_filter.cache_clear()
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ValueError, match="install the system package `libseccomp2`"):
+    with pytest.raises(ValueError, match="`libseccomp2`"):
         build_seccomp_filter(stateful=False)
 
 
 def test_another_machine_is_refused(monkeypatch):
     syscall_filter.build_seccomp_filter.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
-    with pytest.raises(ValueError, match="machine s390x, expected x86_64 or aarch64"):
+    with pytest.raises(ValueError, match="s390x"):
         build_seccomp_filter(stateful=False)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from mega_agentrl.sandbox.worker_pool import (
     WorkerTimeoutError,
     make_worker_call,
 )
+from tests.sandbox.guest.guest_program import wait_for
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
@@ -34,13 +34,6 @@ def name(function):
 
 def is_gone(pid):
     return process_state(pid) in "ZX"
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -113,15 +106,10 @@ def test_a_child_gets_path_folder_and_named_variables_only(monkeypatch, tmp_path
     assert path[0] == str(tmp_path)
 
 
-def test_printing_does_not_disturb_the_protocol(pool):
-    assert call(pool, "chatter") == ["", True]
-    assert call(pool, "add", a=1) == 1
-
-
-def test_the_log_stays_short():
+def test_printing_neither_disturbs_the_protocol_nor_fills_the_log():
     with running() as pool:
         for _ in range(20):
-            call(pool, "chatter")
+            assert call(pool, "chatter") == ["", True]
         assert call(pool, "log_bytes") == 0
 
 
@@ -130,8 +118,8 @@ def test_the_log_stays_short():
     [
         ("fail", "KeyError: 'wrong'"),
         ("leave", "SystemExit: 3"),
-        ("no_json", "a value of type Fraction has no JSON form"),
-        ("nothing", "has no callable nothing"),
+        ("no_json", "type Fraction"),
+        ("nothing", "no callable nothing"),
     ],
 )
 def test_a_function_that_fails_costs_no_worker(pool, function, expected):
@@ -166,9 +154,7 @@ def test_a_hanging_worker_is_killed_and_replaced_and_its_call_runs_once(tmp_path
         others = [pool.submit(name("add"), {"a": i}) for i in range(20)]
         assert [other.result(WAIT_S) for other in others] == list(range(20))
         assert not hanging.done()
-        with pytest.raises(
-            WorkerTimeoutError, match=r"did not return within 2 s; .* it wrote: going"
-        ):
+        with pytest.raises(WorkerTimeoutError, match=r"within 2 s; .*: going"):
             hanging.result(WAIT_S)
         pids = [int(pid) for pid in file.read_text().split()]
         assert len(pids) == 3
@@ -312,35 +298,28 @@ def test_warm_up_runs_in_every_worker_and_the_replacement(tmp_path):
 
 def test_a_pool_whose_warm_up_fails_does_not_start():
     before = set(child_pids(os.getpid()))
-    pool = WorkerPool(2, 1.0, warm_up=[make_worker_call(name("fail"), {})])
-    with pytest.raises(
-        ValueError, match=r"did not come up: tests.sandbox.worker_functions:fail: KeyError"
-    ):
+    warm_up = [make_worker_call(name("add"), {"a": 1}), make_worker_call(name("fail"), {})]
+    pool = WorkerPool(2, 1.0, warm_up=warm_up)
+    with pytest.raises(ValueError, match="worker_functions:fail: KeyError"):
         pool.start()
     assert set(child_pids(os.getpid())) <= before
 
 
 def test_a_worker_that_does_not_come_up_in_time():
-    warm = make_worker_call("time:sleep", {})
-    pool = WorkerPool(1, 1.0, warm_up=[make_worker_call(name("add"), {"a": 1}), warm])
-    with pytest.raises(ValueError, match="time:sleep: TypeError"):
-        pool.start()
     slow = make_worker_call(name("note_and_sleep"), {"file": os.devnull, "sleep_s": 60})
     pool = WorkerPool(1, 1.0, warm_up=[slow], start_timeout_s=1.0)
     # On a slow machine the interpreter itself, or the import, is what does not come up in time.
-    late = r"note_and_sleep: (did not return|was not imported)|worker start: was not imported"
-    with pytest.raises(ValueError, match=rf"({late}) within 1 s"):
+    with pytest.raises(ValueError, match=r"(note_and_sleep|worker start): .* within 1 s"):
         pool.start()
 
 
 def test_wrong_use():
-    with pytest.raises(ValueError, match=r"num_workers=0, timeout_s=1: expected at least 1"):
-        WorkerPool(0, 1.0)
-    with pytest.raises(ValueError, match="timeout_s=0"):
-        WorkerPool(1, 0.0)
+    for num_workers, timeout_s, named in ((0, 1.0, "num_workers=0"), (1, 0.0, "timeout_s=0")):
+        with pytest.raises(ValueError, match=named):
+            WorkerPool(num_workers, timeout_s)
     with pytest.raises(RuntimeError, match="not started"):
         WorkerPool(1, 1.0).submit(name("add"), {"a": 1})
-    with pytest.raises(ValueError, match="arguments of x:y: a value of type object has no JSON"):
+    with pytest.raises(ValueError, match="x:y: a value of type object"):
         make_worker_call("x:y", {"a": object()})
     unused = WorkerPool(1, 1.0)
     unused.close()

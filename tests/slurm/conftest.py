@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.virtual_cluster import NODES, VirtualCluster, unavailable_reason
+from tests.slurm.virtual_cluster import NODES, VirtualCluster, live_processes, unavailable_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 # By default Ray reserves 30 % of the memory for objects, on each node.
@@ -80,16 +80,7 @@ class Jobs:
 
     def left_over(self):
         """Return pid and command of the jobs' live processes, and their folders."""
-        processes = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if (
-                    folder.name.isdigit()
-                    and self.marker.encode() in (folder / "environ").read_bytes()
-                ):
-                    processes.append((int(folder.name), (folder / "cmdline").read_bytes()))
-            except OSError:
-                continue
+        processes = [(pid, command) for pid, _, command, _ in live_processes(self.marker)]
         return processes + [str(path) for path in Path(self.marker).iterdir()]
 
 

@@ -45,16 +45,14 @@ def test_node_without_gpus_fails_if_slurm_allocated_some(monkeypatch):
     assert (found["gpus"].value, found["gpus"].state) == ("no GPU", OK)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     failed = node_checks.check_gpus()["gpus"]
-    assert failed.state == FAIL
-    assert failed.reason == "Slurm gave 8 GPUs, NVML sees 0"
+    assert failed.state == FAIL and "8 GPUs" in failed.reason
 
 
 def test_failed_import_names_the_interpreter(monkeypatch):
     monkeypatch.setattr(node_checks, "IMPORT_PROGRAM", "import json, no_such_package")
     found = node_checks.check_imports()["imports"]
     assert (found.value, found.state) == ("no", FAIL)
-    assert "no_such_package" in found.reason
-    assert sys.executable in found.reason
+    assert "no_such_package" in found.reason and sys.executable in found.reason
 
 
 def test_import_check_returns_versions(monkeypatch):
@@ -72,11 +70,8 @@ def test_full_disk_names_the_folder(tmp_path, monkeypatch):
     local = tmp_path / "local"
     local.mkdir()
     found = node_checks.check_disk(tmp_path, local)
-    assert found.state == FAIL
-    assert str(local) in found.reason
-    assert node_checks.check_disk(tmp_path, tmp_path / "none").reason.startswith(
-        f"{tmp_path}/none does not exist"
-    )
+    assert found.state == FAIL and str(local) in found.reason
+    assert f"{tmp_path}/none " in node_checks.check_disk(tmp_path, tmp_path / "none").reason
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,9 @@ def test_configured_head_address_comes_first(monkeypatch):
     assert choose_head_address(4, ["n1", "n2"]).startswith("10.1.2.3:2004")
 
 
-def test_wait_ends_when_all_nodes_have_joined():
-    membership = ScriptedMembership(None, {"a"}, {"a", "b", "other"})
-    assert wait_for_nodes(membership, ["a", "b"], 30) == set()
-
-
-def test_wait_names_missing_nodes_at_the_deadline():
+def test_wait_ends_when_all_nodes_have_joined_or_names_the_missing_ones():
+    joining = ScriptedMembership(None, {"a"}, {"a", "b", "other"})
+    assert wait_for_nodes(joining, ["a", "b"], 30) == set()
     assert wait_for_nodes(ScriptedMembership(None, {"a"}), ["a", "b", "c"], 0.1) == {"b", "c"}
 
 
@@ -67,7 +64,7 @@ def test_monitor_returns_one_line_with_the_node_names(tmp_path, monkeypatch):
     joined = tmp_path / "joined"
     monkeypatch.setattr(module, "ClusterMembership", lambda _: ScriptedMembership({"n1"}))
     line = monitor_cluster("h:1", joined, 0.0, ["n1", "n2"])
-    assert line.startswith("missing after 0 s: node n2; Ray did not join h:1")
+    assert line.startswith("missing after 0 s: node n2; ") and "h:1" in line
     assert not joined.exists()
     both = ScriptedMembership({"n1", "n2"}, {"n1", "n2"}, {"n1"})
     monkeypatch.setattr(module, "ClusterMembership", lambda _: both)

@@ -2,27 +2,21 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.overrides import asset_overrides
-from tests.slurm.virtual_cluster import ENDED
+from tests.slurm.virtual_cluster import ENDED, live_processes
 
 pytestmark = pytest.mark.slurm
 
 
 def actors_and_nodes(marker):
     """Iterate over class and node of the Ray actors of this test's jobs."""
-    for folder in Path("/proc").iterdir():
-        try:
-            name = (folder / "cmdline").read_text() if folder.name.isdigit() else ""
-            environment = (folder / "environ").read_text() if name.startswith("ray::") else ""
-        except (OSError, UnicodeDecodeError):
-            continue
-        node = re.search(r"MEGA_AGENTRL_NODE_TAG=\S*?(n\d)\0", environment)
-        actor_class = re.match(r"ray::(\w+Actor)\b", name)
-        if node and actor_class and marker in environment:
+    for _, _, command, environment in live_processes(marker):
+        node = re.search(r"MEGA_AGENTRL_NODE_TAG=\S*?(n\d) ", environment)
+        actor_class = re.match(r"ray::(\w+Actor)\b", command)
+        if node and actor_class:
             yield actor_class.group(1), node.group(1)
 
 

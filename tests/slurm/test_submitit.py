@@ -58,7 +58,7 @@ def test_sweep_is_a_job_array_with_an_error_per_job(jobs, assets):
         assert str(missing) in json.loads((folder / "sweep_job.json").read_text())["failed"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_every_job_of_a_sweep_trains(jobs, assets):
     words = ["total_steps=0", "sft.max_steps=0", "evaluate.num_questions=2"]
     completed, folders = sweep(jobs, assets, *words)

@@ -13,27 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.virtual_cluster import live_processes
+
 pytestmark = pytest.mark.slurm
 
 START_S = 240  # Ray on two nodes takes about 20 s on an idle machine
 LOST = 69
-
-
-def process_ids(*, name="", command="", environment=""):
-    """Return pids of live processes with this name, command line part and environment part."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if (
-                folder.name.isdigit()
-                and name in (folder / "comm").read_text()
-                and command.encode() in (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                and environment.encode() in (folder / "environ").read_bytes()
-            ):
-                pids.append(int(folder.name))
-        except OSError:
-            continue
-    return pids
 
 
 def parent(pid):
@@ -86,10 +71,15 @@ def test_lost_node_is_named(jobs):
     slurm = jobs.slurm
     try:
         # All at once, like a power failure; Slurm itself would notice after a minute.
-        (script,) = process_ids(name="bash", command="ray_node.sh n2", environment=jobs.marker)
+        (script,) = [
+            pid
+            for pid, name, command, _ in live_processes(jobs.marker)
+            if "bash" in name and "ray_node.sh n2" in command
+        ]
         step = parent(script)
         slurm.stop_daemon("n2", signal.SIGKILL)
-        for pid in [step, script, *process_ids(environment=f"MEGA_AGENTRL_NODE_TAG={job}-0-n2")]:
+        on_node = [pid for pid, *_ in live_processes(f"MEGA_AGENTRL_NODE_TAG={job}-0-n2")]
+        for pid in [step, script, *on_node]:
             os.kill(pid, signal.SIGKILL)
         slurm.wait_for(lambda: "went away" in jobs.output.read_text(), 120, "message", jobs.output)
     finally:

@@ -15,6 +15,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -73,6 +77,20 @@ def free_ports(number: int) -> list[int]:
     finally:
         for probe in probes:
             probe.close()
+
+
+def live_processes(marker: str) -> Iterator[tuple[int, str, str, str]]:
+    """Yield pid, name, command and environment of processes with `marker` in the environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, command, environment = (
+                (folder / part).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                for part in ("comm", "cmdline", "environ")
+            )
+        except OSError:
+            continue
+        if marker in environment:
+            yield int(folder.name), name.strip(), command, environment
 
 
 class VirtualCluster:

@@ -10,96 +10,76 @@ from mega_agentrl.tool.function_schema import (
     FunctionSchema,
 )
 
-
-def make(parameters, **changes):
-    function = {"name": "f", "description": "d", "parameters": parameters} | changes
-    return FunctionSchema({"type": "function", "function": function}, "here")
+ALL = ALL_ARGUMENTS_AS_JSON
 
 
-LOOK_UP = make(
-    {
-        "type": "object",
-        "properties": {
-            "query": {"type": "string"},
-            "top_k": {"type": "integer", "minimum": 1},
-            "tags": {"type": "array", "items": {"type": "string"}},
-        },
-        "required": ["query"],
-        "additionalProperties": False,
-    }
-)
+def schema_of(**function):
+    return {"type": "function", "function": {"name": "f", **function}}
 
 
-def test_the_schema_is_what_a_chat_template_takes():
-    assert LOOK_UP.as_dict()["type"] == "function"
-    assert LOOK_UP.as_dict()["function"]["name"] == LOOK_UP.name == "f"
-    assert LOOK_UP.has_parameter("query") and not LOOK_UP.has_parameter("other")
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "string"},
+        "top_k": {"type": "integer", "minimum": 1},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["query"],
+    "additionalProperties": False,
+}
+LOOK_UP = FunctionSchema(schema_of(parameters=PARAMETERS), "here")
 
 
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        ({"query": "a"}, {"query": "a"}),
-        ({"query": "5"}, {"query": "5"}),
-        ({"query": "a", "top_k": "3"}, {"query": "a", "top_k": 3}),
-        ({"query": "a", "tags": '["x"]'}, {"query": "a", "tags": ["x"]}),
-        ({ALL_ARGUMENTS_AS_JSON: '{"query": "a", "top_k": 2}'}, {"query": "a", "top_k": 2}),
+        pytest.param({"query": "5"}, {"query": "5"}, id="text"),
+        pytest.param({"query": "a", "top_k": "3"}, {"query": "a", "top_k": 3}, id="number"),
+        pytest.param({"query": "a", "tags": '["x"]'}, {"query": "a", "tags": ["x"]}, id="list"),
+        pytest.param({ALL: '{"query": "a", "top_k": 2}'}, {"query": "a", "top_k": 2}, id="all"),
     ],
 )
-def test_arguments_are_read(given, read):
+def test_a_text_is_parsed_where_the_schema_takes_no_text(given, read):
     assert LOOK_UP.validate_arguments(given) == read
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({}, "Tool(f) got wrong arguments: 'query' is a required property"),
-        ({"query": 1}, "query: 1 is not of type 'string'"),
-        ({"query": "a", "top_k": "many"}, "top_k: 'many' is not of type 'integer'"),
-        ({"query": "a", "top_k": 0}, "top_k: 0 is less than the minimum of 1"),
-        ({"query": "a", "tags": ["x", 2]}, "tags.1: 2 is not of type 'string'"),
-        ({"query": "a", "x": 1}, "'x' was unexpected"),
-        (
-            {ALL_ARGUMENTS_AS_JSON: "no"},
-            "takes a JSON object with some of the keys query, top_k, tags",
-        ),
-        ({ALL_ARGUMENTS_AS_JSON: "[1]"}, "got list"),
-        ({ALL_ARGUMENTS_AS_JSON: "[" * 100000}, "takes a JSON object"),
+        pytest.param({}, "'query'", id="missing"),
+        pytest.param({"query": 1}, "query: 1", id="number for text"),
+        pytest.param({"query": "a", "top_k": "many"}, "top_k: 'many'", id="text for number"),
+        pytest.param({"query": "a", "top_k": 0}, "top_k: 0", id="below minimum"),
+        pytest.param({"query": "a", "tags": ["x", 2]}, "tags.1: 2", id="inside a list"),
+        pytest.param({"query": "a", "x": 1}, "'x'", id="unknown"),
+        pytest.param({"query": ["x" * 10_000]}, "query: ", id="very long"),
+        pytest.param({ALL: "no"}, "query, top_k, tags", id="no json"),
+        pytest.param({ALL: "[1]"}, "list", id="no object"),
+        pytest.param({ALL: "[" * 100000}, "query, top_k, tags", id="deep json"),
     ],
 )
-def test_wrong_arguments_are_told(given, message):
-    with pytest.raises(ValueError, match="Tool") as caught:
+def test_the_policy_is_told_which_argument_is_wrong(given, named):
+    with pytest.raises(ValueError, match=r"Tool\(f\)") as caught:
         LOOK_UP.validate_arguments(given)
-    assert message in str(caught.value)
-
-
-def test_a_message_does_not_repeat_a_book():
-    with pytest.raises(ValueError, match="Tool") as caught:
-        LOOK_UP.validate_arguments({"query": ["x" * 10_000]})
+    assert named in str(caught.value)
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS + 100
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    ("schema", "named"),
     [
-        ([], "expected {type: function"),
-        ({"name": "f"}, "expected {type: function"),
-        ({"type": "function", "function": {"name": "a b"}}, "function.name='a b'"),
-        ({"type": "function", "function": {"name": "f", "argumnets": 1}}, "['argumnets']"),
-        (
-            {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}},
-            "not a JSON schema",
-        ),
-        (
-            {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}},
-            "expected object",
-        ),
+        pytest.param([], "[]", id="no mapping"),
+        pytest.param({"name": "f"}, "{'name': 'f'}", id="no outer level"),
+        pytest.param(schema_of(name="a b"), "function.name='a b'", id="name"),
+        pytest.param(schema_of(argumnets=1), "['argumnets']", id="unknown key"),
+        pytest.param(schema_of(parameters={"type": "objekt"}), "'objekt'", id="json schema"),
+        pytest.param(schema_of(parameters={"type": "array"}), "'array'", id="no object"),
     ],
 )
-def test_wrong_schemas_name_their_place(schema, message):
+def test_a_wrong_schema_is_refused_with_its_place(schema, named):
     with pytest.raises(ValueError, match="here") as caught:
         FunctionSchema(schema, "here")
-    assert message in str(caught.value)
+    assert named in str(caught.value)
 
 
 JSON = st.recursive(
@@ -109,10 +89,8 @@ JSON = st.recursive(
 )
 
 
-@given(
-    st.dictionaries(st.sampled_from(["query", "top_k", "tags", "x", ALL_ARGUMENTS_AS_JSON]), JSON)
-)
-def test_whatever_the_policy_gives_is_read_or_told(given):
+@given(st.dictionaries(st.sampled_from(["query", "top_k", "tags", "x", ALL]), JSON))
+def test_any_arguments_are_accepted_or_refused_with_a_text_for_the_policy(given):
     try:
         read = LOOK_UP.validate_arguments(given)
     except ValueError as error:

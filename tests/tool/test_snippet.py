@@ -23,36 +23,27 @@ def extract_snippet(text, query, codec, max_tokens):
 
 
 @pytest.mark.parametrize(
-    ("text", "budget", "shown"),
+    ("codec", "text", "budget", "shown"),
     [
-        ("one two three", 3, "one two three"),
-        ("one two three four", 3, "one two ..."),
-        ("one two  three four", 4, "one two  three four"),
-        ("", 1, ""),
+        (WORDS, "one two three", 3, "one two three"),
+        (WORDS, "one two three four", 3, "one two ..."),
+        (WORDS, "one two  three four", 4, "one two  three four"),
+        (WORDS, "", 1, ""),
+        (CHARS, "hello world", 11, "hello world"),
+        (CHARS, "hello world", 10, "hello ..."),
+        (CHARS, "hello worlds and more", 15, "hello ..."),
+        (CHARS, "hello worlds and more", 16, "hello worlds ..."),
+        (CHARS, "abcdefghijkl", 10, "abcdef ..."),
+        (CHARS, "天地玄黄宇宙洪荒日月盈昃", 8, "天地玄黄 ..."),
+        (CHARS, "a bcdefghijklmnop", 10, "a bcde ..."),
     ],
 )
-def test_trim_by_words(text, budget, shown):
-    assert truncate_to_tokens(text, WORDS, budget) == shown
-
-
-@pytest.mark.parametrize(
-    ("text", "budget", "shown"),
-    [
-        ("hello world", 11, "hello world"),
-        ("hello world", 10, "hello ..."),
-        ("hello worlds and more", 15, "hello ..."),
-        ("hello worlds and more", 16, "hello worlds ..."),
-        ("abcdefghijkl", 10, "abcdef ..."),
-        ("天地玄黄宇宙洪荒日月盈昃", 8, "天地玄黄 ..."),
-        ("a bcdefghijklmnop", 10, "a bcde ..."),
-    ],
-)
-def test_trim_by_characters(text, budget, shown):
-    assert truncate_to_tokens(text, CHARS, budget) == shown
+def test_a_long_text_is_cut_between_words(codec, text, budget, shown):
+    assert truncate_to_tokens(text, codec, budget) == shown
 
 
 @given(st.text(max_size=80), st.integers(4, 90), st.sampled_from([WORDS, CHARS]))
-def test_trim_keeps_to_the_budget_and_to_the_text(text, budget, codec):
+def test_a_cut_text_fits_the_budget_and_is_a_prefix(text, budget, codec):
     shown = truncate_to_tokens(text, codec, budget)
     assert len(codec.encode(shown)) <= budget
     if len(codec.encode(text)) <= budget:
@@ -67,7 +58,7 @@ def page(**words):
     return " ".join(words.get(f"_{number}", f"w{number}") for number in range(1000))
 
 
-def test_around_shows_where_the_query_is():
+def test_the_window_has_the_words_of_the_query_in_its_middle():
     shown = extract_snippet(page(_700="Needle,", _705="(hay)"), "needle HAY", WORDS, 21)
     words = shown.split()
     assert len(words) == 21
@@ -83,13 +74,10 @@ def test_more_distinct_and_rarer_words_count_more():
     assert "hay" in extract_snippet(text, "needle hay", WORDS, 11).split()
 
 
-def test_the_beginning_where_nothing_is_found_or_asked():
+def test_the_window_may_be_at_either_end():
     for query in ("", "absent", "?!"):
         assert extract_snippet(page(), query, WORDS, 4) == "w0 w1 w2 ..."
     assert extract_snippet("w0 w1", "w1", WORDS, 4) == "w0 w1"
-
-
-def test_the_end_is_reached():
     assert "needle" in extract_snippet(page(_999="needle"), "needle", WORDS, 8).split()
 
 
@@ -98,7 +86,7 @@ def test_the_end_is_reached():
     st.integers(4, 30),
     st.sampled_from([WORDS, CHARS]),
 )
-def test_around_keeps_to_the_budget(words, budget, codec):
+def test_a_window_fits_the_budget(words, budget, codec):
     assert len(codec.encode(extract_snippet(" ".join(words), "a dd", codec, budget))) <= budget
 
 

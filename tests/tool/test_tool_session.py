@@ -1,4 +1,4 @@
-"""A trajectory's tools: lifecycle, typed outcomes, limits and forks; nothing is left open."""
+"""A trajectory's tools: life cycle, typed outcomes, limits and forks; no state is left open."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from mega_agentrl.types.records import ToolStatus
 
 
 class Notes(Tool):
-    """Remembers what it was told; some texts make it fail."""
+    """Remembers its texts; `fault` is what `execute` raises or returns instead."""
 
     name = "notes"
     text_argument = "text"
@@ -22,26 +22,20 @@ class Notes(Tool):
     def __init__(self):
         self.num_run = 0
         self.released = []
+        self.fault = None
 
     async def create(self, kwargs):
         return list(kwargs.get("start", []))
 
     async def execute(self, state, arguments, kwargs):
-        text = arguments["text"]
         self.num_run += 1
-        if text == "hang":
+        if self.fault == "hang":
             await asyncio.sleep(30)
-        if text == "bad":
-            raise ValueError("bad text")
-        if text == "bug":
-            raise KeyError("bug")
-        if text == "inner timeout":
-            raise TimeoutError("backend")
-        if text == "no answer":
-            return text
-        if text == "no number":
-            return ToolResponse(text="", step_reward=float("nan"))
-        state.append(text)
+        if isinstance(self.fault, BaseException):
+            raise self.fault
+        if self.fault is not None:
+            return self.fault
+        state.append(arguments["text"])
         return ToolResponse(text=",".join(state), step_reward=kwargs.get("reward", 0.0))
 
     async def fork(self, state):
@@ -55,11 +49,13 @@ class Notes(Tool):
 
 
 class Plain(Tool):
+    """Defines nothing but what a tool must."""
+
     name = "plain"
     text_argument = "x"
 
     async def execute(self, state, arguments, kwargs):
-        return ToolResponse(text=str(state), metrics={"a": 1, "<b>": 2, "c": float("inf")})
+        return ToolResponse(text=str(state))
 
 
 LIFE = ("create", "fork", "calc_reward", "release")
@@ -130,68 +126,64 @@ async def test_kwargs_reach_each_step_of_the_life():
     assert notes.released == [(("s", "a"), {"why": "end"})]
 
 
+INFRA_ERROR = ToolStatus.infra_error
+
+
 @pytest.mark.parametrize(
-    ("text", "status", "answer"),
+    ("fault", "status", "answer"),
     [
-        ("bad", ToolStatus.user_error, "bad text"),
-        ("bug", ToolStatus.infra_error, "KeyError: 'bug'"),
-        ("hang", ToolStatus.timeout, "Timed out after 0.2 s."),
-        ("inner timeout", ToolStatus.infra_error, "TimeoutError: backend"),
-        (
-            "no answer",
-            ToolStatus.infra_error,
-            "TypeError: execute returned str, expected a ToolResponse with text",
-        ),
-        (
-            "no number",
-            ToolStatus.infra_error,
-            "TypeError: step_reward is nan, expected a finite number",
+        pytest.param(ValueError("bad"), ToolStatus.user_error, "bad", id="value error"),
+        pytest.param(KeyError("bug"), INFRA_ERROR, "KeyError: 'bug'", id="other error"),
+        pytest.param("hang", ToolStatus.timeout, "0.2 s", id="hangs"),
+        pytest.param(TimeoutError("io"), INFRA_ERROR, "TimeoutError: io", id="inner timeout"),
+        pytest.param(asyncio.CancelledError(), INFRA_ERROR, "itself", id="cancels itself"),
+        pytest.param("text", INFRA_ERROR, "returned str", id="no response"),
+        pytest.param(
+            ToolResponse(text="", step_reward=float("nan")), INFRA_ERROR, "nan", id="no number"
         ),
     ],
 )
-async def test_failures_are_typed_and_run_once(text, status, answer):
+async def test_failures_are_typed_and_run_once(fault, status, answer):
     session, notes = new_session()
     await session.create({})
-    outcome = await session.execute("notes", {"text": text})
-    assert (outcome.status, outcome.answer) == (status, answer)
-    assert notes.num_run == 1
+    notes.fault = fault
+    outcome = await session.execute("notes", {"text": "a"})
+    assert outcome.status is status and answer in outcome.answer
+    assert notes.num_run == 1 and not outcome.is_invalid_call
+    notes.fault = None
     assert (await session.execute("notes", {"text": "a"})).answer == "a"
 
 
-async def test_what_the_policy_gets_wrong_is_its_own_error():
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        pytest.param("plain", {"x": "a"}, id="tool of other prompts"),
+        pytest.param("nothing", {}, id="no tool"),
+        pytest.param("notes", {"y": "1"}, id="other argument"),
+        pytest.param("notes", {"text": 3}, id="other type"),
+        pytest.param("notes", {"text": "a", "more": 1}, id="too many arguments"),
+    ],
+)
+async def test_a_malformed_call_is_an_error_of_the_policy_and_not_run(tool, arguments):
     session, notes = new_session()
     await session.create({"notes": {}})
-    for tool, arguments in (
-        ("plain", {"x": "a"}),
-        ("nothing", {}),
-        ("notes", {"y": "1"}),
-        ("notes", {"text": 3}),
-        ("notes", {"text": "a", "more": 1}),
-    ):
-        outcome = await session.execute(tool, arguments)
-        assert outcome.status is ToolStatus.user_error
-        assert tool in outcome.answer
+    outcome = await session.execute(tool, arguments)
+    assert outcome.status is ToolStatus.user_error and outcome.is_invalid_call
+    assert tool in outcome.answer
     assert notes.num_run == 0
 
 
-async def test_metrics_that_cannot_be_written_are_dropped():
-    session, _ = new_session()
-    await session.create({})
-    assert (await session.execute("plain", {"x": "a"})).metrics == {"a": 1.0}
-
-
-async def test_cancellation_is_passed_on():
+async def test_a_response_loses_metrics_that_cannot_be_written_and_text_beyond_the_limit():
     session, notes = new_session()
-    notes.timeout_s = None
     await session.create({})
-    running = asyncio.create_task(session.execute("notes", {"text": "hang"}))
-    await asyncio.sleep(0.05)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    metrics = {"a": 1, "<b>": 2, "c": float("inf")}
+    notes.fault = ToolResponse(text="\u00e9" * 10_000_000, metrics=metrics)
+    outcome = await session.execute("notes", {"text": "a"})
+    assert outcome.metrics == {"a": 1.0}
+    assert outcome.answer == "\u00e9" * MAX_RESPONSE_CHARS + "... [cut]"
 
 
-async def test_empty_means_all_and_none_means_absent():
+async def test_no_names_mean_all_tools_and_none_means_a_name_is_absent():
     session, _ = new_session()
     await session.create({})
     assert (await session.execute("plain", {"x": "1"})).status is ToolStatus.ok
@@ -201,12 +193,14 @@ async def test_empty_means_all_and_none_means_absent():
     assert (await session.execute("notes", {"text": "a"})).status is ToolStatus.ok
 
 
-async def test_unknown_names_are_errors_of_the_data():
-    session, _ = new_session()
-    with pytest.raises(ValueError, match=r"'nots', expected one of \['notes', 'plain'\]"):
-        await session.create({"nots": {}})
-    with pytest.raises(ValueError, match=r"\['create'\].*create_kwargs"):
-        await session.create({"notes": {"create": {}}})
+@pytest.mark.parametrize(
+    ("tools_kwargs", "name"),
+    [({"nots": {}}, "nots"), ({"notes": {"create": {}}}, "create")],
+    ids=["tool", "key"],
+)
+async def test_unknown_names_are_errors_of_the_data(tools_kwargs, name):
+    with pytest.raises(ValueError, match=f"'{name}'"):
+        await new_session()[0].create(tools_kwargs)
 
 
 async def test_forks_diverge():
@@ -216,10 +210,13 @@ async def test_forks_diverge():
     child = await session.fork()
     assert (await child.execute("notes", {"text": "b"})).answer == "a,b"
     assert (await session.execute("notes", {"text": "c"})).answer == "a,c"
+    assert await session.calc_reward() == {"notes": 2.0}
     await session.release()
     assert (await child.execute("notes", {"text": "d"})).answer == "a,b,d"
     await child.release()
     assert [state for state, _ in notes.released] == [("a", "c"), ("a", "b", "d")]
+    state = object()
+    assert await Plain().fork(state) is state
 
 
 def fragile_session(step, how):
@@ -251,7 +248,7 @@ async def test_a_fault_at_any_step_is_typed_in_time_and_leaves_nothing_open(step
     with pytest.raises(ToolSessionError) as caught:
         await live(session)
     outcome = caught.value.outcome
-    assert (outcome.tool, outcome.status) == ("fragile", ToolStatus.infra_error)
+    assert (outcome.tool, outcome.status) == ("fragile", INFRA_ERROR)
     why = "OSError: no disk" if how == "fail" else "not done within 0.1 s"
     assert outcome.answer == f"{step}: {why}"
     assert (before.num_open, fragile.num_open) == (0, 0)
@@ -269,19 +266,26 @@ async def test_cancellation_at_any_step_leaves_nothing_open(step):
     assert (before.num_open, fragile.num_open) == (0, 0)
 
 
-async def test_a_state_that_comes_too_late_is_released():
+@pytest.mark.parametrize("end", ["deadline", "cancellation"])
+async def test_a_state_that_comes_too_late_is_released(end):
     session, fragile, _ = fragile_session("", "")
 
-    async def deaf(kwargs):
+    async def create(kwargs):
+        """Ignores cancellation until the gate opens."""
         fragile.num_open += 1
+        fragile.entered.set()
         while not fragile.gate.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await fragile.gate.wait()
         return {}
 
-    fragile.create = deaf
-    with pytest.raises(ToolSessionError, match="create: not done within"):
-        await session.create({})
+    fragile.create = create
+    task = asyncio.create_task(session.create({}))
+    await asyncio.wait_for(fragile.entered.wait(), 60)
+    if end == "cancellation":
+        task.cancel()
+    with pytest.raises(ToolSessionError if end == "deadline" else asyncio.CancelledError):
+        await asyncio.wait_for(task, 60)
     assert fragile.num_open == 1
     fragile.gate.set()
     async with asyncio.timeout(60):
@@ -289,39 +293,71 @@ async def test_a_state_that_comes_too_late_is_released():
             await asyncio.sleep(0.005)
 
 
+async def test_a_state_that_is_made_as_its_caller_is_cancelled_is_released():
+    session, fragile, _ = fragile_session("create", "gate")
+    task = asyncio.create_task(session.create({}))
+    await asyncio.wait_for(fragile.entered.wait(), 60)
+    fragile.gate.set()
+    await asyncio.sleep(0)
+    assert fragile.num_open == 1 and not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fragile.num_open == 0
+
+
 async def test_a_reward_is_a_finite_number():
     session, _ = new_session()
     await session.create({"notes": {"calc_reward_kwargs": {"each": float("nan")}}})
     await session.execute("notes", {"text": "a"})
-    with pytest.raises(ToolSessionError, match="calc_reward: got nan, expected a finite number"):
+    with pytest.raises(ToolSessionError, match="calc_reward: got nan"):
         await session.calc_reward()
 
 
+class Counting(Tool):
+    """Records how many calls ran at once and in which order; has a state where `stateful`."""
+
+    name = "counting"
+    text_argument = "x"
+
+    def __init__(self, *, stateful=False, run_s=0.01):
+        self.stateful, self.run_s = stateful, run_s
+        self.running, self.max_running, self.order = 0, 0, []
+
+    async def create(self, kwargs):
+        return [] if self.stateful else None
+
+    async def execute(self, state, arguments, kwargs):
+        self.running += 1
+        self.max_running = max(self.max_running, self.running)
+        await asyncio.sleep(self.run_s)
+        self.running -= 1
+        self.order.append(arguments["x"])
+        return ToolResponse(text=arguments["x"])
+
+
 async def test_a_limit_holds_over_sessions_and_waiting_costs_no_deadline():
-    class Slow(Tool):
-        name = "slow"
-        text_argument = "x"
-        timeout_s = 0.15
-        max_concurrent = 2
-        running = most = 0
-
-        async def execute(self, state, arguments, kwargs):
-            self.running += 1
-            self.most = max(self.most, self.running)
-            await asyncio.sleep(0.05)
-            self.running -= 1
-            return ToolResponse(text="")
-
-    slow = Slow()
-    toolkit = ToolKit([slow])
+    tool = Counting(run_s=0.05)
+    tool.timeout_s, tool.max_concurrent = 0.15, 2
+    toolkit = ToolKit([tool])
     sessions = [toolkit.open_session() for _ in range(10)]
     for session in sessions:
         await session.create({})
-    outcomes = await asyncio.gather(*(s.execute("slow", {"x": "a"}) for s in sessions))
-    assert slow.most == 2
+    outcomes = await asyncio.gather(*(s.execute("counting", {"x": "a"}) for s in sessions))
+    assert tool.max_running == 2
     assert {outcome.status for outcome in outcomes} == {ToolStatus.ok}
     assert max(outcome.queue_s for outcome in outcomes) > 0.15
     assert max(outcome.latency_s for outcome in outcomes) < 0.15
+
+
+@pytest.mark.parametrize(("stateful", "max_running"), [(True, 1), (False, 3)])
+async def test_calls_on_one_state_take_turns_and_others_run_at_once(stateful, max_running):
+    tool = Counting(stateful=stateful)
+    session = ToolKit([tool]).open_session()
+    await session.create({})
+    outcomes = await asyncio.gather(*(session.execute("counting", {"x": x}) for x in "abc"))
+    assert [outcome.answer for outcome in outcomes] == tool.order == ["a", "b", "c"]
+    assert tool.max_running == max_running
 
 
 async def test_waiting_for_a_slot_has_a_bound_of_its_own():
@@ -330,69 +366,12 @@ async def test_waiting_for_a_slot_has_a_bound_of_its_own():
     first = asyncio.create_task(session.execute("fragile", {"x": "a"}))
     await fragile.entered.wait()
     other = await session.fork()
-    outcome = await other.execute("fragile", {"x": "a"})
-    assert outcome.status is ToolStatus.infra_error
-    assert outcome.answer == "none of the 1 slots became free in 0.1 s"
-    await other.release()
-    outcome = await session.execute("fragile", {"x": "a"})
-    assert outcome.status is ToolStatus.infra_error
-    assert outcome.answer == "an earlier call was not done within 0.1 s"
+    for waiting, reason in ((other, "none of the 1 slots"), (session, "an earlier call")):
+        outcome = await waiting.execute("fragile", {"x": "a"})
+        assert outcome.status is INFRA_ERROR and outcome.answer.startswith(reason)
+        assert outcome.queue_s == 0.1
     fragile.gate.set()
     assert (await first).status is ToolStatus.ok
     assert (await session.execute("fragile", {"x": "a"})).status is ToolStatus.ok
-    await session.release()
-
-
-class Turns(Tool):
-    """Keeps what ran at once; with a state where `stateful`."""
-
-    name = "turns"
-    text_argument = "x"
-
-    def __init__(self, stateful):
-        self.stateful, self.running, self.most, self.order = stateful, 0, 0, []
-
-    async def create(self, kwargs):
-        return [] if self.stateful else None
-
-    async def execute(self, state, arguments, kwargs):
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0.01)
-        self.running -= 1
-        self.order.append(arguments["x"])
-        return ToolResponse(text=arguments["x"])
-
-
-@pytest.mark.parametrize(("stateful", "most"), [(True, 1), (False, 3)])
-async def test_calls_on_one_state_take_turns_and_others_run_at_once(stateful, most):
-    tool = Turns(stateful)
-    session = ToolKit([tool]).open_session()
-    await session.create({})
-    outcomes = await asyncio.gather(*(session.execute("turns", {"x": x}) for x in "abc"))
-    assert [outcome.answer for outcome in outcomes] == tool.order == ["a", "b", "c"]
-    assert tool.most == most
-    await session.release()
-
-
-async def test_ten_megabytes_are_cut_before_anybody_looks_at_them():
-    class Large(Turns):
-        async def execute(self, state, arguments, kwargs):
-            return ToolResponse(text="\u00e9" * 10_000_000)
-
-    session = ToolKit([Large(False)]).open_session()
-    await session.create({})
-    answer = (await session.execute("turns", {"x": ""})).answer
-    assert len(answer) == MAX_RESPONSE_CHARS + len("... [cut]") and answer.endswith("... [cut]")
-
-
-async def test_only_malformed_calls_are_invalid_calls():
-    session, _, _ = fragile_session("execute", "fail")
-    await session.create({})
-    for name, arguments, expected in (
-        ("fragile", {"x": "a"}, False),
-        ("fragile", {"y": "a"}, True),
-        ("none", {}, True),
-    ):
-        assert (await session.execute(name, arguments)).is_invalid_call is expected
+    await other.release()
     await session.release()

@@ -1,14 +1,12 @@
 """User tools: loaded from yaml, and every mistake named before anything starts."""
 
-from pathlib import Path
-
 import pytest
 
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.types.records import ToolStatus
+from tests.config.refusals import refused
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tools.yaml"
 CODE = '''
 from mega_agentrl.tool.function import tool
 from mega_agentrl.tool.base import Tool, ToolResponse
@@ -105,56 +103,59 @@ def test_limits_of_one_entry_are_not_those_of_the_next(load):
         ToolKit([one, two])
 
 
+NOTES = "class_name: 'mine.py:Notes'"
+DOUBLE = "class_name: 'mine.py:double'"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "key", "cause"),
     [
-        ("a: [", "not valid yaml"),
-        ("class_name: x", "expected a non-empty yaml list of entries; probable cause: got dict"),
-        ("- mine.py:Notes", "expected a mapping with class_name"),
-        ("- {class_name: 'mine.py:Notes', confg: {}}", "keys=['confg']"),
-        ("- {class_name: 'mine.py:Notes', config: 3}", "config=3: expected a mapping"),
-        ("- class_name: Notes", "class_name='Notes': expected a class"),
-        ("- class_name: not_there.tools.Notes", "No module named 'not_there'"),
-        ("- class_name: other.py:Notes", "there is no file"),
-        ("- class_name: bad.py:Notes", "No module named 'nothing_of_this_name'"),
-        ("- class_name: mine.py:Note", "the module has no Note, but defines "),
-        ("- class_name: mine.py:plain", "got 3"),
-        ("- class_name: mine.py:Unfinished", "Unfinished lacks the methods ['execute']"),
-        ("- class_name: mine.py:Notes", "missing a required argument: 'prefix'"),
+        ("a: [", "", "not valid yaml"),
+        ("class_name: x", "", "dict"),
+        ("- mine.py:Notes", ", entry 1", ""),
+        (f"- {{{NOTES}, confg: {{}}}}", ", entry 1, keys", ""),
+        (f"- {{{NOTES}, config: 3}}", ", entry 1, config", ""),
+        ("- class_name: bad.py:Notes", ", entry 1, class_name", "nothing_of_this_name"),
+        ("- class_name: mine.py:plain", ", entry 1, class_name", "got 3"),
+        ("- class_name: mine.py:Unfinished", ", entry 1, class_name", "['execute']"),
+        (f"- {NOTES}", ", entry 1, config", "'prefix'"),
+        (f"- {{{NOTES}, config: {{prefix: a, size: 1}}}}", ", entry 1, config", "'size'"),
+        (f"- {{{NOTES}, config: {{prefix: a, limit: 0}}}}", ", entry 1, config", "'limit'"),
         (
-            "- {class_name: 'mine.py:Notes', config: {prefix: a, size: 1}}",
-            "unexpected keyword argument 'size'",
+            "- {class_name: 'mine.py:Nameless', config: {prefix: a}}",
+            ", entry 1, class_name",
+            "no name",
         ),
-        (
-            "- {class_name: 'mine.py:Notes', config: {prefix: a, limit: 0}}",
-            "config={'prefix': 'a', 'limit': 0}: expected arguments with which Notes",
-        ),
-        ("- {class_name: 'mine.py:Nameless', config: {prefix: a}}", "it has no name"),
-        ("- {class_name: 'mine.py:double', config: {x: 1}}", "expected none for a function"),
-        ("- {class_name: 'mine.py:double', timeout_s: 0}", "timeout_s=0: expected a number"),
-        ("- {class_name: 'mine.py:double', max_concurrent: 1.5}", "max_concurrent=1.5"),
-        ("- {class_name: 'mine.py:double', tool_schema: {name: x}}", "tool_schema: got"),
-        (
-            "- {class_name: 'mine.py:Itself', config: {prefix: a}, tool_schema: "
-            "{type: function, function: {name: n, description: d}}}",
-            "defines its own schema",
-        ),
+        (f"- {{{DOUBLE}, config: {{x: 1}}}}", ", entry 1, config", ""),
+        (f"- {{{DOUBLE}, timeout_s: 0}}", ", entry 1, timeout_s", ""),
+        (f"- {{{DOUBLE}, max_concurrent: 1.5}}", ", entry 1, max_concurrent", ""),
     ],
 )
-def test_mistakes_name_file_and_entry(load, text, message):
-    with pytest.raises(ValueError, match=r"tool\.user_tools_file=.*tools\.yaml") as caught:
-        load(text)
-    assert message in str(caught.value)
-    if text.startswith("-"):
-        assert "entry 1" in str(caught.value)
+def test_a_mistake_is_refused_with_file_and_entry(load, text, key, cause):
+    error = refused(load, text)
+    setting, _, rest = error.key.partition("=")
+    assert setting == "tool.user_tools_file"
+    assert rest.partition("tools.yaml")[2] == key
+    assert cause in error.cause
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (f"{DOUBLE}, tool_schema: {{name: x}}", "'name': 'x'"),
+        (
+            "class_name: 'mine.py:Itself', config: {prefix: a}, "
+            "tool_schema: {type: function, function: {name: n, description: d}}",
+            "Itself",
+        ),
+    ],
+    ids=["wrong", "ignored"],
+)
+def test_a_schema_that_cannot_be_used_is_refused_with_file_and_entry(load, entry, named):
+    with pytest.raises(ValueError, match=rf"tools\.yaml, entry 1, tool_schema: .*{named}"):
+        load(f"- {{{entry}}}")
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="there is no such file"):
-        load_user_tools(tmp_path / "no.yaml")
-
-
-def test_the_example_loads():
-    (tool,) = load_user_tools(EXAMPLE)
-    assert (tool.name, tool.timeout_s) == ("gsm8k", 5.0)
-    assert ToolKit([tool]).schemas()["gsm8k"]["function"]["description"].startswith("Checks")
+    error = refused(load_user_tools, tmp_path / "no.yaml")
+    assert (error.key, error.got) == ("tool.user_tools_file", tmp_path / "no.yaml")

@@ -21,7 +21,7 @@ OUTCOME = RunOutcome(
 )
 
 
-def test_a_plan_hits_all_kinds_alike_in_the_order_of_steps():
+def test_kills_are_drawn_evenly_over_kinds_and_ordered_by_step():
     spans = [60.0, *range(1, 8)]
     plan = plan_kills(20, spans, random.Random(1))
     assert Counter(kill.kind for kill in plan) == dict.fromkeys(KINDS, 5)
@@ -33,12 +33,12 @@ def test_a_plan_hits_all_kinds_alike_in_the_order_of_steps():
     assert plan != plan_kills(20, spans, random.Random(2))
 
 
-def test_spans_are_the_times_between_steps(tmp_path):
+def test_spans_are_the_durations_of_steps(tmp_path):
     history = RunHistory(tmp_path, step_times_s={0: 0.1, 1: 60.0, 2: 66.0, 3: 70.0})
     assert history.spans() == [60.0, 6.0, 4.0]
 
 
-def test_prompts_and_losses_are_compared():
+def test_other_prompts_or_losses_are_differences():
     assert differences(OUTCOME, OUTCOME) == []
     assert differences(OUTCOME, replace(OUTCOME, losses=(0.5, 0.25 + 1e-7))) == []
     (wrong,) = differences(OUTCOME, replace(OUTCOME, losses=(0.5, 0.26)))
@@ -46,10 +46,10 @@ def test_prompts_and_losses_are_compared():
     assert differences(OUTCOME, replace(OUTCOME, losses=(0.5, float("nan"))))
     for prompts in ((("a", "b"), ("d", "c")), (("a", "b"),), (("a", "b"), ("c", "d"), ("e",))):
         (wrong,) = differences(OUTCOME, replace(OUTCOME, prompts=prompts))
-        assert "first to differ is step" in wrong
+        assert "first difference is in step" in wrong
 
 
-def test_losses_count_up_to_the_first_failed_trajectory():
+def test_losses_are_compared_up_to_the_first_failed_trajectory():
     failed = replace(OUTCOME, losses=(0.5, 0.9), num_failed=(0, 1))
     assert differences(OUTCOME, failed) == []
     assert differences(OUTCOME, replace(failed, losses=(0.4, 0.9)))
@@ -61,7 +61,7 @@ def test_times_and_memory_of_two_runs_may_differ(tmp_path):
     assert read_outcome(tmp_path).lines == ({"stage": "sft", "step": 1, "loss": 0.5},)
 
 
-def test_a_tracker_has_children_with_other_environments_and_orphans(tmp_path):
+def test_a_tracker_finds_children_with_other_environments_and_orphans(tmp_path):
     child = "import subprocess, sys; subprocess.Popen(['sleep', '60'], env={}); input()"
     parent = subprocess.Popen(
         [sys.executable, "-c", child],
@@ -87,7 +87,7 @@ def test_a_tracker_has_children_with_other_environments_and_orphans(tmp_path):
             os.kill(pid, 9)
 
 
-def test_steps_are_read_off_whole_lines(tmp_path):
+def test_a_line_that_is_being_written_is_no_step(tmp_path):
     assert rl_steps(tmp_path) == 0
     lines = [{"stage": "sft", "step": 60}, {"stage": "rl", "step": 1}, {"stage": "rl", "step": 2}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -96,6 +96,5 @@ def test_steps_are_read_off_whole_lines(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--runs", "0"], ["--kills", "1", "--runs", "2"]])
-def test_too_few_kills_are_refused(arguments, capsys):
+def test_a_run_without_a_kill_is_refused(arguments):
     assert main(arguments) == 2
-    assert "a kill for each" in capsys.readouterr().err

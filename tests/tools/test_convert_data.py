@@ -1,18 +1,14 @@
 """From a published file to prompts that the trainer loads."""
 
-import importlib.util
 import json
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from mega_agentrl.config.sections.data import DataConfig, DataFile
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.reward.call_parser import MAX_CHARS
+from tools import convert_data
 
-ROOT = Path(__file__).parents[2]
 TOOLS = json.dumps([{"name": "f", "parameters": {"a": {"type": "str"}}}])
 
 
@@ -21,14 +17,6 @@ class WordCodec:
 
     def apply_chat_template(self, messages, tools=None):
         return [len(word) for message in messages for word in message["content"].split()]
-
-
-@pytest.fixture
-def tool():
-    spec = importlib.util.spec_from_file_location("convert_data", ROOT / "tools/convert_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def xlam(number, **arguments):
@@ -47,15 +35,16 @@ def load(path):
     ).prompts
 
 
-def run(tool, source, files, output, *more):
+def run(source, files, output, *more):
     inputs = [str(file) for file in files]
-    return tool.main(["--source", source, "--input", *inputs, "--output", str(output), *more])
+    arguments = ["--source", source, "--input", *inputs, "--output", str(output), *more]
+    return convert_data.main(arguments)
 
 
-def test_calls_become_prompts_that_load(tool, tmp_path, capsys):
+def test_calls_become_prompts_that_load(tmp_path, capsys):
     source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="y")])
     output = tmp_path / "train.parquet"
-    assert run(tool, "xlam-function-calling", [source], output) == 0
+    assert run("xlam-function-calling", [source], output) == 0
     prompts = load(output)
     assert [p.prompt_id for p in prompts] == ["xlam-function-calling/0", "xlam-function-calling/1"]
     assert prompts[1].ground_truth == '[{"name": "f", "arguments": {"a": "y"}}]'
@@ -63,7 +52,7 @@ def test_calls_become_prompts_that_load(tool, tmp_path, capsys):
     assert "2 rows from 2" in capsys.readouterr().out
 
 
-def test_bfcl_files_are_put_together(tool, tmp_path):
+def test_bfcl_question_and_answer_files_are_joined(tmp_path):
     question = {
         "id": "simple_0",
         "question": [[{"role": "user", "content": "?"}]],
@@ -71,7 +60,7 @@ def test_bfcl_files_are_put_together(tool, tmp_path):
     }
     answer = {"id": "simple_0", "ground_truth": [{"f": {"a": ["x", ""]}}]}
     files = [write(tmp_path / "q.json", [question]), write(tmp_path / "a.json", [answer])]
-    assert run(tool, "bfcl", files, tmp_path / "o.parquet") == 0
+    assert run("bfcl", files, tmp_path / "o.parquet") == 0
     (prompt,) = load(tmp_path / "o.parquet")
     assert prompt.extra_info["turns"] == "single_turn"
     assert len(prompt.ground_truth) == 2
@@ -86,54 +75,48 @@ def test_bfcl_files_are_put_together(tool, tmp_path):
             {"question": "1+1?", "answer": "#### 2"},
             {"gsm8k": {"create_kwargs": {"ground_truth": "2"}}},
         ),
+        (
+            "arpo",
+            {
+                "data_source": "qa",
+                "prompt": [{"role": "user", "content": "who?"}],
+                "reward_model": {"ground_truth": "Ann"},
+                "extra_info": {"index": 7, "tools_kwargs": {"search": {}}},
+            },
+            {"search": {}},
+        ),
     ],
 )
-def test_the_tools_of_a_question_survive(tool, tmp_path, source, row, tools):
-    assert run(tool, source, [write(tmp_path / "s.jsonl", [row])], tmp_path / "o.parquet") == 0
+def test_the_tools_of_a_question_reach_its_prompt(tmp_path, source, row, tools):
+    assert run(source, [write(tmp_path / "s.jsonl", [row])], tmp_path / "o.parquet") == 0
     (prompt,) = load(tmp_path / "o.parquet")
     assert prompt.tools_kwargs == tools
 
 
-def test_arpo_parquet_is_repaired_and_says_so(tool, tmp_path, capsys):
-    row = {
-        "data_source": "math",
-        "prompt": [{"role": "system", "content": "<answer> \x08oxed{x} </answer>"}],
-        "reward_model": {"style": "rule", "ground_truth": "4"},
-        "extra_info": {"index": 0},
-    }
-    source = tmp_path / "train_10k.parquet"
-    pq.write_table(pa.Table.from_pylist([row, row]), source)
-    assert run(tool, "arpo", [source], tmp_path / "o.parquet") == 0
-    assert load(tmp_path / "o.parquet")[0].messages[0]["content"] == "<answer> \\boxed{x} </answer>"
-    assert "rows with repaired backspace characters: 2" in capsys.readouterr().out
-
-
-def test_limit_force_and_determinism(tool, tmp_path):
+def test_limit_force_and_determinism(tmp_path):
     source = write(tmp_path / "x.jsonl", [xlam(i, a=i) for i in range(5)])
     output, again = tmp_path / "a.parquet", tmp_path / "b.parquet"
-    assert run(tool, "function_calling", [source], output, "--limit", "3") == 0
+    assert run("function_calling", [source], output, "--limit", "3") == 0
     assert len(load(output)) == 3
-    assert run(tool, "function_calling", [source], output) == 2
+    assert run("function_calling", [source], output) == 2
     assert len(load(output)) == 3
-    assert run(tool, "function_calling", [source], output, "--force") == 0
-    assert run(tool, "function_calling", [source], again) == 0
+    assert run("function_calling", [source], output, "--force") == 0
+    assert run("function_calling", [source], again) == 0
     assert output.read_bytes() == again.read_bytes()
 
 
-def test_a_ground_truth_the_reward_cannot_read_is_left_out_and_named(tool, tmp_path, capsys):
+def test_a_ground_truth_the_reward_cannot_read_is_left_out_and_named(tmp_path, capsys):
     source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), xlam(1, a="x" * MAX_CHARS)])
-    assert run(tool, "function_calling", [source], tmp_path / "o.parquet") == 0
+    assert run("function_calling", [source], tmp_path / "o.parquet") == 0
     assert len(load(tmp_path / "o.parquet")) == 1
-    captured = capsys.readouterr()
-    assert "cannot parse the ground truth: 1" in captured.out
-    assert "left out 1: ground_truth: got" in captured.err
+    printed = capsys.readouterr()
+    assert "ground truth: 1\n" in printed.out and "left out 1: " in printed.err
 
 
-def test_a_bad_row_is_one_line_and_leaves_no_file(tool, tmp_path, capsys):
+def test_a_bad_row_is_one_line_and_leaves_no_file(tmp_path, capsys):
     source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), {**xlam(1), "answers": "[{"}])
-    assert run(tool, "function_calling", [source], tmp_path / "o.parquet") == 2
+    assert run("function_calling", [source], tmp_path / "o.parquet") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {source} row 1, field answers: got [{{, expected")
-    assert error.count("\n") == 1
+    assert f"{source} row 1, field answers" in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
-    assert run(tool, "function_calling", [source], tmp_path / "o.parquet", "--limit", "0") == 2
+    assert run("function_calling", [source], tmp_path / "o.parquet", "--limit", "0") == 2

@@ -1,22 +1,15 @@
 """The simulation of a small model by the script, against a plan made from every layout."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.repeated_layers import first_layer_of_each_type
+from mega_agentrl.reshard.planner.owner_expansion import first_layer_of_each_type
+from tools import simulate_reshard
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tools" / "simulate_reshard.py"
-spec = importlib.util.spec_from_file_location("simulate_reshard", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-simulate_reshard = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(simulate_reshard)
-
 CONFIGS = sorted((ROOT / "tools" / "model_configs").glob("*.json"))
 # Parameters of the released models as their cards have them; 256 experts make 671 billion.
 BILLIONS = {

@@ -124,7 +124,6 @@ def bare_runs(monkeypatch):
 def components(tmp_path):
     prompts = [make_prompt(f"p{i}", f"Q{i}") for i in range(6)]
     runner = asyncio.Runner()
-    demonstrations = [Demonstration((1, 2), (3, 4), (1, 1)), Demonstration((1,), (5,), (1,))]
     yield Components(
         run_dir=tmp_path,
         policy=FakePolicy(),
@@ -135,8 +134,15 @@ def components(tmp_path):
         prompt_source=Stream(prompts),
         validation_prompts=prompts,
         dev_prompts=prompts,
-        open_sft_stream=lambda: DemonstrationSampler(demonstrations, 1).next_batch,
+        make_demonstration_batches=None,
         startup_s=1.0,
         run_coroutine=runner.run,
     )
     runner.close()
+
+
+@pytest.fixture
+def demonstrations(components):
+    """Demonstrations, so that a run with `sft.max_steps` has a warm start."""
+    rows = [Demonstration((1, 2), (3, 4), (1, 1)), Demonstration((1,), (5,), (1,))]
+    components.make_demonstration_batches = lambda: DemonstrationSampler(rows, 1).next_batch

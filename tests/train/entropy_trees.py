@@ -7,16 +7,10 @@ turn with k windows of entropy 3.
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
-from mega_agentrl.types.records import (
-    Role,
-    RolloutTree,
-    Score,
-    StopReason,
-    Trajectory,
-    Turn,
-)
-from tests.fakes import make_prompt
+from mega_agentrl.types.records import Role, RolloutTree, Score
+from tests.fakes import make_prompt, make_trajectory
 
 TOOL_ENTROPY = 50.0
 
@@ -26,52 +20,26 @@ def steady(num_windows, entropy=3.0):
 
 
 def path(correct, *turns, touching=False, argmax=None, **changes):
-    """Arguments of `tree`: a trajectory, correct or not, None for one without a score."""
-    entropies, mask, turn_ids, spans = [], [], [], []
-    for index, spoken in enumerate(turns):
+    """A trajectory for `tree`: correct or not, None for one without a score."""
+    spans, entropies = [], []
+    for index, values in enumerate(turns):
         if index and not touching:
-            _add(entropies, mask, turn_ids, spans, [TOOL_ENTROPY], 0)
-        _add(entropies, mask, turn_ids, spans, spoken, 1)
+            spans.append((Role.tool, 1))
+            entropies.append(TOOL_ENTROPY)
+        spans.append((Role.assistant, len(values)))
+        entropies += values
     score = None
     if correct is not None:
         score = Score(value=float(correct), correct=bool(correct), f1=0.0, answer="", reason="")
-    size = len(mask)
-    argmax_ids = array("i", [7] * size if argmax is None else argmax)
-    return {
-        "token_ids": [1] * size,
-        "loss_mask": mask,
-        "logps": [-1.0] * size,
-        "entropies": entropies,
-        "versions": [1] * size,
-        "turn_ids": turn_ids,
-        "turns": spans,
-        "stop_reason": StopReason.eos,
-        "score": score,
-        "argmax_ids": argmax_ids,
-        **changes,
-    }
+    argmax_ids = array("i", [7] * len(entropies) if argmax is None else argmax)
+    values = {"entropies": entropies, "score": score, "argmax_ids": argmax_ids}
+    return make_trajectory((0,), spans, **(values | changes))
 
 
 def tree(prompt_id, *paths, step=1):
-    prompt = make_prompt(prompt_id)
-    return RolloutTree(
-        prompt=prompt,
-        trajectories=[
-            Trajectory(
-                trajectory_id=f"{prompt_id}/train-{step}/{index}",
-                prompt=prompt,
-                path=(index,),
-                **one,
-            )
-            for index, one in enumerate(paths)
-        ],
-    )
-
-
-def _add(entropies, mask, turn_ids, spans, values, sampled):
-    start = len(mask)
-    entropies += values
-    mask += [sampled] * len(values)
-    turn_ids += [len(spans)] * len(values)
-    author = Role.assistant if sampled else Role.tool
-    spans.append(Turn(index=len(spans), role=author, start=start, stop=len(mask), text="t"))
+    prompt, name = make_prompt(prompt_id), f"{prompt_id}/train-{step}"
+    trajectories = [
+        replace(one, trajectory_id=f"{name}/{index}", prompt=prompt, path=(index,))
+        for index, one in enumerate(paths)
+    ]
+    return RolloutTree(prompt=prompt, trajectories=trajectories)

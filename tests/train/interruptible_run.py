@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
-from mega_agentrl.config.enums import AdvantageEstimator, AresMode
+from mega_agentrl.config.enums import AresMode
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
 from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
@@ -28,8 +28,10 @@ from mega_agentrl.train.signals import SignalHandler
 from mega_agentrl.train.trainer import train_with_restarts
 from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.components import Components
+from mega_agentrl.types.serialization import to_builtins
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, random_text
 from tests.train.file_policy import FilePolicy
+from tests.train.metric_lines import metric_lines
 
 STEPS = 3
 
@@ -191,7 +193,7 @@ def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2
         kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)
     )
     plain = AlgoConfig(
-        advantage=AdvantageEstimator.gae if critic else AdvantageEstimator.grpo,
+        advantage="gae" if critic else "grpo",
         kl_coef=0.01,
         kl_target=0.05,
     )
@@ -223,7 +225,7 @@ def start(config, moments, signal_handler=None):
             prompt_source=PromptSampler(prompts, config.seed),
             validation_prompts=prompts[:2],
             dev_prompts=prompts[:2],
-            open_sft_stream=(lambda: DemonstrationSampler(demonstrations, 1).next_batch)
+            make_demonstration_batches=(lambda: DemonstrationSampler(demonstrations, 1).next_batch)
             if config.sft.max_steps
             else None,
             startup_s=1.0,
@@ -239,10 +241,8 @@ def outcome(config, components):
     """All that a run leaves but for times, and what it had done before: the same for each way."""
     folder = Path(config.run_dir)
     newest = run_state.valid_checkpoints(folder)[0]
-    state = run_state.RunState.from_dict(
-        checkpoint_folder.CheckpointManifest.read(newest).extra
-    ).to_dict()
-    del state["logger_state"]["stage_seconds"]
+    state = to_builtins(run_state.read_run_state(newest))
+    del state["logger_state"]["stage_s"]
     for plain in (state["validation_before"]["sampled"]["metrics"], state):
         _drop_times(plain)
     summary = json.loads((folder / "summary.json").read_text())
@@ -250,7 +250,7 @@ def outcome(config, components):
         del summary[key]
     for key in ("before", "after"):
         _drop_times(summary[key])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(folder)
     for line in lines:
         _drop_times(line)
     return {

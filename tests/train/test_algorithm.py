@@ -41,43 +41,35 @@ def one_step(components, config, controllers, num_skipped=0, ref_kl=0.1):
 
 
 def test_without_ares_and_a_target_nothing_moves(components, config):
-    batch, train_inputs, after, shown = one_step(
-        components, config, initial_controllers(config.algo)
-    )
-    assert train_inputs.kl_weight_BT is None
-    assert train_inputs.ares_step is None
+    batch, train_inputs, after, shown = one_step(components, config, Controllers())
+    assert train_inputs.kl_weight_BT is None and train_inputs.ares_step is None
     assert torch.equal(train_inputs.batch.reward_B, batch.reward_B)
-    assert after == Controllers()
-    assert shown == {}
+    assert after == Controllers() and shown == {}
     assert set(components.prompt_source.accuracies) == {"p0", "p1", "p2"}
 
 
 def test_ares_weighs_kl_and_moves_its_controllers(components, config):
     config.algo = AlgoConfig(kl_coef=0.5, ares=AresConfig(mode=AresMode.paper))
-    batch, train_inputs, first, shown = one_step(
-        components, config, initial_controllers(config.algo)
-    )
+    batch, train_inputs, first, shown = one_step(components, config, Controllers())
     assert train_inputs.ares_step is not None
     assert first.ares.threshold is not None
     assert set(first.ares.difficulty_by_prompt) == {"p0", "p1", "p2"}
     assert train_inputs.kl_weight_BT.shape == batch.mask_BT.shape
     # Windows of the fakes all have one entropy, which is then the threshold: all are high.
     weights = set(train_inputs.kl_weight_BT[batch.mask_BT].tolist())
-    assert weights <= {0.25, 0.5}
-    assert 0.25 in weights
+    assert weights <= {0.25, 0.5} and 0.25 in weights
     measured = [value for name, value in shown.items() if name.endswith("/kl")]
-    assert measured
-    assert all(value == pytest.approx(0.5 - 1 + 2.718281828**-0.5, abs=1e-5) for value in measured)
+    k3 = 0.5 - 1 + 2.718281828**-0.5
+    assert measured and measured == pytest.approx([k3] * len(measured), abs=1e-5)
     _, _, second, _ = one_step(components, config, first)
     # k3 of a gap of .5 nats is .1065, above every budget: the multipliers grow.
-    grown = [lam for lam in second.ares.lambdas if lam > 0]
-    assert grown
+    assert max(second.ares.lambdas) > 0
     assert max(second.ares.betas) == pytest.approx(0.5 + max(second.ares.lambdas))
 
 
 def test_the_first_batch_shapes_nothing_and_later_ones_do(components, config):
     config.algo = AlgoConfig(ares=AresConfig(mode=AresMode.paper))
-    batch, train_inputs, first, _ = one_step(components, config, initial_controllers(config.algo))
+    batch, train_inputs, first, _ = one_step(components, config, Controllers())
     assert torch.equal(train_inputs.batch.reward_B, batch.reward_B)
     # Had the right answers shown many more windows before, these hesitate too little or too much.
     state = replace(first.ares, targets=(0.0, 40.0, 40.0), alphas=(0.5, 0.5, 0.5))

@@ -40,7 +40,7 @@ def newest(components):
 def test_checkpoints_come_every_so_often_and_at_the_end(
     components, config, opened, every, total, saved
 ):
-    config.save_every_steps, config.total_steps, components.open_sft_stream = every, total, None
+    config.save_every_steps, config.total_steps = every, total
     with opened() as checkpoints:
         checkpoints.record_warm_start_done()
         for step in range(1, total + 1):
@@ -49,6 +49,7 @@ def test_checkpoints_come_every_so_often_and_at_the_end(
     assert components.policy.calls == [f"save step-{step:06d}" for step in saved]
 
 
+@pytest.mark.usefixtures("demonstrations")
 def test_behind_a_warm_start_there_is_a_checkpoint_that_stays(components, config, opened):
     config.save_every_steps, config.total_steps = 1, 4
     with opened() as checkpoints:
@@ -56,11 +57,11 @@ def test_behind_a_warm_start_there_is_a_checkpoint_that_stays(components, config
         for step in range(1, 5):
             checkpoints.record_step(step, initial_controllers(config.algo))
     assert names(components) == ["step-000000", "step-000003", "step-000004"]
-    assert (components.run_dir / "start" / "step-000000" / "manifest.json").exists()
+    assert (components.run_dir / "warm_start" / "step-000000" / "manifest.json").exists()
 
 
 def test_a_signal_saves_the_last_boundary_and_nothing_after_it(components, config, opened):
-    config.save_every_steps, config.total_steps, components.open_sft_stream = 0, 9, None
+    config.save_every_steps, config.total_steps = 0, 9
     components.generator.version = 4
     signal_handler = SignalHandler()
     with pytest.raises(RunInterrupted), opened(signal_handler) as checkpoints:
@@ -74,11 +75,12 @@ def test_a_signal_saves_the_last_boundary_and_nothing_after_it(components, confi
     state = newest(components)
     assert (state.step, state.weight_version) == (1, 4)
     assert state.sampler_state == at_pause != components.prompt_source.state_dict()
-    assert state.controller_state == initial_controllers(config.algo).to_dict()
-    assert set(state.validation_before) == {"sampled", "greedy"}
-    assert state.logger_state["curve"] == []
+    assert state.controllers == initial_controllers(config.algo)
+    assert state.validation_before.sampled.num_questions == 6
+    assert state.logger_state.step_points == ()
 
 
+@pytest.mark.usefixtures("demonstrations")
 def test_a_saved_boundary_is_not_saved_again(components, config, opened):
     config.save_every_steps, config.total_steps = 1, 9
     for state in (None, "saved"):
@@ -95,7 +97,7 @@ def test_a_saved_boundary_is_not_saved_again(components, config, opened):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
 def test_other_exceptions_save_nothing(components, config, opened, error):
-    config.save_every_steps, config.total_steps, components.open_sft_stream = 0, 9, None
+    config.save_every_steps, config.total_steps = 0, 9
     with pytest.raises(error), opened() as checkpoints:
         checkpoints.record_warm_start_done()
         checkpoints.record_step(1, initial_controllers(config.algo))
@@ -104,7 +106,6 @@ def test_other_exceptions_save_nothing(components, config, opened, error):
 
 
 def test_a_state_gives_everything_back(components, config, opened):
-    components.open_sft_stream = None
     before = evaluate_validation_set(components, config)
     controllers = initial_controllers(config.algo)
     with opened() as checkpoints:
@@ -112,17 +113,8 @@ def test_a_state_gives_everything_back(components, config, opened):
         checkpoints.record_validation_before(before)
         checkpoints.record_step(config.total_steps, controllers)
     again = opened(state=newest(components))
-    assert (again.step, again.controllers, again.validation_before) == (
-        config.total_steps,
-        controllers,
-        before,
-    )
-    fresh = opened(
-        state=RunState(
-            step=0,
-            controller_state={},
-            sampler_state={},
-            logger_state=newest(components).logger_state,
-        )
-    )
+    restored = (again.step, again.controllers, again.validation_before)
+    assert restored == (config.total_steps, controllers, before)
+    logger_state = newest(components).logger_state
+    fresh = opened(state=RunState(step=0, sampler_state={}, logger_state=logger_state))
     assert (fresh.step, fresh.controllers, fresh.validation_before) == (0, None, None)

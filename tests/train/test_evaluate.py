@@ -1,6 +1,5 @@
 """Evaluation: means, standard error, sources, greedy beside samples."""
 
-import json
 from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
@@ -11,68 +10,45 @@ from hypothesis import strategies as st
 
 from mega_agentrl.config.sections.runtime import EvaluateConfig
 from mega_agentrl.train.evaluate import (
-    ValidationResult,
     compute_eval_result,
     evaluate_validation_set,
     pass_at_k,
     pass_at_k_metrics,
 )
-from mega_agentrl.types.records import RolloutTree, Score, StopReason, Trajectory
-from tests.fakes import FakeRubric, make_prompt
+from tests.fakes import FakeRubric, make_prompt, make_scored_tree
+from tests.through_json import through_json
 
 
-def trajectory(prompt, value, stop_reason=StopReason.eos):
-    score = Score(value=value, correct=value >= 1, f1=value, answer="", reason="")
-    return Trajectory(
-        trajectory_id=f"{prompt.prompt_id}/{value}",
-        prompt=prompt,
-        path=(0,),
-        token_ids=[1],
-        loss_mask=[1],
-        logps=[0.0],
-        entropies=[0.0],
-        versions=[0],
-        turn_ids=[0],
-        turns=[],
-        stop_reason=stop_reason,
-        score=None if stop_reason is StopReason.aborted else score,
-    )
-
-
-def tree(name, source, *values):
-    prompt = make_prompt(name, data_source=source)
-    return RolloutTree(prompt=prompt, trajectories=[trajectory(prompt, v) for v in values])
+def tree(name, source, *rewards, extra_info=None):
+    """A question with answers of these rewards; None is a failed one."""
+    made = make_scored_tree(*rewards)
+    made.prompt = make_prompt(name, data_source=source, extra_info=extra_info or {})
+    for one in made.trajectories:
+        one.prompt = made.prompt
+    return made
 
 
 def test_means_by_hand():
-    result = compute_eval_result(
-        [tree("a", "easy", 1.0, 0.0), tree("b", "hard", 0.0, 0.0)], num_samples=2
-    )
-    assert result.reward == 0.25
-    assert result.success == 0.25
+    trees = [tree("a", "easy", 1.0, 0.0), tree("b", "hard", 0.0, 0.0)]
+    result = compute_eval_result(trees, num_samples=2)
+    assert result.reward == result.success == 0.25
     assert result.reward_by_source == {"easy": 0.5, "hard": 0.0}
     # question means .5 and 0: standard deviation .35355, over sqrt(2)
     assert result.reward_se == pytest.approx(0.25)
 
 
 def test_failed_trajectories_do_not_count():
-    prompt = make_prompt("a", data_source="easy")
-    broken = trajectory(prompt, 0.0, StopReason.aborted)
-    both = RolloutTree(prompt=prompt, trajectories=[trajectory(prompt, 1.0), broken])
-    assert compute_eval_result([both], num_samples=2).reward == 1.0
+    assert compute_eval_result([tree("a", "easy", 1.0, None)], num_samples=2).reward == 1.0
 
 
 def test_questions_of_one_turn_and_of_several_are_told_apart():
-    trees = []
-    for name, turns, values in (
-        ("a", "single_turn", (1.0, 0.0)),
-        ("b", "multi_turn", (0.0, 0.0)),
-        ("c", "single_turn", (1.0, 1.0)),
-    ):
-        prompt = make_prompt(name, data_source="bfcl", extra_info={"turns": turns})
-        rows = [trajectory(prompt, value) for value in values]
-        trees.append(RolloutTree(prompt=prompt, trajectories=rows))
-    trees.append(tree("d", "other", 0.0, 0.0))
+    single, several = {"turns": "single_turn"}, {"turns": "multi_turn"}
+    trees = [
+        tree("a", "bfcl", 1.0, 0.0, extra_info=single),
+        tree("b", "bfcl", 0.0, 0.0, extra_info=several),
+        tree("c", "bfcl", 1.0, 1.0, extra_info=single),
+        tree("d", "other", 0.0, 0.0),
+    ]
     result = compute_eval_result(trees, num_samples=2)
     assert result.reward == result.success == 3 / 8
     assert result.success_by_source == {
@@ -144,23 +120,8 @@ def test_all_questions_with_zero(components, config):
 def test_a_validation_result_survives_json(components, config, greedy):
     config.evaluate = EvaluateConfig(greedy=greedy)
     result = evaluate_validation_set(components, config)
-    assert ValidationResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    assert through_json(result) == result
     assert (result.greedy is not None) == greedy
-
-
-@pytest.mark.parametrize("plain", [{}, {"sampled": {"reward": 1.0}, "greedy": None}])
-def test_an_invalid_validation_result_is_refused(plain):
-    with pytest.raises(ValueError, match="held-out evaluation: cannot be read"):
-        ValidationResult.from_dict(plain)
-
-
-def test_pass_at_k_by_hand():
-    # 4 answers, 1 right: of the 6 pairs 3 hold it.
-    assert pass_at_k(1, 4, 1) == 0.25
-    assert pass_at_k(1, 4, 2) == 0.5
-    assert pass_at_k(1, 4, 4) == 1.0
-    assert pass_at_k(0, 4, 4) == 0.0
-    assert pass_at_k(3, 4, 2) == 1.0
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))

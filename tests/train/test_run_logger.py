@@ -1,9 +1,7 @@
 """What is shown: lines of progress, the closing table, rollouts of different questions."""
 
 import io
-import json
 
-import pytest
 from rich.console import Console
 
 from mega_agentrl.train.controllers import initial_controllers
@@ -11,26 +9,15 @@ from mega_agentrl.train.evaluate import evaluate_validation_set
 from mega_agentrl.train.run_logger import RunLogger
 from mega_agentrl.train.trainer import open_trainer, train
 from mega_agentrl.types.monitoring import Monitors
+from tests.through_json import through_json
+from tests.train.metric_lines import metric_lines
 
 
 def screen():
     return Console(file=io.StringIO(), width=160)
 
 
-def test_a_step_shows_reward_success_phases_and_speed(components, config):
-    console = screen()
-    with (
-        RunLogger(components.run_dir, config, console) as logger,
-        logger.stage("RL", 1),
-        open_trainer(components, config, logger, initial_controllers(config.algo)) as trainer,
-    ):
-        trainer.step(1)
-    shown = console.file.getvalue()
-    for piece in ("RL 1/1", "reward", "success", "tokens/s", "rollout", "update", "eta"):
-        assert piece in shown
-
-
-def test_the_end_shows_before_and_after_side_by_side(components, config):
+def test_the_screen_shows_steps_and_the_end_before_and_after_side_by_side(components, config):
     console = screen()
     with RunLogger(components.run_dir, config, console) as logger:
         before = logger.log_validation("before", evaluate_validation_set(components, config))
@@ -40,13 +27,15 @@ def test_the_end_shows_before_and_after_side_by_side(components, config):
             open_trainer(components, config, logger, controllers) as trainer,
         ):
             trainer.step(1)
+        step = console.file.getvalue()
         after = logger.log_validation("after", evaluate_validation_set(components, config))
         logger.finish(before, after)
-    shown = console.file.getvalue()
-    assert f"held-out reward before RL: {before.sampled.reward:.3f}" in shown
-    assert f"held-out reward after RL: {after.sampled.reward:.3f}" in shown
+    for piece in ("RL 1/1", "reward", "success", "tokens/s", "rollout", "update", "eta"):
+        assert piece in step
+    end = console.file.getvalue().removeprefix(step)
+    assert f"{before.sampled.reward:.3f}" in step and f"{after.sampled.reward:.3f}" in end
     for piece in ("before", "after", "change", "response tokens", "question p", "run folder"):
-        assert piece in shown
+        assert piece in end
 
 
 class FakeMonitors:
@@ -72,7 +61,6 @@ class FakeMonitors:
 
 def test_monitors_are_called_in_a_run(components, config):
     monitors = FakeMonitors()
-    components.open_sft_stream = None
     components.monitors = Monitors(trackers=[monitors], gpu=monitors, rollout_spans=monitors)
     train(components, config)
     seen = [(stage, step) for stage, step, _ in monitors.lines]
@@ -80,8 +68,7 @@ def test_monitors_are_called_in_a_run(components, config):
     _, _, numbers = monitors.lines[1]
     assert numbers["gpu/util/min"] == 0.5 and numbers["perf/tokens_per_s"] > 0
     assert "gpu/util/worst" not in numbers and "perf/mfu" not in numbers
-    lines = (components.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[1])["gpu/util/worst"] == "node-7 GPU 3"
+    assert metric_lines(components.run_dir)[1]["gpu/util/worst"] == "node-7 GPU 3"
     assert {"train-1", "train-2"} < {step for _, step in monitors.begun}
     assert {name for name, _ in monitors.begun} == monitors.scored_ids
 
@@ -96,24 +83,15 @@ def test_a_restored_logger_continues_another_one(components, config):
         open_trainer(components, config, one, initial_controllers(config.algo)) as trainer,
     ):
         trainer.step(1)
-        state = json.loads(json.dumps(one.state_dict()))
-    assert [point["step"] for point in state["curve"]] == [1]
-    assert state["stage_seconds"]["RL"] > 0, "a stage that is under way counts"
+        state = through_json(one.state())
+    assert [point.step for point in state.step_points] == [1]
+    assert state.stage_s["RL"] > 0, "a stage that is under way counts"
     with logger_of("two") as two:
-        two.load_state_dict(state)
-        assert json.loads(json.dumps(two.state_dict())) == state
+        two.load_state(state)
+        assert two.state() == state
         two.log_startup(2.0)
         with two.stage("RL", 2, num_done=1):
             pass
-        seconds = two.state_dict()["stage_seconds"]
+        seconds = two.state().stage_s
     assert seconds["start"] == 2.0
-    assert seconds["RL"] > state["stage_seconds"]["RL"]
-
-
-@pytest.mark.parametrize("state", [{}, {"curve": [{"step": 1}]}])
-def test_an_invalid_logger_state_is_refused(components, config, state):
-    with (
-        RunLogger(components.run_dir, config, screen()) as logger,
-        pytest.raises(ValueError, match="logger state"),
-    ):
-        logger.load_state_dict(state)
+    assert seconds["RL"] > state.stage_s["RL"]

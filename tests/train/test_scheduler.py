@@ -1,7 +1,6 @@
 """Rollouts ahead of the step that learns: who waits for whom, how old tokens are, how it ends."""
 
 import asyncio
-import json
 import signal
 import threading
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 
 from mega_agentrl.config.enums import FilterMetric
 from mega_agentrl.data.prompt_sampler import PromptSampler
-from mega_agentrl.rollout.groups.collector import RolloutBatch
+from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.train.scheduler import AsyncRolloutScheduler, open_rollout_scheduler
 from mega_agentrl.train.signals import RunInterrupted, SignalHandler
@@ -22,6 +21,7 @@ from tests.fakes import FakeGenerator
 from tests.rollout.stepped_engine import SteppedGenerator
 from tests.train.conftest import FakePolicy
 from tests.train.interruptible_run import Killed, Moments, die, make_config, outcome, start
+from tests.train.metric_lines import metric_lines
 
 DEADLINE_S = 120
 pytestmark = pytest.mark.usefixtures("bare_runs")
@@ -39,7 +39,6 @@ def steps_of(components, config, *, staleness, **changes):
     with EventLoopThread() as thread:
         components = replace(
             components,
-            open_sft_stream=None,
             policy=FakePolicy() if components.policy.calls else components.policy,
             prompt_source=PromptSampler(components.validation_prompts, seed=1),
             run_coroutine=thread.run,
@@ -51,8 +50,7 @@ def steps_of(components, config, *, staleness, **changes):
             # An EventLoopThread keeps one task of its own.
             assert thread.run(num_tasks()) == 2
             assert all(one.released == 1 for one in components.tools.sessions)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["stage"] == "rl"]
+    return metric_lines(folder, "rl")
 
 
 def without_ages(lines):
@@ -126,11 +124,9 @@ def test_at_most_so_many_collections_are_under_way_and_the_end_leaves_none(compo
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_with_weights_that_stay_every_staleness_gives_the_same_steps(components, config, filtered):
-    changes = {}
+    changes = {"num_oversampled_prompts": 1}
     if filtered:
         changes = {"filter_metric": FilterMetric.reward, "filter_range": [0.4, 0.6]}
-    else:
-        changes = {"num_oversampled_prompts": 1}
     together = steps_of(components, config, staleness=0, **changes)
     one_off = steps_of(components, config, staleness=1, **changes)
     assert len(together[0]) > 30
@@ -162,7 +158,10 @@ def test_no_token_is_older_than_the_bound_whatever_is_slow(components, config, s
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
-def test_with_an_engine_that_is_faster_than_the_policy_the_bound_is_reached(components, config):
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_steps_are_collected_up_to_the_bound_while_an_earlier_one_learns(
+    components, config, staleness
+):
     sampled = {step: threading.Event() for step in range(1, 6)}
 
     class Watching(FakeGenerator):
@@ -172,17 +171,19 @@ def test_with_an_engine_that_is_faster_than_the_policy_the_bound_is_reached(comp
                     event.set()
             return await super().generate(request)
 
-    class Slow(FakePolicy):
+    class Waiting(FakePolicy):
         num_updates = 0
 
         def update(self, batch, kl_weight_BT=None):
             self.num_updates += 1
-            assert sampled[min(self.num_updates + 2, 5)].wait(DEADLINE_S)
+            ahead = min(self.num_updates + staleness, 5)
+            assert sampled[ahead].wait(DEADLINE_S), f"step {ahead} is not sampled meanwhile"
             return super().update(batch, kl_weight_BT)
 
-    components.generator, components.policy = Watching(), Slow()
-    ages = [line["rollout/staleness_max"] for line in steps_of(components, config, staleness=2)]
-    assert ages[:2] == [0.0, 1.0] and max(ages) == 2.0
+    components.generator, components.policy = Watching(), Waiting()
+    lines = steps_of(components, config, staleness=staleness)
+    ages = [line["rollout/staleness_max"] for line in lines]
+    assert ages[:2] == [0.0, 1.0] and max(ages) == staleness
 
 
 def test_requests_that_weights_cut_in_two_keep_the_version_of_each_token(components, config):
@@ -195,24 +196,6 @@ def test_requests_that_weights_cut_in_two_keep_the_version_of_each_token(compone
     lines = steps_of(components, config, staleness=2)
     assert max(line["rollout/staleness_max"] for line in lines) <= 2
     assert [line["rollout/num_groups_kept"] for line in lines] == [3.0] * 5
-
-
-def test_a_step_learns_while_the_next_one_is_collected(components, config):
-    seen = threading.Event()
-
-    class Watching(FakeGenerator):
-        async def generate(self, request):
-            if "/train-2/" in request.request_id:
-                seen.set()
-            return await super().generate(request)
-
-    class Waiting(FakePolicy):
-        def update(self, batch, kl_weight_BT=None):
-            assert seen.wait(DEADLINE_S), "nothing is sampled while it learns"
-            return super().update(batch, kl_weight_BT)
-
-    components.generator, components.policy = Watching(), Waiting()
-    assert len(steps_of(components, config, staleness=1)) == 5
 
 
 class Gated(FakeGenerator):
@@ -244,8 +227,7 @@ def test_a_bug_in_a_rollout_ends_the_run_at_the_step_that_needs_it(components, c
     components.generator = Broken()
     with pytest.raises(KeyError, match="a bug"):
         steps_of(components, config, staleness=1)
-    lines = (tmp_path / "stale-1-0" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if '"rl"' in line] == [1, 2]
+    assert [line["step"] for line in metric_lines(tmp_path / "stale-1-0", "rl")] == [1, 2]
 
 
 KINDS = {
@@ -296,10 +278,9 @@ def test_finished_rollouts_of_a_killed_run_are_used_again(config, tmp_path):
     with pytest.raises(Killed):
         start(made, Moments(("updated", 2), die))
     start(made, Moments())
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: line for line in lines if line["stage"] == "rl"}
-    assert steps[2]["rollout/num_groups_restored"] == 3
-    assert steps[2]["rollout/staleness_max"] == 1
+    _, second, _ = metric_lines(tmp_path, "rl")
+    assert second["rollout/num_groups_restored"] == 3
+    assert second["rollout/staleness_max"] == 1
 
 
 def test_a_policy_that_is_lost_is_restarted_and_trains_on_the_same_prompts(config, tmp_path):
@@ -308,13 +289,8 @@ def test_a_policy_that_is_lost_is_restarted_and_trains_on_the_same_prompts(confi
 
     make = partial(make_config, config, warm=False, ares=False, staleness=1)
     expected = outcome(made := make(tmp_path / "whole"), start(made, Moments()))
-    for moment in (
-        ("compute_log_probs", 1),
-        ("update", 2),
-        ("updated", 3),
-        ("sync", 3),
-        ("save", 1),
-    ):
+    moments = [("compute_log_probs", 1), ("update", 2), ("updated", 3), ("sync", 3), ("save", 1)]
+    for moment in moments:
         made = make(tmp_path / f"lost-{moment}")
         components = start(made, Moments(moment, lose))
         assert components.policy.num_restarts == 1
@@ -344,35 +320,11 @@ def test_what_is_carried_over_ends_with_the_run_and_its_prompts_go_back(componen
         open_rollout_scheduler(components, config, SignalHandler()) as scheduler,
     ):
         rollout_batch = scheduler.collect(1)
-        assert (
-            len(rollout_batch.trees) == 3
-            and rollout_batch.group_counts["num_groups_carried_over"] == 2
-        )
+        assert len(rollout_batch.trees) == 3
+        assert rollout_batch.group_counts["num_groups_carried_over"] == 2
         assert len(components.prompt_source.state_dict()["in_flight"]) == 2
         raise KeyError("a bug")
     assert components.run_coroutine(num_tasks()) == 1
     assert all(session.released == 1 for session in components.tools.sessions)
     state = components.prompt_source.state_dict()
     assert not state["in_flight"] and len(state["requeued"]) == 2
-
-
-def test_a_step_trains_on_groups_that_differ_and_reports_all(components, config, tmp_path):
-    components.open_sft_stream, components.prompt_source = (
-        None,
-        PromptSampler(components.validation_prompts, seed=1),
-    )
-    config.rollout.filter_metric = FilterMetric.reward
-    config.rollout.filter_range = [0.4, 0.6]
-    train(components, config)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["stage"] == "rl"]
-    for line in steps:
-        assert line["rollout/num_groups_kept"] == 3
-        assert 0.4 < line["rollout/reward_mean"] < 0.6
-        num_filtered = (
-            line["rollout/num_groups_filtered_low"] + line["rollout/num_groups_filtered_high"]
-        )
-        assert line["rollout/num_groups_started"] == 3 + num_filtered
-        same = line["rollout/reward_unfiltered"] == line["rollout/reward_mean"]
-        assert same == (num_filtered == 0)
-    assert sum(line["rollout/num_groups_started"] for line in steps) > 6, "nothing was filtered"

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from mega_agentrl.train import signals
 from mega_agentrl.train.signals import EXIT_CODES, SAVE_TIMEOUTS_S, RunInterrupted, SignalHandler
 
 
@@ -166,28 +165,24 @@ def test_listening_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
-    assert isinstance(signals.PROCESS_SIGNAL_HANDLER, SignalHandler)
 
 
-def test_inside_a_deferral_a_body_may_allow_signals():
-    handler, passed = SignalHandler(), []
+@pytest.mark.parametrize(
+    ("place", "passed"),
+    [("before", ["before"]), ("inside", ["before", "inside"]), ("behind", ["before", "behind"])],
+)
+def test_inside_a_deferral_a_body_may_allow_signals(place, passed):
+    """Signalled before, inside or behind the part that allows signals."""
+    handler, reached = SignalHandler(), []
     with pytest.raises(RunInterrupted), handler.defer_signals():
-        with handler.allow_signals():
-            passed.append("nothing pending")
+        if place == "before":
             handler.on_signal(signal.SIGTERM)
-            passed.append("never")
-    assert passed == ["nothing pending"]
-    handler = SignalHandler()
-    with pytest.raises(RunInterrupted), handler.defer_signals():
-        handler.on_signal(signal.SIGTERM)
-        passed.append("deferred")
+        reached.append("before")
         with handler.allow_signals():
-            passed.append("never")
-    assert passed == ["nothing pending", "deferred"]
-    handler = SignalHandler()
-    with pytest.raises(RunInterrupted), handler.defer_signals():
-        with handler.allow_signals():
-            pass
+            if place == "inside":
+                reached.append("inside")
+                handler.on_signal(signal.SIGTERM)
+                reached.append("never")
         handler.on_signal(signal.SIGTERM)
-        passed.append("deferred again")
-    assert passed[-1] == "deferred again"
+        reached.append("behind")
+    assert reached == passed

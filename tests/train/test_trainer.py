@@ -7,33 +7,14 @@ from dataclasses import replace
 import pytest
 import ray
 
-from mega_agentrl.config.enums import AdvantageEstimator
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.rollout.io.tree_file import read_trees
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError
 from mega_agentrl.train.signals import RunInterrupted, SignalHandler
 from mega_agentrl.train.trainer import train, train_with_restarts
+from tests.train.metric_lines import metric_lines
 from tests.train.shared_gpus import share_gpus
-
-
-def lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_policy_calls_come_in_the_order_of_the_algorithm(components, config):
-    components.open_sft_stream = None
-    train(components, config)
-    step = ["compute_log_probs", "update"]
-    assert components.policy.calls == [
-        "sync 1",
-        *step,
-        "sync 2",
-        *step,
-        "sync 3",
-        "save step-000002",
-        "export_hf",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +26,6 @@ def test_policy_calls_come_in_the_order_of_the_algorithm(components, config):
     ids=["before", "after"],
 )
 def test_a_signal_ends_a_step_before_its_update_or_after_it(components, config, method, calls):
-    components.open_sft_stream = None
     handler, inner = SignalHandler(), getattr(components.policy, method)
 
     def signalled(*args):
@@ -59,25 +39,20 @@ def test_a_signal_ends_a_step_before_its_update_or_after_it(components, config, 
     assert components.policy.calls == calls
 
 
+@pytest.mark.usefixtures("demonstrations")
 def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(components, config):
     config.sft = SftConfig(max_steps=4, target_success_rate=1.0)
     train(components, config)
-    expected = ["sft_step"] * 4 + [
-        "sync 2",
-        "reset_optimizer",
-        "save step-000000",
-        "compute_log_probs",
-    ]
-    assert components.policy.calls[:8] == expected
+    start = ["sft_step"] * 4 + ["sync 2", "reset_optimizer", "save step-000000"]
+    assert components.policy.calls[:8] == [*start, "compute_log_probs"]
 
 
 def test_without_any_step_it_is_one_evaluation(components, config, tmp_path, capsys):
-    components.open_sft_stream = None
     config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
     assert config.is_eval_only
     reward = train(components, config)
     assert components.policy.calls == ["sync 1"]
-    assert [line["stage"] for line in lines(tmp_path)] == ["held_out_before"]
+    assert [line["stage"] for line in metric_lines(tmp_path)] == ["held_out_before"]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reward_after"] == reward
     assert len(summary["held_out"]) == 1
@@ -87,26 +62,23 @@ def test_without_any_step_it_is_one_evaluation(components, config, tmp_path, cap
 
 
 def test_steps_say_how_evenly_tokens_are_shared(components, config, tmp_path):
-    components.open_sft_stream = None
     config = replace(config, parallel=replace(config.parallel, data=2))
     train(components, config)
-    shown = [x["batch/token_imbalance"] for x in lines(tmp_path) if x["stage"] == "rl"]
+    shown = [line["batch/token_imbalance"] for line in metric_lines(tmp_path, "rl")]
     assert all(1 <= value < 1.5 for value in shown)
 
 
 def test_remax_samples_greedy_answers_beside_the_groups(components, config, tmp_path):
-    components.open_sft_stream = None
-    config = replace(config, algo=AlgoConfig(advantage=AdvantageEstimator.remax))
+    config = replace(config, algo=AlgoConfig(advantage="remax"))
     train(components, config)
-    steps = [line for line in lines(tmp_path) if line["stage"] == "rl"]
+    steps = metric_lines(tmp_path, "rl")
     assert [line["rollout/greedy_failed"] for line in steps] == [0.0, 0.0]
     assert all(line["rollout/greedy_tokens"] > 0 for line in steps)
     assert [line["rollout/num_trajectories"] for line in steps] == [12.0, 12.0]
-    assert not any(name.startswith("rollout/greedy") for name in lines(tmp_path)[0])
+    assert not any(name.startswith("rollout/greedy") for name in metric_lines(tmp_path)[0])
 
 
 def test_a_run_leaves_metrics_summary_curve_and_rollouts(components, config, tmp_path):
-    components.open_sft_stream = None
     reward = train(components, config)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reward_after"] == reward
@@ -116,14 +88,13 @@ def test_a_run_leaves_metrics_summary_curve_and_rollouts(components, config, tmp
     seconds = summary["stage_seconds"]
     assert list(seconds) == ["start", "held out before", "RL", "held out after"]
     assert summary["train_seconds"] == seconds["RL"] > 0
-    stages = [(line["stage"], line["step"]) for line in lines(tmp_path)]
+    stages = [(line["stage"], line["step"]) for line in metric_lines(tmp_path)]
     assert stages == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
     assert (tmp_path / "reward.png").stat().st_size > 1000
     assert "question p" in (tmp_path / "rollouts.txt").read_text()
 
 
 def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(components, config, tmp_path):
-    components.open_sft_stream = None
     config = replace(
         config,
         total_steps=3,
@@ -141,32 +112,25 @@ def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(components,
         "step_000003.jsonl",
     ]
     assert {(one.stage, one.step) for one in found["step_000002.jsonl"]} == {("rl", 2)}
-    assert {(one.stage, one.step) for one in found["held_out_after.jsonl"]} == {
-        ("held_out_after", 3)
-    }
-    assert [len(one.tree.leaves) for one in found["step_000003.jsonl"]] == [4] * 3
-    assert [len(one.tree.leaves) for one in found["held_out_before.jsonl"]] == [2] * 6
-    assert [len(one.tree.leaves) for one in found["held_out_before_greedy.jsonl"]] == [1] * 6
-    kept = [line for line in lines(tmp_path) if "time/save_rollouts_s" in line]
-    assert [line["step"] for line in kept if line["stage"] == "rl"] == [2, 3]
-
-
-def test_no_trees_are_saved_by_default(components, config, tmp_path):
-    components.open_sft_stream = None
-    train(components, config)
-    assert not (tmp_path / "rollouts").exists()
+    after = {(one.stage, one.step) for one in found["held_out_after.jsonl"]}
+    assert after == {("held_out_after", 3)}
+    sizes = {name: [len(one.tree.leaves) for one in trees] for name, trees in found.items()}
+    assert sizes["step_000003.jsonl"] == [4] * 3 and sizes["held_out_before.jsonl"] == [2] * 6
+    assert sizes["held_out_before_greedy.jsonl"] == [1] * 6
+    timed = [line for line in metric_lines(tmp_path, "rl") if "time/save_rollouts_s" in line]
+    assert [line["step"] for line in timed] == [2, 3]
 
 
 def test_the_summary_holds_the_entropy_curve_of_all_steps(components, config, tmp_path):
-    components.open_sft_stream = None
     train(components, config)
     curve = json.loads((tmp_path / "summary.json").read_text())["entropy_by_offset"]
-    # Two steps of three prompts; each root or top-up has a first turn of at least one token.
+    # Two steps of three prompts; each root or extra root has a first turn of at least one token.
     assert 12 <= curve["num_root"][0] <= 24
     assert len(curve["root"]) == len(curve["after_tool"]) == 51
     assert 0 < curve["root"][0] < 3
 
 
+@pytest.mark.usefixtures("demonstrations")
 def test_a_warm_start_alone_is_evaluated_and_exported(components, config):
     config.sft = SftConfig(max_steps=2, target_success_rate=1.0)
     train(components, replace(config, total_steps=0))
@@ -177,13 +141,8 @@ LEARN = ["engines: sleep", "policy: gradients+optimizer+weights"]
 
 
 def syncs(version):
-    return [
-        "policy: weights",
-        "engines: weights",
-        f"sync {version}",
-        "policy: nothing",
-        "engines: cache",
-    ]
+    loaded = ["policy: weights", "engines: weights"]
+    return [*loaded, f"sync {version}", "policy: nothing", "engines: cache"]
 
 
 @pytest.fixture
@@ -193,7 +152,6 @@ def calls(components, config, monkeypatch):
 
 
 def test_on_shared_gpus_each_step_goes_once_around(components, config, calls):
-    components.open_sft_stream = None
     train(components, config)
     step = [*LEARN, "compute_log_probs", "update"]
     assert calls == [
@@ -205,6 +163,7 @@ def test_on_shared_gpus_each_step_goes_once_around(components, config, calls):
     ]
 
 
+@pytest.mark.usefixtures("demonstrations")
 def test_on_shared_gpus_a_warm_start_leaves_engines_that_serve(components, config, calls):
     config.sft = SftConfig(max_steps=2, target_success_rate=1.0)
     train(components, replace(config, total_steps=0))
@@ -220,7 +179,6 @@ def test_on_shared_gpus_a_warm_start_leaves_engines_that_serve(components, confi
 
 
 def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(components, config, calls):
-    components.open_sft_stream = None
     config.evaluate.every_steps = 1
     train(components, config)
     first = calls.index("rollouts", calls.index("sync 2"))
@@ -229,7 +187,6 @@ def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(component
 
 
 def test_on_shared_gpus_a_run_goes_on_after_the_policy_died(components, config, calls):
-    components.open_sft_stream = None
     policy = components.policy._policy
     update = policy.answer
     deaths = iter([True])

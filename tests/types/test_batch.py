@@ -19,7 +19,7 @@ def batch(**changes):
         "mask_BT": (grid % 2 == 0) & (torch.arange(POSITIONS) < LENGTHS[:, None]),
         "group_B": torch.tensor([0, 0, 1]),
         "reward_B": torch.tensor([0.0, 1.0, 2.0]),
-        "node_BT": grid,
+        "tree_token_BT": grid,
         "rollout_logp_BT": -grid.float(),
         "rollout_entropy_BT": grid.float(),
         "version_BT": torch.zeros(ROWS, POSITIONS, dtype=torch.int64),
@@ -27,18 +27,19 @@ def batch(**changes):
     return TrainBatch(**(values | changes))
 
 
-@pytest.mark.parametrize("name", ["mask_BT", "node_BT", "rollout_logp_BT", "version_BT", *OPTIONAL])
+@pytest.mark.parametrize(
+    "name", ["mask_BT", "tree_token_BT", "rollout_logp_BT", "version_BT", *OPTIONAL]
+)
 def test_a_grid_of_another_shape_is_refused(name):
     with pytest.raises(ValueError, match=rf"{name} has shape \(3, 5\), expected \(3, 4\)"):
         batch(**{name: torch.zeros(ROWS, POSITIONS + 1)})
 
 
 @pytest.mark.parametrize("name", ["length_B", "group_B", "reward_B"])
-def test_a_column_of_another_length_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), expected \(3,\)"):
-        batch(**{name: torch.zeros(2)})
-    with pytest.raises(ValueError, match=rf"{name} has shape \(3, 1\)"):
-        batch(**{name: torch.zeros(3, 1)})
+@pytest.mark.parametrize("shape", [(2,), (3, 1)], ids=["shorter", "matrix"])
+def test_a_column_of_another_shape_is_refused(name, shape):
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        batch(**{name: torch.zeros(shape)})
 
 
 def test_prompts_are_counted():
@@ -46,31 +47,24 @@ def test_prompts_are_counted():
         batch(prompt_ids=((1,),))
 
 
-def test_responses_are_a_grid():
-    with pytest.raises(ValueError, match=r"must be \[B, T\], got shape \(12,\)"):
+def test_responses_are_a_matrix():
+    with pytest.raises(ValueError, match=r"response_BT .* shape \(12,\)"):
         batch(response_BT=torch.zeros(12))
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"reward_B": torch.zeros(3, dtype=torch.int64)}, "reward_B is torch.int64, expected a fl"),
-        ({"group_B": torch.zeros(3)}, "group_B is torch.float32, expected torch.int64"),
-        ({"mask_BT": torch.zeros(3, 4)}, "mask_BT is torch.float32, expected torch.bool"),
-        ({"length_B": torch.tensor([4, 4, 5])}, r"length_B has \[4, 4, 5\], expected 0 to 4"),
+        ({"reward_B": torch.zeros(3, dtype=torch.int64)}, "reward_B is torch.int64"),
+        ({"group_B": torch.zeros(3)}, "group_B is torch.float32"),
+        ({"mask_BT": torch.zeros(3, 4)}, "mask_BT is torch.float32"),
+        ({"length_B": torch.tensor([4, 4, 5])}, r"length_B has \[4, 4, 5\]"),
         ({"mask_BT": torch.ones(3, 4).bool()}, "mask_BT is set beyond length_B"),
-        (
-            {"trajectory_B": torch.tensor([0, 1, 1])},
-            "trajectory_B has 1 in row 2 of group_B 1",
-        ),
+        ({"trajectory_B": torch.tensor([0, 1, 1])}, "trajectory_B has 1 in row 2 of group_B 1"),
     ],
     ids=[
-        "integer reward",
-        "float group",
-        "float mask",
-        "length beyond T",
-        "mask in the padding",
-        "trajectory in two groups",
+        *("integer-reward", "float-group", "float-mask", "length-beyond-T"),
+        *("mask-in-the-padding", "trajectory-in-two-groups"),
     ],
 )
 def test_validate_names_the_field(changes, expected):

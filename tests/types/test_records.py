@@ -60,9 +60,8 @@ def generation(**changes):
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_every_per_token_list_of_a_trajectory_has_one_length(name):
-    with pytest.raises(ValueError, match=f"toolqa/0#0.*{name} 2") as caught:
+    with pytest.raises(ValueError, match=f"toolqa/0#0.*{name} 2"):
         trajectory(**{name: [0, 0]})
-    assert "token_ids 3" in str(caught.value) or "loss_mask 3" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["token_ids", "logps", "entropies", "argmax_ids", "versions"])
@@ -86,33 +85,26 @@ def test_an_empty_generation_and_an_empty_trajectory_are_records_too():
 
 @pytest.mark.parametrize("fork_len", [-1, 4])
 def test_a_fork_shares_no_more_than_there_is(fork_len):
-    with pytest.raises(ValueError, match=rf"fork_len {fork_len} is outside 0\.\.3"):
+    with pytest.raises(ValueError, match=f"fork_len {fork_len}"):
         trajectory(fork_len=fork_len)
     assert trajectory(fork_len=3).fork_len == 3
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_only_infrastructure_failures_are_failures(reason):
-    expected = reason in {
-        StopReason.tool_failure,
-        StopReason.aborted,
-        StopReason.trajectory_timeout,
-    }
-    assert trajectory(stop_reason=reason).failed is expected
+    failures = {StopReason.tool_failure, StopReason.aborted, StopReason.trajectory_timeout}
+    assert trajectory(stop_reason=reason).failed is (reason in failures)
+
+
+def tool_turn(tool="t", **outcome):
+    values = {"status": ToolStatus.ok, "answer": "", "latency_s": 0.0}
+    outcome = ToolOutcome(tool=tool, **(values | outcome))
+    return Turn(index=0, role=Role.tool, start=3, stop=3, text="", outcome=outcome)
 
 
 def test_invalid_calls_are_counted_by_their_outcomes():
-    def turn(index, is_invalid):
-        outcome = ToolOutcome(
-            tool="t",
-            status=ToolStatus.user_error,
-            answer="",
-            latency_s=0.0,
-            is_invalid_call=is_invalid,
-        )
-        return Turn(index=index, role=Role.tool, start=3, stop=3, text="", outcome=outcome)
-
-    assert trajectory(turns=[turn(0, True), turn(1, False), turn(2, True)]).num_invalid_calls == 2
+    turns = [tool_turn(is_invalid_call=is_invalid) for is_invalid in (True, False, True)]
+    assert trajectory(turns=turns).num_invalid_calls == 2
     assert trajectory().num_invalid_calls == 0
 
 
@@ -121,18 +113,12 @@ def test_response_text_is_every_turn_in_order():
         Turn(index=0, role=Role.assistant, start=0, stop=2, text="<python> 1+1 </python>"),
         Turn(index=1, role=Role.tool, start=2, stop=3, text=" <result>\n2\n</result>"),
     ]
-    text = trajectory(turns=turns).response_text
-    assert text == "<python> 1+1 </python> <result>\n2\n</result>"
+    assert trajectory(turns=turns).response_text == turns[0].text + turns[1].text
 
 
 def test_step_rewards_are_by_tool_in_order_of_the_calls():
-    def tool_turn(index, tool, step_reward):
-        outcome = ToolOutcome(
-            tool=tool, status=ToolStatus.ok, answer="", latency_s=0.0, step_reward=step_reward
-        )
-        return Turn(index=index, role=Role.tool, start=0, stop=0, text="", outcome=outcome)
-
-    turns = [tool_turn(0, "a", 1.0), tool_turn(1, "b", 0.5), tool_turn(2, "a", -1.0)]
+    rewards = [("a", 1.0), ("b", 0.5), ("a", -1.0)]
+    turns = [tool_turn(tool, step_reward=reward) for tool, reward in rewards]
     assert trajectory(turns=turns).step_rewards == {"a": [1.0, -1.0], "b": [0.5]}
     assert trajectory().step_rewards == {}
 

@@ -1,6 +1,6 @@
 """Compares the prompts and losses of a disturbed run with those of an undisturbed one.
 
-A sandbox host that dies loses its running calls, and their trajectories are masked from the loss,
+A sandbox host that dies loses its running calls. Their trajectories are excluded from the loss,
 because it is unknown whether such a call took effect. From the first step with such a failure on,
 losses may differ and are not compared.
 """
@@ -62,18 +62,18 @@ def differences(expected: RunOutcome, found: RunOutcome) -> list[str]:
         pairs = zip(expected.prompts, found.prompts, strict=False)
         first = next((k for k, (a, b) in enumerate(pairs, 1) if a != b), len(found.prompts) + 1)
         wrong.append(
-            f"prompts: {len(found.prompts)} steps, expected {len(expected.prompts)}, the same; "
-            f"the first to differ is step {first}"
+            f"prompts: got {len(found.prompts)} steps, expected {len(expected.prompts)} with the "
+            f"same prompts; the first difference is in step {first}"
         )
     if len(found.losses) == len(expected.losses):
-        upto = found.num_compared
-        pairs = zip(expected.losses[:upto], found.losses[:upto], strict=True)
+        num = found.num_compared
+        pairs = zip(expected.losses[:num], found.losses[:num], strict=True)
         gaps = [abs(a - b) for a, b in pairs]
         if not all(gap <= LOSS_TOLERANCE for gap in gaps):
             step = next(k for k, gap in enumerate(gaps, 1) if not gap <= LOSS_TOLERANCE)
             wrong.append(
-                f"losses differ from step {step} on, by {max(gaps):.3g} at most, expected "
-                f"{LOSS_TOLERANCE:g}"
+                f"losses: from step {step} on they differ by up to {max(gaps):.3g}, expected at "
+                f"most {LOSS_TOLERANCE:g}"
             )
     return wrong
 

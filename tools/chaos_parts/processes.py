@@ -1,7 +1,7 @@
 """Finds the processes of a run by an environment variable and by their parents.
 
-A process that was started with another environment (a sandbox) is found by its parents while these
-are alive, so call `ProcessTracker.scan` regularly while the run is going on.
+A process that was started with another environment (a sandbox) is found through its parents while
+these are alive, so call `ProcessTracker.scan` regularly during the run.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class ProcessTracker:
             if process in self._seen or self._env_entry in _environment(process)
         }
         pids = {process.pid for process in found}
-        while more := {one for one, parent in parents.items() if parent in pids} - found:
+        while more := {process for process, parent in parents.items() if parent in pids} - found:
             found |= more
             pids |= {process.pid for process in more}
         self._seen |= found
-        return {one.pid: _command(one) for one in sorted(found, key=lambda process: process.pid)}
+        ordered = sorted(found, key=lambda process: process.pid)
+        return {process.pid: _command(process) for process in ordered}
 
     def find_targets(self, kind: str) -> list[int]:
         """Return the pids of a kind of target."""
@@ -55,7 +56,10 @@ class ProcessTracker:
 
 
 def _environment(process: psutil.Process) -> list[bytes]:
-    """Return all entries; `Process.environ` ends at a title that was written over the first."""
+    """Return all entries of the environment.
+
+    `Process.environ` stops early if the process has overwritten the first ones with its title.
+    """
     try:
         return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,8 +1,7 @@
 """Runs a training job, kills its processes as planned, and restarts it when its driver dies.
 
-A kill happens when the run has made `step` RL steps and `delay_s` more seconds have passed; it
-sends SIGKILL to one process of its kind. Other ends of the driver are counted as failures, after
-which the command is restarted a few times.
+If the driver ends without being killed, that counts as a failure; the command is restarted after at
+most `MAX_FAILURES` of them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TARGET_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedKill:
-    """A planned SIGKILL."""
+    """A SIGKILL for one process of a kind, `delay_s` seconds after a number of RL steps."""
 
     kind: str
     """Kind of the target, one of `KINDS`."""
@@ -48,30 +47,29 @@ class RunHistory:
     """What happened in a run."""
 
     folder: Path
-    """The run folder."""
     duration_s: float = 0.0
     """Seconds from start to end."""
     executed_kills: list[tuple[float, PlannedKill]] = field(default_factory=list)
     """Kills that were executed, with their times in seconds."""
     num_failures: int = 0
-    """Number of ends of the driver that were no kill."""
+    """How often the driver ended unfinished without being killed."""
     leftover_processes: dict[int, str] = field(default_factory=dict)
     """Command lines of processes that outlived the run, by pid."""
     step_times_s: dict[int, float] = field(default_factory=dict)
-    """By number of RL steps, when so many were first seen in the metrics."""
+    """Time at which each number of RL steps was first seen in the metrics."""
 
     def spans(self) -> list[float]:
         """Return the seconds of each RL step; the first includes the start of the run."""
-        moments = [0.0, *(at_s for step, at_s in sorted(self.step_times_s.items()) if step)]
-        return [end - begin for begin, end in pairwise(moments)]
+        times_s = [0.0, *(at_s for step, at_s in sorted(self.step_times_s.items()) if step)]
+        return [end - begin for begin, end in pairwise(times_s)]
 
 
 def plan_kills(num_kills: int, spans: Sequence[float], draw: random.Random) -> list[PlannedKill]:
-    """Plan kills in order of time, equally many of every kind, at random moments.
+    """Plan kills at random times, in order of time, equally many of every kind.
 
     Args:
         num_kills: number of kills.
-        spans: `RunHistory.spans` of an undisturbed run, from which step and moment are drawn.
+        spans: `RunHistory.spans` of an undisturbed run, within which the times are drawn.
         draw: the random generator.
     """
     kinds = [KINDS[index % len(KINDS)] for index in range(num_kills)]
@@ -84,7 +82,7 @@ def plan_kills(num_kills: int, spans: Sequence[float], draw: random.Random) -> l
 
 
 class ChaosRun:
-    """A run in a folder; call `run` once."""
+    """A run in `folder` that is disturbed as in `plan`; call `run` once."""
 
     def __init__(self, folder: Path, arguments: list[str], plan: list[PlannedKill]) -> None:
         self._run_dir = folder
@@ -95,7 +93,7 @@ class ChaosRun:
         self._start_s = time.monotonic()
 
     def run(self, deadline_s: float) -> RunHistory:
-        """Run to the end; raise `RuntimeError` if that is not reached in time."""
+        """Run to the end; raise `RuntimeError` after `deadline_s` seconds or too many failures."""
         ends_at = self._start_s + deadline_s
         driver = self._start()
         try:
@@ -144,7 +142,7 @@ class ChaosRun:
             )
             time.sleep(0.0 if targets else _POLL_INTERVAL_S)
         if not targets:
-            return driver  # the driver has ended: the kill is not counted
+            return driver  # the driver has ended or no target exists: the kill is not counted
         target = random.Random(kill.delay_s).choice(targets)
         os.kill(target, signal.SIGKILL)
         self._history.executed_kills.append((time.monotonic() - self._start_s, kill))
@@ -157,8 +155,9 @@ class ChaosRun:
         self._history.num_failures += 1
         if code == BAD_INPUT or self._history.num_failures > MAX_FAILURES:
             raise RuntimeError(
-                f"{self._run_dir}: it ended {self._history.num_failures} times without a kill, the "
-                f"last time with code {code}; {self._run_dir.with_suffix('.out')} says why"
+                f"{self._run_dir}: the driver ended {self._history.num_failures} times without "
+                f"being killed, the last time with code {code}; see "
+                f"{self._run_dir.with_suffix('.out')}"
             )
 
     def _wait_for_exit(self) -> dict[int, str]:

@@ -13,28 +13,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCost:
-    """Cost of training rollouts.
-
-    A prefix that several trajectories share counts once; invalid calls do not count.
-    """
+    """Cost of training rollouts; a prefix that several trajectories share counts once."""
 
     num_tokens: int = 0
     """Tokens that the policy sampled."""
     num_tool_calls: int = 0
-    """Tool calls that were executed."""
+    """Tool calls that were executed; invalid calls are not."""
 
     @classmethod
     def of_trees(cls, trees: Iterable[RolloutTree]) -> RolloutCost:
-        """Return the cost of finished trees, with failed trajectories and greedy answers."""
+        """Return the cost of finished trees, including failed and greedy trajectories."""
         num_tokens = num_calls = 0
         for tree in trees:
-            for one in tree.all_trajectories:
-                num_tokens += sum(one.loss_mask[one.fork_len :])
+            for trajectory in tree.all_trajectories:
+                num_tokens += sum(trajectory.loss_mask[trajectory.fork_len :])
                 num_calls += sum(
                     turn.outcome is not None
                     and not turn.outcome.is_invalid_call
-                    and turn.start >= one.fork_len
-                    for turn in one.turns
+                    and turn.start >= trajectory.fork_len
+                    for turn in trajectory.turns
                 )
         return cls(num_tokens=num_tokens, num_tool_calls=num_calls)
 

@@ -5,18 +5,18 @@
                                   end result.json
 
 A killed run continues from its newest checkpoint; a run with a result is not repeated. The settings
-are stored in both folders, and other settings in the same folder are an error. `progress.json` has
+are stored in each folder, and reusing a folder with other settings is an error. `progress.json` has
 the cost and the evaluations until each checkpoint, and is written before it.
 
 The budget is a number of tokens that the policy generates in training, or of steps. Held-out
-evaluations take place at equal fractions of it, on the same questions with the same seeds in all
-runs, and cost nothing. A run ends with the step that exhausts the budget.
+evaluations take place at equal fractions of the budget, on the same questions with the same seeds
+in all runs, and do not count towards it. A run ends with the step that exhausts the budget.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,12 @@ from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.train.controllers import Controllers, initial_controllers
 from mega_agentrl.train.evaluate import evaluate_validation_set
 from mega_agentrl.train.resume import run_state
-from mega_agentrl.train.resume.run_dir import write_atomic
 from mega_agentrl.train.resume.run_state import RunState
 from mega_agentrl.train.run_logger import RunLogger
 from mega_agentrl.train.trainer import open_trainer
 from mega_agentrl.train.warm_start import run_warm_start
+from mega_agentrl.types.atomic_file import atomic_write
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 from tools.compare.budget import Budget, RolloutCost
 from tools.compare.variants import differing
 
@@ -57,7 +58,7 @@ class ComparisonSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a run of the comparison has spent and shown after some steps."""
+    """The cost and the evaluations of a run after some steps."""
 
     step: int
     """Finished steps."""
@@ -68,19 +69,15 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path, step: int) -> Progress:
-        """Read what `write` stored at that step."""
-        values = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))[str(step)]
-        return cls(
-            step=step,
-            cost=RolloutCost(**values["cost"]),
-            evaluations=tuple(EvalCostPoint(**one) for one in values["evaluations"]),
-        )
+        """Read what `write` stored for the step."""
+        by_step = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        return from_builtins(cls, by_step[str(step)], f"{folder / PROGRESS}, step {step}")
 
     def write(self, folder: Path) -> None:
-        """Add it to the progress of earlier steps in `progress.json`."""
+        """Add this progress to that of earlier steps in `progress.json`."""
         path = folder / PROGRESS
         by_step = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        write_json(path, by_step | {str(self.step): asdict(self)})
+        write_json(path, by_step | {str(self.step): self})
 
 
 class CostCountingLogger(RunLogger):
@@ -103,23 +100,22 @@ def make_warm_start(
     claim_folder(folder, settings)
     if (found := _newest_checkpoint(folder)) is not None:
         return found
-    # Left by a warm start that was killed; it starts again.
+    # A warm start that was killed is repeated from its beginning.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    with RunLogger(folder, base) as session:
-        if parts.open_sft_stream is not None:
-            run_warm_start(parts, base, session)
-    none = RunState(step=0, controller_state={}, sampler_state={})
-    return run_state.save_checkpoint(parts.policy, folder, none)
+    with RunLogger(folder, base) as logger:
+        if parts.make_demonstration_batches is not None:
+            run_warm_start(parts, base, logger)
+    return run_state.save_checkpoint(parts.policy, folder, RunState(step=0, sampler_state={}))
 
 
 def evaluate_warm(parts: Components, base: TrainConfig, warm: Path, folder: Path) -> EvalCostPoint:
-    """Return the held-out evaluation of the warm start, which is done once and stored."""
+    """Return the held-out evaluation of the warm start, which is made once and stored."""
     path = folder / EVALUATION
     if not path.is_file():
         parts.policy.load_checkpoint(warm)
         _serve(parts)
-        write_json(path, asdict(measure_held_out(parts, base, RolloutCost())))
-    return EvalCostPoint(**json.loads(path.read_text(encoding="utf-8")))
+        write_json(path, measure_held_out(parts, base, RolloutCost()))
+    return from_builtins(EvalCostPoint, json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
 def run_once(
@@ -137,10 +133,7 @@ def run_once(
     progress, controllers = _restore(setup, config, prompts)
     parts = replace(setup.components, run_dir=folder, prompt_source=prompts)
     progress = _train(parts, setup.base_config, config, progress, controllers, budget, save_every)
-    write_json(
-        folder / RESULT,
-        {"evaluations": [asdict(evaluation) for evaluation in progress.evaluations]},
-    )
+    write_json(folder / RESULT, {"evaluations": progress.evaluations})
     return progress.evaluations
 
 
@@ -154,8 +147,8 @@ def read_result(folder: Path, settings: dict[str, Any]) -> tuple[EvalCostPoint, 
     path = folder / RESULT
     if not path.is_file():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(EvalCostPoint(**evaluation) for evaluation in values["evaluations"])
+    values = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+    return from_builtins(tuple[EvalCostPoint, ...], values, str(path))
 
 
 def _restore(
@@ -164,14 +157,14 @@ def _restore(
     """Restore the warm start, and then the run's newest checkpoint if it has one."""
     policy, folder = setup.components.policy, Path(config.run_dir)
     policy.load_checkpoint(setup.warm_start_folder)
-    # The reference is the warm start, also in a continued run.
+    # The reference weights are those of the warm start, also in a continued run.
     policy.set_objective(config.algo, config.rollout.temperature)
     controllers = initial_controllers(config.algo)
     progress = Progress(step=0, cost=RolloutCost(), evaluations=(setup.initial_evaluation,))
     if (found := _newest_checkpoint(folder)) is not None:
         state = run_state.load_checkpoint(policy, found)
         progress = Progress.read(folder, state.step)
-        controllers = Controllers.from_dict(state.controller_state)
+        controllers = state.controllers or controllers
         prompts.load_state_dict(state.sampler_state)
     run_state.truncate_metrics(folder, progress.step)
     _serve(setup.components)
@@ -194,7 +187,7 @@ def _train(
         open_trainer(parts, config, logger, controllers) as trainer,
     ):
         if progress.step:
-            logger.print_line(f"{folder.name}: continues after step {progress.step}")
+            logger.print_line(f"{folder.name}: continuing after step {progress.step}")
         while budget.fraction_spent(progress.step, progress.cost) < 1:
             step, evaluations = progress.step + 1, progress.evaluations
             trainer.step(step)
@@ -208,8 +201,8 @@ def _train(
                 progress.write(folder)
                 state = RunState(
                     step=step,
-                    controller_state=trainer.algorithm.controllers.to_dict(),
                     sampler_state=parts.prompt_source.state_dict(),
+                    controllers=trainer.algorithm.controllers,
                 )
                 run_state.save_checkpoint(parts.policy, folder, state)
     return progress
@@ -236,14 +229,14 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
     if keys := differing(json.loads(path.read_text(encoding="utf-8")), settings):
         raise ValueError(
             f"{folder}: got a run with other values of {', '.join(keys)}, expected the current "
-            f"ones; probable cause: other arguments than the first time. Choose another --out, "
-            "or remove the folder"
+            "ones; probable cause: other arguments than the first time. Choose another --out, or "
+            "remove the folder"
         )
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically."""
-    write_atomic(path, json.dumps(value, indent=1) + "\n")
+    """Write records or plain values as JSON, atomically."""
+    atomic_write(path, json.dumps(to_builtins(value), indent=1) + "\n")
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.checks.cross_section import check_config
 from mega_agentrl.config.enums import LrSchedule
-from mega_agentrl.config.override_keys import check_overrides
-from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.report.config_diff import flatten_config
+from tools.preflight_parts.compose import compose_overrides
 
 EXPERIMENT = "experiment=compare"
 MAY_DIFFER = ("algo", "rollout", "seed", "run_dir")
@@ -32,7 +30,6 @@ class Variant:
     title: str
     """Name in table and plot."""
     overrides: tuple[str, ...]
-    """Configuration overrides."""
     note: str = ""
     """Remark below the table."""
 
@@ -47,8 +44,8 @@ VARIANTS = {
             key="arpo_egpo",
             title="ARPO + EGPO",
             overrides=("algo=arpo", "algo.egpo.lam=0.4", "algo.egpo.cot_blocks=response"),
-            note="ARPO + EGPO: entropy of the whole response (`algo.egpo.cot_blocks=response`), as "
-            "this model writes no chain of thought between markers.",
+            note="ARPO + EGPO: entropy of the whole response (`algo.egpo.cot_blocks=response`), "
+            "because this model writes no chain of thought between tags.",
         ),
         Variant(
             key="ares",
@@ -70,7 +67,7 @@ def make_config(
     Args:
         overrides: overrides of `experiment=compare`, or of the experiment that they name.
         run_dir: folder of the run.
-        seed: seed of the run, if it is not the configured one.
+        seed: replaces the configured seed if given.
 
     Returns:
         The configuration, and its settings as plain values without the run folder.
@@ -78,16 +75,12 @@ def make_config(
     Raises:
         ValueError: the configuration is invalid.
     """
-    folder = find_config_dir()
     chosen = list(overrides)
-    if not any(one.startswith("experiment=") for one in chosen):
+    if not any(override.startswith("experiment=") for override in chosen):
         chosen.insert(0, EXPERIMENT)
     if seed is not None:
         chosen.append(f"seed={seed}")
-    check_overrides(chosen, folder)
-    ConfigStore.instance().store(name="schema", node=TrainConfig)
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        composed = compose("train", chosen)
+    composed = compose_overrides(chosen)
     composed.run_dir = str(run_dir.resolve())
     config = OmegaConf.to_object(composed)
     assert isinstance(config, TrainConfig)
@@ -117,36 +110,28 @@ def check_run(config: TrainConfig, built: TrainConfig) -> None:
         )
     if config.algo.ares.bootstrap:
         raise ValueError(
-            "algo.ares.bootstrap=True: expected false in a comparison, whose budget counts what "
-            "training generates; the rollouts of a bootstrap would be extra"
+            "algo.ares.bootstrap=True: expected false in a comparison, whose budget does not "
+            "count the rollouts of a bootstrap"
         )
     if config.rollout.max_staleness:
         raise ValueError(
             f"rollout.max_staleness={config.rollout.max_staleness}: expected 0 in a comparison, "
-            "whose runs "
-            "are synchronous; probable cause: a setting of the run that comes after it"
+            "whose runs are synchronous"
         )
     if config.algo.needs_critic:
         raise ValueError(
             f"algo.advantage={config.algo.advantage}: expected one without a critic in a "
-            "comparison, whose runs share one policy that is set back to the warm start and have "
-            "no such start for a critic; probable cause: algo=ppo among the algorithms"
+            "comparison: each run resets the policy to the checkpoint of the warm start, which "
+            "has no critic; probable cause: algo=ppo among the overrides"
         )
     if config.optim.lr_schedule is not LrSchedule.constant:
         raise ValueError(
             f"optim.lr_schedule={config.optim.lr_schedule}: expected constant in a comparison, "
-            "where "
-            "the number of steps is not known in advance, because tokens are the budget"
+            "whose number of steps is not known in advance, because the budget is in tokens"
         )
 
 
-def differing(got: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differing(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ between two nested mappings."""
-    found = []
-    for name in sorted({*got, *expected}):
-        key, one, other = f"{prefix}{name}", got.get(name), expected.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found += differing(one, other, f"{key}.")
-        elif one != other:
-            found.append(key)
-    return found
+    left, right = flatten_config(got), flatten_config(expected)
+    return [key for key in sorted({*left, *right}) if left.get(key) != right.get(key)]

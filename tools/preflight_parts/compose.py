@@ -1,4 +1,4 @@
-"""Composes and checks the configuration as `python -m mega_agentrl` does, on a login node."""
+"""Composes and checks the configuration as `python -m mega_agentrl` does, without starting it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mega_agentrl.config.checks.cross_section import check_config
 from mega_agentrl.config.enums import SearchBackend
-from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys
-from mega_agentrl.config.paths import find_config_dir, sweep_dir_name
+from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys, register_schema
+from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.estimate.preflight.suggestions import with_overrides
 
@@ -25,6 +24,20 @@ _OPTIONAL_FILES = (
 )
 
 
+def compose_overrides(overrides: Sequence[str]) -> DictConfig:
+    """Compose `configs/train.yaml` with Hydra overrides.
+
+    Raises:
+        ValueError: an unknown key. Hydra and OmegaConf raise their own errors for malformed values.
+    """
+    register_schema()
+    folder = find_config_dir()
+    check_yaml_keys(folder)
+    check_overrides(overrides, folder)
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
 def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -> TrainConfig:
     """Compose the run's configuration.
 
@@ -33,16 +46,10 @@ def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -
         model_path: replaces `model.path` if given.
 
     Raises:
-        ValueError: an unknown key or a value out of range. Hydra and OmegaConf raise their own
-            errors for malformed values.
+        ValueError: an unknown key, a value out of range, or no `model.path`. Hydra and OmegaConf
+            raise their own errors for malformed values.
     """
-    ConfigStore.instance().store(name="schema", node=TrainConfig)
-    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
-    folder = find_config_dir()
-    check_yaml_keys(folder)
-    check_overrides(overrides, folder)
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        composed = compose("train", list(overrides))
+    composed = compose_overrides(overrides)
     if model_path is not None:
         composed.model.path = model_path
     config = OmegaConf.to_object(composed)

@@ -34,7 +34,6 @@ class PromptFile:
     key: str
     """Configuration key of the files."""
     num_prompts: int
-    """Number of prompts."""
     max_prompt_tokens: int
     """Number of tokens of the longest prompt."""
     num_too_long: int
@@ -58,13 +57,13 @@ def inspect_prompts(
     unlimited = replace(config.data, max_prompt_tokens=_NO_LIMIT, truncation=Truncation.error)
     for key in ("data.train", "data.validation", "sft.dev_data"):
         files = _files(config, key)
-        places = [file.local_path for file in files if file.local_path is not None]
-        if len(places) < len(files):
-            remote_notes.append(f"{key}: files that are not on this machine are not read here")
+        paths = [file.local_path for file in files if file.local_path is not None]
+        if len(paths) < len(files):
+            remote_notes.append(f"{key}: remote files are not checked")
             continue
-        files = [replace(file, path=place) for file, place in zip(files, places, strict=True)]
-        there = config.data.dataset_class or all(Path(place).is_file() for place in places)
-        if not files or not there:
+        files = [replace(file, path=path) for file, path in zip(files, paths, strict=True)]
+        exist = config.data.dataset_class or all(Path(path).is_file() for path in paths)
+        if not files or not exist:
             continue
         try:
             loaded = load_prompts(files, codec, unlimited, key=key, tool_schemas=schemas)
@@ -119,7 +118,7 @@ def _is_refused(truncation: Truncation, file: PromptFile) -> bool:
 
 
 def _template_notes(config: TrainConfig, codec: HFCodec, prompt: Prompt) -> list[str]:
-    """Compare a conversation extended turn by turn with what the template renders for it."""
+    """Compare a conversation that is encoded turn by turn with its rendering as a whole."""
     if config.rollout.template_check is TemplateCheck.off:
         return []
     if (
@@ -142,8 +141,8 @@ def _template_notes(config: TrainConfig, codec: HFCodec, prompt: Prompt) -> list
     mode = config.rollout.template_check
     drift = template_drift(prompt, token_ids, turns, codec, mode, in_chat=True)
     if not drift:
-        return ["chat template: a conversation that grows turn by turn equals the rendered whole"]
+        return ["chat template: encoding turn by turn equals rendering the whole conversation"]
     return [
-        f"chat template: {drift}; trajectories are trained on as they were sampled. To render "
-        "every turn anew instead: rollout.use_inference_chat_template=true"
+        f"chat template: {drift}; training uses the tokens as they were sampled. To render the "
+        "conversation again for every turn: rollout.use_inference_chat_template=true"
     ]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
     from tools.preflight_parts.prompts import PromptFile
 
+# Rows that start with "or" are needed at another time than those above: the peak has the largest.
 _POLICY_PARTS = {
     "weights": "weights",
     "gradients": "gradients, float32",
@@ -29,7 +30,7 @@ _POLICY_PARTS = {
     "layer_workspace": "or backward pass of a layer",
     "reference_staging": "or one chunk of the reference weights",
     "transfer_buckets": "or buckets of the weight transfer",
-    "runtime": "CUDA, NCCL (assumed); on a CPU libraries",
+    "runtime": "CUDA, NCCL (assumed); on a CPU: libraries",
     "sleeping_engine": "a sleeping engine on the same GPU",
     "colocated_transfer_peak": "or the weights of both, while they are sent",
     "peak": "peak",
@@ -39,12 +40,12 @@ _ENGINE_PARTS = {
     "weights": "weights",
     "activations": "activations of the largest pass",
     "logits": "logits and sampler",
-    "runtime": "CUDA, NCCL (assumed); on a CPU libraries, kernels",
+    "runtime": "CUDA, NCCL (assumed); on a CPU: libraries, kernels",
     "kv_cache": "KV cache",
     "entropy_tap": "entropy tap",
-    "transfer": "buckets and a module of the weight transfer",
+    "transfer": "weight transfer: buckets and one module",
     "cuda_graphs": "CUDA graphs (assumed)",
-    "colocated_policy": "the policy, off the same GPU",
+    "colocated_policy": "an offloaded policy on the same GPU",
     "peak": "peak",
 }
 _MAX_COLUMNS = 4
@@ -55,15 +56,10 @@ class PreflightFindings:
     """Everything that a preflight found; parts are None if they were not reached."""
 
     config: TrainConfig | None = None
-    """The composed configuration."""
     shape: ModelShape | None = None
-    """The shape of the model."""
     device: DeviceSpec | None = None
-    """The device of a rank."""
     report: PreflightReport | None = None
-    """The memory estimates."""
     transfer: TransferEstimate | None = None
-    """The estimated weight transfer."""
     prompts: list[PromptFile] = field(default_factory=list)
     """The data files that were read."""
     problems: list[PreflightProblem] = field(default_factory=list)
@@ -140,9 +136,9 @@ def _ranks_table(
 ) -> Table:
     layout = config.parallel
     sizes = ("tensor", "context", "data", "pipeline", "virtual_pipeline", "expert")
-    cut = ", ".join(f"{size.replace('_', ' ')} {getattr(layout, size)}" for size in sizes)
+    parts = ", ".join(f"{size.replace('_', ' ')} {getattr(layout, size)}" for size in sizes)
     table = Table("", caption_justify="left")
-    table.caption = f"{name}: {layout.world_size} ranks ({cut}){_format_memory_limit(device)}"
+    table.caption = f"{name}: {layout.world_size} ranks ({parts}){_format_memory_limit(device)}"
     stages = _shown_stages(stages)
     for memory in stages:
         table.add_column(f"stage {memory.stage}", justify="right")
@@ -165,7 +161,7 @@ def _shown_stages(stages: list[PolicyMemory]) -> list[PolicyMemory]:
 def _engine_table(report: PreflightReport, device: DeviceSpec, config: TrainConfig) -> Table:
     engine, memory = config.engine, report.engine
     table = Table("", caption_justify="left")
-    table.add_column("a rank", justify="right")
+    table.add_column("per rank", justify="right")
     count = f"{config.cluster.num_engines} x {engine.tensor_parallel_size} ranks"
     table.caption = f"engines: {count}{_format_memory_limit(device)}"
     for name, label in _ENGINE_PARTS.items():
@@ -195,14 +191,12 @@ def _format_count(number: int) -> str:
 
 
 def _transfer_line(transfer: TransferEstimate) -> str:
-    ways = ", ".join(
+    by_link = ", ".join(
         f"{_format_bytes(value)} {name.replace('_', ' ')}"
         for name, value in transfer.bytes_by_link.items()
     )
     return (
         f"weight transfer: {_format_bytes(transfer.max_bytes_per_engine_rank)} to an engine rank; "
-        f"in all {ways}; "
-        f"predicted {transfer.predicted_s:.2f} s (an engine rank's own bytes over one network "
-        "link: "
-        f"{transfer.lower_bound_s:.2f} s)"
+        f"in total {by_link}; predicted {transfer.predicted_s:.2f} s; lower bound "
+        f"{transfer.lower_bound_s:.2f} s (an engine rank's own bytes over one network link)"
     )

@@ -7,12 +7,12 @@ verl    before that, every parameter is broadcast over the pipeline group, so th
         have everything; rank 0 alone broadcasts to the rollout ranks
 
 Each rollout rank receives the whole model and passes bucket after bucket to the model's
-`load_weights`, which takes its part, through vLLM's layerwise reload.
+`load_weights` within vLLM's layerwise reload.
 
-Where the originals differ, this version is faster: whole tensors are assembled directly in the
-bucket, and only by the rank that sends them; two buckets are in flight at a time, the stages of
-slime send at the same time, and the sender's memory is allocated once. Buckets have the size of
-those of our path, or of one parameter if that is larger.
+This version is faster than the originals in some points: whole tensors are assembled directly in
+the bucket, and only by the rank that sends them; two buckets are in flight at a time, the stages of
+slime send at the same time, and the sender's memory is allocated once. Buckets are as large as
+those of our path, or as one parameter if that is larger.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class BaselineBucket:
 
 
 def plan_buckets(
-    peer: str,
+    baseline: str,
     layouts: Sequence[Sequence[ShardLayout]],
     shapes: Mapping[str, tuple[int, ...]],
     bucket_bytes: int,
 ) -> list[BaselineBucket]:
     """Return all buckets, in the order in which rollout ranks receive them."""
     stages = [[(stage, shard) for shard in layouts[stage * TENSOR]] for stage in range(PIPELINE)]
-    if peer == "verl":
+    if baseline == "verl":
         return list(_plan_rank_buckets(0, list(chain(*stages)), shapes, bucket_bytes))
     groups = [
         _plan_rank_buckets(stage * TENSOR, shards, shapes, bucket_bytes)
@@ -114,11 +114,11 @@ def _group(store: Store, key: str, ranks: Sequence[Any], me: Any) -> Any:
 
 
 class BaselineSender:
-    """Sends the buckets of one trainer rank; `key` identifies this connection at the store."""
+    """Sends the buckets of one trainer rank; `key` prefixes the keys of the groups in the store."""
 
     def __init__(
         self,
-        peer: str,
+        baseline: str,
         rank: int,
         layouts: Sequence[Sequence[ShardLayout]],
         buckets: Sequence[BaselineBucket],
@@ -126,15 +126,19 @@ class BaselineSender:
         key: str,
         num_rollout_ranks: int,
     ) -> None:
-        self._peer, self._rank, self._layouts = peer, rank, layouts
+        self._baseline, self._rank, self._layouts = baseline, rank, layouts
         self._stage = rank // TENSOR
         self._shard_of = [{shard.name: shard for shard in layout} for layout in layouts]
-        stage = [self._stage * TENSOR + other for other in range(TENSOR)]
-        self._tensor = _group(store, f"{key}/tensor{self._stage}", stage, rank)
-        line = [other * TENSOR + rank % TENSOR for other in range(PIPELINE)]
-        self._pipeline = _group(store, f"{key}/pipeline{rank % TENSOR}", line, rank)
+        tensor_ranks = [self._stage * TENSOR + other for other in range(TENSOR)]
+        self._tensor = _group(store, f"{key}/tensor{self._stage}", tensor_ranks, rank)
+        pipeline_ranks = [other * TENSOR + rank % TENSOR for other in range(PIPELINE)]
+        self._pipeline = _group(store, f"{key}/pipeline{rank % TENSOR}", pipeline_ranks, rank)
         # In slime, a stage does not take part in sending the parameters of another.
-        self._buckets = [p for p in buckets if peer == "verl" or p.root // TENSOR == self._stage]
+        self._buckets = [
+            bucket
+            for bucket in buckets
+            if baseline == "verl" or bucket.root // TENSOR == self._stage
+        ]
         self._broadcast_group = None
         if any(bucket.root == rank for bucket in buckets):
             self._broadcast_group = _group(
@@ -171,7 +175,7 @@ class BaselineSender:
         """Return the shards of all tensor ranks, or a single one if they are equal."""
         first, last = (self._shard_of[stage * TENSOR + rank][param] for rank in (0, TENSOR - 1))
         mine = shards[param] if stage == self._stage else torch.empty(first.shape)
-        if self._peer == "verl":
+        if self._baseline == "verl":
             self._pipeline.broadcast(mine, stage).wait(TIMEOUT)
         if first.blocks == last.blocks:
             return [mine]
@@ -218,7 +222,7 @@ class BaselineReceiver:
         self.received_bytes = sum(bucket.num_bytes for bucket in buckets)
 
     def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield named tensors by bucket, in fresh memory, since the loader keeps views of it."""
+        """Yield the named tensors of each bucket, in new memory, because the loader keeps views."""
         in_flight = deque(self._start(bucket) for bucket in self._buckets[:2])
         for number, bucket in enumerate(self._buckets):
             work, frame = in_flight.popleft()

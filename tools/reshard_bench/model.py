@@ -1,7 +1,7 @@
 """The model of the benchmark: a Qwen3 folder of given sizes without weights, and its shards.
 
-A value depends only on the tensor and its position, so every rank makes its own shards; beside
-them, a process holds at most one tensor.
+A value depends only on the tensor and its position, so that every rank can make its own shards;
+besides them, a process holds at most one whole tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Drives trainer and engine through memory, transfer and update measurements by either path.
+"""Measures memory, transfers and updates of all paths, with real trainer ranks and a real engine.
 
-The driver hosts the engine, so this module is for a process whose environment is prepared for vLLM
-(`generator.environment`).
+The engine runs in the process that imports this module, whose environment must have been prepared
+for vLLM (`generator.environment`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class UpdateCost:
     """Seconds that one update took."""
 
     wall_s: float
-    """Wall time."""
     trainer_s: float
     """CPU seconds of all trainer processes."""
     workers_s: float
@@ -75,7 +74,7 @@ class UpdateCost:
 
 
 def _bench_args(*arguments: Any, **keywords: Any) -> Any:
-    """Return the product's arguments with random weights and the benchmark's worker methods."""
+    """Return the engine's arguments with random weights and the worker methods of the benchmark."""
     return replace(
         engine_args(*arguments, **keywords),
         load_format="dummy",
@@ -100,13 +99,11 @@ async def run(
         bench = ReshardBench(engine, trainer, folder, bucket_bytes, results)
         await bench.prepare()
         for transport in dict.fromkeys(case.transport for case in chosen):
-            kinds = {case.kind for case in chosen if case.transport == transport}
-            peers = [
-                p
-                for p in BASELINES
-                if any(c.baseline == p and c.transport == transport for c in chosen)
-            ]
-            await bench.measure(transport, kinds, peers, repeats)
+            cases = [case for case in chosen if case.transport == transport]
+            kinds = {case.kind for case in cases}
+            compared = {case.baseline for case in cases}
+            baselines = [baseline for baseline in BASELINES if baseline in compared]
+            await bench.measure(transport, kinds, baselines, repeats)
     finally:
         trainer.close()
         await engine.close()
@@ -127,9 +124,10 @@ class ReshardBench:
         self._answers: set[tuple[float, ...]] = set()
         self._verify_s = 0.0
         self._prompt = probe_prompt(self._shape.vocab_size, PROBE_TOKENS)
+        shapes = hf_shapes(self._shape)
         self._buckets = {
-            peer: plan_buckets(peer, self._trainer_layouts, hf_shapes(self._shape), bucket_bytes)
-            for peer in BASELINES
+            baseline: plan_buckets(baseline, self._trainer_layouts, shapes, bucket_bytes)
+            for baseline in BASELINES
         }
 
     async def prepare(self) -> None:
@@ -151,13 +149,13 @@ class ReshardBench:
         )
 
     async def measure(
-        self, transport: str, kinds: set[str], peers: list[str], repeats: int
+        self, transport: str, kinds: set[str], baselines: list[str], repeats: int
     ) -> None:
         """Measure everything over one transport.
 
         Memory comes first, because it counts buffers that stay afterwards.
         """
-        paths = (OURS, *peers)
+        paths = (OURS, *baselines)
         for path in paths:
             await self._memory(transport, path)
         await self._connect(transport, OURS)
@@ -255,9 +253,9 @@ class ReshardBench:
         key = f"{path}-{next(self._keys)}"
         if path != OURS:
             buckets = self._buckets[path]
-            self._trainer.start("join_usual", path, buckets, key, len(self._rollout_layouts))
+            self._trainer.start("join_baseline", path, buckets, key, len(self._rollout_layouts))
             answer = await self._workers(
-                "bench_join_usual", path, pickle.dumps(buckets), key, ADDRESS, self._port
+                "bench_join_baseline", path, pickle.dumps(buckets), key, ADDRESS, self._port
             )
             await asyncio.to_thread(self._trainer.collect)
             return answer
@@ -287,10 +285,10 @@ class ReshardBench:
         start_s = time.perf_counter()
         if path == OURS:
             self._trainer.start("send", version, False)
-            await self._workers("bench_move", version)
+            await self._workers("bench_receive", version)
         else:
-            self._trainer.start("send_usual", path)
-            await self._workers("bench_move_usual", path)
+            self._trainer.start("send_baseline", path)
+            await self._workers("bench_receive_baseline", path)
         await asyncio.to_thread(self._trainer.collect)
         seconds = time.perf_counter() - start_s
         await self._workers("bench_end")
@@ -304,8 +302,8 @@ class ReshardBench:
             await self._update_ours(next(self._versions), proof=path == OURS)
         else:
             await self._workers("bench_begin")
-            self._trainer.start("send_usual", path)
-            await self._workers("bench_move_usual", path)
+            self._trainer.start("send_baseline", path)
+            await self._workers("bench_receive_baseline", path)
             await asyncio.to_thread(self._trainer.collect)
             await self._workers("bench_end")
         await self._engine.resume()

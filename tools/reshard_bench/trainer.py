@@ -43,7 +43,7 @@ class TrainerRank:
         self._store: Any = None
         self._executor: TransferExecutor | None = None
         self._source_digests: SourceDigests | None = None
-        self._usual: dict[str, BaselineSender] = {}
+        self._baselines: dict[str, BaselineSender] = {}
         self._peak_memory: PeakMemory | None = None
         self._proof_s = 0.0
 
@@ -96,17 +96,17 @@ class TrainerRank:
 
         return call
 
-    def join_usual(
-        self, peer: str, buckets: Sequence[BaselineBucket], key: str, num_rollout_ranks: int
+    def join_baseline(
+        self, baseline: str, buckets: Sequence[BaselineBucket], key: str, num_rollout_ranks: int
     ) -> None:
         """Create the groups of a baseline."""
-        self._usual[peer] = BaselineSender(
-            peer, self._rank, self._layouts, buckets, self._store, key, num_rollout_ranks
+        self._baselines[baseline] = BaselineSender(
+            baseline, self._rank, self._layouts, buckets, self._store, key, num_rollout_ranks
         )
 
-    def send_usual(self, peer: str) -> None:
+    def send_baseline(self, baseline: str) -> None:
         """Send by a baseline."""
-        self._usual[peer].send(self._shards)
+        self._baselines[baseline].send(self._shards)
 
     def advance(self) -> None:
         """Change the weights: every matrix grows slightly."""
@@ -115,7 +115,7 @@ class TrainerRank:
                 values.mul_(1.0 + 2**-6)
 
     def start_peak(self) -> None:
-        """Measure memory from now on, without the compiler, which a process needs once."""
+        """Measure memory from now on; the digest's kernel is compiled before."""
         compile_kernel()
         self._peak_memory = PeakMemory()
 
@@ -151,12 +151,12 @@ class Trainer:
             pipe.send((method, arguments))
 
     def collect(self) -> list[Any]:
-        """Return the answers to the oldest call; raises `RuntimeError` with the trace of a rank."""
+        """Return the answers to the oldest call; raise `RuntimeError` with a rank's traceback."""
         ends_s = time.monotonic() + 2 * TIMEOUT_S
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, ends_s - time.monotonic())):
-                raise RuntimeError(f"trainer rank {rank} gives no answer")
+                raise RuntimeError(f"trainer rank {rank}: no answer within {2 * TIMEOUT_S:g} s")
             failure, answer = pipe.recv()
             if failure:
                 raise RuntimeError(f"trainer rank {rank}:\n{failure}")

@@ -1,7 +1,7 @@
 """Worker side of the benchmark: receiving by either path, and recording seconds and memory.
 
-`BenchExtension` is mixed into vLLM's worker class. Its methods answer (failure or None, value) and
-never raise, for the reason given in `WorkerExtension`.
+`BenchExtension` is mixed into vLLM's worker class. Its methods return (traceback or None, value)
+and never raise, for the reason given in `WorkerExtension`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BenchExtension(WorkerExtension):
 
     @_catch_errors
     def bench_install(self) -> None:
-        """Watch packing, which both paths need, and proof; compile what is compiled once."""
+        """Watch packing, which both paths need, and the proof; compile the digest's kernel."""
         compile_kernel()
         watched = set()
         for module in self.weight_transfer_engine.model.modules():
@@ -110,7 +110,7 @@ class BenchExtension(WorkerExtension):
             return report
 
         TransferExecutor.receive = counted
-        self._usual: dict[str, BaselineReceiver] = {}
+        self._baselines: dict[str, BaselineReceiver] = {}
 
     @_catch_errors
     def bench_spent(self) -> dict[str, Any]:
@@ -127,12 +127,12 @@ class BenchExtension(WorkerExtension):
 
     @_catch_errors
     def bench_leave_out(self, kinds: list[str]) -> None:
-        """Leave out packing or proof from now on; without packing no weights change."""
+        """Leave out packing or proof from now on; without packing the served weights stay."""
         TIMINGS.excluded_kinds = set(kinds)
 
     @_catch_errors
     def bench_start_peak(self) -> None:
-        """Measure memory from now on, without what an old session holds."""
+        """Measure memory from now on, after freeing what the last session holds."""
         self.weight_transfer_engine.shutdown()
         self._peak_memory = PeakMemory()
 
@@ -148,15 +148,13 @@ class BenchExtension(WorkerExtension):
             initialize_layerwise_reload(self.weight_transfer_engine.model)
 
     @_catch_errors
-    def bench_move(self, version: int) -> float:
-        """Receive by our path between `bench_begin` and `bench_end`; return the seconds."""
+    def bench_receive(self, version: int) -> None:
+        """Receive by our path between `bench_begin` and `bench_end`."""
         engine = self.weight_transfer_engine
-        start_s = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
             engine._writer.begin_update()
             engine._executor.receive(engine._writer, version)
             engine._writer.check_complete()
-        return time.perf_counter() - start_s
 
     @_catch_errors
     def bench_receive_only(self, version: int) -> None:
@@ -164,25 +162,27 @@ class BenchExtension(WorkerExtension):
         self.weight_transfer_engine._executor.receive(_DiscardingWriter(), version)
 
     @_catch_errors
-    def bench_join_usual(self, peer: str, buckets: bytes, key: str, address: str, port: int) -> int:
+    def bench_join_baseline(
+        self, baseline: str, buckets: bytes, key: str, address: str, port: int
+    ) -> int:
         """Create the groups of a baseline; return the bytes that this rank will receive."""
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=120))
-        rollout_rank, count = (
+        receiver = BaselineReceiver(
             get_tensor_model_parallel_rank(),
+            pickle.loads(buckets),
+            TCPStore(address, port, is_master=False, timeout=timedelta(seconds=120)),
+            key,
             self.parallel_config.tensor_parallel_size,
         )
-        self._usual[peer] = BaselineReceiver(rollout_rank, pickle.loads(buckets), store, key, count)
-        return self._usual[peer].received_bytes
+        self._baselines[baseline] = receiver
+        return receiver.received_bytes
 
     @_catch_errors
-    def bench_move_usual(self, peer: str) -> float:
-        """Receive by a baseline between `bench_begin` and `bench_end`; return the seconds."""
+    def bench_receive_baseline(self, baseline: str) -> None:
+        """Receive by a baseline between `bench_begin` and `bench_end`."""
         model = self.weight_transfer_engine.model
-        start_s = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
-            for tensors in self._usual[peer].buckets():
+            for tensors in self._baselines[baseline].buckets():
                 model.load_weights(tensors)
-        return time.perf_counter() - start_s
 
     @_catch_errors
     def bench_end(self) -> None:

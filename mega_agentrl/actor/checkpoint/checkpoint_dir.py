@@ -8,20 +8,20 @@ Every file is flushed to disk before the rename, and the folders after it, so a 
 manifest is complete even if a process or host dies at any moment. The manifest lists every file
 with its size and SHA-256. `latest_checkpoint` checks sizes only; digests are compared when a
 checkpoint is loaded.
-
-This module needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.types.atomic_file import atomic_write, fsync_path
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -52,11 +52,11 @@ class CheckpointManifest:
     """Description of a checkpoint and its files, stored as JSON."""
 
     number: int
-    """Counts the checkpoints of a run folder upwards."""
+    """Number of the checkpoint in its run folder, ascending."""
     num_steps: int
     """Position in the learning rate schedule, in optimizer steps."""
     num_adam_steps: int
-    """Steps that the moments have seen."""
+    """Number of updates of Adam's moments."""
     num_ranks: int
     """Ranks that wrote the checkpoint; other numbers and layouts can load it."""
     layout: dict[str, Any]
@@ -84,20 +84,18 @@ class CheckpointManifest:
                 "the save was cut short, or another kind of folder"
             )
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            kind = values.pop("format")
-            files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-            manifest = cls(files=files, **values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            values = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
             raise ValueError(
                 f"checkpoint {folder}: {MANIFEST_FILE} cannot be read ({error!r}); probable cause: "
-                "damaged, or of another version"
+                "a damaged file"
             ) from error
+        kind = values.pop("format", None)
         if kind != MANIFEST_FORMAT:
             raise ValueError(
                 f"checkpoint {folder}: got format {kind!r}, expected {MANIFEST_FORMAT!r}"
             )
-        return manifest
+        return from_builtins(cls, values, str(path))
 
     def require_shape(self, folder: Path, shape: ModelShape, source: str) -> None:
         """Raise `ValueError` if the checkpoint in `folder` is of a model of another shape.
@@ -116,21 +114,8 @@ class CheckpointManifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest atomically, which makes the folder a checkpoint."""
-        text = json.dumps({"format": MANIFEST_FORMAT, **asdict(self)}, indent=1)
-        temporary = folder / f"{MANIFEST_FILE}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        fsync_path(temporary)
-        temporary.rename(folder / MANIFEST_FILE)
-        fsync_path(folder)
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file's contents or a folder's entries to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        text = json.dumps({"format": MANIFEST_FORMAT, **to_builtins(self)}, indent=1)
+        atomic_write(folder / MANIFEST_FILE, text, fsync=True)
 
 
 def create_partial_folder(folder: Path, token: str) -> Path:
@@ -201,7 +186,7 @@ def find_damage(
 
 def list_checkpoints(run_folder: Path) -> list[tuple[Path, CheckpointManifest]]:
     """List the intact checkpoints of a run folder, oldest first."""
-    found = []
+    checkpoints = []
     for path in run_folder.glob(f"*/{MANIFEST_FILE}"):
         if _PARTIAL_SUFFIX in path.parent.name:
             continue
@@ -210,14 +195,14 @@ def list_checkpoints(run_folder: Path) -> list[tuple[Path, CheckpointManifest]]:
         except ValueError:
             continue
         if find_damage(path.parent, manifest, manifest.files, contents=False) is None:
-            found.append((path.parent, manifest))
-    return sorted(found, key=lambda entry: (entry[1].number, entry[0].name))
+            checkpoints.append((path.parent, manifest))
+    return sorted(checkpoints, key=lambda entry: (entry[1].number, entry[0].name))
 
 
 def latest_checkpoint(run_folder: str | Path) -> Path | None:
     """Return the newest intact checkpoint of a run folder, or None."""
-    found = list_checkpoints(Path(run_folder))
-    return found[-1][0] if found else None
+    checkpoints = list_checkpoints(Path(run_folder))
+    return checkpoints[-1][0] if checkpoints else None
 
 
 def next_checkpoint_number(run_folder: Path) -> int:

@@ -1,10 +1,10 @@
 """Weights as a Hugging Face folder: from the ranks of a model, or from a training checkpoint.
 
-In neither case does a process hold all of them. From the ranks, every block of a tensor is sent
-by the first rank of the pipeline stage that holds it, not by its replicas. Tensor by tensor, these
-ranks send their blocks to the first rank of the stage, which writes the weight files of the stage.
-Global rank 0 copies configuration and tokenizer before, and writes the index and renames the
-folder afterwards. A checkpoint is converted by a single process, file by file.
+No process ever holds all weights. Tensor by tensor, the ranks of a pipeline stage send their blocks
+to the first rank of the stage, which writes the weight files of the stage; of several ranks with
+the same block, the first sends it. Global rank 0 first copies configuration and tokenizer, and at
+the end writes the index and renames the folder. A checkpoint is converted by a single process, file
+by file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mega_agentrl.actor.parallel.process_groups import RankCoordinates
 from mega_agentrl.reshard.hf_checkpoint import (
     begin_export,
     finish_export,
-    partial_folder,
+    partial_export_folder,
     plan_files,
 )
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
@@ -74,7 +74,7 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
             for name in file.tensors
         }
         if stage.rank() == 0:
-            _write_safetensors(partial_folder(target) / file.name, tensors)
+            _write_safetensors(partial_export_folder(target) / file.name, tensors)
     dist.barrier()
     if dist.get_rank() == 0:
         finish_export(target, plan, shapes, element_bytes=element_bytes)
@@ -123,7 +123,7 @@ def convert_checkpoint_to_hf(
         }
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
         tensors = {name: state[state_key(kind, name)] for name in file.tensors}
-        _write_safetensors(partial_folder(target) / file.name, tensors)
+        _write_safetensors(partial_export_folder(target) / file.name, tensors)
     finish_export(target, plan, shapes, element_bytes=dtype.itemsize)
 
 
@@ -137,7 +137,7 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def _hf_names_by_stage(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]]:
     """List the tensors that each stage writes; the first of several holders writes a tensor."""
     stages: list[list[str]] = []
-    seen: set[str] = set()
+    assigned: set[str] = set()
     for pipeline_rank in range(parallel.pipeline):
         mp_rank = ModelParallelRank(
             pipeline_rank=pipeline_rank,
@@ -146,8 +146,8 @@ def _hf_names_by_stage(shape: ModelShape, parallel: ParallelConfig) -> list[list
         )
         shards = megatron_layout(shape, mp_rank)
         names = dict.fromkeys(block.hf_name for shard in shards for block in shard.blocks)
-        stages.append([name for name in names if name not in seen])
-        seen.update(names)
+        stages.append([name for name in names if name not in assigned])
+        assigned.update(names)
     return stages
 
 
@@ -155,15 +155,15 @@ def _blocks_by_rank(
     shape: ModelShape, parallel: ParallelConfig, ranks: list[int]
 ) -> dict[int, dict[str, list[ParameterBlock]]]:
     """Map each rank of a stage to the blocks that it sends, by Hugging Face name."""
-    seen = set()
+    assigned = set()
     by_rank: dict[int, dict[str, list[ParameterBlock]]] = {}
     for rank in ranks:
         blocks = by_rank.setdefault(rank, {})
         mp_rank = RankCoordinates.from_rank(rank, parallel).model_parallel_rank
         for shard in megatron_layout(shape, mp_rank, fused=device.has_transformer_engine()):
             for block in shard.blocks:
-                if (block.hf_name, block.hf_rect) not in seen:
-                    seen.add((block.hf_name, block.hf_rect))
+                if (block.hf_name, block.hf_rect) not in assigned:
+                    assigned.add((block.hf_name, block.hf_rect))
                     blocks.setdefault(block.hf_name, []).append((shard.name, block))
     return by_rank
 
@@ -175,7 +175,7 @@ def _gather_tensor(
     group: dist.ProcessGroup,
     parameters: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the full tensor on the first rank of the stage; the others send and return none."""
+    """Return the full tensor on the first rank of the stage, on others an empty tensor."""
     own_rank, writer = dist.get_rank(), next(iter(blocks_by_rank))
     sample = next(iter(parameters.values()))
 

@@ -8,11 +8,11 @@ which would hang if a rank dies. Keys, under a prefix of the save:
     message   announcement of rank 0 before the writing (the folder)
     failed    message of the first failure; every rank raises it
     finished  rank 0 has committed the checkpoint
-    left/R    rank R has seen `finished`; rank 0 waits for it, because the store dies with rank 0
+    left/R    rank R has read `finished`; rank 0 waits for it, because the store ends with rank 0
 
-A rank whose counter has not changed for `heartbeat_timeout_s` counts as dead: rank 0 watches
-all ranks, the others watch rank 0. A slow rank still sends heartbeats. If the store cannot be
-reached, rank 0 is dead. Every wait ends on one of these conditions.
+A rank whose counter has not changed for `heartbeat_timeout_s` is considered dead: rank 0 watches
+all ranks, the others watch rank 0. If the store cannot be reached, rank 0 is dead. Every wait ends
+if a rank has failed or is dead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from mega_agentrl.types.silence import SilenceTracker
+from mega_agentrl.types.liveness import LivenessTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,12 +58,13 @@ class SaveBarrier:
     ) -> None:
         self._store = store
         self._rank = rank
+        self._num_ranks = num_ranks
         self._description = description
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._watched_ranks = [r for r in range(num_ranks) if r != rank] if rank == 0 else [0]
-        # Every round counts: after a pause of this rank, a counter that has moved is heard first.
-        self._silence = SilenceTracker[int](max_round_s=math.inf, clock=clock)
+        # Every round counts: after a pause of this rank, the counters are read before the check.
+        self._liveness = LivenessTracker[int](max_round_s=math.inf, clock=clock)
         self._last_beats: dict[int, bytes] = {}
         self._silent_ranks: list[int] = []
         self._is_committed = False
@@ -76,7 +77,7 @@ class SaveBarrier:
 
     @property
     def error(self) -> str | None:
-        """Why the save has failed, as far as this rank knows; None before."""
+        """Why the save has failed, as far as this rank knows; None if it has not."""
         return self._error
 
     def announce(self, message: str) -> None:
@@ -129,10 +130,10 @@ class SaveBarrier:
         self._watch_thread.join(_CLOSE_TIMEOUT_S)
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks that are not done yet (rank 0 only)."""
+        """Return the ranks whose file is not written yet."""
         return [
             r
-            for r in self._watched_ranks
+            for r in range(self._num_ranks)
             if not self._call_store(lambda r=r: self._has_key(f"done/{r}"))
         ]
 
@@ -176,15 +177,17 @@ class SaveBarrier:
 
     def _find_silent_ranks(self) -> list[int]:
         """Return the watched ranks without a recent heartbeat."""
-        self._silence.begin_round()
+        self._liveness.begin_round()
         for rank in self._watched_ranks:
             key = f"beat/{rank}"
             beat = self._store.get(key) if self._has_key(key) else b""
             if beat != self._last_beats.get(rank):  # the first look starts the watch
                 self._last_beats[rank] = beat
-                self._silence.record_sign_of_life(rank)
+                self._liveness.record_heartbeat(rank)
         return [
-            r for r in self._watched_ranks if self._silence.silence_s(r) > self._heartbeat_timeout_s
+            r
+            for r in self._watched_ranks
+            if self._liveness.seconds_since_heartbeat(r) > self._heartbeat_timeout_s
         ]
 
     def _rank0_lost_message(self) -> str:

@@ -1,17 +1,16 @@
 """Saving and loading of the training state, under the same or another parallel layout.
 
-A checkpoint holds weights, float32 master weights, moments, step counts, random state
-(`checkpoint.sharded_state`) and the caller's `extra` values. It does not hold the frozen
-reference or the learning rate settings, which are recreated as at the start of a run.
+A checkpoint contains weights, float32 master weights, moments, step counts, random state
+(`checkpoint.sharded_state`) and the caller's `extra` values, but not the frozen reference or the
+learning rate settings.
 
     start    every rank: views of its state, then a barrier
     write    every rank, in a thread: its file in a temporary folder, read back
     commit   rank 0: global metadata, size check, rename, manifest, pruning
 
-The writing thread uses no collectives, which would hang if a rank dies, and the caller waits
-beside it with a deadline, even if the disk hangs. If a rank dies or fails meanwhile, the save
-fails on all ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints are
-unchanged.
+The writing thread uses no collectives, which would hang if a rank dies, and the caller waits for it
+with a deadline, even if the disk hangs. If a rank dies or fails meanwhile, the save fails on all
+ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import shutil
 import threading
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, replace
 from pathlib import Path
 from secrets import token_hex
@@ -54,7 +52,7 @@ def save_checkpoint(
     keep: int | None = None,
     timeout_s: float = SAVE_TIMEOUT_S,
 ) -> Path:
-    """Write a checkpoint and wait for it; all ranks call this alike.
+    """Write a checkpoint and wait for it; all ranks call this.
 
     Args:
         model: The model to save.
@@ -168,10 +166,9 @@ class _SaveJob:
                 raise TimeoutError(self._barrier.error)
             try:
                 self._future.exception(_POLL_INTERVAL_S)
-            except FutureTimeoutError:
+            except TimeoutError:
                 continue
-        # After an error the thread stops at its next call of the barrier. If it hangs in a write
-        # instead, its folder is never read.
+        # After an error the thread ends at its next call of the barrier, unless a write hangs.
         if not wait([self._future], _STOP_TIMEOUT_S).done:
             raise RuntimeError(self._barrier.error)
         return self._future.result()
@@ -190,7 +187,7 @@ class _SaveJob:
             self._future.set_result(folder)
 
     def _release(self) -> None:
-        """Close the barrier before the caller gets the result, so no thread uses the store then."""
+        """Close the barrier, so that no thread uses the store when the caller gets the result."""
         self._barrier.close()
         self._state = {}
 
@@ -204,10 +201,11 @@ class _SaveJob:
         try:
             self._barrier.announce(str(partial))
             write_rank_file(self._state, partial, self._rank)
+            self._barrier.mark_done()
             self._barrier.wait_all_done()
             self._commit(partial)
         except BaseException:
-            # Else a full disk would stay full.
+            # Otherwise a full disk would stay full.
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._barrier.finish()

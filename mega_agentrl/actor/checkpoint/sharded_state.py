@@ -6,12 +6,11 @@
     rng                          torch's random state, one per rank
 
 NAME and the global shape are those of the Hugging Face tensor; the global offset is the
-position of a rank's part in it (`iter_hf_views`). Hence any parallel layout can load
-what any other has written, with and without the distributed optimizer, whose ranks write and
-read only their own elements, without gathering. Vocabulary padding is not stored.
+position of a rank's part in it (`iter_hf_views`). Hence any parallel layout can load what any other
+has written, with and without the distributed optimizer. Vocabulary padding is not stored.
 
-Exactly one replica writes a parameter; it is chosen round-robin by the number of the parameter,
-so that replicas share the work. All ranks read.
+One replica writes a parameter, chosen round-robin by the number of the parameter, so that replicas
+share the work. All ranks read.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ def has_master_weights(dtype: torch.dtype) -> bool:
 
 
 def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
-    """Return what this rank writes, as views: the model must not change until it is written."""
+    """Return views of the state that this rank writes; the model must not change meanwhile."""
     state: dict[str, Any] = {}
     shapes = hf_shapes(model.shape)
-    for kind, number, shard, first, run in _iter_flat_ranges(model):
+    for kind, number, shard, first, values in _iter_flat_ranges(model):
         is_sharded = kind != WEIGHT and model.config.parallel.distributed_optimizer
         if not _is_writing_replica(model, number, shard, is_sharded=is_sharded):
             continue
-        for hf_name, rect, view in iter_hf_views(shard, run, first):
+        for hf_name, rect, view in iter_hf_views(shard, values, first):
             state[str(len(state))] = _make_sharded_tensor(
                 kind, hf_name, shapes[hf_name], rect.start, view
             )
@@ -83,13 +82,13 @@ def sharded_state_to_load(model: MegatronModel, *, masters: bool, num_ranks: int
     """
     state: dict[str, Any] = {}
     shapes = hf_shapes(model.shape)
-    for kind, _, shard, first, run in _iter_flat_ranges(model):
+    for kind, _, shard, first, values in _iter_flat_ranges(model):
         if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
-            run.zero_()
+            values.zero_()
         source = kind
         if kind in (WEIGHT, MASTER):
-            source = MASTER if masters and run.dtype == torch.float32 else WEIGHT
-        for hf_name, rect, view in iter_hf_views(shard, run, first):
+            source = MASTER if masters and values.dtype == torch.float32 else WEIGHT
+        for hf_name, rect, view in iter_hf_views(shard, values, first):
             state[str(len(state))] = _make_sharded_tensor(
                 source, hf_name, shapes[hf_name], rect.start, view
             )
@@ -132,22 +131,21 @@ def rects_of_flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterat
 
 
 def iter_hf_views(
-    shard: ShardLayout, run: torch.Tensor, start: int = 0
+    shard: ShardLayout, values: torch.Tensor, start: int = 0
 ) -> Iterator[tuple[str, Rect, torch.Tensor]]:
-    """Yield (Hugging Face name, rectangle in that tensor, view) of every element with a name.
+    """Yield (Hugging Face name, rectangle in that tensor, view) for all elements except padding.
 
-    Nothing is copied. A flat range is at most three rectangles of the matrix (the rest of a row,
-    whole rows, the beginning of a row), and each of them intersects the blocks of the parameter's
-    `ShardLayout` in rectangles, so that every range maps to rectangles of Hugging Face tensors.
+    A flat range is at most three rectangles of the matrix (the rest of a row, whole rows, the
+    beginning of a row), and each of them intersects the blocks of the parameter in rectangles.
 
     Args:
         shard: Layout of the parameter.
-        run: `[n]` elements start .. start + n - 1 of the flat parameter.
-        start: First element of `run`.
+        values: `[n]` elements start .. start + n - 1 of the flat parameter.
+        start: First element of `values`.
     """
     offset = 0
-    for rect in rects_of_flat_range(shard.shape, start, start + run.numel()):
-        local = run[offset : offset + rect.numel].view(rect.shape)
+    for rect in rects_of_flat_range(shard.shape, start, start + values.numel()):
+        local = values[offset : offset + rect.numel].view(rect.shape)
         offset += rect.numel
         for block in shard.blocks:
             common = rect.intersect(block.local_rect)
@@ -168,7 +166,7 @@ def _iter_flat_ranges(
     model: MegatronModel,
 ) -> Iterator[tuple[str, int, ShardLayout, int, torch.Tensor]]:
     """Yield (kind, parameter number, layout, first element, flat values) of this rank."""
-    # First, because it checks that no state is offloaded to the host.
+    # First, because it raises an error if a part of the state is in host memory.
     shards = list(model.optimizer.state_shards()) if model.is_trainable else []
     numbers = {}
     for number, shard in enumerate(model.shard_layouts):
@@ -187,7 +185,14 @@ def _iter_flat_ranges(
 def _is_writing_replica(
     model: MegatronModel, number: int, shard: ShardLayout, *, is_sharded: bool
 ) -> bool:
-    """Return whether this rank writes; `is_sharded`: data ranks hold shards, not replicas."""
+    """Return whether this rank writes a parameter.
+
+    Args:
+        model: The model.
+        number: Number of the parameter.
+        shard: Layout of the parameter.
+        is_sharded: Whether data ranks hold shards of the values instead of replicas.
+    """
     if shard.name.endswith(MEGATRON_OUTPUT_LAYER) and any(
         b.hf_name == HF_EMBEDDING for b in shard.blocks
     ):

@@ -2,12 +2,11 @@
 
 Megatron's save strategy forks writers from a threaded process, receives their results through a
 manager process, and hangs if one of them is killed. Here each rank writes its own file, in any
-thread, with a report beside it; rank 0 builds the global metadata from the reports of all ranks.
-Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads
-the result.
+thread, and a report; rank 0 builds the global metadata from the reports of all ranks. Plans, items
+and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads the result. The
+ranks are synchronised by `checkpoint.save_barrier`, without collectives.
 
-Nothing here uses collectives; `checkpoint.save_barrier` synchronises the ranks. The private names
-that are imported from Megatron and torch are those of the version that `pyproject.toml` pins,
+The private names that are imported from Megatron and torch are those of the pinned version,
 megatron-core 0.16.1.
 """
 
@@ -92,14 +91,14 @@ def finalize_checkpoint(
     _check_byte_ranges(folder, files)
     for path in paths:
         path.unlink()
-    own = (_METADATA_FILE, _CONFIG_FILE, COMMON_STATE_FNAME)
-    return files | {name: FileRecord.from_file(folder / name) for name in own}
+    common_files = (_METADATA_FILE, _CONFIG_FILE, COMMON_STATE_FNAME)
+    return files | {name: FileRecord.from_file(folder / name) for name in common_files}
 
 
 def _check_coverage(
     folder: Path, metadata: Metadata, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Assert that no element is missing; torch has checked that none is written twice."""
+    """Assert that no element is missing; torch's planner checks that none is written twice."""
     sizes = {
         name: sum(chunk.sizes.numel() for chunk in stored.chunks)
         for name, stored in metadata.state_dict_metadata.items()
@@ -114,13 +113,12 @@ def _check_coverage(
 
 
 def _check_byte_ranges(folder: Path, files: dict[str, FileRecord]) -> None:
-    for index, place in FileSystemReader(folder).read_metadata().storage_data.items():
-        size = files[place.relative_path].num_bytes
-        if place.offset + place.length > size:
+    for index, info in FileSystemReader(folder).read_metadata().storage_data.items():
+        size, end = files[info.relative_path].num_bytes, info.offset + info.length
+        if end > size:
             raise ValueError(
-                f"{folder / place.relative_path}: {index.fqn} ends at byte "
-                f"{place.offset + place.length}, expected at most {size}; probable cause: a full "
-                "or failing disk"
+                f"{folder / info.relative_path}: {index.fqn} ends at byte {end}, expected at most "
+                f"{size}; probable cause: a full or failing disk"
             )
 
 

@@ -7,8 +7,7 @@ row; with it, every row gives each rank two segments (see `parallel.context_para
 
 Two plans compute the same attention:
 
-    padded  segments of similar size stacked into rectangular blocks, for batched kernels; the
-            blocks are chosen so that padding costs less than half of the real work
+    padded  segments of similar size stacked into rectangular blocks, for batched kernels
     varlen  segments end to end with cumulative lengths, for variable-length kernels
 
 Both gather keys by index, because under context parallelism the keys come from all ranks and
@@ -87,35 +86,38 @@ class VarlenAttentionPlan:
 
 def split_into_segments(start_R: Sequence[int], rank: int, size: int) -> list[AttentionSegment]:
     """Return the segments of a context-parallel rank, in the order of its tokens."""
-    found: list[AttentionSegment] = []
-    local = 0
+    segments: list[AttentionSegment] = []
+    query_start = 0
     for start, stop in pairwise(start_R):
         for first, last in rank_token_spans(stop - start, rank, size):
-            found.append(
+            segments.append(
                 AttentionSegment(
-                    query_start=local, num_queries=last - first, key_start=start, num_keys=last
+                    query_start=query_start,
+                    num_queries=last - first,
+                    key_start=start,
+                    num_keys=last,
                 )
             )
-            local += last - first
-    return found
+            query_start += last - first
+    return segments
 
 
 def make_padded_plan(
     start_R: Sequence[int], rank: int, size: int, device: torch.device
 ) -> PaddedAttentionPlan:
-    """Build the plan in rectangular blocks."""
+    """Build the padded plan of a context-parallel rank."""
     segments = split_into_segments(start_R, rank, size)
     groups = group_by_size(segments)
-    place_W = gathered_token_indices(start_R, size)
+    gathered_W = gathered_token_indices(start_R, size)
     slot_S = torch.empty(sum(part.num_queries for part in segments), dtype=torch.int64)
-    queries, keys, blocks, used = [], [], [], 0
+    queries, keys, blocks, num_slots = [], [], [], 0
     for group in groups:
         query_NP, real_NP = _slot_tokens([(part.query_start, part.num_queries) for part in group])
         key_NK, _ = _slot_tokens([(part.key_start, part.num_keys) for part in group])
-        slot_S[query_NP[real_NP]] = used + torch.nonzero(real_NP.flatten()).flatten()
-        used += query_NP.numel()
+        slot_S[query_NP[real_NP]] = num_slots + torch.nonzero(real_NP.flatten()).flatten()
+        num_slots += query_NP.numel()
         queries.append(query_NP.flatten())
-        keys.append(place_W[key_NK.flatten()])
+        keys.append(gathered_W[key_NK.flatten()])
         blocks.append(_make_block(group, device))
     return PaddedAttentionPlan(
         blocks=tuple(blocks),
@@ -128,7 +130,7 @@ def make_padded_plan(
 def make_varlen_plan(
     start_R: Sequence[int], rank: int, size: int, device: torch.device
 ) -> VarlenAttentionPlan:
-    """Build the plan by cumulative lengths."""
+    """Build the varlen plan of a context-parallel rank."""
     segments = split_into_segments(start_R, rank, size)
     key_K = None
     if size > 1:
@@ -150,19 +152,22 @@ def cumulative_lengths(count_N: Sequence[int], device: torch.device) -> torch.Te
 
 
 def group_by_size(segments: Sequence[AttentionSegment]) -> list[list[AttentionSegment]]:
-    """Group segments, largest first, so that padding costs at most half of the real work."""
+    """Group segments, largest first, so that padding is at most half of the real scores.
+
+    Padding up to the cost of a kernel launch is allowed, too.
+    """
     groups: list[list[AttentionSegment]] = []
-    work = wide = 0
+    num_scores = max_queries = 0
     for part in sorted(segments, key=lambda part: (-part.num_keys, -part.num_queries)):
-        wide = max(wide, part.num_queries)
-        work += part.num_queries * part.num_keys
+        max_queries = max(max_queries, part.num_queries)
+        num_scores += part.num_queries * part.num_keys
         if groups:
-            area = (len(groups[-1]) + 1) * wide * groups[-1][0].num_keys
-            if area - work <= max(work // 2, _KERNEL_LAUNCH_COST_SCORES):
+            num_padded = (len(groups[-1]) + 1) * max_queries * groups[-1][0].num_keys
+            if num_padded - num_scores <= max(num_scores // 2, _KERNEL_LAUNCH_COST_SCORES):
                 groups[-1].append(part)
                 continue
         groups.append([part])
-        wide, work = part.num_queries, part.num_queries * part.num_keys
+        max_queries, num_scores = part.num_queries, part.num_queries * part.num_keys
     return groups
 
 

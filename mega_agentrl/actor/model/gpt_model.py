@@ -64,8 +64,8 @@ class GPTModelChunk(GPTModel):
         return hidden_states
 
     def _is_in_embd_group(self) -> bool:
-        # Else Megatron would sum the tied weights of both stages to initialise them equally;
-        # here both are loaded from the same checkpoint rows.
+        # Otherwise Megatron would sum the tied weights of both stages to initialise them equally;
+        # here both are loaded from the checkpoint.
         return False
 
     def output_weight(self) -> torch.Tensor:
@@ -248,11 +248,11 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
         sequence_parallel       The parameter is replicated over the tensor group, but each rank
                                 applies it to its part of the tokens, so gradients are summed.
 
-    Megatron sets them during weight initialisation, which is skipped here. It also sets
-    `allreduce` only with more than one expert-parallel rank, but experts are replicated over
-    other ranks than dense parameters as soon as the expert tensor size differs from the tensor
-    size. Query and key norms are summed by Megatron because of their names. A scalar head
-    processes all tokens on every rank, so its gradient is complete.
+    Megatron sets them during weight initialisation, which is skipped here, and `allreduce` only
+    with more than one expert-parallel rank. But experts are replicated over other ranks than dense
+    parameters as soon as the expert tensor size differs from the tensor size. Megatron recognises
+    query and key norms by name and sums their gradients. A scalar head processes all tokens on
+    every rank, so its gradient is complete.
 
     Args:
         model: The chunk whose parameters get the attributes.

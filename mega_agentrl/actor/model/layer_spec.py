@@ -58,10 +58,10 @@ class GatheredKVAttention(SelfAttention):
     """Megatron's `SelfAttention`, also for more tensor ranks than key/value heads.
 
     The rows of `linear_qkv` are grouped by key/value head, [queries of the group, key, value]
-    each, and split evenly over the tensor ranks, so no weight is held twice. A rank then has
-    only a part of the rows of its group; the ranks gather the outputs, and each selects its own
-    queries and the key and value of its group. Megatron's own code for this takes the tensor
-    group from global state; here it is the group that the layer was built with.
+    each, and split evenly over the tensor ranks. With more ranks than groups, a rank has only a
+    part of the rows of its group; the ranks gather the outputs, and each selects its own queries
+    and the key and value of its group. Megatron's own code for this takes the tensor group from
+    global state.
     """
 
     def get_query_key_value_tensors(
@@ -83,13 +83,13 @@ class GatheredKVAttention(SelfAttention):
         assert split_qkv and not output_gate, "only needed with fused kernels that are not in use"
         width = self.hidden_size_per_attention_head
         num_queries = self.config.num_attention_heads // num_groups
-        sharers = group.size() // num_groups
-        mine, part = divmod(group.rank(), sharers)
-        local, _ = self.linear_qkv(hidden_states)
-        whole = all_gather_last_dim_from_tensor_parallel_region(local, group=group)
-        heads = whole.view(*whole.shape[:2], num_groups, num_queries + 2, width)[:, :, mine]
-        own = num_queries // sharers
-        query = heads[:, :, part * own : (part + 1) * own]
+        ranks_per_group = group.size() // num_groups
+        group_index, part = divmod(group.rank(), ranks_per_group)
+        local_qkv, _ = self.linear_qkv(hidden_states)
+        qkv = all_gather_last_dim_from_tensor_parallel_region(local_qkv, group=group)
+        heads = qkv.view(*qkv.shape[:2], num_groups, num_queries + 2, width)[:, :, group_index]
+        queries_per_rank = num_queries // ranks_per_group
+        query = heads[:, :, part * queries_per_rank : (part + 1) * queries_per_rank]
         key = heads[:, :, num_queries : num_queries + 1]
         value = heads[:, :, num_queries + 1 :]
         if self.q_layernorm is not None:
@@ -129,7 +129,7 @@ def _local_layer_spec(shape: ModelShape, *, sparse: bool) -> ModuleSpec:
 
 
 def _te_layer_spec(shape: ModelShape, *, sparse: bool) -> ModuleSpec:
-    # Needs Transformer Engine.
+    # Imports Transformer Engine.
     from mega_agentrl.actor.model.te_attention import PackedTEAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -158,10 +158,8 @@ def _customize_layer_spec(spec: ModuleSpec, shape: ModelShape, sparse: bool) -> 
     if shape.o_proj_bias:
         attention.linear_proj = linear_with_bias(attention.linear_proj)
     if shape.mlp_bias and not sparse:
-        mlp.linear_fc1, mlp.linear_fc2 = (
-            linear_with_bias(mlp.linear_fc1),
-            linear_with_bias(mlp.linear_fc2),
-        )
+        mlp.linear_fc1 = linear_with_bias(mlp.linear_fc1)
+        mlp.linear_fc2 = linear_with_bias(mlp.linear_fc2)
     return spec
 
 

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 class PackedRowParams(PackedSeqParams):
     """Row boundaries of a packed micro-batch, in the form Megatron passes to the attention.
 
-    Megatron's own fields hold the same boundaries for Transformer Engine, which splits rows
-    over context ranks in the same way. There, padding at the end of a row counts as part of the
-    row: no real token attends to it, and kernels that allow no gaps can be used.
+    Megatron's own fields hold the same boundaries for Transformer Engine, which splits rows over
+    context ranks in the same way. They count padding at the end of a row as part of the row, so
+    that kernels without support for gaps can be used; no real token attends to it.
     """
 
     position_S: torch.Tensor = None
@@ -87,14 +87,14 @@ class PackedRowParams(PackedSeqParams):
 
     @cached_property
     def padded_plan(self) -> PaddedAttentionPlan:
-        """The plan in blocks, built on first use on the device of the positions."""
+        """The padded plan, built on first use on the device of the positions."""
         return make_padded_plan(
             self.start_R, self.context_rank, self.context_size, self.position_S.device
         )
 
     @cached_property
     def varlen_plan(self) -> VarlenAttentionPlan:
-        """The plan by cumulative lengths, built on first use on the device of the positions."""
+        """The varlen plan, built on first use on the device of the positions."""
         return make_varlen_plan(
             self.start_R, self.context_rank, self.context_size, self.position_S.device
         )
@@ -164,8 +164,8 @@ def packed_attention(
     query_SHD, key_WHD, value_WHD = (part.squeeze(1) for part in (query, key, value))
     if rows.context_size > 1:
         assert context_group is not None, "rows are cut over context ranks"
-        both = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
-        key_WHD, value_WHD = both.chunk(2, dim=1)
+        key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
+        key_WHD, value_WHD = key_value.chunk(2, dim=1)
     compute = _varlen_attention if _supports_varlen_attn(query) else _padded_attention
     return compute(query_SHD, key_WHD, value_WHD, rows, scale).reshape(query.size(0), 1, -1)
 
@@ -229,7 +229,7 @@ def _padded_attention(
         value_WHD.index_select(0, plan.key_index_K).split(key_sizes),
         strict=True,
     )
-    done = []
+    outputs = []
     for block, query, key, value in parts:
         batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
         out = functional.scaled_dot_product_attention(
@@ -239,5 +239,5 @@ def _padded_attention(
             scale=scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        done.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(done).index_select(0, plan.slot_index_S)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, plan.slot_index_S)

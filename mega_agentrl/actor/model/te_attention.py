@@ -2,7 +2,7 @@
 
 Megatron passes queries, keys and values as one sequence of batch size 1, with the rotary
 embedding already applied. Transformer Engine takes the same tokens as `thd`, without the batch
-dim and with the row boundaries. This module needs Transformer Engine to be installed.
+dim and with the row boundaries.
 """
 
 from __future__ import annotations

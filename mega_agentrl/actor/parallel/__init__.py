@@ -1,1 +1,1 @@
-"""Process groups and what Megatron lacks for the parallel layouts in use."""
+"""Process groups and context parallelism."""

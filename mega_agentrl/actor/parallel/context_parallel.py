@@ -52,17 +52,17 @@ def rank_token_indices(start_R: Sequence[int], rank: int, size: int) -> torch.Te
 def gathered_token_indices(start_R: Sequence[int], size: int) -> torch.Tensor:
     """Return the `[W]` int64 index of each packed token in the result of `all_gather_tokens`."""
     order_W = torch.cat([rank_token_indices(start_R, rank, size) for rank in range(size)])
-    place_W = torch.empty_like(order_W)
-    place_W[order_W] = torch.arange(len(order_W))
-    return place_W
+    index_W = torch.empty_like(order_W)
+    index_W[order_W] = torch.arange(len(order_W))
+    return index_W
 
 
 def all_gather_tokens(value_S: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather `[S, ...]` of every context rank to `[W, ...]`, ordered by rank.
 
     S must be the same on all ranks. The backward pass sums the gradients over the ranks and
-    returns each rank its own tokens' part. Both passes wait for all ranks of the group, at most
-    for the group's timeout.
+    returns to each rank the part of its own tokens. Both passes wait for all ranks of the group, at
+    most for the group's timeout.
     """
     return _AllGatherTokens.apply(value_S, group)
 

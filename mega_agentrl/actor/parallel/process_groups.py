@@ -152,12 +152,14 @@ class ParallelGroups:
         Args:
             *kinds: Keys of `_GROUP_FIELDS`.
         """
-        found: dict[tuple[int, ...], str] = {}
+        kind_of_ranks: dict[tuple[int, ...], str] = {}
         for kind in kinds:
             ranks = dist.get_process_group_ranks(getattr(self.pg_collection, _GROUP_FIELDS[kind]))
             if len(ranks) > 1:
-                found.setdefault(tuple(ranks), kind)
-        return " and ".join(f"{kind} {format_ranks(ranks)}" for ranks, kind in found.items())
+                kind_of_ranks.setdefault(tuple(ranks), kind)
+        return " and ".join(
+            f"{kind} {format_ranks(ranks)}" for ranks, kind in kind_of_ranks.items()
+        )
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -190,7 +192,7 @@ def init_process_groups(
             "parallel.context * parallel.data * parallel.pipeline"
         )
     coordinates = RankCoordinates.from_rank(rank, parallel)
-    with track_activity("meeting of the process groups", f"all {format_ranks(range(world_size))}"):
+    with track_activity("creation of the process groups", f"all {format_ranks(range(world_size))}"):
         dist.init_process_group(
             device.distributed_backend(),
             init_method=f"tcp://{master_address}:{master_port}",
@@ -222,7 +224,7 @@ def partition_ranks(parallel: ParallelConfig, shared: Sequence[str]) -> list[lis
 
 
 def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupCollection:
-    """Create the groups of an initialised `torch.distributed`; all ranks call this alike."""
+    """Create the groups of an initialised `torch.distributed`; all ranks call this."""
     alone = _build_partition([[r] for r in range(parallel.world_size)], rank)
     pipelines = partition_ranks(parallel, _SHARED_COORDINATES["pp"])
     ends = _build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines], rank)
@@ -231,7 +233,7 @@ def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupColl
         for name, shared in _SHARED_COORDINATES.items()
     }
     unset = [name for name, group in groups.items() if group is None]
-    assert not unset, f"process groups never built: {unset}"
+    assert not unset, f"process groups without rank {rank}: {unset}"
     return ProcessGroupCollection(
         **groups,
         embd=ends or alone,
@@ -243,9 +245,9 @@ def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupColl
 
 def _build_partition(parts: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     """Create every group of a partition, in the same order on all ranks; return this rank's."""
-    mine = None
+    own_group = None
     for ranks in parts:
         group = dist.new_group(ranks)
         if rank in ranks:
-            mine = group
-    return mine
+            own_group = group
+    return own_group

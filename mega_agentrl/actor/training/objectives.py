@@ -5,52 +5,35 @@ from the reference, minus an entropy bonus. They are aggregated with one denomin
 counted over the whole optimizer step, so the gradient depends neither on the split into
 micro-batches nor on the number of data ranks. The SFT objective is the mean negative log-prob
 of the masked tokens. A context rank adds only the tokens that it predicts, and the mean of a row
-is still over the whole row. The formulas are in `algo/`.
+is still over the whole row. The losses are in `actor.training.losses`, the formulas in `algo/`.
 
 Shape suffixes: R rows of a micro-batch, B rows of the batch, T response positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from mega_agentrl.actor.training.losses import find_loss
 from mega_agentrl.algo.kl import kl_penalty
-from mega_agentrl.algo.policy_loss import (
-    LOSSES,
-    RegisteredLoss,
-    aggregate,
-    find_loss,
-    loss_denominator,
-)
+from mega_agentrl.algo.policy_loss import aggregate, loss_denominator
 from mega_agentrl.config.enums import KlPlacement
-from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.config.sections.algo import AlgoConfig
-from mega_agentrl.config.user_code import load_user_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mega_agentrl.actor.training.losses import RegisteredLoss
     from mega_agentrl.actor.training.packing import MicroBatch
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats
+    from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
 CLIP_METRICS = ("clipfrac", "clipfrac_lower", "approx_kl")
 """Metrics that are reported with every loss; 0 if the loss does not have them."""
 SFT_METRICS = ("entropy",)
-DEFAULT_LOSS_NAME = "loss"
-_EXPECTED_LOSS = (
-    "a function with the decorator mega_agentrl.algo.policy_loss.register_loss, whose options are "
-    "settings of algo"
-)
-_TAKEN_METRICS = (
-    *("loss", "num_tokens", "policy_loss", "entropy", "ref_kl"),
-    *("grad_norm", "lr", "num_skipped_steps"),
-)
-"""Names that the objective and the run's log already use below `actor/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +49,7 @@ class PolicyObjective:
     """All rows. `old_logp_BT` and `advantage_BT` are required, `ref_logp_BT` with a KL term;
     `importance_weight_BT` weighs the policy loss if it is set."""
     mask_BT: torch.Tensor
-    """`[B, T]` bool, the trained tokens of this step's rows; a row is in it whole or not at all."""
+    """`[B, T]` bool, the trained tokens of this step; a row belongs to one step."""
     kl_weight_BT: torch.Tensor | None = None
     """`[B, T]` weight of the KL term per token; replaces `algo.kl_coef`."""
 
@@ -86,22 +69,21 @@ class PolicyObjective:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
         rows, device = list(micro.rows), logp_RT.device
         mask_RT = self.mask_BT[rows].to(device)
-        here_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
-        whole = micro.context_size == 1
-        assert whole or not find_policy_loss(self.algo).per_trajectory, (
-            "check_loss refuses losses per trajectory with context parallelism"
+        own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
+        assert micro.context_size == 1 or not find_loss(self.algo).traits.per_trajectory, (
+            "check_algo refuses losses per trajectory with context parallelism"
         )
         loss_RT, info = compute_policy_loss(
             self.algo,
             logp_RT,
             self.batch.old_logp_BT[rows].to(device),
             self.batch.advantage_BT[rows].to(device),
-            here_RT,
+            own_RT,
             None
             if self.batch.importance_weight_BT is None
             else self.batch.importance_weight_BT[rows].to(device),
         )
-        num_tokens = here_RT.sum().float()
+        num_tokens = own_RT.sum().float()
         sums = {name: value * num_tokens for name, value in info.items()}
         sums["policy_loss"] = loss_RT.detach().sum()
         sums["ref_kl"] = torch.zeros((), device=device)
@@ -109,13 +91,13 @@ class PolicyObjective:
             kl_RT = kl_penalty(
                 logp_RT, self.batch.ref_logp_BT[rows].to(device), self.algo.kl_estimator
             )
-            kl_RT = torch.where(here_RT, kl_RT, 0.0)
+            kl_RT = torch.where(own_RT, kl_RT, 0.0)
             sums["ref_kl"] = kl_RT.detach().sum()
             if self.has_kl_term:
                 loss_RT = loss_RT + self._kl_weight(rows, device) * kl_RT
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
-        sums["entropy"] = entropy_RT.detach()[here_RT].sum()
+        sums["entropy"] = entropy_RT.detach()[own_RT].sum()
         loss = aggregate_share(loss_RT, mask_RT, self.mask_BT, str(self.algo.loss_aggregation))
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
 
@@ -137,19 +119,26 @@ class SftObjective:
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
         mask_RT = self.mask_BT[list(micro.rows)].to(logp_RT.device)
-        here_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
+        own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         loss = aggregate_share(-logp_RT, mask_RT, self.mask_BT, "token_mean")
         return loss, {
             "loss": loss.detach(),
-            "num_tokens": here_RT.sum().float(),
-            "entropy": entropy_RT.detach()[here_RT].sum(),
+            "num_tokens": own_RT.sum().float(),
+            "entropy": entropy_RT.detach()[own_RT].sum(),
         }
 
 
 def aggregate_share(
     loss_RT: torch.Tensor, mask_RT: torch.Tensor, step_mask_BT: torch.Tensor, mode: str
 ) -> torch.Tensor:
-    """Return a micro-batch's 0-d share of the loss of the step, whose trained tokens are given."""
+    """Return a micro-batch's 0-d share of the loss of the step.
+
+    Args:
+        loss_RT: Loss of each token of the micro-batch.
+        mask_RT: Trained tokens of the micro-batch.
+        step_mask_BT: Trained tokens of the optimizer step.
+        mode: Mode of `algo.policy_loss.aggregate`.
+    """
     denominator = loss_denominator(step_mask_BT, mode).item()
     return aggregate(loss_RT, mask_RT, mode, denominator=denominator)
 
@@ -164,42 +153,13 @@ def require_fields(batch: TrainBatch, names: Sequence[str], what: str, source: s
         )
 
 
-def find_policy_loss(algo: AlgoConfig) -> RegisteredLoss:
-    """Return the loss of `algo.loss`; a user's file is imported on the first call in a process."""
-    return load_user_loss(algo.loss) if algo.has_user_loss else find_loss(algo.loss)
-
-
-@cache
-def load_user_loss(reference: str) -> RegisteredLoss:
-    """Load and check a user's loss, `algo.loss=/folder/file.py:function`.
-
-    The driver calls it before anything starts, and every rank of the policy when it is created.
-
-    Raises:
-        ConfigError: There is no such function, it is not registered, it has an option that is not a
-            setting of `algo`, or a metric with the name of one of the objective's own.
-    """
-    key = "algo.loss"
-    found = load_user_object(reference, key, _EXPECTED_LOSS, default_name=DEFAULT_LOSS_NAME)
-    records = [record for record in LOSSES.values() if record.function is found]
-    if not records:
-        raise ConfigError(key, reference, _EXPECTED_LOSS, f"got {found!r}, without the decorator")
-    settings = {field.name for field in fields(AlgoConfig)}
-    if unknown := sorted(set(records[-1].options) - settings):
-        raise ConfigError(key, reference, _EXPECTED_LOSS, f"there is no algo.{unknown[0]}")
-    if taken := sorted(set(records[-1].metrics) & set(_TAKEN_METRICS)):
-        expected = f"metrics with other names than {', '.join(_TAKEN_METRICS)}"
-        raise ConfigError(key, reference, expected, f"got {', '.join(taken)}")
-    return records[-1]
-
-
 def policy_metrics(algo: AlgoConfig) -> tuple[str, ...]:
     """Return the names of the metrics of `PolicyObjective`: the common ones and the loss's own."""
-    return ("policy_loss", *_loss_metrics(find_policy_loss(algo)), "entropy", "ref_kl")
+    return ("policy_loss", *_loss_metrics(find_loss(algo)), "entropy", "ref_kl")
 
 
 def _loss_metrics(loss: RegisteredLoss) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*CLIP_METRICS, *loss.metrics)))
+    return tuple(dict.fromkeys((*CLIP_METRICS, *loss.traits.metrics)))
 
 
 def compute_policy_loss(
@@ -214,7 +174,7 @@ def compute_policy_loss(
 
         loss_t = correction_t * l(logp_t, old_logp_t, A_t)
 
-    l is the loss of `find_policy_loss`. The correction weighs only this term, not the KL term or
+    l is the loss of `find_loss`. The correction weighs only this term, not the KL term or
     the entropy bonus, and does not change any denominator.
 
     A loss per trajectory (gspo) has one ratio per row and uses the mean advantage over the row's
@@ -222,7 +182,7 @@ def compute_policy_loss(
     settings that violate this.
 
     Args:
-        algo: Loss, clip ranges.
+        algo: Loss and its options.
         logp_RT: `[R, T]` log-probs with gradient.
         old_logp_RT: `[R, T]` log-probs before the update.
         advantage_RT: `[R, T]`.
@@ -233,9 +193,8 @@ def compute_policy_loss(
         `[R, T]` loss, 0 where masked, and 0-d metrics over the trained tokens: `CLIP_METRICS` and
         those that the loss is registered with.
     """
-    loss = find_policy_loss(algo)
-    options = {name: getattr(algo, name) for name in loss.options}
-    loss_RT, info = loss(logp_RT, old_logp_RT, advantage_RT, mask_RT, **options)
+    loss = find_loss(algo)
+    loss_RT, info = loss(logp_RT, old_logp_RT, advantage_RT, mask_RT, **algo.loss_options)
     if correction_RT is not None:
         # Masked positions may hold NaN, so the weights are replaced instead of multiplied by 0.
         zero_RT = torch.zeros_like(correction_RT)

@@ -1,14 +1,13 @@
 """Training state in host memory: offloading for shared GPUs, and the frozen reference weights.
 
-Offloaded tensors keep their identity: their storage is copied to the host and resized to 0, and
-later resized and filled again, so every view of it (parameters in Megatron's buffers, their shards,
-gradients) becomes valid again. Gradient buffers are freed and come back as zeros. On a machine
-without CUDA the same code runs and frees the memory as well.
+The storage of an offloaded tensor is copied to the host and resized to 0, and later resized and
+filled again, so that every view of it (parameters in Megatron's buffers, their shards, gradients)
+becomes valid again. Gradient buffers are freed and restored as zeros. Without CUDA the same code
+runs and frees memory, too.
 
 While a part is on the host, forward passes and optimizer calls that need it raise an error;
-reading a parameter is not checked.
-
-Model buffers that are not parameters and Adam's step counts (a few bytes) stay on the device.
+reading a parameter is not checked. Model buffers that are not parameters and Adam's step counts
+(a few bytes) stay on the device.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class HostBuffer:
         assert not self._offloaded_storages, "the host buffer is in use"
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         self._offloaded_storages = [
-            (found, found.nbytes()) for found in storages.values() if found.nbytes()
+            (storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()
         ]
         self._host_blocks.reserve(sum(size for _, size in self._offloaded_storages))
         for device_chunk, host_chunk in self._iter_chunk_pairs():
@@ -240,8 +239,8 @@ class Offloader:
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Return master weights and moments, except masters that are the weights themselves."""
         weights = {tensor.untyped_storage().data_ptr() for tensor in self._weight_tensors()}
-        found = [] if self._optimizer is None else list(self._optimizer.state_tensors())
-        return [t for t in found if t.untyped_storage().data_ptr() not in weights]
+        tensors = [] if self._optimizer is None else list(self._optimizer.state_tensors())
+        return [t for t in tensors if t.untyped_storage().data_ptr() not in weights]
 
     def _free_gradients(self) -> None:
         if self._optimizer is not None:

@@ -191,10 +191,10 @@ class AdamOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=device.current_device())
         for part in self._chained_optimizers:
             counted = part.get_main_grads_for_grad_norm()
-            known = {id(gradient) for gradient in counted}
-            others = [gradient for gradient in _main_grads(part) if id(gradient) not in known]
+            counted_ids = {id(gradient) for gradient in counted}
+            others = [g for g in _main_grads(part) if id(g) not in counted_ids]
             total += get_total_norm(counted).to(total).square() / self._num_grad_replicas(part)
-            # Adds 0, or NaN if one of them is not finite.
+            # Adds 0, or NaN if one of the others is not finite.
             total += get_total_norm(others).to(total) * 0.0
         dist.all_reduce(total, group=self._groups.pg_collection.intra_dist_opt)
         return math.sqrt(total.item())
@@ -265,10 +265,9 @@ def _state_shards(
 def _set_num_steps(part: MegatronOptimizer, steps: int) -> None:
     """Set the step count and leave the moments unchanged.
 
-    torch's Adam keeps it in one tensor per parameter, the fused optimizers of Transformer Engine
-    and Apex keep it in the group. (Megatron's own loading with torch's Adam looks up a `step`
-    that its checkpoints lack, and lets all parameters share one tensor, which then advances once
-    per parameter.)
+    torch's Adam keeps the count in one tensor per parameter, the fused optimizers of Transformer
+    Engine and Apex keep it in the group. Megatron's own loading is not used, because with torch's
+    Adam it lets all parameters share one tensor, which then advances once per parameter.
     """
     inner = part.optimizer
     for group in inner.param_groups:

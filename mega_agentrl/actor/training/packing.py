@@ -36,7 +36,7 @@ class MicroBatch:
     """Input of one forward pass, as held by one context rank."""
 
     rows: tuple[int, ...]
-    """Rows of the batch in packed order; empty if the pass only fills up the schedule."""
+    """Rows of the batch in packed order; empty for a micro-batch of padding only."""
     token_S: torch.Tensor
     """`[S]` int64 token ids."""
     position_S: torch.Tensor
@@ -162,5 +162,5 @@ def _prediction_indices(
     local_index_W = torch.full((start_R[-1],), -1)
     local_index_W[held_S] = torch.arange(len(held_S))
     predict_N = local_index_W[shift_R[row_N] + column_N]
-    here_N = predict_N >= 0
-    return predict_N[here_N], row_N[here_N], column_N[here_N]
+    own_N = predict_N >= 0
+    return predict_N[own_N], row_N[own_N], column_N[own_N]

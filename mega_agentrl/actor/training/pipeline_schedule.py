@@ -40,7 +40,7 @@ micro-batch would slow it down by a quarter."""
 
 
 class TrackedP2PCommunicator(P2PCommunicator):
-    """Megatron's communicator between stages that reports which ranks it waits for."""
+    """Megatron's communicator between pipeline stages, which reports the ranks it waits for."""
 
     def _communicate(self, **how: Any) -> Any:
         directions = {

@@ -13,16 +13,15 @@ and s = m_part - m,  S = sum e^s S_part,  W = sum e^s (W_part + s S_part). Then
 
     logp = (t - m) - log S          H = log S - W / S
 
-The terms of both have one sign or the magnitude of the result. Numbers of the magnitude of the
-logits are never subtracted, so logits of 1e4 cost no precision. With g and h the gradients of
-logp and H, p = exp(l - m) / S and log p = (l - m) - log S:
+The maximum is subtracted from every logit first, so logits of 1e4 cost no precision. With g and h
+the gradients of logp and H, p = exp(l - m) / S and log p = (l - m) - log S:
 
     dl_j = g 1[j = target] - p_j (g + h (log p_j + H))
 
 which a kernel evaluates as  target_coef 1[j = target] - e (prob_coef + entropy_coef x),
 x = l_j - m, e = exp(x), with three coefficients per token (`LogitGradCoefficients`).
 
-This module handles no logits, weights or groups. Shape suffixes: N (or C) tokens, K parts.
+Shape suffixes: N (or C) tokens, K parts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tiling of the vocabulary head, shared by its kernels.
 
-A tile holds the logits of some tokens at some rows of the vocabulary; the number of tiles in
-memory is bounded by a number of bytes. This module splits ranges, multiplies with a wide
-accumulator, and sums the gradients of tiles. It computes no logits.
+A tile holds the logits of some tokens at some rows of the vocabulary; the tiles in memory are
+bounded by a number of bytes. This module splits ranges, multiplies with a wide accumulator, and
+sums the gradients of tiles.
 
 Shape suffixes: N tokens, C tokens of a chunk, V local vocabulary rows, B rows of a block,
 D hidden width.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 SCRATCH_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
-"""A core's share of the CPU cache, or a small part of a GPU's memory."""
+"""Default bound on the bytes of all tiles: a CPU's cache, or a small part of a GPU's memory."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

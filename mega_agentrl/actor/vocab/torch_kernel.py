@@ -1,13 +1,10 @@
 """Statistics and gradients of one rank's vocabulary columns, with torch's matrix products.
 
 Logits exist for one tile at a time, of C tokens and at most 2,048 rows of the vocabulary. A tile
-is small enough for a core's share of the cache, so the passes over it are cheap compared to the
-matrix product. The statistics of a tile are merged into the running statistics of its tokens
-(online softmax); the backward pass recomputes each tile and turns it into its gradient in
-place. Any floating-point dtype and device works.
-
-This module knows no process groups: columns are local, and -1 if this rank does not hold a
-token's target.
+fits into the CPU cache, so the passes over it are cheap compared to the matrix product. The
+statistics of a tile are merged into the running statistics of its tokens (online softmax); the
+backward pass recomputes each tile and turns it into its gradient in place. Any floating-point dtype
+and device works. Columns are local, and -1 if this rank does not hold a token's target.
 
 Shape suffixes: N tokens, C tokens of a chunk, V local vocabulary rows, B rows of a block,
 D hidden width.
@@ -124,16 +121,16 @@ def _tile_shape(dtype: torch.dtype, num_rows: int, num_bytes: int) -> tuple[int,
 
 def _locate_targets(column_C: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `[C, 1]` column of each target within a block, and whether it is in it."""
-    here_C = (column_C >= 0) & (column_C < width)
-    return (column_C * here_C)[:, None], here_C[:, None]
+    inside_C = (column_C >= 0) & (column_C < width)
+    return (column_C * inside_C)[:, None], inside_C[:, None]
 
 
 def _block_stats(
     raw_CB: torch.Tensor, other_CB: torch.Tensor, column_C: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Return the `[4, C]` float64 statistics of one tile; both tiles are overwritten."""
-    index_C1, here_C1 = _locate_targets(column_C, raw_CB.size(1))
-    target_C = raw_CB.gather(1, index_C1).masked_fill_(~here_C1, -torch.inf).squeeze(1)
+    index_C1, inside_C1 = _locate_targets(column_C, raw_CB.size(1))
+    target_C = raw_CB.gather(1, index_C1).masked_fill_(~inside_C1, -torch.inf).squeeze(1)
     max_C = raw_CB.amax(dim=1)
     x_CB = _scale_by_temperature(raw_CB.sub_(max_C[:, None]), temperature)
     exp_CB = torch.exp(x_CB, out=other_CB)
@@ -164,8 +161,8 @@ def _tile_gradient(
         exp_CB = torch.exp(x_CB, out=other_CB)
         x_CB.mul_(-coefficients.entropy_coef_N[:, None]).sub_(coefficients.prob_coef_N[:, None])
         grad_CB = x_CB.mul_(exp_CB)
-    index_C1, here_C1 = _locate_targets(column_C, raw_CB.size(1))
-    return grad_CB.scatter_add_(1, index_C1, coefficients.target_coef_N[:, None] * here_C1)
+    index_C1, inside_C1 = _locate_targets(column_C, raw_CB.size(1))
+    return grad_CB.scatter_add_(1, index_C1, coefficients.target_coef_N[:, None] * inside_C1)
 
 
 def _scale_by_temperature(x_CB: torch.Tensor, temperature: float) -> torch.Tensor:

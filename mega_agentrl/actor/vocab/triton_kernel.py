@@ -8,12 +8,10 @@ dtype of the inputs, to a bounded `[C, B]` scratch, which torch's matrix product
 into both gradients.
 
 Inputs are float32, bfloat16 or float16; products are summed in float32 (for float32 inputs
-without TF32). Concurrent programs share token and vocabulary blocks through the L2 cache: 16
-token blocks pass through the vocabulary side by side. On a CPU the kernels run under Triton's
-interpreter (TRITON_INTERPRET=1 before this module is imported), for tests without a GPU.
-
-This module knows no process groups: columns are local, and -1 if this rank does not hold a
-token's target.
+without TF32). Concurrent programs share token and vocabulary blocks through the L2 cache: groups of
+16 token blocks go through the vocabulary together. On a CPU the kernels run under Triton's
+interpreter (TRITON_INTERPRET=1 before this module is imported), for tests without a GPU. Columns
+are local, and -1 if this rank does not hold a token's target.
 
 Shape suffixes: N tokens, C tokens of a chunk, V local vocabulary rows, B rows of a block,
 D hidden width, K runs; inside the kernels T tokens and R rows of a program's tile.
@@ -279,15 +277,15 @@ def _stats_kernel(
     WIDEN: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Stats [K, 4, C] of one token block over one run of vocabulary blocks."""
+    """Write the [K, 4, C] statistics of one token block over one run of vocabulary blocks."""
     num_blocks = tl.cdiv(num_rows, ROWS)
     token_block, run = _program_indices(
         tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_blocks, RUN), GROUP
     )
     token_T = tl.arange(0, TOKENS)
-    left = num_tokens - token_block * TOKENS
+    num_left = num_tokens - token_block * TOKENS
     # The last blocks repeat their last token and row instead of masking every load.
-    near_T = tl.minimum(token_T, left - 1)
+    near_T = tl.minimum(token_T, num_left - 1)
     hidden_ptr += token_block.to(tl.int64) * TOKENS * HIDDEN
     column_T = tl.load(column_ptr + token_block * TOKENS + near_T)
     # Finite, so that the first block's shift by the maximum is no inf - inf.
@@ -326,7 +324,7 @@ def _stats_kernel(
         sum_T = scale_T * sum_T + tl.sum(exp_TR, axis=1)
         max_T = new_max_T
     stats_T = stats_ptr + (run * 4).to(tl.int64) * num_tokens + token_block * TOKENS + token_T
-    inside_T = token_T < left
+    inside_T = token_T < num_left
     tl.store(stats_T, max_T, mask=inside_T)
     tl.store(stats_T + num_tokens, sum_T, mask=inside_T)
     tl.store(stats_T + 2 * num_tokens, weighted_T, mask=inside_T)
@@ -379,18 +377,19 @@ def _gradient_kernel(
     )
     token_T = first_token + near_T
     max_logit_T = tl.load(max_logit_ptr + token_T)
-    pull_T1 = tl.load(prob_coef_ptr + token_T)[:, None]
+    prob_coef_T1 = tl.load(prob_coef_ptr + token_T)[:, None]
     x_TR = (raw_TR - max_logit_T[:, None]) * inverse_temperature
     if WITH_ENTROPY:
-        pull_TR = tl.exp(x_TR) * (pull_T1 + tl.load(entropy_coef_ptr + token_T)[:, None] * x_TR)
+        entropy_coef_T1 = tl.load(entropy_coef_ptr + token_T)[:, None]
+        prob_grad_TR = tl.exp(x_TR) * (prob_coef_T1 + entropy_coef_T1 * x_TR)
     else:
-        pull_TR = tl.exp(x_TR) * pull_T1
+        prob_grad_TR = tl.exp(x_TR) * prob_coef_T1
     column_T = tl.load(column_ptr + token_T)
     is_target_TR = (first_row + row_R)[None, :] == column_T[:, None]
     target_coef_T = tl.load(target_coef_ptr + token_T)
-    grad_TR = tl.where(is_target_TR, target_coef_T[:, None], 0.0) - pull_TR
+    grad_TR = tl.where(is_target_TR, target_coef_T[:, None], 0.0) - prob_grad_TR
     inside_TR = (first_token + tl.arange(0, TOKENS) < num_tokens)[:, None]
     inside_TR &= (first_row + row_R < num_rows)[None, :]
-    place_TR = (first_token + tl.arange(0, TOKENS)).to(tl.int64)[:, None] * num_rows
-    place_TR += (first_row + row_R)[None, :]
-    tl.store(grad_ptr + place_TR, grad_TR.to(grad_ptr.dtype.element_ty), mask=inside_TR)
+    offset_TR = (first_token + tl.arange(0, TOKENS)).to(tl.int64)[:, None] * num_rows
+    offset_TR += (first_row + row_R)[None, :]
+    tl.store(grad_ptr + offset_TR, grad_TR.to(grad_ptr.dtype.element_ty), mask=inside_TR)

@@ -4,7 +4,7 @@ The output layer and its softmax are one differentiable function that never mate
 `[N, V/tp]` tensor. Tokens are processed in chunks whose size follows from a bound on scratch
 bytes. For each chunk a rank keeps four numbers per token (`vocab.partial_softmax` has the
 maths), and one all-gather per chunk combines them while the next chunk is computed. The backward
-pass recomputes the logits; an output without a gradient costs nothing.
+pass recomputes the logits.
 
 There are two kernels with one interface, `torch_kernel` (CPUs, float64) and `triton_kernel`
 (GPUs): `chunk_tokens`, `local_stats` and `gradients` over the rows of one rank. Groups, padding,
@@ -86,7 +86,7 @@ def logp_and_entropy(
         weight_VD: `[V/tp, D]` local rows, in the same dtype.
         target_N: `[N]` int64 global token ids, or `IGNORED_TARGET`.
         temperature: Divides the logits.
-        shard: Which rows `weight_VD` holds.
+        shard: The rows of `weight_VD` in the whole vocabulary, and their process group.
 
     Returns:
         `[N]` log-probs and `[N]` entropies in nats, in the compute dtype, equal on all tensor
@@ -201,9 +201,9 @@ def _check_targets_found(
     stats_4N: torch.Tensor, target_N: torch.Tensor, valid_N: torch.Tensor
 ) -> None:
     finite_N = stats_4N[MAX].isfinite() & stats_4N[SUM].isfinite()
-    lost_N = stats_4N[TARGET].isneginf() & finite_N & valid_N
-    if lost_N.any():
-        token = int(lost_N.nonzero()[0])
+    missing_N = stats_4N[TARGET].isneginf() & finite_N & valid_N
+    if missing_N.any():
+        token = int(missing_N.nonzero()[0])
         raise ValueError(
             f"logp_and_entropy: target {int(target_N[token])} of token {token} is in no rank's "
             f"rows; expected an id within the vocabulary, or {IGNORED_TARGET} to ignore the "
@@ -212,12 +212,12 @@ def _check_targets_found(
 
 
 def _select_kernel(hidden_ND: torch.Tensor, shard: VocabShard) -> ModuleType:
-    wanted = shard.kernel
-    if wanted == VocabKernel.auto:
-        narrow = hidden_ND.dtype != torch.float64
-        fits = hidden_ND.is_cuda and narrow and find_spec("triton") is not None
-        wanted = VocabKernel.triton if fits else VocabKernel.torch
-    if wanted == VocabKernel.torch:
+    kernel = shard.kernel
+    if kernel == VocabKernel.auto:
+        is_supported = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
+        has_triton = is_supported and find_spec("triton") is not None
+        kernel = VocabKernel.triton if has_triton else VocabKernel.torch
+    if kernel == VocabKernel.torch:
         return torch_kernel
     # Imported here because triton is not installed on machines without a GPU.
     from mega_agentrl.actor.vocab import triton_kernel

@@ -141,7 +141,7 @@ def _percentile(value_RT: torch.Tensor, num_R: torch.Tensor) -> torch.Tensor:
     lower_R = torch.minimum(upper_R + 1, last_R)
     share_R = from_top_R - upper_R
     pair_R2 = top_RK.gather(1, torch.stack([upper_R, lower_R], dim=1))
-    # The last one down has no neighbour; what follows it in the row is no value.
+    # The smallest value has no successor: the next entry of the row is -inf.
     gap_R = torch.where(lower_R > upper_R, pair_R2[:, 1] - pair_R2[:, 0], 0.0)
     return torch.where(num_R > 0, pair_R2[:, 0] + share_R * gap_R, torch.nan)
 

@@ -6,16 +6,13 @@ everywhere: 0 easy, 1 medium, 2 hard; -1 is a prompt never seen. B trajectories.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from mega_agentrl.algo.ares.reward import DIFFICULTY_NAMES
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 UNSEEN = -1
 RULE_NAMES = ("paper", "released")
@@ -90,30 +87,6 @@ class AresState:
     """Threshold of the window entropy in nats; None before the first batch."""
     released_kl: ReleasedKLController = field(default_factory=ReleasedKLController)
     """KL controller of the rule `released`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return numbers, lists, strings and None only, for JSON; `from_dict` restores them."""
-        state_dict: dict[str, Any] = _tuples_to_lists(asdict(self))
-        return state_dict
-
-    @classmethod
-    def from_dict(cls, state_dict: Mapping[str, Any]) -> AresState:
-        """Restore the state that `to_dict` returned.
-
-        Raises:
-            ValueError: the fields are not those of this class.
-        """
-        names = set(cls.__dataclass_fields__)
-        if set(state_dict) != names:
-            raise ValueError(
-                f"ARES state: got the fields {sorted(state_dict)}, expected {sorted(names)}; "
-                "probable cause: a checkpoint of another version"
-            )
-        values: dict[str, Any] = {name: _lists_to_tuples(state_dict[name]) for name in names}
-        released = {
-            name: _lists_to_tuples(value) for name, value in state_dict["released_kl"].items()
-        }
-        return cls(**values | {"released_kl": ReleasedKLController(**released)})
 
     def difficulty_codes(
         self, prompt_ids: Sequence[str], unseen_B: torch.Tensor | None = None
@@ -217,13 +190,3 @@ def metrics(
 def _lookup(by_code: Sequence[float], unseen: float, code_B: torch.Tensor) -> torch.Tensor:
     table = torch.tensor([*by_code, unseen], dtype=torch.float64)
     return table[torch.where((code_B >= 0) & (code_B < len(by_code)), code_B, len(by_code))]
-
-
-def _tuples_to_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _tuples_to_lists(inner) for name, inner in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _lists_to_tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -1,8 +1,10 @@
 """Check the objective (`algo.*`) against the rest of a configuration.
 
-Part of `check_config`; ranges of single settings are in `sections.algo`. The rejected combinations
-would run, but not train on what they say: a ratio over part of a row, a setting that nothing reads,
-two controllers of one coefficient. Reads no file except the trigger words of ARES.
+Part of `check_config`; ranges of single settings are in `sections.algo`. A rejected combination
+would run, but not train as its settings say: a sequence ratio over part of a trajectory, an option
+that nothing reads, two controllers of one coefficient. What an estimator or a loss excludes follows
+from its traits (`config.algorithm_traits`). Reads no file except the user's code and the trigger
+words of ARES.
 
 Unusual settings that may be intended are a `UserWarning`.
 """
@@ -10,18 +12,11 @@ Unusual settings that may be intended are a `UserWarning`.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.enums import (
-    AdvantageEstimator,
-    AresMode,
-    Branching,
-    KlPlacement,
-    PolicyLoss,
-    RolloutCorrection,
-)
+from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES
+from mega_agentrl.config.enums import AresMode, Branching, KlPlacement, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,63 +26,23 @@ if TYPE_CHECKING:
 INFERENCE_TEMPLATE_KEY = "rollout.use_inference_chat_template"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossTraits:
-    """What these checks need to know of a loss: a part of `algo.policy_loss.RegisteredLoss`.
-
-    `BUILT_IN_LOSSES` repeats it for the built-in losses, because the configuration is checked
-    without torch; `tests/config/checks/test_check_algo.py` compares the two.
-    """
-
-    options: tuple[str, ...]
-    """Settings of `algo.*` that it uses."""
-    per_trajectory: bool = False
-    """Whether its rows must be whole trajectories with one advantage each."""
-
-
-BUILT_IN_LOSSES = {
-    PolicyLoss.clipped: LossTraits(options=("clip_low", "clip_high", "clip_dual")),
-    PolicyLoss.balanced: LossTraits(options=("clip_low", "clip_high", "clip_dual")),
-    PolicyLoss.gspo: LossTraits(options=("clip_low", "clip_high"), per_trajectory=True),
-    PolicyLoss.cispo: LossTraits(options=("clip_low", "clip_high")),
-}
-_LOSS_OPTIONS = sorted({name for loss in BUILT_IN_LOSSES.values() for name in loss.options})
-"""Settings that only losses read."""
-
-
 def check_algo(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for the first condition that `config` violates.
-
-    A user's loss is checked by `check_loss` when it has been loaded.
-    """
-    if not config.algo.has_user_loss:
-        check_loss(config, BUILT_IN_LOSSES[PolicyLoss(config.algo.loss)])
-    _check_correction(config)
-    _check_remax(config)
-    _check_critic(config)
-    _check_user_advantage(config.algo)
-    _check_egpo(config.algo)
-    _check_ares(config.algo)
-
-
-def check_loss(config: TrainConfig, loss: LossTraits) -> None:
-    """Raise a `ConfigError` for a setting that the loss of `algo.loss` ignores or excludes."""
+    """Raise a `ConfigError` for the first condition that `config` violates."""
     algo = config.algo
-    for name in _LOSS_OPTIONS:
-        default = getattr(type(algo), name)
-        if name not in loss.options and getattr(algo, name) not in (None, default):
-            raise ConfigError(
-                f"algo.{name}",
-                getattr(algo, name),
-                f"the default {default} with algo.loss={algo.loss}, which does not use it",
-                "the setting was chosen for another loss",
-            )
-    if loss.per_trajectory:
+    ESTIMATORS.check_options(algo.advantage, algo.advantage_options)
+    LOSSES.check_options(algo.loss, algo.loss_options)
+    if algo.loss_traits.per_trajectory:
         _check_whole_trajectories(config)
+    _check_correction(config)
+    _check_greedy_baseline(config)
+    _check_critic(config)
+    _check_kl_in_reward(algo)
+    _check_egpo(algo)
+    _check_ares(algo)
 
 
 def _check_whole_trajectories(config: TrainConfig) -> None:
-    """Check that a row has one advantage and is a whole trajectory, as GSPO's ratio requires."""
+    """Check that rows are whole trajectories with one advantage each."""
     algo, with_loss = config.algo, f"with algo.loss={config.algo.loss}"
     if config.parallel.context > 1:
         raise ConfigError(
@@ -104,10 +59,9 @@ def _check_whole_trajectories(config: TrainConfig) -> None:
             "several rows",
             "the setting was chosen for another loss",
         )
-    if (
-        algo.advantage in (AdvantageEstimator.arpo_hard, AdvantageEstimator.gae)
-        or algo.has_user_advantage
-    ):
+    estimator = algo.estimator
+    is_equal = estimator.per_trajectory and not estimator.averages_shared_tokens
+    if not (is_equal or estimator.equal_without_kl):
         raise ConfigError(
             "algo.advantage",
             algo.advantage,
@@ -121,11 +75,11 @@ def _check_whole_trajectories(config: TrainConfig) -> None:
             f"0 {with_loss}, which uses the mean advantage of a row",
             "AEPO's advantage was combined with the loss of another paper",
         )
-    if algo.advantage is AdvantageEstimator.reinforce_plus_plus and _kl_in_reward(algo):
+    if not is_equal and _kl_in_reward(algo):
         raise ConfigError(
             "algo.kl_placement",
             algo.kl_placement,
-            f"loss {with_loss} and algo.advantage=reinforce_plus_plus",
+            f"loss {with_loss} and algo.advantage={algo.advantage}",
             "the KL of each token makes the advantages of a row differ",
         )
 
@@ -142,21 +96,22 @@ def _check_correction(config: TrainConfig) -> None:
         )
 
 
-def _check_remax(config: TrainConfig) -> None:
-    if config.algo.advantage is not AdvantageEstimator.remax:
+def _check_greedy_baseline(config: TrainConfig) -> None:
+    algo = config.algo
+    if not algo.estimator.needs_greedy_baseline:
         return
     if config.rollout.branching is Branching.released:
         raise ConfigError(
             "rollout.branching",
             Branching.released,
-            "another rule with algo.advantage=remax, which also samples greedy answers",
+            f"another rule with algo.advantage={algo.advantage}, which also samples greedy answers",
             "ARPO's released rounds, which do not support greedy answers",
         )
-    if config.algo.ares.mode is not AresMode.off:
+    if algo.ares.mode is not AresMode.off:
         raise ConfigError(
             "algo.advantage",
-            AdvantageEstimator.remax,
-            f"an estimator that compares trajectories with algo.ares.mode={config.algo.ares.mode}, "
+            algo.advantage,
+            f"an estimator that compares trajectories with algo.ares.mode={algo.ares.mode}, "
             "which does not shape the rewards of greedy answers",
             "two algorithms were combined",
         )
@@ -186,12 +141,12 @@ def _check_critic(config: TrainConfig) -> None:
         )
 
 
-def _check_user_advantage(algo: AlgoConfig) -> None:
-    if algo.has_user_advantage and _kl_in_reward(algo):
+def _check_kl_in_reward(algo: AlgoConfig) -> None:
+    if _kl_in_reward(algo) and not algo.estimator.supports_kl_in_reward:
         raise ConfigError(
             "algo.kl_placement",
             algo.kl_placement,
-            f"loss with algo.advantage={algo.advantage}, a user function that gets the raw rewards",
+            f"loss with algo.advantage={algo.advantage}, which uses the rewards without the KL",
             "a preset of another estimator",
         )
 
@@ -200,10 +155,7 @@ def _check_egpo(algo: AlgoConfig) -> None:
     egpo = algo.egpo
     if not egpo.lam:
         return
-    if (
-        algo.advantage in (AdvantageEstimator.reinforce_plus_plus, AdvantageEstimator.gae)
-        or algo.has_user_advantage
-    ):
+    if not algo.estimator.per_trajectory:
         raise ConfigError(
             "algo.advantage",
             algo.advantage,

@@ -30,10 +30,10 @@ from mega_agentrl.config.checks.parallel import (
     read_model_size,
 )
 from mega_agentrl.config.checks.rollout import (
+    check_branching,
     check_groups,
     check_inference_template,
     check_lengths,
-    check_released_branching,
     check_staleness,
 )
 from mega_agentrl.config.errors import ConfigError
@@ -53,7 +53,7 @@ def check_config(config: TrainConfig) -> None:
     check_parallel_sizes(config, model)
     check_lengths(config, read_model_size(config, model, "max_position_embeddings"))
     check_groups(config)
-    check_released_branching(config)
+    check_branching(config)
     check_inference_template(config)
     if config.algo.needs_critic and has_experts(model):
         raise ConfigError(

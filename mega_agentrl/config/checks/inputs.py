@@ -79,14 +79,14 @@ def check_data(config: TrainConfig) -> None:
 
 def _check_file_exists(key: str, value: str) -> None:
     if not value:
-        raise ConfigError(key, value, "a file", "it was never set")
+        raise ConfigError(key, value, "a file", "the setting was left empty")
     if not Path(value).is_file():
         raise ConfigError(
             key,
             value,
             f"an existing file, as a path below {Path.cwd()} or an absolute path",
-            "it has not been created yet (`make smoke` creates those under runs/toolqa), or the "
-            "working folder is another",
+            "the file has not been created yet (`make smoke` creates those under runs/toolqa), or "
+            "the working folder is another",
         )
 
 
@@ -143,7 +143,7 @@ def _check_filter(config: TrainConfig) -> None:
             metric,
             f"{expected} with a reward model in a folder, which scores whole batches after groups "
             "have been filtered",
-            "a filter of another rubric. A reward model behind a URL scores in time",
+            "a filter of another rubric; only a reward model behind a URL scores before the filter",
         )
 
 
@@ -155,7 +155,7 @@ def check_report(report: ReportConfig) -> None:
                 "report.trackers",
                 name,
                 f"the package {name} in this environment (`pip install {name}`)",
-                f"it is optional and not installed. Or remove {name} from report.trackers",
+                f"an optional package that is not installed; or remove {name} from report.trackers",
             )
 
 

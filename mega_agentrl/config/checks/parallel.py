@@ -45,7 +45,7 @@ def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
             key,
             str(folder),
             "a folder with the config.json that transformers writes",
-            f"an interrupted copy, because config.json is no JSON ({error})",
+            f"an interrupted copy: config.json is not valid JSON ({error})",
         ) from error
     got = model.get("architectures") if isinstance(model, dict) else None
     if not isinstance(got, list) or not set(got) & set(SUPPORTED_ARCHITECTURES):
@@ -72,7 +72,7 @@ def read_model_size(config: TrainConfig, model: dict[str, Any], name: str) -> in
 
 
 def has_experts(model: dict[str, Any]) -> bool:
-    """Whether `config.json` is that of a mixture of experts."""
+    """Whether `config.json` describes a mixture of experts."""
     return any("Moe" in name for name in model["architectures"])
 
 
@@ -150,7 +150,7 @@ def _check_expert_parallel(config: TrainConfig, model: dict[str, Any]) -> None:
             f"a divisor of {ranks} = parallel.tensor={parallel.tensor} * "
             f"parallel.context={parallel.context} * parallel.data={parallel.data} when multiplied "
             f"by parallel.expert_tensor={share}, which makes {expert * share} ranks",
-            "it was taken for an additional factor",
+            "expert parallelism was counted as additional ranks",
         )
     if parallel.tensor > 1 and not parallel.sequence_parallel:
         raise ConfigError(

@@ -10,8 +10,8 @@ import warnings
 from math import ceil
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.algorithm_traits import BRANCHING_RULES
 from mega_agentrl.config.enums import (
-    AdvantageEstimator,
     Branching,
     CallProtocol,
     ForkBudgetMode,
@@ -23,12 +23,6 @@ from mega_agentrl.config.errors import ConfigError
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
 
-SINGLE_TRAJECTORY_ESTIMATORS = (
-    AdvantageEstimator.reinforce_plus_plus,
-    AdvantageEstimator.remax,
-    AdvantageEstimator.gae,
-)
-"""Estimators that need only one trajectory per prompt."""
 _ONE_OF_THREE = "only one of the three was changed"
 _ONE_OF_TWO = "only one of the two was changed"
 
@@ -76,11 +70,7 @@ def check_groups(config: TrainConfig) -> None:
             f"1 to rollout.group_size={size}",
             "only one of them was changed",
         )
-    compares = (
-        not config.algo.has_user_advantage
-        and config.algo.advantage not in SINGLE_TRAJECTORY_ESTIMATORS
-    )
-    if config.total_steps and size < 2 and compares:
+    if config.total_steps and size < 2 and config.algo.estimator.needs_groups:
         raise ConfigError(
             "rollout.group_size",
             size,
@@ -122,9 +112,10 @@ def _check_minibatches(config: TrainConfig) -> None:
         )
 
 
-def check_released_branching(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for a setting that the released rounds would silently ignore."""
+def check_branching(config: TrainConfig) -> None:
+    """Raise a `ConfigError` for a rule that cannot be used, and settings that it would ignore."""
     rollout = config.rollout
+    BRANCHING_RULES.check_options(rollout.branching, rollout.branching_options)
     if rollout.branching is not Branching.released:
         return
     required = {

@@ -1,22 +1,28 @@
 """Settings of the objective (`algo.*`): advantages, losses, KL, EGPO and ARES.
 
-How to add a loss is in `algo.policy_loss`, how to add an estimator in `train.advantages`; both can
-also be a file of your own (`config.user_code`).
+How to add a loss is in `actor.training.losses`, how to add an estimator in `train.advantages`; both
+can also be a file of your own (`config.user_code`). Settings that only one of them reads are its
+options, which it declares itself (`config.declarations`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
+from mega_agentrl.config.algorithm_traits import (
+    ESTIMATORS,
+    LOSSES,
+    EstimatorTraits,
+    LossTraits,
+)
 from mega_agentrl.config.enums import (
-    AdvantageEstimator,
     AresMode,
     CotBlocks,
     KlEstimator,
     KlPlacement,
     LossAggregation,
-    PolicyLoss,
     RolloutCorrection,
 )
 from mega_agentrl.config.errors import check_range
@@ -82,28 +88,19 @@ class AlgoConfig:
     """The training objective: advantages, policy loss and KL penalty."""
 
     advantage: str = "grpo"
-    """An `AdvantageEstimator` (grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline,
-    arpo_hard, remax with a greedy baseline, gae with a critic), or a user function:
-    `package.module:function` or `/folder/file.py:function`."""
-    norm_by_std: bool = True
-    """Divide by the standard deviation of the group, for grpo and arpo_hard; for gae, whiten the
-    advantages of all trained tokens."""
-    gamma: float = 1.0
-    """Discount factor of gae."""
-    lam: float = 1.0
-    """GAE's lambda; with gamma and lam 1 the advantage is the return minus the value."""
+    """Name of an advantage estimator, or a user function: `package.module:function` or
+    `/folder/file.py:function`."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Values for options of the estimator in place of their defaults
+    (`algo.advantage_options.lam=0.95`)."""
     entropy_advantage_weight: float = 0.0
     """AEPO's weight of a token's entropy in its advantage; 0 disables it."""
     loss: str = "clipped"
-    """Per-token policy loss: clipped (PPO), balanced (AEPO's clip), gspo (one ratio per
-    trajectory), cispo, or a user function: `package.module:function` or
+    """Name of a policy loss, or a user function: `package.module:function` or
     `/folder/file.py:function`."""
-    clip_low: float = 0.2
-    """Clip range below a ratio of 1."""
-    clip_high: float = 0.2
-    """Clip range above a ratio of 1."""
-    clip_dual: float | None = 3.0
-    """Dual-clip bound on the loss of negative advantages; null disables it."""
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    """Values for options of the loss in place of their defaults
+    (`algo.loss_options.clip_high=0.28`)."""
     loss_aggregation: LossAggregation = LossAggregation.token_mean
     """Reduction of per-token losses to a scalar."""
     entropy_coef: float = 0.0
@@ -128,21 +125,8 @@ class AlgoConfig:
     """ARES shaping."""
 
     def __post_init__(self) -> None:
-        self.advantage = parse_choice(self.advantage, AdvantageEstimator, "algo.advantage")
-        self.loss = parse_choice(self.loss, PolicyLoss, "algo.loss")
-        for key in ("gamma", "lam"):
-            value = getattr(self, key)
-            check_range(0 <= value <= 1, f"algo.{key}", value, "0 to 1")
-            check_range(
-                value == 1 or self.needs_critic,
-                f"algo.{key}",
-                value,
-                f"1 with algo.advantage={self.advantage}, which does not use it; only gae does",
-            )
-        check_range(0 < self.clip_low <= 1, "algo.clip_low", self.clip_low, "above 0, at most 1")
-        check_range(self.clip_high > 0, "algo.clip_high", self.clip_high, "above 0")
-        if self.clip_dual is not None:
-            check_range(self.clip_dual > 1, "algo.clip_dual", self.clip_dual, "above 1, or null")
+        self.advantage = parse_choice(self.advantage, ESTIMATORS.registered(), ESTIMATORS.key)
+        self.loss = parse_choice(self.loss, LOSSES.registered(), LOSSES.key)
         for key in ("entropy_advantage_weight", "entropy_coef", "kl_coef"):
             value = getattr(self, key)
             check_range(isfinite(value) and value >= 0, f"algo.{key}", value, "at least 0")
@@ -158,6 +142,24 @@ class AlgoConfig:
             )
 
     @property
+    def estimator(self) -> EstimatorTraits:
+        """What the advantage estimator needs and returns.
+
+        Raises:
+            ConfigError: It is a user function that cannot be used.
+        """
+        return ESTIMATORS.find_traits(self.advantage, EstimatorTraits)
+
+    @property
+    def loss_traits(self) -> LossTraits:
+        """What the policy loss takes and returns.
+
+        Raises:
+            ConfigError: It is a user function that cannot be used.
+        """
+        return LOSSES.find_traits(self.loss, LossTraits)
+
+    @property
     def has_user_advantage(self) -> bool:
         """Whether the advantage estimator is a user function."""
         return is_user_code(self.advantage)
@@ -170,7 +172,7 @@ class AlgoConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.advantage is AdvantageEstimator.gae
+        return self.estimator.needs_critic
 
     @property
     def needs_reference(self) -> bool:

@@ -57,7 +57,7 @@ def parse_data_files(value: object, key: str) -> tuple[DataFile, ...]:
             a file is listed twice.
     """
     entries = [value] if isinstance(value, str) else value
-    if not isinstance(entries, Sequence) or not all(isinstance(one, str) for one in entries):
+    if not isinstance(entries, Sequence) or not all(isinstance(entry, str) for entry in entries):
         raise ConfigError(
             key,
             value,
@@ -137,7 +137,7 @@ class DataConfig:
             not (weighted and self.dataset_class),
             "data.train",
             self.train,
-            "no weights with data.dataset_class, which does not tell the file of a row",
+            "no weights with data.dataset_class, whose rows do not say from which file they are",
         )
         held_out = parse_data_files(self.validation, "data.validation")
         check_range(

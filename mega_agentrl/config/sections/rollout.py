@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from typing import Any
 
 from mega_agentrl.config.enums import (
     Branching,
@@ -85,7 +86,7 @@ class BranchConfig:
 
 
 @dataclass
-class GroupConfig:
+class GroupSelectionConfig:
     """Selection of the groups (all trajectories of a prompt) of a step, and the wait for them."""
 
     filter_metric: FilterMetric = FilterMetric.none
@@ -96,16 +97,17 @@ class GroupConfig:
     num_oversampled_prompts: int = 0
     """Prompts started in a step beyond `data.prompts_per_step`."""
     min_finished_fraction: float = 1.0
-    """Fraction of `data.prompts_per_step` that starts the straggler timeout once it is kept."""
+    """Fraction of `data.prompts_per_step` groups after which the straggler timeout starts."""
     straggler_timeout_s: float = 0.0
-    """Time that the unfinished groups then have; 0 is no limit."""
+    """Time that unfinished groups have after `rollout.min_finished_fraction` is reached; 0 is no
+    limit."""
     partial_rollout: bool = False
     """Continue unfinished or surplus groups in the next step, with its weights, instead of dropping
     them."""
     max_staleness: int = 0
-    """Maximum number of updates that rollouts may be ahead of the training step, and by which a
-    trained token may be old. 0 is synchronous; 1 trains on a step while the next is sampled; above
-    1 sampling also continues while weights are sent. See `algo.rollout_correction`."""
+    """Maximum age of a trained token in updates, and number of steps that sampling may be ahead of
+    training. 0 is synchronous; 1 trains on a step while the next is sampled; above 1 sampling also
+    continues while weights are sent. See `algo.rollout_correction`."""
 
     def __post_init__(self) -> None:
         check_range(
@@ -140,8 +142,8 @@ class GroupConfig:
 
 
 @dataclass
-class RolloutConfig(GroupConfig):
-    """Sampling of trajectories and selection of the groups to train on (`GroupConfig`)."""
+class RolloutConfig(GroupSelectionConfig):
+    """Sampling of trajectories and selection of the groups to train on (`GroupSelectionConfig`)."""
 
     group_size: int = 8
     """Trajectories per prompt, M in ARPO."""
@@ -149,8 +151,10 @@ class RolloutConfig(GroupConfig):
     """Rule that decides where a trajectory forks: none, after_result (ARPO's paper), aepo (which
     penalizes consecutive forks), released (ARPO's published code), or a user class:
     `package.module:Class` or `/folder/file.py:Class`."""
+    branching_options: dict[str, Any] = field(default_factory=dict)
+    """Values for options of a user's rule in place of their defaults."""
     branch: BranchConfig = field(default_factory=BranchConfig)
-    """Parameters of the branching rule."""
+    """Parameters of all branching rules."""
     temperature: float = 1.0
     """Sampling temperature."""
     top_p: float = 1.0

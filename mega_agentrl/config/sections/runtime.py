@@ -88,8 +88,7 @@ class WeightSyncConfig:
     bucket_mib: int = 64
     """Size of a transfer bucket; a rank needs memory for two."""
     transport: TransportKind = TransportKind.auto
-    """How weights travel between ranks; any value but auto must connect all ranks that exchange
-    weights."""
+    """Transport between ranks; any value but auto must connect all ranks that exchange weights."""
 
     def __post_init__(self) -> None:
         check_range(self.bucket_mib >= 1, "weight_sync.bucket_mib", self.bucket_mib, "at least 1")
@@ -100,8 +99,8 @@ class ReportConfig:
     """Metrics, traces and saved rollouts."""
 
     save_trees_every_steps: int = 0
-    """RL steps between steps whose rollout trees are written to `rollouts/`, together with those of
-    the last step and of the evaluations (about 40 bytes per token); 0 writes none."""
+    """RL steps between writes of a step's rollout trees to `rollouts/` (about 40 bytes per token);
+    those of the last step and of the evaluations are then written, too. 0 writes none."""
     trackers: list[TrackerName] = field(default_factory=lambda: [TrackerName.tensorboard])
     """Metrics backends beside `metrics.jsonl`."""
     prometheus_port: int = 0

@@ -1,10 +1,10 @@
-"""Converts BFCL questions of one or several turns, told apart by `extra_info.turns`.
+"""Converts BFCL questions of one or several turns; `extra_info.turns` says which.
 
 A row has `id`, `question` (turns, each a list of messages; a text in v1), `function` and
-`ground_truth`. The leaderboard ships these in several files and rows with the same `id` are joined,
-so pass the question files and their `possible_answer` files together. Rows of several turns have
-`involved_classes` instead of `function`: also pass the files of `multi_turn_func_doc` under their
-original names.
+`ground_truth`. The leaderboard ships these in several files, and rows with the same `id` are
+joined: pass the question files and their `possible_answer` files together. Rows of several turns
+have `involved_classes` instead of `function`: also pass the files of `multi_turn_func_doc` under
+their original names.
 
 A single-turn question becomes one RL row, `turns=single_turn`, whose ground truth lists every
 accepted answer. A multi-turn question becomes one RL row per turn, `turns=multi_turn`, index
@@ -61,8 +61,8 @@ FUNCTION_FILES = {
 MAX_ANSWERS = 512
 """Maximum number of possible answers; all of them are parsed for every response."""
 _OMITTED = object()
-_NOTE_TOO_MANY_ANSWERS = "left out: more possible answers than are written out"
-_NOTE_UNKNOWN_CALLS = "left out: some call is expected, the data does not say which"
+_NOTE_TOO_MANY_ANSWERS = f"left out: more than {MAX_ANSWERS} possible answers"
+_NOTE_UNKNOWN_CALLS = "left out: a call is expected, but the data does not say which"
 
 _TurnRows = list[tuple[str, list[Message], list[str], dict[str, Any]]]
 
@@ -78,16 +78,15 @@ def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
         if truth is None:
             result.notes[_NOTE_UNKNOWN_CALLS] += 1
             continue
-        several = len(turns) > 1 or any(isinstance(item, list) for item in truth)
-        made = (
-            _multi_turn_rows(row, turns, truth, _available_functions(row, documents))
-            if several
-            else _single_turn_rows(row, turns[0], truth, _available_functions(row, documents))
-        )
-        if made is None:
+        functions = _available_functions(row, documents)
+        if len(turns) > 1 or any(isinstance(item, list) for item in truth):
+            turn_rows = _multi_turn_rows(row, turns, truth, functions)
+        else:
+            turn_rows = _single_turn_rows(row, turns[0], truth, functions)
+        if turn_rows is None:
             result.notes[_NOTE_TOO_MANY_ANSWERS] += 1
             continue
-        for index, messages, answers, extra in made:
+        for index, messages, answers, extra in turn_rows:
             extra_info = {"index": index, "category": category, **extra}
             result.rows.append(
                 make_rl_row(
@@ -118,11 +117,11 @@ def _multi_turn_rows(
         raise row.error(
             "ground_truth",
             truth,
-            f"{len(turns)} lists of calls, one a turn",
+            f"{len(turns)} lists of calls, one per turn",
             "the answers of another version of BFCL",
         )
     parameters = parameter_names(functions)
-    made: _TurnRows = []
+    turn_rows: _TurnRows = []
     history: list[Message] = []
     for number, (turn, calls) in enumerate(zip(turns, truth, strict=True)):
         answers = possible_answers(calls, parameters, row)
@@ -131,9 +130,9 @@ def _multi_turn_rows(
         history += turn or [NEW_FUNCTIONS_MESSAGE]
         messages = _prepend_system_message(_functions_at_turn(functions, row, number), history)
         extra = {"turns": MULTI_TURN, "turn": number}
-        made.append((f"{row.get_text('id')}/{number}", messages, answers, extra))
+        turn_rows.append((f"{row.get_text('id')}/{number}", messages, answers, extra))
         history.append({"role": "assistant", "content": answers[0]})
-    return made
+    return turn_rows
 
 
 def _join_by_id(rows: Sequence[SourceRow]) -> tuple[list[SourceRow], dict[str, list[Any]]]:
@@ -147,16 +146,14 @@ def _join_by_id(rows: Sequence[SourceRow]) -> tuple[list[SourceRow], dict[str, l
             shown = {key: row.values.get(key) for key in ("name", "description", "parameters")}
             documents.setdefault(Path(row.file).stem, []).append(shown)
             continue
-        known = questions if "question" in row.values else answers
+        rows_by_id = questions if "question" in row.values else answers
         name = f"unnamed_{place}" if row.values.get("id") is None else row.get_text("id")
-        if name in known:
-            raise row.error("id", name, "an id of its own", "a file was given twice")
-        known[name] = row
-    orphan = next((row for name, row in answers.items() if name not in questions), None)
-    if orphan is not None:
-        raise orphan.error(
-            "id", orphan.values.get("id"), "the id of a question", "its question file was not given"
-        )
+        if name in rows_by_id:
+            raise row.error("id", name, "a unique id", "a file was given twice")
+        rows_by_id[name] = row
+    for name, row in answers.items():
+        if name not in questions:
+            raise row.error("id", name, "the id of a question", "the question file was not given")
     joined = [_merge_answer(name, row, answers.get(name)) for name, row in questions.items()]
     return joined, documents
 
@@ -240,8 +237,8 @@ def _functions_at_turn(functions: list[Any], row: SourceRow, turn: int) -> list[
 
 def _prepend_system_message(functions: list[Any], messages: list[Message]) -> list[Message]:
     """Prepend one system message that includes the messages' own system texts."""
-    own = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
-    return [make_system_message(functions, own), *(m for m in messages if m["role"] != "system")]
+    text = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    return [make_system_message(functions, text), *(m for m in messages if m["role"] != "system")]
 
 
 def possible_answers(

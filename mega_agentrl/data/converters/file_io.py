@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.data.table_reader import read_rows
+from mega_agentrl.types.atomic_file import atomic_path
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
 
@@ -40,17 +41,14 @@ def write_rl_parquet(rows: Sequence[dict[str, Any]], path: Path, *, force: bool 
     if not rows:
         raise ValueError(f"{path}: got no rows, expected at least one; was every row left out?")
     check_output_path(path, force=force)
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        pq.write_table(pa.Table.from_pylist(list(rows)), partial)
-        partial.replace(path)
+        with atomic_path(path) as temporary:
+            pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
     except pa.ArrowException as error:
         raise ValueError(
             f"{path}: the rows do not fit into one table: {error}; probable cause: a field, of "
             "extra_info for instance, that is a number in some rows and a text in others"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def check_output_path(path: Path, *, force: bool) -> None:

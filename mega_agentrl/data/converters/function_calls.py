@@ -36,14 +36,14 @@ def format_calls_json(calls: Sequence[Mapping[str, Any]], row: SourceRow, field:
         ) from error
 
 
-def make_system_message(functions: Sequence[Any], own: str = "") -> Message:
-    """Return the system message that offers the functions; `own` is the row's system text."""
+def make_system_message(functions: Sequence[Any], system_text: str = "") -> Message:
+    """Return the system message that offers the functions, followed by the row's system text."""
     parts = [CALLS_PROMPT]
     if functions:
         lines = [json.dumps(function, ensure_ascii=False) for function in functions]
         parts.append("The functions:\n<tools>\n" + "\n".join(lines) + "\n</tools>")
-    if own:
-        parts.append(own)
+    if system_text:
+        parts.append(system_text)
     return {"role": "system", "content": "\n\n".join(parts)}
 
 
@@ -76,11 +76,8 @@ def parse_python_call(
 ) -> dict[str, Any]:
     """Convert a Python call such as `f(1, b="x")` to a call with named arguments.
 
-    Args:
-        text: the Python call.
-        parameters: names of the parameters of each function, in order, for positional arguments.
-        row: the row, for error messages.
-        field: the field, for error messages.
+    `parameters` has the names of each function's parameters in order; `row` and `field` are named
+    in error messages.
 
     Raises:
         ValueError: the text is no call with literal arguments.
@@ -104,7 +101,7 @@ def parse_python_call(
             field,
             text,
             f"at most {len(names)} arguments by position: {list(names)}",
-            "the description of this function is missing, or is another version's",
+            "the description of this function is missing or of another version",
         )
     return {"name": name, "arguments": dict(zip(names, values, strict=False)) | named}
 

@@ -59,9 +59,10 @@ def convert_agentic(rows: Sequence[SourceRow], data_source: str) -> ConversionRe
     seen: set[str] = set()
     result = ConversionResult([])
     for place, row in enumerate(rows):
-        made = _conversation_rows(row, unique_row_id(row, place, seen), data_source, result.notes)
-        result.notes[_NOTE_NO_CALLS] += not made
-        result.rows.extend(made)
+        name = unique_row_id(row, place, seen)
+        answer_rows = _conversation_rows(row, name, data_source, result.notes)
+        result.notes[_NOTE_NO_CALLS] += not answer_rows
+        result.rows.extend(answer_rows)
     return ConversionResult(result.rows, +result.notes)
 
 
@@ -70,32 +71,33 @@ def _conversation_rows(
 ) -> list[dict[str, Any]]:
     field = "messages" if row.values.get("messages") is not None else "conversations"
     history: list[Message] = []
-    own: list[str] = []
+    system_texts: list[str] = []
     tools = row.get_list("tools") if row.values.get("tools") is not None else []
-    made: list[dict[str, Any]] = []
+    answer_rows: list[dict[str, Any]] = []
     for message in row.get_list(field):
         role, text = _role_and_text(message, row, field)
         calls = _message_calls(message, role, text, row, field)
         if role == "system":
-            own.append(text)
+            system_texts.append(text)
         elif not calls:
             history.append({"role": role, "content": _REASONING.sub("", text).strip()})
         else:
             truth = format_calls_json(calls, row, field)
             if any(earlier["role"] == "user" for earlier in history):
-                made.append(
+                system = make_system_message(tools, "\n\n".join(system_texts))
+                answer_rows.append(
                     make_rl_row(
                         data_source=data_source,
-                        messages=[make_system_message(tools, "\n\n".join(own)), *history],
+                        messages=[system, *history],
                         ground_truth=truth,
                         ability="function_calling",
-                        extra_info={"index": f"{name}/{len(made)}", "num_calls": len(calls)},
+                        extra_info={"index": f"{name}/{len(answer_rows)}", "num_calls": len(calls)},
                     )
                 )
             else:
                 notes[_NOTE_NO_QUESTION] += 1
             history.append({"role": "assistant", "content": truth})
-    return made
+    return answer_rows
 
 
 def _role_and_text(message: Any, row: SourceRow, field: str) -> tuple[str, str]:

@@ -128,8 +128,8 @@ def _golden_answers(row: SourceRow) -> list[str]:
     return listed
 
 
-def _data_source(row: SourceRow, otherwise: str) -> str:
-    return row.get_text("data_source") if row.values.get("data_source") else otherwise
+def _data_source(row: SourceRow, default: str) -> str:
+    return row.get_text("data_source") if row.values.get("data_source") else default
 
 
 def _prompt_messages(row: SourceRow) -> tuple[Message, ...]:

@@ -6,10 +6,10 @@ line is `tools/convert_data.py`.
 
 To add one:
 
-1. Write a function from source rows to a `ConversionResult` in a new file here; `xlam` is short.
-2. Add its row to `SOURCES`, whose names are the choices of `--source`.
+1. Write a function from source rows to a `ConversionResult` in a new file here, as in `xlam`.
+2. Add it to `SOURCES`, whose names are the choices of `--source`.
 3. Add data sets of function calls to `FUNCTION_CALL_SOURCES` in `config/sections/reward.py`.
-4. Test hand-written rows and refusals beside `tests/data/converters/test_xlam.py`.
+4. Test hand-written valid and malformed rows, as in `tests/data/converters/test_xlam.py`.
 """
 
 from __future__ import annotations

@@ -24,9 +24,7 @@ class SourceRow:
     """One row of a published data set."""
 
     file: str
-    """Path of the file."""
     row_index: int
-    """Index of the row in the file."""
     values: Mapping[str, Any]
     """Values by field."""
 
@@ -36,8 +34,7 @@ class SourceRow:
         """Return the error for a bad field."""
         return ValueError(
             f"{self.file} row {self.row_index}, field {name}: got {_abbreviate(got)}, expected "
-            f"{expected}; "
-            f"probable cause: {cause}"
+            f"{expected}; probable cause: {cause}"
         )
 
     def get(self, name: str) -> Any:
@@ -68,14 +65,14 @@ class SourceRow:
         return items
 
     def get_dict(self, name: str) -> dict[str, Any]:
-        """Return the field, a struct with its nulls, or {} if it is missing."""
+        """Return the field, a struct that may have null members, or {} if it is missing."""
         value = self.values.get(name)
         if not isinstance(value, dict | None):
             raise self.error(name, value, "a struct")
         return value or {}
 
     def get_json(self, name: str) -> Any:
-        """Return the field or its parsed JSON text, without null members of parquet structs."""
+        """Return the parsed JSON text, or another value without null members of structs."""
         value = self.get(name)
         if not isinstance(value, str):
             return drop_nulls(value)
@@ -123,7 +120,7 @@ def unique_row_id(row: SourceRow, place: int, seen: set[str]) -> str:
     given = row.values.get("id")
     index = str(place if given is None else given)
     if index in seen:
-        raise row.error("id", index, "an id of its own", "a file was given twice, or two splits")
+        raise row.error("id", index, "a unique id", "a file was given twice, or two splits")
     seen.add(index)
     return index
 

@@ -38,10 +38,10 @@ class ChatTemplate:
     """Encodes messages with a tokenizer's chat template, as a whole or turn by turn.
 
     A growing conversation is never rendered again. New messages are rendered behind a fixed base
-    conversation, and everything that the base itself renders to, up to the eos of its assistant
-    turn, is removed. So a template that rewrites earlier turns (drops old reasoning, adds empty
-    reasoning to the last turn) does not change what was sampled. The caller checks whether the sum
-    of the pieces is what the template renders for the whole conversation.
+    conversation, and the base, up to the eos of its assistant turn, is removed from the result. So
+    a template that rewrites earlier turns (drops old reasoning, adds empty reasoning to the last
+    turn) does not change what was sampled. The caller checks whether the pieces add up to what the
+    template renders for the whole conversation.
 
     Only the template produces special tokens: where the text of a message contains one, it is
     rendered as a placeholder and encoded as plain text. Pieces meet only at turn boundaries, so
@@ -64,15 +64,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Return the ids of the conversation, by default followed by the generation prompt."""
-        hidden, texts = self._replace_special_tokens(messages)
-        return self._encode_rendered(
-            self._render(hidden, tools, add_generation_prompt=add_generation_prompt), texts
-        )
+        replaced, text_by_placeholder = self._replace_special_tokens(messages)
+        text = self._render(replaced, tools, add_generation_prompt=add_generation_prompt)
+        return self._encode_rendered(text, text_by_placeholder)
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""
-        hidden, texts = self._replace_special_tokens(messages)
-        text = self._render((*_BASE_CONVERSATION, *hidden), None, add_generation_prompt=True)
+        replaced, text_by_placeholder = self._replace_special_tokens(messages)
+        text = self._render((*_BASE_CONVERSATION, *replaced), None, add_generation_prompt=True)
         eos = str(self._tokenizer.eos_token)
         _, found, tail = text.partition(_SENTINEL)
         if not found or eos not in tail:
@@ -82,7 +81,7 @@ class ChatTemplate:
                 f"{messages[0]['role'] if messages else '(none)'}; probable cause: it drops "
                 "earlier turns, or the tokenizer's eos_token is not what ends a turn"
             )
-        return self._encode_rendered(tail[tail.index(eos) + len(eos) :], texts)
+        return self._encode_rendered(tail[tail.index(eos) + len(eos) :], text_by_placeholder)
 
     def turn_end_text(self) -> str:
         """Return what the template writes after the text of the last assistant turn."""
@@ -92,28 +91,32 @@ class ChatTemplate:
     def _replace_special_tokens(
         self, messages: Sequence[Message]
     ) -> tuple[list[Message], dict[str, str]]:
-        """Replace special tokens by placeholders; return the messages and the replaced texts."""
-        contents = [str(message.get("content", "")) for message in messages]
-        found = [text for text in self._special_tokens if any(text in part for part in contents)]
-        free = _unused_placeholders(contents)
-        marks = {text: next(free) for text in found}
-        hidden: list[Message] = []
-        for message, part in zip(messages, contents, strict=True):
-            clean = _replace_lone_surrogates(part)
-            for text, mark in marks.items():
-                clean = clean.replace(text, mark)
-            hidden.append({**message, "content": clean})
-        return hidden, {mark: text for text, mark in marks.items()}
+        """Replace special tokens in messages by one-character placeholders.
 
-    def _encode_rendered(self, text: str, texts: Mapping[str, str]) -> list[int]:
+        Returns:
+            The messages, and the replaced special token of each placeholder.
+        """
+        contents = [str(message.get("content", "")) for message in messages]
+        special = [text for text in self._special_tokens if any(text in part for part in contents)]
+        text_by_placeholder = dict(zip(_unused_placeholders(contents), special, strict=False))
+        replaced: list[Message] = []
+        for message, content in zip(messages, contents, strict=True):
+            content = _replace_lone_surrogates(content)
+            for placeholder, text in text_by_placeholder.items():
+                content = content.replace(text, placeholder)
+            replaced.append({**message, "content": content})
+        return replaced, text_by_placeholder
+
+    def _encode_rendered(self, text: str, text_by_placeholder: Mapping[str, str]) -> list[int]:
         """Encode rendered text; placeholders become the plain text they stand for."""
-        if not texts:
+        if not text_by_placeholder:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         ids: list[int] = []
-        for piece in re.split(f"([{''.join(texts)}])", text):
-            plain = piece in texts
+        for piece in re.split(f"([{''.join(text_by_placeholder)}])", text):
             ids += self._tokenizer.encode(
-                texts.get(piece, piece), add_special_tokens=False, split_special_tokens=plain
+                text_by_placeholder.get(piece, piece),
+                add_special_tokens=False,
+                split_special_tokens=piece in text_by_placeholder,
             )
         return ids
 
@@ -140,11 +143,8 @@ class ChatTemplate:
 
 def _unused_placeholders(texts: Sequence[str]) -> Iterator[str]:
     """Yield private-use characters that occur in none of the texts."""
-    return (
-        mark
-        for mark in map(chr, _PRIVATE_USE_CODEPOINTS)
-        if not any(mark in text for text in texts)
-    )
+    characters = map(chr, _PRIVATE_USE_CODEPOINTS)
+    return (char for char in characters if not any(char in text for text in texts))
 
 
 class HFCodec:

@@ -46,9 +46,9 @@ def cot_marker_ids(codec: HFCodec, texts: Sequence[str]) -> tuple[tuple[int, ...
 
 
 def _marker_ids(codec: HFCodec, text: str) -> tuple[int, ...]:
-    own = codec.added_token_id(text)
-    if own is not None:
-        return (own,)
+    added_id = codec.added_token_id(text)
+    if added_id is not None:
+        return (added_id,)
     ids = tuple(codec.encode(text))
     if not ids or codec.decode(ids) != text:
         raise ValueError(
@@ -60,9 +60,8 @@ def _marker_ids(codec: HFCodec, text: str) -> tuple[int, ...]:
         if not _occurs_in_context(codec, before, text, after, ids):
             raise ValueError(
                 f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)} alone, and others "
-                "in "
-                f"{before + text + after!r}; expected the same, or it is not found in what the "
-                "policy samples; probable cause: the tokenizer merges its ends with the text "
+                f"in {before + text + after!r}; expected the same in any context, so that it is "
+                "found in a response; probable cause: the tokenizer merges its ends with the text "
                 f"beside it{REMEDY}"
             )
     return ids

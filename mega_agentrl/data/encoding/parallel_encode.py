@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool
 
 if TYPE_CHECKING:
+    from mega_agentrl.types.protocols import ChatCodec
     from mega_agentrl.types.records import Message
 
 MIN_PARALLEL_ROWS = 50_000
@@ -38,21 +39,8 @@ ConversationWithTools = tuple[Sequence["Message"], Sequence[str]]
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 
 
-class ChatEncoder(Protocol):
-    """Encodes chat messages; an encoder with a `folder` can be recreated in other processes."""
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the ids of the conversation, by default with the generation prompt."""
-
-
 def encode_conversations(
-    codec: ChatEncoder,
+    codec: ChatCodec,
     conversations: Sequence[ConversationWithTools],
     schemas: ToolSchemas,
     *,
@@ -62,7 +50,8 @@ def encode_conversations(
     """Return the token ids of each conversation with its generation prompt.
 
     Args:
-        codec: the tokenizer and chat template.
+        codec: the tokenizer and chat template; worker processes recreate it from its `folder`, and
+            without one all conversations are encoded here.
         conversations: messages with tool names.
         schemas: tool schemas by name.
         key: configuration key of the conversations, for error messages.
@@ -74,7 +63,7 @@ def encode_conversations(
     num_workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     folder = getattr(codec, "folder", None)
     if len(conversations) < min_rows or num_workers < 2 or folder is None:
-        return [_encode_conversation(codec, one, schemas) for one in conversations]
+        return [_encode_conversation(codec, messages, schemas) for messages in conversations]
     pool = WorkerPool(num_workers, _TIMEOUT_S)
     try:
         pool.start()
@@ -87,8 +76,8 @@ def encode_conversations(
         return [ids for answer in answers for ids in answer.result()]
     except WorkerCallError as error:
         raise ValueError(
-            f"{key}: a process that tokenizes its prompts failed: {error}; expected token ids; "
-            "probable cause: a chat template that takes other messages, or too little memory"
+            f"{key}: a worker process failed to tokenize its prompts: {error}; probable cause: a "
+            "chat template that takes other messages, or too little memory"
         ) from error
     finally:
         pool.close()
@@ -108,7 +97,7 @@ def _load_codec(folder: str) -> HFCodec:
 
 
 def _encode_conversation(
-    codec: ChatEncoder, conversation: ConversationWithTools, schemas: ToolSchemas
+    codec: ChatCodec, conversation: ConversationWithTools, schemas: ToolSchemas
 ) -> list[int]:
     messages, names = conversation
     return codec.apply_chat_template(messages, [schemas[name] for name in names] or None)

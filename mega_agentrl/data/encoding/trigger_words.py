@@ -2,8 +2,8 @@
 
 `algo.ares.trigger_words_file` is a text file with one word per line. A token is a trigger if its
 text alone, in lower case and without the mark of a leading space (`normalize_trigger_token`), is
-one of the words. As published, a word that no single token spells never triggers. Decoding the
-vocabulary once replaces decoding the most probable token at every position.
+one of the words. As published, a word of several tokens never triggers. The vocabulary is decoded
+once, instead of the most probable token at every position.
 """
 
 from __future__ import annotations
@@ -26,30 +26,22 @@ def load_trigger_words(path: str) -> frozenset[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"algo.ares.trigger_words_file={path!r}: it cannot be read ({error}); expected a text "
-            "file with a "
-            "word a line; probable cause: a mistyped path"
+            "file with one word per line; probable cause: a mistyped path"
         ) from error
     words = frozenset(filter(None, map(normalize_trigger_token, text.splitlines())))
     if not words:
         raise ValueError(
-            f"algo.ares.trigger_words_file={path!r}: got 0 words, expected a word a line; probable "
-            "cause: an "
-            "empty file. Every token is a trigger where algo.ares.trigger_words_file is empty "
-            "itself"
+            f"algo.ares.trigger_words_file={path!r}: got 0 words, expected one word per line; "
+            "leave the setting empty to make every token a trigger"
         )
     return words
 
 
 def trigger_token_ids(codec: TextCodec, words: Collection[str], *, key: str) -> frozenset[int]:
-    """Return the ids of the tokens that are one of the words, decoding the whole vocabulary.
-
-    Args:
-        codec: the tokenizer.
-        words: normalised words.
-        key: configuration key of the words, for error messages.
+    """Return the ids of all tokens of the vocabulary that are one of the normalised words.
 
     Raises:
-        ValueError: no token is one of the words.
+        ValueError: no token is one of the words, which the configuration key `key` sets.
     """
     found = frozenset(
         token_id
@@ -58,8 +50,8 @@ def trigger_token_ids(codec: TextCodec, words: Collection[str], *, key: str) -> 
     )
     if not found:
         raise ValueError(
-            f"{key}: none of its {len(words)} words is a token of the model's vocabulary, "
-            "expected at least one, or no window is ever counted; probable cause: words of "
-            "another language, or a line that holds several"
+            f"{key}: none of its {len(words)} words is a token of the model's vocabulary, expected "
+            "at least one, because no window is counted otherwise; probable cause: words of "
+            "another language, or several words on a line"
         )
     return found

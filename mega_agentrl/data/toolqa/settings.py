@@ -36,15 +36,11 @@ class ToolQASettings:
     num_dev: int = 300
     """Number of development questions."""
     num_validation: int = 300
-    """Number of validation questions."""
     num_demonstrations: int = 16000
-    """Number of demonstrations."""
     vocab_size: int = 448
     """Maximum number of tokens."""
     num_layers: int = 2
-    """Number of layers of the model."""
     hidden_size: int = 128
-    """Hidden size of the model."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

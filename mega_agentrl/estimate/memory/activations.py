@@ -1,8 +1,8 @@
 """Estimates the bytes that a policy rank keeps or needs for the backward pass.
 
-The layers recompute nothing, so the tensors that each operation saves add up. Per token, with
-tensor-parallel size t, h' = h/t under sequence parallelism and h' = h without, and with f the local
-inner width of the MLP, a layer saves
+There is no activation recomputation, so the tensors that each operation saves add up. Per token,
+with tensor-parallel size t, h' = h/t under sequence parallelism and h' = h without, and with f the
+local inner width of the MLP, a layer saves
 
     two norms         input, normalised input and output                       3 h' each
     attention         the fused q/k/v, normalised and rotated copies, and its output
@@ -15,8 +15,8 @@ keeps a float32 copy, the activation three more products, and the attention gath
 Megatron's own layers are counted; Transformer Engine's keep slightly less. A pipeline stage keeps
 the activations of several micro-batches at once (`num_in_flight_passes`).
 
-The full logits of the vocabulary-parallel head never exist: tiles of them live in a scratch buffer
-of fixed size, whose sizes are those of `actor.vocab`, besides
+The vocabulary-parallel head computes logits in tiles, in a scratch buffer of fixed size (as
+`actor.vocab.tiling`), and needs besides
 
     gradient of the hidden states   [N, D] float32, and once in the training dtype
     gradient of a block             [B, D] float32, for the vocabulary rows of one tile
@@ -66,14 +66,14 @@ def stage_activation_bytes(
     """Return the peak activation bytes on a rank of a pipeline stage.
 
     Args:
-        shape: the model.
-        layout: the parallel sizes.
-        stage: the pipeline stage.
-        tokens: number of tokens of a micro-batch on this rank.
-        kernels: how the layers run.
-        num_micro_batches: number of micro-batches of an optimizer step, which bounds how many are
+        shape: The model.
+        layout: The parallel sizes.
+        stage: The pipeline stage.
+        tokens: Number of tokens of a micro-batch on this rank.
+        kernels: How the layers run.
+        num_micro_batches: Number of micro-batches of an optimizer step, which bounds how many are
             in flight.
-        imbalance: tokens of the busiest expert rank divided by the mean.
+        imbalance: Tokens of the busiest expert rank divided by the mean.
     """
     per_chunk = shape.num_layers // (layout.pipeline * layout.virtual_pipeline)
     total, last = 0.0, layout.pipeline - 1

@@ -1,13 +1,12 @@
 """Estimates the memory of an engine rank and the number of tokens that its KV cache holds.
 
-vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU. Weights, the largest forward pass
-(which vLLM profiles) and the runtime come off, and the KV cache gets the rest. vLLM's profiling
-does not see the CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight
-transfer with one layer's parameters (a layer is filled and then copied); these lie outside the
-fraction.
+vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU for weights, the largest forward
+pass (which vLLM profiles) and the runtime; the KV cache gets the rest. vLLM's profiling misses the
+CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight transfer with one
+layer's parameters (a layer is filled and then copied); these are outside the fraction.
 
-With `cluster.colocated` the engine shares the GPU with what the policy leaves there while the
-engine is awake, and itself leaves some memory allocated while it sleeps (`while_sleeping`).
+With `cluster.colocated` the policy leaves some memory allocated while the engine is awake, and the
+engine while it sleeps (`sleeping_bytes`).
 
     KV bytes per token   2 * layers * key heads of the rank * head width * bytes of a number
 """
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.device import CPU_KERNEL_BYTES, CPU_LIBRARIES_BYTES, GIB, MIB
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
-from mega_agentrl.reshard.planner.repeated_layers import (
+from mega_agentrl.reshard.planner.owner_expansion import (
     first_layer_of_each_type,
     one_layer_per_type,
 )
@@ -71,24 +70,24 @@ class EngineMemory:
         return max(0, self.kv_cache) // self.kv_bytes_per_token
 
     @property
-    def outside_vllm_share(self) -> int:
+    def outside_vllm_bytes(self) -> int:
         """Bytes that vLLM's share does not include."""
         return self.entropy_tap + self.transfer + self.cuda_graphs
 
     @property
-    def while_sleeping(self) -> int:
+    def sleeping_bytes(self) -> int:
         """Bytes that stay on a shared GPU while the policy trains."""
         return self.runtime + self.cuda_graphs + self.resident_buckets
 
     @property
-    def while_loading_weights(self) -> int:
+    def loading_bytes(self) -> int:
         """Bytes during the weight update, before the KV cache is allocated."""
         return self.weights + self.transfer + self.runtime + self.cuda_graphs
 
     @property
     def peak(self) -> int:
         """Peak bytes on the GPU, with all of vLLM's share."""
-        return round(self.vllm_share) + self.outside_vllm_share + self.colocated_policy
+        return round(self.vllm_share) + self.outside_vllm_bytes + self.colocated_policy
 
 
 def estimate_engine_memory(
@@ -96,12 +95,12 @@ def estimate_engine_memory(
 ) -> EngineMemory:
     """Return the memory of an engine rank; all ranks need the same."""
     engine, item = config.engine, device.engine_item_bytes
-    weights = num_engine_rank_elements(shape, engine.tensor_parallel_size) * item
+    weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size) * item
     activations = _num_activation_elements(config, shape) * item
-    rows = engine.max_num_seqs * shape.vocab_size
-    logits = rows * (item + 2 * _FLOAT_BYTES)
+    num_logits = engine.max_num_seqs * shape.vocab_size
+    logits = num_logits * (item + 2 * _FLOAT_BYTES)
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
-        logits += rows * (_FLOAT_BYTES + 8)  # sorted values and their indices
+        logits += num_logits * (_FLOAT_BYTES + 8)  # sorted values and their indices
     bucket = config.weight_sync.bucket_mib * MIB
     runtime = device.engine_runtime_bytes
     if not device.is_gpu:
@@ -122,7 +121,7 @@ def estimate_engine_memory(
         logits=logits,
         runtime=runtime,
         kv_cache=round(share) - used,
-        entropy_tap=3 * rows * _FLOAT_BYTES,
+        entropy_tap=3 * num_logits * _FLOAT_BYTES,
         transfer=buckets + _num_largest_layer_elements(shape, engine.tensor_parallel_size) * item,
         cuda_graphs=_CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
@@ -133,7 +132,7 @@ def estimate_engine_memory(
 
 
 @lru_cache(maxsize=64)
-def num_engine_rank_elements(shape: ModelShape, tensor_size: int) -> int:
+def num_engine_rank_parameters(shape: ModelShape, tensor_size: int) -> int:
     """Return the number of weight elements on one tensor rank, vocabulary padding included."""
     sample = one_layer_per_type(shape)
     total = num_elements(engine_shard_layouts(sample, 0, tensor_size))

@@ -110,9 +110,9 @@ def _mlp_shards(
 def _split_rows(
     name: str, start: int, count: int, width: int, *, bias: bool
 ) -> Iterator[ShardLayout]:
-    tails: dict[str, tuple[int, ...]] = {"weight": (width,)} | ({"bias": ()} if bias else {})
-    for kind, tail in tails.items():
-        yield stack_rows(f"{name}.{kind}", [RowRange(f"{name}.{kind}", start, count)], tail)
+    row_shapes: dict[str, tuple[int, ...]] = {"weight": (width,)} | ({"bias": ()} if bias else {})
+    for kind, row_shape in row_shapes.items():
+        yield stack_rows(f"{name}.{kind}", [RowRange(f"{name}.{kind}", start, count)], row_shape)
 
 
 def _split_columns(

@@ -5,20 +5,16 @@
     optimizer  two float32 moments, and float32 master weights unless the weights are float32, for
                the elements that the replica steps
 
-Ranks of one pipeline stage hold equally many parameters whatever their tensor or expert rank, so
-one rank represents its stage; of its replicas the one that steps the most elements counts. Names
-and shapes come from the actors' mapping (`reshard.mapping`). The reference policy of a KL term is a
+All ranks of a pipeline stage hold the same number of parameters, so one rank represents its stage;
+of its replicas the one that steps the most elements counts. The reference policy of a KL term is a
 copy of the weights in pinned host memory, whose blocks are rounded up to powers of two bytes.
 
 Each model chunk of a rank has one of Megatron's flat buffers for dense parameters and one for
-expert parameters, both in reverse parameter order. With the distributed optimizer
-
-    every parameter starts at a multiple of 64 elements; every bucket ends at a multiple of
-    lcm(replicas, 128), and a shared embedding has its own bucket; replica r of n steps the r-th of
-    n equal parts of each bucket;
-
-and weights and gradients both live in such buffers. Without it there is no padding, weights are
-separate tensors, and every replica steps all parameters.
+expert parameters, both in reverse parameter order. With the distributed optimizer weights and
+gradients are in such buffers: every parameter starts at a multiple of 64 elements; every bucket
+ends at a multiple of lcm(replicas, 128); a shared embedding has its own bucket; replica r of n
+steps the r-th of n equal parts of each bucket. Without it there is no padding, weights are separate
+tensors, and every replica steps all parameters.
 """
 
 from __future__ import annotations
@@ -83,7 +79,7 @@ def rank_parameters(
     """Return all parameters of a rank of a pipeline stage, in the order of the actor's model.
 
     Raises:
-        ValueError: the parallel sizes do not divide the model.
+        ValueError: The parallel sizes do not divide the model.
     """
     rank = ModelParallelRank(
         tensor_size=layout.tensor,
@@ -131,20 +127,20 @@ class FlatBuffer:
 def flat_buffers(parameters: Sequence[RankParameter], layout: ParallelConfig) -> list[FlatBuffer]:
     """Return the non-empty buffers of one rank: by chunk, dense before experts."""
     stage_ranks = layout.tensor * layout.context * layout.data
-    found = []
+    buffers = []
     for _, group in groupby(parameters, key=lambda parameter: parameter.chunk):
         chunk = list(group)
         for expert in (False, True):
             num_replicas = layout.data * layout.context
             if expert:
                 num_replicas = stage_ranks // (layout.expert * layout.expert_tensor_size)
-            chosen = [parameter for parameter in chunk if parameter.is_expert is expert]
-            if chosen:
+            members = [parameter for parameter in chunk if parameter.is_expert is expert]
+            if members:
                 numel, owned = _buffer_layout(
-                    chosen, num_replicas, padded=layout.distributed_optimizer
+                    members, num_replicas, padded=layout.distributed_optimizer
                 )
-                found.append(FlatBuffer(expert, numel, owned))
-    return found
+                buffers.append(FlatBuffer(expert, numel, owned))
+    return buffers
 
 
 def _buffer_layout(
@@ -195,7 +191,7 @@ class ModelState:
     num_parameters: int
     """Number of parameter elements, without padding."""
     largest_parameter: int
-    """Bytes of the largest parameter; its gradient briefly exists a second time in this dtype."""
+    """Bytes of the largest parameter in the training dtype, of a temporary copy of its gradient."""
     weights: int
     """Bytes of the weights."""
     gradients: int
@@ -222,22 +218,22 @@ def estimate_model_state(
     """Return the state of a rank after its first optimizer step.
 
     Args:
-        shape: the model.
-        layout: the parallel sizes.
-        stage: the pipeline stage.
-        item_bytes: bytes of a weight in training, 2 or 4.
-        replica: index among the ranks with the same dense weights; None for the largest state.
-        expert_replica: index among the ranks with the same experts; None for the largest state.
+        shape: The model.
+        layout: The parallel sizes.
+        stage: The pipeline stage.
+        item_bytes: Bytes of a weight in training, 2 or 4.
+        replica: Index among the ranks with the same dense weights; None for the largest state.
+        expert_replica: Index among the ranks with the same experts; None for the largest state.
 
     Raises:
-        ValueError: the parallel sizes do not divide the model.
+        ValueError: The parallel sizes do not divide the model.
     """
     parameters = rank_parameters(shape, layout, stage)
     buffers = flat_buffers(parameters, layout)
     numel = sum(buffer.numel for buffer in buffers)
     stepped = sum(
-        _max_stepped_elements(buffers, expert=expert, replica=chosen)
-        for expert, chosen in ((False, replica), (True, expert_replica))
+        _max_stepped_elements(buffers, expert=expert, replica=index)
+        for expert, index in ((False, replica), (True, expert_replica))
     )
     copies = 2 if item_bytes == _FLOAT32_BYTES else 3
     return ModelState(

@@ -6,18 +6,18 @@
                  two buckets of the weight transfer
 
 The peak is the permanent part plus the largest alternating one. On shared GPUs
-(`cluster.colocated`) a sleeping engine permanently keeps some memory. The weight transfer then
-holds the weights of both sides, but neither gradients and optimizer state nor a KV cache, and may
-itself be the peak.
+(`cluster.colocated`) a sleeping engine permanently keeps some memory. During the weight transfer
+the weights of both sides are on the GPU, but neither gradients and optimizer state nor a KV cache;
+this may be the peak.
 
-The critic is the policy's transformer with a scalar head, on ranks of its own. Weights, gradients,
-optimizer and activations are those of a policy in the same layout, but there is no vocabulary head,
-no reference and no weight transfer.
+The critic is the policy's transformer with a scalar head, on ranks of its own: a policy without
+vocabulary head, reference and weight transfer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, MIB
@@ -102,76 +102,90 @@ def estimate_policy_memory(
     A run that only evaluates has weights, but no gradients, optimizer or activations.
 
     Args:
-        config: the run.
-        shape: the model.
-        device: the device of a rank.
-        imbalance: tokens of the busiest expert rank divided by the mean.
-        micro_batch_tokens: tokens of the largest micro-batch; None for the largest possible.
+        config: The run.
+        shape: The model.
+        device: The device of a rank.
+        imbalance: Tokens of the busiest expert rank divided by the mean.
+        micro_batch_tokens: Tokens of the largest micro-batch; None for the largest possible.
 
     Raises:
-        ValueError: the parallel sizes do not divide the model.
+        ValueError: The parallel sizes do not divide the model.
     """
-    layout = config.parallel
+    max_tokens, num_micro_batches = max_micro_batches(config)
+    return [
+        _estimate_stage_memory(
+            config,
+            shape,
+            device,
+            stage,
+            tokens=micro_batch_tokens or max_tokens,
+            num_micro_batches=num_micro_batches,
+            imbalance=imbalance,
+        )
+        for stage in range(config.parallel.pipeline)
+    ]
+
+
+def _estimate_stage_memory(
+    config: TrainConfig,
+    shape: ModelShape,
+    device: DeviceSpec,
+    stage: int,
+    *,
+    tokens: int,
+    num_micro_batches: int,
+    imbalance: float,
+) -> PolicyMemory:
+    layout, trains = config.parallel, not config.is_eval_only
     kernels = KernelConfig(
         item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu
     )
-    tokens, num_micro_batches = max_micro_batches(config)
-    trains = not config.is_eval_only
-    tokens = micro_batch_tokens or tokens
-    found = []
-    for stage in range(layout.pipeline):
-        state = estimate_model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
-        is_last = stage == layout.pipeline - 1
-        activations = stage_activation_bytes(
-            shape, layout, stage, tokens, kernels,
-            num_micro_batches=num_micro_batches, imbalance=imbalance,
-        )  # fmt: skip
-        layer_workspace = layer_backward_workspace_bytes(
-            shape, layout, tokens, kernels, imbalance=imbalance
-        )
-        activations = round(activations) if trains else 0
-        head_workspace = (
-            head_workspace_bytes(shape, layout.tensor, tokens, kernels) if is_last else 0
-        )
-        workspace = round(layer_workspace) + state.largest_parameter if trains else 0
-        runtime = device.policy_runtime_bytes
-        bucket = config.weight_sync.bucket_mib * MIB
-        if not device.is_gpu:
-            # Models on CPUs are small: a bucket holds no more than the rank has to send.
-            bucket = min(bucket, state.weights)
-            runtime = CPU_LIBRARIES_BYTES
-        reference = config.algo.needs_reference and trains
-        gradients, optimizer = (state.gradients, state.optimizer) if trains else (0, 0)
-        host = state.host_copy_bytes if reference else 0
-        sleeping_engine = transfer_peak = 0
-        if config.cluster.colocated and device.is_gpu:
-            engine = estimate_engine_memory(config, shape, device)
-            sleeping_engine = engine.while_sleeping
-            transfer_peak = state.weights + 2 * bucket + runtime + engine.while_loading_weights
-            host += state.weights + optimizer
-        found.append(
-            PolicyMemory(
-                stage=stage,
-                num_parameters=state.num_parameters,
-                weights=state.weights,
-                gradients=gradients,
-                optimizer=optimizer,
-                activations=activations,
-                head_workspace=head_workspace,
-                layer_workspace=workspace,
-                transfer_buckets=2 * bucket,
-                reference_staging=min(_REFERENCE_CHUNK_BYTES, state.weights) if reference else 0,
-                runtime=runtime,
-                pinned_host=host,
-                sleeping_engine=sleeping_engine,
-                colocated_transfer_peak=transfer_peak,
-            )
-        )
-    return found
+    state = estimate_model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
+    activations = stage_activation_bytes(
+        shape, layout, stage, tokens, kernels,
+        num_micro_batches=num_micro_batches, imbalance=imbalance,
+    )  # fmt: skip
+    layer_workspace = layer_backward_workspace_bytes(
+        shape, layout, tokens, kernels, imbalance=imbalance
+    )
+    head_workspace = 0
+    if stage == layout.pipeline - 1:
+        head_workspace = head_workspace_bytes(shape, layout.tensor, tokens, kernels)
+    runtime = device.policy_runtime_bytes
+    bucket = config.weight_sync.bucket_mib * MIB
+    if not device.is_gpu:
+        # Models on CPUs are small: a bucket holds no more than the rank has to send.
+        bucket = min(bucket, state.weights)
+        runtime = CPU_LIBRARIES_BYTES
+    reference = config.algo.needs_reference and trains
+    gradients, optimizer = (state.gradients, state.optimizer) if trains else (0, 0)
+    pinned_host = state.host_copy_bytes if reference else 0
+    sleeping_engine = transfer_peak = 0
+    if config.cluster.colocated and device.is_gpu:
+        engine = estimate_engine_memory(config, shape, device)
+        sleeping_engine = engine.sleeping_bytes
+        transfer_peak = state.weights + 2 * bucket + runtime + engine.loading_bytes
+        pinned_host += state.weights + optimizer
+    return PolicyMemory(
+        stage=stage,
+        num_parameters=state.num_parameters,
+        weights=state.weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=round(activations) if trains else 0,
+        head_workspace=head_workspace,
+        layer_workspace=round(layer_workspace) + state.largest_parameter if trains else 0,
+        transfer_buckets=2 * bucket,
+        reference_staging=min(_REFERENCE_CHUNK_BYTES, state.weights) if reference else 0,
+        runtime=runtime,
+        pinned_host=pinned_host,
+        sleeping_engine=sleeping_engine,
+        colocated_transfer_peak=transfer_peak,
+    )
 
 
 def max_row_tokens(config: TrainConfig) -> int:
-    """Return the number of tokens of the longest row that a micro-batch must hold."""
+    """Return the number of tokens of the longest possible trajectory."""
     if config.rollout.use_inference_chat_template:
         return config.engine.max_model_len
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -183,29 +197,22 @@ def max_micro_batches(config: TrainConfig) -> tuple[int, int]:
     Both are upper bounds, reached when every trajectory has its full length.
     """
     layout, budget = config.parallel, config.optim.micro_batch_tokens
-    row = max_row_tokens(config)
-    rows = config.data.prompts_per_step * config.rollout.group_size
-    share = max(1, -(-rows // (config.optim.num_minibatches * layout.data)))
-    fitting = max(1, budget * layout.context // row)
-    count = -(-share // fitting)
+    row_tokens = max_row_tokens(config)
+    num_rows = config.data.prompts_per_step * config.rollout.group_size
+    rows_per_rank = max(1, ceil(num_rows / (config.optim.num_minibatches * layout.data)))
+    rows_per_micro_batch = max(1, budget * layout.context // row_tokens)
+    num_micro_batches = ceil(rows_per_rank / rows_per_micro_batch)
     multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-    tokens = min(budget, -(-share * row // layout.context))
-    return max(1, tokens), round_up(count, multiple)
+    tokens = min(budget, ceil(rows_per_rank * row_tokens / layout.context))
+    return max(1, tokens), round_up(num_micro_batches, multiple)
 
 
 def estimate_critic_memory(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec, *, imbalance: float = 1.0
 ) -> list[PolicyMemory]:
-    """Return the critic's memory by pipeline stage, [] without a critic.
+    """Return the critic's memory by pipeline stage; empty without a critic.
 
-    Args:
-        config: the run.
-        shape: the policy model.
-        device: the device of a rank.
-        imbalance: tokens of the busiest expert rank divided by the mean.
-
-    Raises:
-        ValueError: the parallel sizes do not divide the model.
+    `shape` is that of the policy; see `estimate_policy_memory`.
     """
     if not config.algo.needs_critic or config.is_eval_only:
         return []

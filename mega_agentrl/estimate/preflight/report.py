@@ -42,9 +42,9 @@ class PreflightProblem:
     config_key: str
     """The configuration key to change."""
     message: str
-    """Finding and expectation, for people."""
+    """What was estimated and what is expected."""
     suggestions: tuple[str, ...] = ()
-    """Changes that solve the problem, as text."""
+    """Descriptions of changes that solve the problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +77,18 @@ def run_preflight(
     """Estimate the memory of policy, critic and engine, and search for changes that make them fit.
 
     Args:
-        config: the run.
-        shape: the model.
-        device: the device of a rank.
-        check: raises `ValueError` for a configuration that cannot run for other reasons.
-        num_gpus: number of available GPUs; None if unknown.
-        imbalance: tokens of the busiest expert rank divided by the mean.
+        config: The run.
+        shape: The model.
+        device: The device of a rank.
+        check: Raises `ValueError` for a configuration that cannot run for other reasons.
+        num_gpus: Number of available GPUs; None if unknown.
+        imbalance: Tokens of the busiest expert rank divided by the mean.
     """
     policy = estimate_policy_memory(config, shape, device, imbalance=imbalance)
     engine = estimate_engine_memory(config, shape, device)
     problems = _placement_problems(config, device, num_gpus)
-    allowed = num_gpus if num_gpus is None or num_required_gpus(config) <= num_gpus else None
-    check = _with_placement_check(check, device, allowed)
+    has_enough_gpus = num_gpus is not None and num_required_gpus(config) <= num_gpus
+    check = _with_placement_check(check, device, num_gpus if has_enough_gpus else None)
     if (fullest := max(policy, key=lambda memory: memory.peak)).peak > device.usable_bytes:
         changes = suggest_policy_changes(config, shape, device, check, imbalance=imbalance)
         problems.append(_policy_problem(fullest, device, changes))
@@ -108,73 +108,68 @@ def _placement_problems(
 ) -> list[PreflightProblem]:
     if not device.is_gpu:
         return []
-    found = []
+    problems = []
     for key, size in (
         ("parallel.tensor", config.parallel.tensor),
         ("engine.tensor_parallel_size", config.engine.tensor_parallel_size),
     ):
         if size > device.gpus_per_node:
-            found.append(
+            problems.append(
                 PreflightProblem(
                     key,
-                    f"{key}={size}: expected at most {device.gpus_per_node}, the GPUs of a "
-                    "machine, "
-                    "which the ranks of a tensor group share",
+                    f"{key}={size}: expected at most {device.gpus_per_node}, the GPUs of a node, "
+                    "because the ranks of a tensor-parallel group are on one node",
                     (f"{key}={device.gpus_per_node} (from {size})",),
                 )
             )
     num_per_node = min_ranks_per_node(config)
-    if not found and num_per_node > device.gpus_per_node:
-        found.append(
+    if not problems and num_per_node > device.gpus_per_node:
+        tensor, engine_tensor = config.parallel.tensor, config.engine.tensor_parallel_size
+        problems.append(
             PreflightProblem(
                 "engine.tensor_parallel_size",
-                f"engine.tensor_parallel_size={config.engine.tensor_parallel_size}: with "
-                "parallel.tensor="
-                f"{config.parallel.tensor} and cluster.colocated=true {num_per_node} ranks belong "
-                "on "
-                f"one machine, expected at most {device.gpus_per_node}",
-                (
-                    f"engine.tensor_parallel_size={config.parallel.tensor} (from "
-                    f"{config.engine.tensor_parallel_size})",
-                ),
+                f"engine.tensor_parallel_size={engine_tensor}: with parallel.tensor={tensor} and "
+                f"cluster.colocated=true {num_per_node} ranks belong on one node, expected at "
+                f"most {device.gpus_per_node}",
+                (f"engine.tensor_parallel_size={tensor} (from {engine_tensor})",),
             )
         )
-    needed = num_required_gpus(config)
-    if num_gpus is not None and needed > num_gpus:
-        found.append(_too_many_gpus(config, needed, num_gpus))
-    return found
+    num_needed = num_required_gpus(config)
+    if num_gpus is not None and num_needed > num_gpus:
+        problems.append(_too_few_gpus_problem(config, num_needed, num_gpus))
+    return problems
 
 
 def _with_placement_check(
     check: ConfigCheck, device: DeviceSpec, num_gpus: int | None
 ) -> ConfigCheck:
-    """Return `check` extended by the placement of ranks on nodes."""
+    """Return a check that also refuses configurations with placement problems."""
 
-    def run(config: TrainConfig) -> None:
+    def check_with_placement(config: TrainConfig) -> None:
         check(config)
         for problem in _placement_problems(config, device, num_gpus):
             raise ValueError(problem.message)
 
-    return run
+    return check_with_placement
 
 
-def _too_many_gpus(config: TrainConfig, needed: int, num_gpus: int) -> PreflightProblem:
+def _too_few_gpus_problem(config: TrainConfig, num_needed: int, num_gpus: int) -> PreflightProblem:
     if config.cluster.colocated:
-        message = f"{needed} GPUs needed, which engines share, {num_gpus} there"
+        message = f"{num_needed} GPUs needed, shared with the engines; {num_gpus} available"
         return PreflightProblem("parallel.data", message)
     tensor = config.engine.tensor_parallel_size
-    policy = needed - config.cluster.num_engines * tensor
-    engines = (num_gpus - policy) // tensor
-    who = "policy and critic" if policy > config.parallel.world_size else "the policy"
+    num_trained = num_needed - config.cluster.num_engines * tensor
+    num_engines = (num_gpus - num_trained) // tensor
+    models = "policy and critic" if num_trained > config.parallel.world_size else "the policy"
     message = (
-        f"{needed} GPUs needed ({policy} for {who}, cluster.num_engines="
-        f"{config.cluster.num_engines} x engine.tensor_parallel_size={tensor} for engines), "
-        f"{num_gpus} there"
+        f"{num_needed} GPUs needed ({num_trained} for {models}, cluster.num_engines="
+        f"{config.cluster.num_engines} x engine.tensor_parallel_size={tensor} for engines); "
+        f"{num_gpus} available"
     )
-    if engines < 1:
+    if num_engines < 1:
         return PreflightProblem("parallel.data", message)
-    fewer = f"cluster.num_engines={engines} (from {config.cluster.num_engines})"
-    return PreflightProblem("cluster.num_engines", message, (fewer,))
+    suggestion = f"cluster.num_engines={num_engines} (from {config.cluster.num_engines})"
+    return PreflightProblem("cluster.num_engines", message, (suggestion,))
 
 
 def _policy_problem(
@@ -191,7 +186,7 @@ def _policy_problem(
         "weight_sync.bucket_mib": memory.transfer_buckets,
     }
     if memory.peak == memory.colocated_transfer_peak:
-        message += " while weights are sent: its own and those of the engine on its GPU, buckets"
+        message += " during the weight transfer: weights of policy and engine, and buckets"
         del parts["optim.micro_batch_tokens"]
     else:
         message += _colocated_note(memory.sleeping_engine, "a sleeping engine")
@@ -201,8 +196,8 @@ def _policy_problem(
     return PreflightProblem(key, message, tuple(map(str, changes)))
 
 
-def _colocated_note(num_bytes: int, who: str) -> str:
-    return f", {num_bytes / GIB:.1f} of it what {who} leaves there" if num_bytes else ""
+def _colocated_note(num_bytes: int, owner: str) -> str:
+    return f"; {num_bytes / GIB:.1f} of it are kept by {owner}" if num_bytes else ""
 
 
 def _engine_problems(
@@ -217,14 +212,13 @@ def _engine_problems(
         messages.append(
             f"engine rank needs {memory.peak / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} "
             f"usable: engine.gpu_memory_utilization={config.engine.gpu_memory_utilization:g} is "
-            f"{memory.vllm_share / GIB:.1f}, beside it {memory.outside_vllm_share / GIB:.1f}"
-            + _colocated_note(memory.colocated_policy, "the policy, off the GPU,")
+            f"{memory.vllm_share / GIB:.1f}, outside it {memory.outside_vllm_bytes / GIB:.1f}"
+            + _colocated_note(memory.colocated_policy, "the offloaded policy")
         )
     if memory.num_kv_cache_tokens < config.engine.max_model_len:
         messages.append(
             f"engine rank has room for {memory.num_kv_cache_tokens} tokens of KV cache, expected "
-            "at "
-            f"least engine.max_model_len={config.engine.max_model_len}: "
+            f"at least engine.max_model_len={config.engine.max_model_len}: "
             f"{memory.kv_cache / GIB:.1f} GiB are left of engine.gpu_memory_utilization="
             f"{config.engine.gpu_memory_utilization:g} after weights of {memory.weights / GIB:.1f}"
         )

@@ -50,9 +50,9 @@ class ConfigChange:
     """A suggested change of configuration values."""
 
     new_values: Overrides
-    """The values that differ from the present configuration."""
+    """New values of the keys that change."""
     old_values: Overrides
-    """The present values of the same keys."""
+    """Old values of these keys."""
     peak_gib: float
     """Peak GiB of a rank after the change."""
     num_extra_gpus: int
@@ -126,13 +126,9 @@ def num_required_gpus(config: TrainConfig) -> int:
 
 
 def _format_value(value: SettingValue) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def policy_peak_gib(
@@ -152,38 +148,27 @@ def suggest_policy_changes(
     imbalance: float = 1.0,
     limit: int = 4,
 ) -> list[ConfigChange]:
-    """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first.
-
-    Args:
-        config: the configuration that does not fit.
-        shape: the model.
-        device: the device of a rank.
-        check: raises `ValueError` for a configuration that cannot run.
-        imbalance: tokens of the busiest expert rank divided by the mean.
-        limit: maximum number of changes.
-    """
-    room = device.usable_bytes / GIB
+    """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first."""
+    usable_gib = device.usable_bytes / GIB
 
     def peak(settings: Overrides) -> float:
         return policy_peak_gib(with_overrides(config, settings), shape, device, imbalance=imbalance)
 
-    found: dict[frozenset[str], ConfigChange] = {}
-    for settings in ({}, *_policy_candidates(config)):
-        chosen = settings
-        if not settings or not _is_valid(config, settings, check) or peak(settings) > room:
-            if _BUCKET_KEY in settings:  # the bucket size does not help against activations
+    changes: dict[frozenset[str], ConfigChange] = {}
+    for candidate in ({}, *_policy_candidates(config)):
+        settings: Overrides | None = candidate
+        if not candidate or not _is_valid(config, candidate, check) or peak(candidate) > usable_gib:
+            if _BUCKET_KEY in candidate:  # the bucket size does not help against activations
                 continue
-            smaller = _largest_fitting_micro_batch(config, settings, check, peak, room)
-            if smaller is None:
-                continue
-            chosen = smaller
-        change = make_change(config, chosen, peak(chosen))
-        found.setdefault(frozenset(change.new_values), change)
-    return sorted(found.values(), key=_change_cost)[:limit]
+            settings = _largest_fitting_micro_batch(config, candidate, check, peak, usable_gib)
+        if settings is not None:
+            change = make_change(config, settings, peak(settings))
+            changes.setdefault(frozenset(change.new_values), change)
+    return sorted(changes.values(), key=_change_cost)[:limit]
 
 
 def _change_cost(change: ConfigChange) -> tuple[int, int]:
-    """Return the sort key of a change: extra GPUs, then keys."""
+    """Return the sort key of a change: the number of extra GPUs, then of keys."""
     return max(0, change.num_extra_gpus), len(change.new_values)
 
 
@@ -192,20 +177,20 @@ def _largest_fitting_micro_batch(
     settings: Overrides,
     check: ConfigCheck,
     peak: Callable[[Overrides], float],
-    room: float,
+    usable_gib: float,
 ) -> Overrides | None:
-    """Return the settings with the largest micro-batch that fits `room` GiB, or None."""
+    """Return the settings with the largest micro-batch that fits, or None if none does."""
     row_tokens = ceil(max_row_tokens(config) / _context_parallel_size(config, settings))
     low = round_up(row_tokens, _TOKEN_GRANULARITY)
     high = config.optim.micro_batch_tokens
     smallest = {**settings, _TOKENS_KEY: low}
-    if low >= high or not _is_valid(config, smallest, check) or peak(smallest) > room:
+    if low >= high or not _is_valid(config, smallest, check) or peak(smallest) > usable_gib:
         return None
     while high - low > _TOKEN_GRANULARITY:
         middle = round_up((low + high) // 2, _TOKEN_GRANULARITY)
         if middle >= high:
             break
-        fits = peak({**settings, _TOKENS_KEY: middle}) <= room
+        fits = peak({**settings, _TOKENS_KEY: middle}) <= usable_gib
         low, high = (middle, high) if fits else (low, middle)
     return {**settings, _TOKENS_KEY: low}
 
@@ -263,14 +248,14 @@ def suggest_engine_changes(
     limit: int = 4,
 ) -> list[ConfigChange]:
     """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first."""
-    found = [
+    changes = [
         make_change(config, settings, estimate_engine_memory(other, shape, device).peak / GIB)
         for settings, other in valid_candidates(config, _engine_candidates(config), check)
         if engine_fits(other, shape, device)
     ]
-    found.sort(key=_change_cost)
+    changes.sort(key=_change_cost)
     minimal: list[ConfigChange] = []
-    for change in found:  # one change per set of keys, and none with more keys than needed
+    for change in changes:  # one change per set of keys, and none with more keys than needed
         if not any(set(other.new_values) <= set(change.new_values) for other in minimal):
             minimal.append(change)
     return minimal[:limit]
@@ -278,8 +263,9 @@ def suggest_engine_changes(
 
 def _engine_candidates(config: TrainConfig) -> Iterator[Overrides]:
     engine, engines = config.engine, config.cluster.num_engines
-    now = engine.gpu_memory_utilization
-    for share in sorted((percent / 100 for percent in range(10, 96)), key=lambda p: abs(p - now)):
+    utilization = engine.gpu_memory_utilization
+    shares = (percent / 100 for percent in range(10, 96))
+    for share in sorted(shares, key=lambda share: abs(share - utilization)):
         yield {"engine.gpu_memory_utilization": share}
     for factor in _FACTORS:
         if engine.max_num_seqs % factor == 0:
@@ -296,5 +282,5 @@ def _engine_candidates(config: TrainConfig) -> Iterator[Overrides]:
                 fewer = {"cluster.num_engines": engines // factor}
                 yield {**tensor, **fewer, "engine.gpu_memory_utilization": share}
         yield tensor
-    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    yield {"engine.max_model_len": least}
+    min_model_len = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    yield {"engine.max_model_len": min_model_len}

@@ -2,8 +2,7 @@
 
 vLLM calls `update_state` when rows of its batch change, and `apply` with the logits of the batch
 (row i = batch index i) after the raw log-probs were taken and before temperature, top-k and top-p.
-The tap changes no logits. It must also run for greedy requests and therefore declares itself not
-arg-max invariant. Only tensor-parallel rank 0 records.
+The tap changes no logits. Only tensor-parallel rank 0 records.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class EntropyTapV1(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the rows that were added, removed and moved."""
+        """Track the rows that vLLM added, removed and moved."""
         if not self._is_recording:
             return
         if process_dict_updates(self._rows, batch_update, _make_batch_row):

@@ -1,9 +1,9 @@
 """Entropy tap for vLLM's V2 model runner (the default on GPUs).
 
-Its batch is described by slots: every request keeps one slot while it is in the batch, and a row of
-the logits points to its slot. The tokens visible to a row are its prompt and what it sampled, so
-the position is their number minus the prompt's. It is negative while a prefill is partial; such
-rows are skipped. Speculative decoding (several rows per request) is not supported.
+Every request keeps one slot while it is in the batch, and every row of the logits has the index of
+a slot. The position of a row is the number of its tokens minus those of the prompt. It is negative
+during a partial prefill; such rows are skipped. Speculative decoding (several rows per request) is
+not supported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fetches the tap's measurements from the workers, many requests per round trip.
 
-A round trip waits for the engine's current step. Requests that ask during one are answered together
-by the next, so the number of round trips is bounded by the number of steps.
+A round trip waits for the engine's current step. All reads requested meanwhile are answered by the
+next round trip, so there are at most as many round trips as steps.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ class TapReader:
 
     async def take(self, key: str) -> TapColumns:
         """Return the record of a finished request; the worker deletes it."""
-        return await self._request(key, take=True)
+        return await self._enqueue(key, take=True)
 
     async def peek(self, key: str) -> TapColumns:
-        """Return the present record of a running request."""
-        return await self._request(key, take=False)
+        """Return the record of a running request up to now."""
+        return await self._enqueue(key, take=False)
 
     def discard(self, key: str) -> None:
-        """Let the worker delete the record of a request that nobody waits for any more."""
+        """Delete the record of a request without returning it."""
         self._enqueue(key, take=True).add_done_callback(asyncio.Future.exception)
-
-    async def _request(self, key: str, *, take: bool) -> TapColumns:
-        return await self._enqueue(key, take=take)
 
     def _enqueue(self, key: str, *, take: bool) -> asyncio.Future[TapColumns]:
         answer: asyncio.Future[TapColumns] = asyncio.get_running_loop().create_future()
@@ -59,7 +56,7 @@ class TapReader:
         keys = [key for key, _ in pending]
         try:
             answers = await self._llm.collective_rpc("tap_read", args=(keys, take))
-        except Exception as error:  # noqa: BLE001 - passed on to everyone who waits
+        except Exception as error:  # noqa: BLE001 - passed on to all callers
             for _, answer in pending:
                 if not answer.done():
                     answer.set_exception(error)

@@ -9,12 +9,12 @@ For a row of logits l sampled at temperature T, with z = l / T and p = softmax(z
 A greedy request (T = 0) is measured at T = 1, where s = 0. The measurements of one step stay in one
 tensor on the device until they are read, so the tap never waits for a GPU.
 
-A value belongs to a position of a request: the number of tokens sampled before. Partial prefills
-and steps that the scheduler discards are thus overwritten by the real ones, and a step past a stop
-lies beyond what the frontend asks for.
+A value belongs to a position of a request: the number of tokens sampled before. The values of
+partial prefills and of steps that the scheduler discards are thus overwritten, and those of a step
+past the end of a request are never read.
 
-This module contains the maths (`measure_logits`) and the bookkeeping (`TapStore`). `runner_v1` and
-`runner_v2` feed it from vLLM's two model runners; `worker_extension` returns its contents.
+`runner_v1` and `runner_v2` record from vLLM's two model runners; `worker_extension` returns the
+records.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _StepMeasurements:
 
 
 class TapStore:
-    """Measurements by request key and position, kept until `take` or `drop`."""
+    """Measurements by request key and position, kept until `take`."""
 
     def __init__(self) -> None:
         self.num_measured_tokens = 0
@@ -98,7 +98,7 @@ class TapStore:
         self._records.setdefault(key, {})
 
     def record(self, values_3R: torch.Tensor, rows: Iterable[tuple[str, int, int]]) -> None:
-        """Record one step; keys that are not open are ignored, since the frontend has dropped them.
+        """Record one step; keys that are not open are ignored, because their records were taken.
 
         Args:
             values_3R: Result of `measure_logits`.

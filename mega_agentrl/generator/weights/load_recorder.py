@@ -7,8 +7,8 @@ the elements of anything a loader slices, without the loader's cooperation:
     narrow, chunk, view, detach, ...   a view of a source or parameter: executed
     param.copy_(source)                a block: recorded, not executed
     param.fill_(0), param.zero_()      padding: recorded, not executed
-    anything else on either            `ValueError` with tensor and operation: it would change
-                                       values, or move them in a way no rectangle describes
+    anything else on either            `ValueError`: it would change values, or move them in a way
+                                       that no rectangle describes
 
 A strided view is a rectangle of its base if and only if both visit the same addresses in the same
 order. After dropping dims of size one and merging nested dims, that is equality of two short lists
@@ -78,10 +78,8 @@ class LoadRecorder(TorchDispatchMode):
         )
 
     def _record_copy(self, param: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        (name, shape), (hf_name, hf_shape) = (
-            self._find_param(param),
-            self._find_checkpoint_tensor(source),
-        )
+        name, shape = self._find_param(param)
+        hf_name, hf_shape = self._find_checkpoint_tensor(source)
         if param.numel() == 0 and source.numel() == 0:
             return param
         local_rect, hf_rect = view_rect(shape, param), view_rect(hf_shape, source)
@@ -124,8 +122,8 @@ class LoadRecorder(TorchDispatchMode):
         return _look_up(self._params, tensor)
 
     def _tensor_name(self, tensor: Any) -> str | None:
-        found = self._find_checkpoint_tensor(tensor) or self._find_param(tensor)
-        return found[0] if found else None
+        entry = self._find_checkpoint_tensor(tensor) or self._find_param(tensor)
+        return entry[0] if entry else None
 
 
 def view_rect(shape: tuple[int, ...], view: torch.Tensor) -> Rect | None:

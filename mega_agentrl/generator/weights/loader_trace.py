@@ -1,19 +1,17 @@
 """Traces where vLLM's own loader puts every element of a checkpoint, for any model.
 
-`load_weights` of the model runs once per tensor rank, on placeholders without memory, under
-`LoadRecorder`; the copies it makes are the layout. So no table of architectures is needed: fused
-and replicated projections, padded vocabularies, stacked experts and tied embeddings come out as
-vLLM treats them. The layouts describe parameters as the loader finds them, before they are packed
-for a kernel (vLLM's layerwise reload restores that form).
+`load_weights` of the model runs once per tensor rank, on meta tensors, under `LoadRecorder`; the
+copies it makes are the layout. So fused and replicated projections, padded vocabularies, stacked
+experts and tied embeddings need no table of architectures. The layouts describe parameters as the
+loader finds them, before they are packed for a kernel; vLLM's layerwise reload restores that form.
 
     trace_engine_layouts   all tensor ranks of an engine, in one process without that engine
     trace_worker_layout    one rank, in the process of a running worker
     trace_model_layout     one rank, for an existing model
 
-vLLM asks module-level groups for rank and size while it builds a model and loads weights.
-`fake_tensor_rank` replaces them with objects that answer only these two questions, so that one
-process can act as every rank in turn; a collective on one of them fails. Do not use it in a process
-that runs an engine.
+While vLLM builds a model and loads weights, it reads rank and size from module-level groups.
+`as_tensor_rank` replaces them with objects that have no more than that, so that one process can
+act as every rank in turn. Do not use it in a process that runs an engine.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ _TENSOR_GROUPS = ("_TP", "_EP")
 _SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
 
 
-class FakeGroupCoordinator:
+class StubGroupCoordinator:
     """Stand-in with the attributes that model code reads from a `GroupCoordinator`."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -62,13 +60,7 @@ class FakeGroupCoordinator:
 
 
 def make_vllm_config(model_path: str, *, tensor_size: int, dtype: str) -> VllmConfig:
-    """Return vLLM's config of an engine; reads config.json of the folder but no weights.
-
-    Args:
-        model_path: Model folder.
-        tensor_size: Number of tensor ranks.
-        dtype: Dtype of the parameters.
-    """
+    """Return vLLM's config of an engine; reads config.json of the folder but no weights."""
     arguments = EngineArgs(
         model=model_path,
         tensor_parallel_size=tensor_size,
@@ -81,15 +73,15 @@ def make_vllm_config(model_path: str, *, tensor_size: int, dtype: str) -> VllmCo
 
 
 @contextmanager
-def fake_tensor_rank(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
+def as_tensor_rank(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
     """Act as one tensor rank of an engine: set groups, current config and default dtype."""
     names = (*_TENSOR_GROUPS, *_SINGLE_GROUPS)
     before = {name: getattr(parallel_state, name) for name in names}
     tensor_size = config.parallel_config.tensor_parallel_size
     for name in _TENSOR_GROUPS:
-        setattr(parallel_state, name, FakeGroupCoordinator(tensor_rank, tensor_size))
+        setattr(parallel_state, name, StubGroupCoordinator(tensor_rank, tensor_size))
     for name in _SINGLE_GROUPS:
-        setattr(parallel_state, name, FakeGroupCoordinator(0, 1))
+        setattr(parallel_state, name, StubGroupCoordinator(0, 1))
     try:
         with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
             yield
@@ -99,7 +91,7 @@ def fake_tensor_rank(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
 
 
 def build_meta_model(config: VllmConfig, device: str = "meta") -> torch.nn.Module:
-    """Build the model as its loader finds it, within `fake_tensor_rank`."""
+    """Build the model as its loader finds it, within `as_tensor_rank`."""
     # Attention layers register themselves here by name and refuse to do so twice.
     config.compilation_config.static_forward_context.clear()
     with torch.device(device):
@@ -154,16 +146,16 @@ def trace_engine_layouts(
     config = make_vllm_config(str(model_path), tensor_size=tensor_size, dtype=dtype)
     layouts = []
     for rank in range(tensor_size):
-        with fake_tensor_rank(config, rank):
+        with as_tensor_rank(config, rank):
             layouts.append(trace_model_layout(build_meta_model(config), shapes, dtype))
     _check_complete(shapes, layouts)
     return layouts
 
 
 def trace_worker_layout(config: VllmConfig) -> list[ShardLayout]:
-    """Return the layout of the worker that this process is, from the worker's config.
+    """Return the layout of the worker in this process.
 
-    A copy of its model without memory is traced, so the packed weights stay untouched.
+    A copy of its model on the meta device is traced, so the packed weights stay untouched.
 
     Raises:
         ValueError: As `trace_model_layout`.
@@ -190,7 +182,7 @@ def trace_model_layout(
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, shape in hf_shapes.items()
     }
-    # Loaders set attributes on what they are given, so they get views.
+    # Loaders set attributes on the tensors that they are given, so they get views.
     with torch.no_grad(), LoadRecorder(sources, params) as recorder:
         model.load_weights((name, source.detach()) for name, source in sources.items())
     for name, parameter in model.named_parameters():

@@ -1,10 +1,9 @@
-"""Workers' side of a weight update: this project's backend among vLLM's weight-transfer engines.
+"""A vLLM weight-transfer engine that receives weights over the project's transfer sessions.
 
-Every worker of an engine is a rank of the trainer's session and receives exactly its own bytes,
-from trainer ranks or from workers of other engines, straight into its parameters (`weight_writer`).
-A module that shares the parameters of another (a tied output layer) receives nothing of its own.
-What it has repacked for its kernel is created again from the shared parameter, which vLLM's reload
-does not do.
+Every worker of an engine is a rank of the session and receives exactly its own shards, from trainer
+ranks or from workers of other engines, into its parameters (`weight_writer`). A module that shares
+the parameters of another (a tied output layer) receives nothing; at the end of an update it is
+repacked for its kernel from the shared parameter, which vLLM's reload does not do.
 
     ready     -> `start_weight_update`   -> receiving  parameters can be loaded
     receiving -> `receive_weights`       -> received   or failed
@@ -13,12 +12,12 @@ does not do.
     any       -> `reject`                -> failed     until an update succeeds
     ready     -> `release_weights`       -> released   until an update succeeds
 
-In every state except ready, a step of the model raises: the worker itself never computes with
-weights that are not proven, whatever the engine asks of it. Since that ends the engine, the engine
-rejects only while nothing runs.
+In every state except ready, a step of the model raises, so that a worker never computes with
+weights that are not verified. Since such an error ends the engine, updates are rejected only while
+no request runs.
 
-Apart from that, no method raises: vLLM would leave the answers of the other workers in their queues
-and take them for answers to the next call. Errors are recorded in `failure`.
+No other method raises, because vLLM would then take the other workers' answers for answers to the
+next call. Errors are recorded in `failure`.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class UpdateFailure:
 
     reason: str
     is_caused_by_peer: bool
-    """A peer was lost, which has a reason of its own."""
+    """Whether the update failed because a peer was lost, which reports the cause itself."""
 
 
 @dataclass
@@ -109,7 +108,7 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
         self.model.register_forward_pre_hook(lambda module, args: self.check_weights_verified())
 
     def check_weights_verified(self) -> None:
-        """Raise `RuntimeError` if the model must not compute."""
+        """Raise `RuntimeError` unless the weights are verified."""
         if self._state is not UpdateState.ready:
             reason = f"a weight update is in state {self._state.name!r}"
             if self.failure is not None:
@@ -117,9 +116,9 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             raise RuntimeError(f"forward pass refused: {reason}")
 
     def guard_execute_model(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the model runner's step with `check_weights_verified`.
+        """Return the model runner's step, preceded by `check_weights_verified`.
 
-        CUDA graphs bypass the hooks of the model.
+        CUDA graphs bypass the forward hook of the model.
         """
 
         def step(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +182,7 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             self._state = UpdateState.verified
 
     def finish_weight_update(self) -> None:
-        """Serve again if the weights are proven, else stay unusable."""
+        """Allow steps again if the weights are verified, else reject the update."""
         if self._state is not UpdateState.verified:
             self.reject(f"finished in state {self._state.name!r}, expected 'verified'")
             return
@@ -194,12 +193,12 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             self._state = UpdateState.ready
 
     def reject(self, reason: str) -> None:
-        """Give up the current update and compute nothing until one succeeds."""
+        """Give up the current update, and refuse steps until one succeeds."""
         self._fail(UpdateFailure(reason, is_caused_by_peer=False))
         self._state = UpdateState.failed
 
     def release_weights(self) -> None:
-        """Compute nothing until an update succeeds, because the memory of the weights is freed."""
+        """Refuse steps until an update succeeds, because the memory of the weights is freed."""
         if self._state is UpdateState.ready:
             self._state = UpdateState.released
 
@@ -230,7 +229,7 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the edge of the worker process
-            # The executor chains the transport's error to its own if a peer is gone or late.
+            # If a peer is gone or late, the executor's error is chained to the transport's.
             caused_by_peer = isinstance(error, RuntimeError) and isinstance(
                 error.__cause__, RuntimeError
             )

@@ -2,19 +2,14 @@
 
 vLLM's layerwise reload has returned every module to the form that its loader fills, on the meta
 device (kernels may have repacked the weights; on a CPU the original parameter is gone). A module
-gets memory with its first slice. With its last slice its digests are computed, and vLLM packs it
-for its kernel and moves the result to where CUDA graphs expect it. So only the modules in progress
-are in memory twice. On a CPU, copies that vLLM has packed beside the parameters are dropped before
-anything arrives, and modules in progress are kept outside the heap (`StagingBufferPool`).
+gets memory when its first slice arrives. When its last slice has arrived, its digests are computed,
+and vLLM packs it for its kernel and moves the result to where CUDA graphs expect it. So only the
+modules in progress are in memory twice. vLLM's loaders are not called: `ModuleWeightWriter` counts
+elements by the layout that was traced from them.
 
-The bookkeeping of vLLM's loaders is not used, because nothing passes through them:
-`ModuleWeightWriter` counts elements by the layout that was traced from them.
-
-In the heap, modules in progress would lie between the buffers that vLLM packs from them and leave
-holes: tensors are aligned, and an aligned one does not fit into a hole of its own size. The heap
-would then grow with the size of the model. `StagingBufferPool` therefore maps buffers outside the
-heap, with huge pages if available. A buffer is free again when the last tensor on it is gone; there
-are never more of them than modules in progress.
+On a CPU, modules in progress are kept outside the heap. In the heap they would lie between the
+buffers that vLLM packs from them and leave holes that no aligned tensor of the same size fits into,
+and the heap would grow with the size of the model.
 """
 
 from __future__ import annotations
@@ -48,7 +43,11 @@ _PARAM_ALIGN_BYTES = 64
 
 
 class StagingBufferPool:
-    """Buffers of one rank; not thread-safe."""
+    """Memory-mapped buffers of one rank, with huge pages if available; not thread-safe.
+
+    A buffer is free again when the last tensor on it is gone. There are at most as many buffers as
+    modules in progress.
+    """
 
     def __init__(self) -> None:
         self._free_buffers: list[mmap.mmap] = []
@@ -74,18 +73,17 @@ class StagingBufferPool:
 
     def _take_buffer(self, num_bytes: int) -> mmap.mmap:
         """Return the smallest free buffer that fits, or a new one in place of the largest."""
-        found = min((r for r in self._free_buffers if len(r) >= num_bytes), key=len, default=None)
-        old = max(self._free_buffers, key=len, default=None) if found is None else found
-        if old is not None:
-            self._free_buffers.remove(old)
-        return found if found is not None else _map_anonymous(num_bytes)
-
-
-def _map_anonymous(num_bytes: int) -> mmap.mmap:
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
+        large_enough = [buffer for buffer in self._free_buffers if len(buffer) >= num_bytes]
+        if large_enough:
+            buffer = min(large_enough, key=len)
+            self._free_buffers.remove(buffer)
+            return buffer
+        if self._free_buffers:
+            self._free_buffers.remove(max(self._free_buffers, key=len))
+        buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        return buffer
 
 
 @dataclass(slots=True)
@@ -162,9 +160,9 @@ class ModuleWeightWriter:
         """End an update; raises `ValueError` if modules are incomplete."""
         self._staging_pool.clear()
         incomplete = [
-            f"{h.name} ({h.num_missing} elements)"
-            for h in self._pending_modules.values()
-            if h.num_missing
+            f"{pending.name} ({pending.num_missing} elements)"
+            for pending in self._pending_modules.values()
+            if pending.num_missing
         ]
         if incomplete:
             raise ValueError(
@@ -202,19 +200,18 @@ class ModuleWeightWriter:
 
 
 def drop_packed_linear(module: torch.nn.Module) -> None:
-    """Drop what vLLM has packed from a linear layer on a CPU.
+    """Drop the weights that vLLM has packed from a linear layer on a CPU.
 
-    vLLM packs every layer again and would keep the old copy until the new one is complete. Until
-    then the layer cannot compute, which no worker may during an update.
+    vLLM would keep the old copy until it has packed the new one.
     """
     vars(module).pop("cpu_linear", None)
 
 
 def force_expert_repack(module: torch.nn.Module) -> None:
-    """Make vLLM pack the experts of a module on a CPU when it processes it the next time.
+    """Make vLLM pack the experts of a module on a CPU again.
 
-    vLLM packs them where it creates their kernel, which it does once: after a reload the kernel
-    would read plain weights as packed ones and give wrong results without an error.
+    vLLM packs them when it creates their kernel, which it does once. After a reload the kernel
+    would read unpacked weights as packed ones and give wrong results without an error.
     """
     method = getattr(module, "quant_method", None)
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())

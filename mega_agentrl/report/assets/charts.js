@@ -1,4 +1,4 @@
-// The values under the pointer on a chart; the drawing itself is there without a script.
+// Shows the values under the pointer on a chart; the chart itself is drawn without a script.
 
 function nearest(steps, wanted) {
   let low = 0, high = steps.length - 1;

@@ -1,5 +1,5 @@
-// Elements, numbers and the tip under the pointer. Text only ever enters the page as text nodes,
-// without the characters that would hide it or turn it around.
+// Elements, number formats and the tooltip. Text enters the page as text nodes only, with control
+// and bidirectional characters escaped.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -24,7 +24,7 @@ function readData(id) {
   return block === null ? null : JSON.parse(block.textContent);
 }
 
-// Numbers that JSON has no form for come as texts: "NaN", "Infinity", "-Infinity".
+// Numbers that JSON cannot represent are strings: "NaN", "Infinity", "-Infinity".
 function shown(value, digits = 4) {
   if (value === null || value === undefined) return "-";
   const number = Number(value);
@@ -40,14 +40,14 @@ function shown(value, digits = 4) {
 const signed = (value) => (Number(value) > 0 ? "+" : "") + shown(value, 3);
 const seconds = (value) => `${shown(value, 3)} s`;
 
-// Characters that would not be seen; a token of nothing but these is shown by them.
+// Replaces white space and invisible characters by visible marks, for the texts of single tokens.
 function visible(text) {
   return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣")
     .replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
       (char) => `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`);
 }
 
-// Marks that turn the direction of text around would reorder what stands beside them.
+// Escapes control characters, and bidirectional ones, which would reorder the surrounding text.
 const plain = (text) => text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, visible);
 
 function cut(text, most) {

@@ -1,9 +1,9 @@
-// Draws a rollout tree: tokens to the right, a lane per path, forks down from where they left.
+// Draws a rollout tree: tokens from left to right, one lane per path, forks as lines downwards.
 
 const LANE = 42, TOP = 34, LEFT = 92, RIGHT = 268, STRIP = 16, BLOCK = 22;
 const LEVELS = 10;
 
-// Entropy to a colour: by its root, so that small differences near zero are seen.
+// Maps an entropy to a colour by its square root, so that small differences near zero are visible.
 function level(entropy, most) {
   const share = Math.sqrt(Math.max(0, Number(entropy)) / most);
   return Number.isNaN(share) ? 0 : Math.min(LEVELS - 1, Math.floor(share * LEVELS));
@@ -11,7 +11,7 @@ function level(entropy, most) {
 
 const at = (values, index) => (Array.isArray(values) ? values[index] : values);
 
-// What a reward is to the eye: right, something, nothing, or no fault of the policy's.
+// Classifies a path: correct, positive reward, no reward, or without a valid reward.
 function verdict(path) {
   if (path.failed || path.reward === null) return "void";
   if (path.correct) return "good";
@@ -46,7 +46,7 @@ function makeTree(host, view, options) {
   return { drawn, find: (event) => under(view, drawn, root, event) };
 }
 
-// The way from the prompt to the chosen end: a line below what each ancestor gave, and its own.
+// Draws the way from the prompt to the chosen end: a line below each ancestor's part and its own.
 function way(view, chosen, drawn) {
   const group = svg("g", { class: "chosen-way", "clip-path": "url(#inside)" });
   for (let path = view.paths[chosen], end = path.end; path; end = path.fork, path = view.paths[path.parent]) {
@@ -100,7 +100,7 @@ function lane(view, path, index, drawn, options) {
   return group;
 }
 
-// Tokens as cells; where they are narrower than two pixels, the most unsure one of each two pixels.
+// Draws tokens as cells; if they are narrower than two pixels, the highest entropy per two pixels.
 function strip(turn, y, drawn) {
   const group = svg("g", { class: "said" });
   const per = Math.max(1, Math.ceil(2 / drawn.scale));
@@ -154,7 +154,7 @@ function outcome(path, y, kind, stop) {
     svg("text", { x: stop + 158, y: y + 0.5 }, path.stop.replaceAll("_", " ")));
 }
 
-// What lies under the pointer: a decision, a token or an answer of the path's own.
+// Returns the object under the pointer: a decision, a token or a tool answer of the path.
 function under(view, drawn, root, event) {
   const box = root.getBoundingClientRect();
   const px = (event.clientX - box.left) * drawn.width / box.width, py = event.clientY - box.top;

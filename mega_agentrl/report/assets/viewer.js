@@ -1,4 +1,4 @@
-// Chooses what is seen: a step, a prompt, a path, a range of tokens. The address keeps the choice:
+// Holds the selected step, prompt, path and token range, which the page's address stores:
 // #step=step_000020&tree=3&path=0.1
 
 const state = { file: null, entry: null, view: null, chosen: 0, range: [0, 1] };
@@ -47,7 +47,7 @@ function chooseFile(file, wanted) {
   if (item) byId("prompts").scrollTop = item.offsetTop - byId("prompts").offsetTop - 60;
 }
 
-// How much there is to see: forks, then paths that end differently.
+// Ranks trees by their forks, then by the number of different outcomes.
 function mixed(entry) {
   return entry.forks * 100 + new Set(entry.marks).size;
 }
@@ -72,9 +72,9 @@ function draw() {
   byId("tree-title").textContent = `${plain(cut(view.id, 80))} · ${state.file.label}`;
   const asks = view.question.length ? view.question[view.question.length - 1].text : "";
   byId("tree-question").textContent = plain(asks);
-  byId("tree-sum").textContent = `${view.paths.length} paths, ${view.forks} forks, ${view.topUps} top-ups`;
+  byId("tree-sum").textContent = `${view.paths.length} paths, ${view.forks} forks, ${view.extraRoots} extra roots`;
   picture = makeTree(byId("tree"), view, { chosen: state.chosen, range: state.range, most: index.most });
-  makeTalk(byId("leaf"), view, state.chosen, index.most, choosePath);
+  makeConversation(byId("leaf"), view, state.chosen, index.most, choosePath);
   remember();
 }
 

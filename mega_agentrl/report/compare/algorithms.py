@@ -71,7 +71,6 @@ class AlgorithmSummary:
     """A row of the table: means over the seeds of an algorithm."""
 
     algorithm: str
-    """Name of the algorithm."""
     num_seeds: int
     """Number of runs."""
     reward: float
@@ -83,7 +82,6 @@ class AlgorithmSummary:
     num_tokens: float
     """Tokens generated."""
     num_tool_calls: float
-    """Tool calls."""
     tool_calls_to_baseline: float | None
     """Calls to the baseline's reward (see the module); None if it is not reached."""
     fraction_of_baseline_calls: float | None
@@ -106,21 +104,21 @@ def mean_curve(curves: Sequence[RunCostCurve]) -> list[MeanEvalCostPoint]:
         )
     return [
         MeanEvalCostPoint(
-            num_tokens=fmean(mark.num_tokens for mark in marks),
-            num_tool_calls=fmean(mark.num_tool_calls for mark in marks),
-            reward=fmean(mark.reward for mark in marks),
-            min_reward=min(mark.reward for mark in marks),
-            max_reward=max(mark.reward for mark in marks),
+            num_tokens=fmean(point.num_tokens for point in points),
+            num_tool_calls=fmean(point.num_tool_calls for point in points),
+            reward=fmean(point.reward for point in points),
+            min_reward=min(point.reward for point in points),
+            max_reward=max(point.reward for point in points),
         )
-        for marks in zip(*(curve.eval_points for curve in curves), strict=True)
+        for points in zip(*(curve.eval_points for curve in curves), strict=True)
     ]
 
 
-def tool_calls_to_reach(marks: Sequence[MeanEvalCostPoint], reward: float) -> float | None:
+def tool_calls_to_reach(points: Sequence[MeanEvalCostPoint], reward: float) -> float | None:
     """Return the calls at the first point of the curve that reaches `reward`, or None."""
-    if marks and marks[0].reward >= reward:
-        return marks[0].num_tool_calls
-    for before, after in pairwise(marks):
+    if points and points[0].reward >= reward:
+        return points[0].num_tool_calls
+    for before, after in pairwise(points):
         if after.reward >= reward:
             fraction = (reward - before.reward) / (after.reward - before.reward)
             return before.num_tool_calls + fraction * (after.num_tool_calls - before.num_tool_calls)
@@ -184,7 +182,7 @@ def write_cost_plot(
     """
     by_name = {name: mean_curve(runs) for name, runs in _by_algorithm(curves).items()}
     if not by_name:
-        raise ValueError(f"comparison {path}: no run, nothing to draw")
+        raise ValueError(f"comparison {path}: there are no runs to draw")
     figure = Figure(figsize=(11.0, 4.6), dpi=130, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
@@ -210,29 +208,30 @@ def write_cost_plot(
 
 
 def _plot_curves(axes: Axes, by_name: dict[str, list[MeanEvalCostPoint]], field: str) -> None:
-    for number, (name, marks) in enumerate(by_name.items()):
+    for number, (name, points) in enumerate(by_name.items()):
         colour = _COLOURS[number % len(_COLOURS)]
-        cost = [float(getattr(mark, field)) for mark in marks]
-        reward = [mark.reward for mark in marks]
+        cost = [float(getattr(point, field)) for point in points]
+        reward = [point.reward for point in points]
         axes.plot(cost, reward, "o-", color=colour, markersize=3, linewidth=1.6, label=name)
-        lowest, highest = [mark.min_reward for mark in marks], [mark.max_reward for mark in marks]
+        lowest = [point.min_reward for point in points]
+        highest = [point.max_reward for point in points]
         axes.fill_between(cost, lowest, highest, color=colour, alpha=_BAND_ALPHA, linewidth=0)
 
 
 def _summarize_algorithm(
     name: str, runs: Sequence[RunCostCurve], target: float | None, baseline_calls: float
 ) -> AlgorithmSummary:
-    marks = mean_curve(runs)
+    points = mean_curve(runs)
     ends = [run.eval_points[-1] for run in runs]
-    reach = None if target is None else tool_calls_to_reach(marks, target)
+    reach = None if target is None else tool_calls_to_reach(points, target)
     return AlgorithmSummary(
         algorithm=name,
         num_seeds=len(runs),
-        reward=marks[-1].reward,
+        reward=points[-1].reward,
         reward_std=sample_std([end.reward for end in ends]),
         success=fmean(end.success for end in ends),
-        num_tokens=marks[-1].num_tokens,
-        num_tool_calls=marks[-1].num_tool_calls,
+        num_tokens=points[-1].num_tokens,
+        num_tool_calls=points[-1].num_tool_calls,
         tool_calls_to_baseline=reach,
         fraction_of_baseline_calls=None
         if reach is None or not baseline_calls

@@ -38,7 +38,6 @@ class RunResult:
     name: str
     """Name of the folder."""
     seed: int
-    """Seed of the run."""
     overrides: tuple[str, ...]
     """Overrides of a sweep's job, else empty."""
     settings: Mapping[str, str]
@@ -126,8 +125,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _seed(config: Mapping[str, Any], overrides: tuple[str, ...]) -> int:
     """Return the seed of the settings, or of the overrides if the settings were not written."""
-    given = [one.removeprefix("seed=") for one in overrides if one.startswith("seed=")]
-    value = config.get(_SEED_KEY, given[-1] if given else 0)
+    seeds = [item.removeprefix("seed=") for item in overrides if item.startswith("seed=")]
+    value = config.get(_SEED_KEY, seeds[-1] if seeds else 0)
     return int(value) if str(value).lstrip("-").isdecimal() else 0
 
 
@@ -137,7 +136,7 @@ def _eval_points(log: MetricLog) -> Iterator[EvalCostPoint]:
     for line in log.validation_lines():
         if "sampled/reward" not in line.values:
             continue
-        before = [one for one in steps if one.step <= line.step]
+        before = [step for step in steps if step.step <= line.step]
         yield EvalCostPoint(
             num_tokens=sum(map(_num_tokens, before)),
             num_tool_calls=sum(map(_num_tool_calls, before)),

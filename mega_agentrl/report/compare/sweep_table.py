@@ -48,7 +48,6 @@ class SweepRow:
     num_runs: int
     """Number of runs, including unfinished ones."""
     num_finished_runs: int
-    """Number of finished runs."""
     reward_before: float
     """Held-out reward before training."""
     reward_before_std: float | None
@@ -80,10 +79,10 @@ def group_runs_by_settings(runs: Sequence[RunResult]) -> dict[str, list[RunResul
     shared = set.intersection(*(set(key) for key in groups)) if len(groups) > 1 else set()
     named: dict[str, list[RunResult]] = {}
     for key, group in groups.items():
-        own = [one for one in key if one not in shared]
-        if not group[0].overrides:
-            own = own[:MAX_SETTINGS_IN_NAME] + ["..."] * (len(own) > MAX_SETTINGS_IN_NAME)
-        name = ", ".join(own) if len(groups) > 1 and own else group[0].name
+        differing = [setting for setting in key if setting not in shared]
+        if not group[0].overrides and len(differing) > MAX_SETTINGS_IN_NAME:
+            differing = [*differing[:MAX_SETTINGS_IN_NAME], "..."]
+        name = ", ".join(differing) if len(groups) > 1 and differing else group[0].name
         # Names may be equal if one group lacks a setting of another.
         name = f"{name} ({group[0].name})" if name in named else name
         named[name] = group
@@ -145,10 +144,12 @@ def finished_run_curves(runs: Sequence[RunResult]) -> list[RunCostCurve]:
     curves = []
     for name, group in group_runs_by_settings(runs).items():
         done = [run for run in group if run.state == STATE_DONE and run.eval_points]
-        alike = len({len(run.eval_points) for run in done}) == 1
+        is_same_number = len({len(run.eval_points) for run in done}) == 1
         for run in done:
-            marks = run.eval_points if alike else (run.eval_points[0], run.eval_points[-1])
-            curves.append(RunCostCurve(algorithm=name, seed=run.seed, eval_points=marks))
+            points = run.eval_points
+            if not is_same_number:
+                points = (points[0], points[-1])
+            curves.append(RunCostCurve(algorithm=name, seed=run.seed, eval_points=points))
     return curves
 
 
@@ -156,24 +157,27 @@ def _settings_key(run: RunResult) -> tuple[str, ...]:
     """Return the settings by which runs are grouped."""
     if run.overrides:
         return tuple(
-            one for one in run.overrides if one.lstrip("+").split("=")[0] not in ("seed", "run_dir")
+            item
+            for item in run.overrides
+            if item.lstrip("+").split("=")[0] not in ("seed", "run_dir")
         )
     return tuple(f"{key}={value}" for key, value in run.settings.items())
 
 
 def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
     done = [run for run in group if run.state == STATE_DONE]
-    marked = [run for run in done if run.eval_points]
-    before, after = [run.eval_points[0] for run in marked], [run.eval_points[-1] for run in marked]
+    evaluated = [run for run in done if run.eval_points]
+    before = [run.eval_points[0] for run in evaluated]
+    after = [run.eval_points[-1] for run in evaluated]
     return SweepRow(
         name=name,
         num_runs=len(group),
         num_finished_runs=len(done),
-        reward_before=_mean([mark.reward for mark in before]),
-        reward_before_std=sample_std([mark.reward for mark in before]),
-        reward_after=_mean([mark.reward for mark in after]),
-        reward_after_std=sample_std([mark.reward for mark in after]),
-        success_after=_mean([mark.success for mark in after]),
+        reward_before=_mean([point.reward for point in before]),
+        reward_before_std=sample_std([point.reward for point in before]),
+        reward_after=_mean([point.reward for point in after]),
+        reward_after_std=sample_std([point.reward for point in after]),
+        success_after=_mean([point.success for point in after]),
         num_tokens=_mean([run.num_tokens for run in done]),
         num_tool_calls=_mean([run.num_tool_calls for run in done]),
         minutes=_mean([run.train_s / 60 for run in done]),

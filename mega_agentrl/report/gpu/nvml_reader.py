@@ -90,8 +90,7 @@ class NvmlReader:
 def open_nvml_reader(nvml: Any = None) -> NvmlReader | None:
     """Return the reader of this machine, or None without a driver or a GPU.
 
-    Args:
-        nvml: `pynvml` by default.
+    `nvml` replaces the package `pynvml`.
     """
     if nvml is None:
         import pynvml

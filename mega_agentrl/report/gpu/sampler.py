@@ -108,11 +108,7 @@ class GpuSampler:
 
 
 def aggregate_gpu_metrics(by_node: Mapping[str, Sequence[GpuSummary]]) -> dict[str, float | str]:
-    """Return the metrics of a step; empty without GPUs.
-
-    Args:
-        by_node: GPU summaries by node name.
-    """
+    """Return the metrics of a step from the summaries of each node; empty without GPUs."""
     values: dict[str, dict[str, float]] = {}
     num_gpus = 0
     for node, summaries in by_node.items():

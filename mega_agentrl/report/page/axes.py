@@ -61,7 +61,7 @@ def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round values that divide [low, high] into at most `most` parts."""
     raw = (high - low) / max(1, most)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(one * power for one in _TICK_MULTIPLES if one * power >= raw * (1 - 1e-9))
+    step = next(factor * power for factor in _TICK_MULTIPLES if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step + 0.0 for index in range(first, last + 1)]
 

@@ -31,9 +31,7 @@ class ChartGroup:
     """Charts under a common heading."""
 
     title: str
-    """The heading."""
     charts: Sequence[Chart]
-    """The charts."""
     is_collapsed: bool = False
     """Whether the group is collapsed at first."""
     num_omitted: int = 0
@@ -45,11 +43,9 @@ class _ChartSpec:
     """A chart of the stage `rl`."""
 
     title: str
-    """Title of the chart."""
     metric_patterns: tuple[str, ...]
     """Metrics of the chart; `*` matches any text."""
     unit: str = ""
-    """Unit of the values."""
     note: str = ""
     """A sentence about the chart."""
     is_stacked: bool = False
@@ -93,7 +89,7 @@ _BRANCHING_SPECS = (
         title="Branches",
         metric_patterns=(
             "rollout/forks_per_prompt",
-            "rollout/top_ups_per_prompt",
+            "rollout/extra_roots_per_prompt",
             "rollout/decisions_per_prompt",
         ),
         unit="per tree",
@@ -234,10 +230,10 @@ def _outcome_charts(log: MetricLog) -> list[Chart]:
             Series(name=f"mean of {RUNNING_MEAN_STEPS}", points=smooth, colour=0),
             *_validation_series(log, measure),
         ]
-        shown = [one for one in series if one.points]
-        if shown:
+        non_empty = [line for line in series if line.points]
+        if non_empty:
             note = "sampled in training, before groups are filtered"
-            charts.append(Chart(title=title, series=shown, note=note))
+            charts.append(Chart(title=title, series=non_empty, note=note))
     return charts
 
 
@@ -245,7 +241,7 @@ def _validation_series(log: MetricLog, measure: str) -> Iterator[Series]:
     for colour, kind in ((1, "sampled"), (2, "greedy")):
         name = f"{kind}/{measure}"
         points: MetricSeries = [
-            (one.step, one.values[name]) for one in log.validation_lines() if name in one.values
+            (line.step, line.values[name]) for line in log.validation_lines() if name in line.values
         ]
         title = "held out" if kind == "sampled" else "held out, greedy"
         yield Series(name=title, points=sorted(points), line_style=LineStyle.dots, colour=colour)
@@ -268,7 +264,7 @@ def _charts_from_specs(log: MetricLog, specs: Sequence[_ChartSpec], used: set[st
             for name in names
         ]
         if spec.is_stacked:
-            series = [one for one in series if any(value for _, value in one.points)]
+            series = [line for line in series if any(value for _, value in line.points)]
         if series:
             charts.append(
                 Chart(

@@ -1,7 +1,8 @@
 """Render the templates of the report page, and JSON that is safe in a script tag.
 
-Text of a policy or a tool is hostile: it may contain tags, the end of a script, control characters
-and lone surrogates. The templates (Jinja, in `assets/`) escape every value that is not `Markup`.
+Text of a policy or a tool is untrusted: it may contain tags, the end of a script, control
+characters and lone surrogates. The templates (Jinja, in `assets/`) escape every value that is not
+`Markup`.
 JSON built here is ASCII without `<`, `>` and `&`; values that are not finite are the strings
 ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which JavaScript's `Number` parses.
 """

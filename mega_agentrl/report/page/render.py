@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mega_agentrl.report.tree_viewer.embedded_trees import TreeFileView
 
 STYLE_FILES = ("page.css", "viewer.css")
-SCRIPT_FILES = ("dom.js", "charts.js", "tree.js", "talk.js", "viewer.js")
+SCRIPT_FILES = ("dom.js", "charts.js", "tree.js", "conversation.js", "viewer.js")
 _LEADING_GROUP = "Learning"
 
 
@@ -41,7 +41,6 @@ class ReportPage:
     """Content of the page."""
 
     title: str
-    """Title of the page."""
     subtitle: str
     """Line below the title."""
     log: MetricLog

@@ -1,6 +1,6 @@
 """Summary tiles at the top of the page, computed from the metrics alone.
 
-A killed run has no `summary.json`, so that everything is read from its metrics.
+They do not use `summary.json`, which a killed run lacks.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ def render_tiles(tiles: Sequence[SummaryTile]) -> Markup:
 def _outcome_tile(log: MetricLog, measure: str) -> SummaryTile | None:
     """Compare the evaluations before and after, else the first and last steps of training."""
     name = f"sampled/{measure}"
-    marks = [line.values[name] for line in log.validation_lines() if name in line.values]
+    values = [line.values[name] for line in log.validation_lines() if name in line.values]
     where = "held out, before and after"
-    if len(marks) < 2:
+    if len(values) < 2:
         steps = _finite_values(log, f"rollout/{measure}_unfiltered")
-        if not steps and not marks:
+        if not steps and not values:
             return None
         if steps:
-            marks = [fmean(steps[:NUM_EDGE_STEPS]), fmean(steps[-NUM_EDGE_STEPS:])]
+            values = [fmean(steps[:NUM_EDGE_STEPS]), fmean(steps[-NUM_EDGE_STEPS:])]
             where = f"in training, first and last {min(NUM_EDGE_STEPS, len(steps))} steps"
         else:
             where = "held out"
-    before, after = marks[0], marks[-1]
+    before, after = values[0], values[-1]
     return SummaryTile(
         name=measure,
-        value=format_number(_round_to_3_digits(after)),
-        before=format_number(_round_to_3_digits(before)) if len(marks) > 1 else "",
+        value=_format_3_digits(after),
+        before=_format_3_digits(before) if len(values) > 1 else "",
         detail=where,
         change=after - before,
     )
@@ -88,8 +88,7 @@ def _num_steps_tile(log: MetricLog) -> SummaryTile | None:
     if not lines:
         return None
     total_s = sum(line.duration_s for line in lines)
-    mean_s = format_number(_round_to_3_digits(total_s / len(lines)))
-    detail = f"{format_duration(total_s)}, {mean_s} s each"
+    detail = f"{format_duration(total_s)}, {_format_3_digits(total_s / len(lines))} s each"
     return SummaryTile(name="RL steps", value=f"{len(lines):,}", detail=detail)
 
 
@@ -101,54 +100,39 @@ def _throughput_tile(log: MetricLog) -> SummaryTile | None:
         line.values.get("perf/tokens_per_s", 0.0) * line.duration_s
         for line in log.lines_of_stage(RL_STAGE)
     )
-    more = (
-        f"median; {format_number(_round_to_3_digits(tokens))} in all"
-        if math.isfinite(tokens)
-        else "median"
-    )
-    return SummaryTile(
-        name="tokens/s", value=format_number(_round_to_3_digits(median(speeds))), detail=more
-    )
+    detail = f"median; {_format_3_digits(tokens)} in all" if math.isfinite(tokens) else "median"
+    return SummaryTile(name="tokens/s", value=_format_3_digits(median(speeds)), detail=detail)
 
 
 def _entropy_tile(log: MetricLog) -> SummaryTile | None:
     values = _finite_values(log, "rollout/entropy")
     if not values:
         return None
-    before, after = (
-        format_number(_round_to_3_digits(values[0])),
-        format_number(_round_to_3_digits(values[-1])),
-    )
     return SummaryTile(
-        name="policy entropy", value=after, before=before, detail="nats, first and last step"
+        name="policy entropy",
+        value=_format_3_digits(values[-1]),
+        before=_format_3_digits(values[0]),
+        detail="nats, first and last step",
     )
 
 
 def _branching_tile(log: MetricLog) -> SummaryTile | None:
-    forks, saved = (
-        _finite_values(log, "rollout/forks_per_prompt"),
-        _finite_values(log, "rollout/tokens_saved_fraction"),
-    )
-    if not forks or not any(forks):
+    forks = _finite_values(log, "rollout/forks_per_prompt")
+    saved = _finite_values(log, "rollout/tokens_saved_fraction")
+    if not any(forks):
         return None
-    more = f"{fmean(saved):.1%} of the tokens shared" if saved else "mean over steps"
-    return SummaryTile(
-        name="forks per tree", value=format_number(_round_to_3_digits(fmean(forks))), detail=more
-    )
+    detail = f"{fmean(saved):.1%} of the tokens shared" if saved else "mean over steps"
+    return SummaryTile(name="forks per tree", value=_format_3_digits(fmean(forks)), detail=detail)
 
 
 def _mismatch_tile(log: MetricLog) -> SummaryTile | None:
-    gaps, worst = (
-        _finite_values(log, "mismatch/logp_mean_abs"),
-        _finite_values(log, "mismatch/logp_max_abs"),
-    )
+    gaps = _finite_values(log, "mismatch/logp_mean_abs")
+    largest = _finite_values(log, "mismatch/logp_max_abs")
     if not gaps:
         return None
-    more = f"nats; largest {format_number(_round_to_3_digits(max(worst)))}" if worst else "nats"
+    detail = f"nats; largest {_format_3_digits(max(largest))}" if largest else "nats"
     return SummaryTile(
-        name="engine against trainer",
-        value=format_number(_round_to_3_digits(fmean(gaps))),
-        detail=more,
+        name="engine against trainer", value=_format_3_digits(fmean(gaps)), detail=detail
     )
 
 
@@ -156,6 +140,6 @@ def _finite_values(log: MetricLog, name: str) -> list[float]:
     return [value for _, value in log.series(RL_STAGE, name) if math.isfinite(value)]
 
 
-def _round_to_3_digits(value: float) -> float:
-    """Round to three significant digits."""
-    return float(f"{value:.3g}")
+def _format_3_digits(value: float) -> str:
+    """Format a number with three significant digits."""
+    return format_number(float(f"{value:.3g}"))

@@ -1,10 +1,10 @@
 """Render charts as inline SVG: lines or stacked areas over steps.
 
-The drawing needs no script; `charts.js` reads the values under the pointer from JSON data beside
-it. Colours are the classes `s0` ... `s7` of the page's style sheet, which has a light and a dark
+The drawing needs no script; `charts.js` reads the values under the pointer from JSON data on the
+page. Colours are the classes `s0` ... `s7` of the page's style sheet, which has a light and a dark
 scheme. Values that are nan or infinite interrupt the line and are marked at the top. Long series
-are downsampled with all extremes kept. A chart library of the browser is not used, because every
-page would have to contain it to open without a network: Plotly's script alone has about 3 MB.
+are downsampled with all extremes kept. No chart library is used, because every page would have to
+contain it to open without a network: Plotly's script has about 3 MB.
 """
 
 from __future__ import annotations
@@ -61,11 +61,9 @@ class Chart:
     """A chart of one or more series."""
 
     title: str
-    """Title."""
     series: Sequence[Series]
     """The lines."""
     unit: str = ""
-    """Unit of the values."""
     note: str = ""
     """A sentence about the values."""
     is_stacked: bool = False
@@ -87,24 +85,19 @@ def chart_data(chart: Chart) -> Mapping[str, object]:
         "unit": chart.unit,
         "series": [
             {
-                "name": one.name,
+                "name": series.name,
                 "colour": colour,
                 "x": [step for step, _ in points],
                 "y": [float(f"{value:.6g}") for _, value in points],
             }
-            for one, colour in _with_colours(chart)
-            for points in (downsample(one.points),)
+            for series, colour in _with_colours(chart)
+            for points in (downsample(series.points),)
         ],
     }
 
 
 def render_figure(chart: Chart, data_id: str) -> Markup:
-    """Render a chart with title, legend and note.
-
-    Args:
-        chart: the chart.
-        data_id: id of its data on the page.
-    """
+    """Render a chart with title, legend and note; `data_id` is the id of its data on the page."""
     return render_template(
         "figure.html",
         chart=chart,
@@ -120,12 +113,12 @@ def render_svg(chart: Chart) -> Markup:
     Raises:
         ValueError: the chart has no points.
     """
-    if not any(one.points for one in chart.series):
+    if not any(series.points for series in chart.series):
         raise ValueError(f"chart {chart.title!r}: got no point, expected at least one to draw")
     steps = _step_axis(chart)
     layers = list(_stack_areas(chart)) if chart.is_stacked else []
     tops = [value for layer in layers for _, _, value in layer.spans]
-    plain = [value for one in chart.series for _, value in one.points if math.isfinite(value)]
+    plain = [value for series in chart.series for _, value in series.points if math.isfinite(value)]
     values = make_value_axis(
         tops if chart.is_stacked else plain,
         HEIGHT - MARGIN_BOTTOM,
@@ -156,8 +149,8 @@ def render_svg(chart: Chart) -> Markup:
         ],
         areas=[(layer.colour, _area_path(layer, steps, values)) for layer in layers],
         lines=[
-            _draw_line(one, colour, steps, values)
-            for one, colour in faint_first
+            _draw_line(series, colour, steps, values)
+            for series, colour in faint_first
             if not chart.is_stacked
         ],
     )
@@ -171,26 +164,26 @@ def downsample(points: MetricSeries, most: int = MAX_POINTS) -> MetricSeries:
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / max(1, most // 2))
-    kept = {0, len(points) - 1}
+    selected = {0, len(points) - 1}
     for start in range(0, len(points), size):
         indices = range(start, min(start + size, len(points)))
         finite = [index for index in indices if math.isfinite(points[index][1])]
-        kept.update(index for index in indices if not math.isfinite(points[index][1]))
+        selected.update(index for index in indices if not math.isfinite(points[index][1]))
         if finite:
-            kept.add(min(finite, key=lambda index: points[index][1]))
-            kept.add(max(finite, key=lambda index: points[index][1]))
-    return [points[index] for index in sorted(kept)]
+            selected.add(min(finite, key=lambda index: points[index][1]))
+            selected.add(max(finite, key=lambda index: points[index][1]))
+    return [points[index] for index in sorted(selected)]
 
 
 def _with_colours(chart: Chart) -> list[tuple[Series, int]]:
     return [
-        (one, (index if one.colour is None else one.colour) % NUM_COLOURS)
-        for index, one in enumerate(chart.series)
+        (series, (index if series.colour is None else series.colour) % NUM_COLOURS)
+        for index, series in enumerate(chart.series)
     ]
 
 
 def _step_axis(chart: Chart) -> Axis:
-    steps = [step for one in chart.series for step, _ in one.points]
+    steps = [step for series in chart.series for step, _ in series.points]
     low, high = float(min(steps)), float(max(steps))
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -206,21 +199,21 @@ class _DrawnLine:
     path: str
     """The `d` of the line's path."""
     non_finite_x: Sequence[str]
-    """Places of the values that are not finite."""
+    """Horizontal positions of the values that are not finite."""
     dots: Sequence[tuple[str, str]]
-    """Places of the dots."""
+    """Positions of the dots."""
 
 
-def _draw_line(one: Series, colour: int, steps: Axis, values: Axis) -> _DrawnLine:
-    points = downsample(one.points)
+def _draw_line(series: Series, colour: int, steps: Axis, values: Axis) -> _DrawnLine:
+    points = downsample(series.points)
     pieces = []
     for is_shown, run in groupby(points, key=lambda point: _is_drawable(point[1], values)):
         if is_shown:
             pieces.append("M" + "L".join(" ".join(_place(point, steps, values)) for point in run))
-    has_dots = one.line_style is LineStyle.dots or len(points) == 1
+    has_dots = series.line_style is LineStyle.dots or len(points) == 1
     return _DrawnLine(
         colour=colour,
-        style=one.line_style,
+        style=series.line_style,
         path="".join(pieces),
         non_finite_x=[
             _format_coordinate(steps.to_pixel(step))
@@ -254,13 +247,13 @@ class _StackedArea:
 
 def _stack_areas(chart: Chart) -> Iterator[_StackedArea]:
     """Yield the areas from the bottom; missing and non-finite values count as 0."""
-    steps = sorted({step for one in chart.series for step, _ in one.points})
+    steps = sorted({step for series in chart.series for step, _ in series.points})
     if len(steps) > MAX_POINTS:
         stride = math.ceil(len(steps) / MAX_POINTS)
         steps = [*steps[:-1:stride], steps[-1]]
     floor = dict.fromkeys(steps, 0.0)
-    for one, colour in _with_colours(chart):
-        own = dict(one.points)
+    for series, colour in _with_colours(chart):
+        own = dict(series.points)
         spans = []
         for step in steps:
             value = own.get(step, 0.0)

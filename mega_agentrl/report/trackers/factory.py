@@ -24,6 +24,7 @@ from mega_agentrl.report.config_diff import read_config
 from mega_agentrl.report.trackers.mlflow import MlflowTracker
 from mega_agentrl.report.trackers.prometheus import PrometheusTracker
 from mega_agentrl.report.trackers.wandb import WandbTracker
+from mega_agentrl.types.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -92,7 +93,4 @@ def _read_run_ids(run_dir: Path) -> dict[str, str]:
 
 
 def _write_run_ids(run_dir: Path, run_ids: dict[str, str]) -> None:
-    path = run_dir / RUN_IDS_FILE
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(run_ids, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    atomic_write(run_dir / RUN_IDS_FILE, json.dumps(run_ids, indent=1) + "\n")

@@ -34,7 +34,7 @@ class MlflowTracker:
 
     Args:
         mlflow: the package.
-        run_dir: folder of the run, which names it.
+        run_dir: folder whose name is that of a new run.
         run_id: run to continue, or empty.
 
     Raises:
@@ -72,7 +72,7 @@ class MlflowTracker:
             self._mlflow.log_metrics(named, step=step)
         except self._mlflow.exceptions.MlflowException as error:
             _logger.warning(
-                "mlflow: the metrics of %s step %d are lost there: %s", stage, step, error
+                "mlflow: the metrics of %s step %d were not recorded: %s", stage, step, error
             )
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class PrometheusTracker:
         if valid not in self._gauges:
             # Prometheus rejects names of existing counters.
             is_counter = valid.removesuffix("_total") in {
-                f"{METRIC_PREFIX}{one}" for one in ("steps", "tokens", "tool_calls")
+                f"{METRIC_PREFIX}{counter}" for counter in ("steps", "tokens", "tool_calls")
             }
             shown = f"{valid}_now" if is_counter else valid
             self._gauges[valid] = Gauge(shown, name, ["stage"], registry=self._registry)

@@ -3,7 +3,7 @@
 W&B reads project, entity and mode from its own variables (WANDB_PROJECT, WANDB_ENTITY,
 WANDB_MODE=offline); its files are below the run folder.
 
-W&B requires steps that grow over the whole run, while ours restart with each stage. Each stage
+W&B requires steps that grow over the whole run, but the steps of each stage start at 1. Each stage
 therefore has a metric ``stage/step`` as the x axis of its curves. A step repeated after a restart
 appears twice, the later values after the earlier ones.
 """
@@ -22,7 +22,7 @@ class WandbTracker:
 
     Args:
         wandb: the package.
-        run_dir: folder of the run, which names it.
+        run_dir: folder for W&B's files, whose name is that of the run.
         run_id: run to continue, or empty.
 
     Raises:

@@ -38,9 +38,7 @@ class EmbeddedTree:
     index: int
     """Number of the tree in its file."""
     index_entry: Mapping[str, Any]
-    """Its entry in the index."""
     json_text: str
-    """The tree as JSON."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,18 +55,12 @@ class TreeFileView:
     label: str
     """Label in the list."""
     num_trees: int
-    """Number of trees in the file."""
     trees: Sequence[EmbeddedTree]
     """Trees on the page."""
 
 
 def embed_tree(index: int, view: Mapping[str, Any]) -> EmbeddedTree:
-    """Embed a tree.
-
-    Args:
-        index: number of the tree in its file.
-        view: the tree from `tree_to_json`.
-    """
+    """Return tree number `index` of a file for the page; `view` is from `tree_to_json`."""
     paths = view["paths"]
     rewards = [
         path["reward"]

@@ -53,12 +53,9 @@ def tree_to_json(
     split_tokens: Callable[[Sequence[int]], list[str]] | None = None,
     advantages: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Convert a tree to plain values.
+    """Convert a tree to plain values, with the advantages by trajectory id.
 
-    Args:
-        tree: the tree.
-        split_tokens: converts [N] token ids to [N] texts; None without a tokenizer.
-        advantages: advantages by trajectory id.
+    `split_tokens` converts [N] token ids to [N] texts; None without a tokenizer.
 
     Raises:
         ValueError: the parent of a fork is missing.
@@ -68,17 +65,20 @@ def tree_to_json(
     return {
         **_prompt_json(tree.prompt),
         "forks": tree.num_forks,
-        "topUps": tree.num_top_ups,
-        "size": max((len(one.token_ids) for one in paths), default=0),
+        "extraRoots": tree.num_extra_roots,
+        "size": max((len(trajectory.token_ids) for trajectory in paths), default=0),
         "paths": [
             {
-                **_path_json(one),
+                **_path_json(trajectory),
                 "parent": parent,
                 "lane": lane,
-                "advantage": (advantages or {}).get(one.trajectory_id),
-                "turns": [_turn_json(one, turn, split_tokens) for turn in turns_after_fork(one)],
+                "advantage": (advantages or {}).get(trajectory.trajectory_id),
+                "turns": [
+                    _turn_json(trajectory, turn, split_tokens)
+                    for turn in turns_after_fork(trajectory)
+                ],
             }
-            for one, parent, lane in zip(paths, parents, lanes, strict=True)
+            for trajectory, parent, lane in zip(paths, parents, lanes, strict=True)
         ],
     }
 
@@ -91,14 +91,14 @@ def parent_indices(paths: Sequence[Trajectory]) -> list[int | None]:
     """
     index: dict[str, int] = {}
     found: list[int | None] = []
-    for number, one in enumerate(paths):
-        if one.parent_id is not None and one.parent_id not in index:
+    for number, trajectory in enumerate(paths):
+        if trajectory.parent_id is not None and trajectory.parent_id not in index:
             raise ValueError(
-                f"trajectory {one.trajectory_id}: got the parent {one.parent_id}, expected one "
-                "that comes earlier in its tree"
+                f"trajectory {trajectory.trajectory_id}: got the parent {trajectory.parent_id}, "
+                "expected one that comes earlier in its tree"
             )
-        found.append(None if one.parent_id is None else index[one.parent_id])
-        index[one.trajectory_id] = number
+        found.append(None if trajectory.parent_id is None else index[trajectory.parent_id])
+        index[trajectory.trajectory_id] = number
     return found
 
 
@@ -114,24 +114,27 @@ def assign_lanes(paths: Sequence[Trajectory]) -> list[int]:
     for lane in range(len(paths)):
         number = waiting.pop()
         lanes[number] = lane
-        # The stack's top is placed next: the latest fork, among equals the first.
-        waiting += sorted(forks[number], key=lambda one: (paths[one].fork_len, -one))
+        # The last item is placed next: the latest fork, and the first of forks at one position.
+        waiting += sorted(forks[number], key=lambda fork: (paths[fork].fork_len, -fork))
     return lanes
 
 
-def turns_after_fork(one: Trajectory) -> list[Turn]:
+def turns_after_fork(trajectory: Trajectory) -> list[Turn]:
     """Return the turns that end after the fork; those before it belong to the parent."""
-    shared = sum(turn.stop <= one.fork_len for turn in one.turns) if one.fork_len else 0
-    return list(one.turns[shared:])
+    fork_len = trajectory.fork_len
+    num_shared = sum(turn.stop <= fork_len for turn in trajectory.turns) if fork_len else 0
+    return list(trajectory.turns[num_shared:])
 
 
 def sampled_entropies(tree: RolloutTree) -> list[float]:
     """Return the entropies in nats of all sampled tokens, counting shared tokens once."""
     return [
         entropy
-        for one in tree.trajectories
+        for trajectory in tree.trajectories
         for entropy, mask in zip(
-            one.entropies[one.fork_len :], one.loss_mask[one.fork_len :], strict=True
+            trajectory.entropies[trajectory.fork_len :],
+            trajectory.loss_mask[trajectory.fork_len :],
+            strict=True,
         )
         if mask and math.isfinite(entropy)
     ]
@@ -174,7 +177,7 @@ class TokenTexts:
             return self._decode(tokens)
         start = self._decode((before,))
         both = self._decode((before, *tokens))
-        # `before` alone is no text if it completes a character of several tokens.
+        # `before` alone has no text of its own if it completes a character of several tokens.
         return both.removeprefix(start) if both.startswith(start) else self._decode(tokens)
 
 
@@ -192,44 +195,43 @@ def _prompt_json(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _path_json(one: Trajectory) -> dict[str, Any]:
-    score = one.score
+def _path_json(trajectory: Trajectory) -> dict[str, Any]:
+    score = trajectory.score
     found: dict[str, Any] = {
-        "name": ".".join(map(str, one.path)),
-        "fork": one.fork_len,
-        "end": len(one.token_ids),
-        "stop": one.stop_reason.value,
-        "failed": one.failed,
-        "calls": one.num_tool_calls,
-        "sampled": sum(one.loss_mask),
+        "name": ".".join(map(str, trajectory.path)),
+        "fork": trajectory.fork_len,
+        "end": len(trajectory.token_ids),
+        "stop": trajectory.stop_reason.value,
+        "failed": trajectory.failed,
+        "calls": trajectory.num_tool_calls,
+        "sampled": sum(trajectory.loss_mask),
         "reward": None if score is None else score.value,
-        "decisions": _decisions_json(one),
+        "decisions": _decisions_json(trajectory),
     }
     if score is not None:
         found |= {"correct": score.correct, "f1": score.f1}
         found |= {"answer": _truncate_text(score.answer), "reason": _truncate_text(score.reason)}
         found |= {"parts": dict(score.parts)} if score.parts else {}
-    if one.baseline_entropy is not None:
-        found["baseline"] = _round_to_4_digits(one.baseline_entropy)
-    if one.tool_rewards:
-        found["toolRewards"] = dict(one.tool_rewards)
-    if one.template_drift:
-        found["drift"] = _truncate_text(one.template_drift)
-    if one.context_resets:
-        found["restarts"] = [restart.start for restart in one.context_resets]
+    if trajectory.baseline_entropy is not None:
+        found["baseline"] = _round_to_4_digits(trajectory.baseline_entropy)
+    if trajectory.tool_rewards:
+        found["toolRewards"] = dict(trajectory.tool_rewards)
+    if trajectory.template_drift:
+        found["drift"] = _truncate_text(trajectory.template_drift)
+    if trajectory.context_resets:
+        found["restarts"] = [restart.start for restart in trajectory.context_resets]
     return found
 
 
-def _decisions_json(one: Trajectory) -> list[dict[str, Any]]:
+def _decisions_json(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the branch decisions with the names of the forks they made."""
-    found, made = [], 0
-    for decision in one.decisions:
-        names = [
-            ".".join(map(str, (*one.path, made + number))) for number in range(decision.num_forks)
-        ]
-        made += decision.num_forks
-        found.append(_decision_json(decision) | {"made": names})
-    return found
+    decisions, num_earlier = [], 0
+    for decision in trajectory.decisions:
+        forks = range(num_earlier, num_earlier + decision.num_forks)
+        names = [".".join(map(str, (*trajectory.path, fork))) for fork in forks]
+        num_earlier += decision.num_forks
+        decisions.append(_decision_json(decision) | {"made": names})
+    return decisions
 
 
 def _decision_json(decision: BranchDecision) -> dict[str, Any]:
@@ -248,10 +250,10 @@ def _decision_json(decision: BranchDecision) -> dict[str, Any]:
 
 
 def _turn_json(
-    one: Trajectory, turn: Turn, split_tokens: Callable[[Sequence[int]], list[str]] | None
+    trajectory: Trajectory, turn: Turn, split_tokens: Callable[[Sequence[int]], list[str]] | None
 ) -> dict[str, Any]:
     # A turn that the path shares with its parent up to the fork begins at the fork.
-    start = max(turn.start, one.fork_len)
+    start = max(turn.start, trajectory.fork_len)
     found: dict[str, Any] = {"by": turn.role.value, "from": start, "to": turn.stop}
     if turn.outcome is not None:
         found["call"] = _call_json(turn.outcome, hidden=not turn.text.strip())
@@ -259,14 +261,14 @@ def _turn_json(
         return found | {"text": _truncate_text(turn.text)}
     own = slice(start, turn.stop)
     found |= {
-        "h": _collapse_constant([_round_to_4_digits(value) for value in one.entropies[own]]),
-        "lp": _collapse_constant([_round_to_4_digits(value) for value in one.logps[own]]),
-        "v": _collapse_constant(one.versions[own]),
-        "sampled": _collapse_constant(one.loss_mask[own]),
+        "h": _collapse_constant([_round_to_4_digits(value) for value in trajectory.entropies[own]]),
+        "lp": _collapse_constant([_round_to_4_digits(value) for value in trajectory.logps[own]]),
+        "v": _collapse_constant(trajectory.versions[own]),
+        "sampled": _collapse_constant(trajectory.loss_mask[own]),
     }
     if split_tokens is None:
-        return found | {"text": turn.text, "ids": list(one.token_ids[own])}
-    return found | {"pieces": split_tokens(one.token_ids[own])}
+        return found | {"text": turn.text, "ids": list(trajectory.token_ids[own])}
+    return found | {"pieces": split_tokens(trajectory.token_ids[own])}
 
 
 def _call_json(outcome: ToolOutcome, *, hidden: bool) -> dict[str, Any]:

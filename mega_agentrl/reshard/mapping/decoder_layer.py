@@ -10,8 +10,8 @@
                  expert-tensor ranks
     norms, router   replicated
 
-Transformer Engine's modules (`fused`) hold the norm before a linear layer in that layer, and the
-experts of a rank in one module: the names differ, the tensors are the same.
+With Transformer Engine (`fused`) a linear layer contains the norm before it, and one module
+contains all experts of a rank. The names then differ, the tensors are the same.
 """
 
 from __future__ import annotations
@@ -122,14 +122,15 @@ def _attention_shards(
         yield replicate(
             f"{megatron_prefix}linear_proj.bias", f"{hf_prefix}o_proj.bias", (shape.hidden_size,)
         )
-    tails: dict[str, tuple[int, ...]] = {"weight": (shape.hidden_size,)}
+    row_shapes: dict[str, tuple[int, ...]] = {"weight": (shape.hidden_size,)}
     if shape.qkv_bias:
-        tails["bias"] = ()
-    share = (query + 2 * shape.num_kv_heads * shape.head_dim) // size
-    window = (rank * share, (rank + 1) * share)
-    for weight_or_bias, tail in tails.items():
+        row_shapes["bias"] = ()
+    num_rows = (query + 2 * shape.num_kv_heads * shape.head_dim) // size
+    window = (rank * num_rows, (rank + 1) * num_rows)
+    for weight_or_bias, row_shape in row_shapes.items():
+        name = f"{megatron_prefix}linear_qkv.{weight_or_bias}"
         rows = _qkv_rows(shape, hf_prefix, weight_or_bias)
-        yield stack_rows(f"{megatron_prefix}linear_qkv.{weight_or_bias}", rows, tail, window=window)
+        yield stack_rows(name, rows, row_shape, window=window)
     if shape.qk_norm:
         for letter in "qk":
             norm = f"{letter}_layernorm.weight"
@@ -151,12 +152,12 @@ def _dense_mlp_shards(
 ) -> Iterator[ShardLayout]:
     rank, size = parallel_rank.tensor_rank, parallel_rank.tensor_size
     ffn_rows = shape.ffn_hidden_size // size
-    first = f"{megatron_prefix}linear_fc1"
+    fc1 = f"{megatron_prefix}linear_fc1"
     yield stack_rows(
-        f"{first}.weight", _gate_up_rows(hf_prefix, "weight", rank, ffn_rows), (shape.hidden_size,)
+        f"{fc1}.weight", _gate_up_rows(hf_prefix, "weight", rank, ffn_rows), (shape.hidden_size,)
     )
     if shape.mlp_bias:
-        yield stack_rows(f"{first}.bias", _gate_up_rows(hf_prefix, "bias", rank, ffn_rows), ())
+        yield stack_rows(f"{fc1}.bias", _gate_up_rows(hf_prefix, "bias", rank, ffn_rows), ())
     name, full_shape = f"{hf_prefix}down_proj.weight", (shape.hidden_size, shape.ffn_hidden_size)
     yield slice_columns(
         f"{megatron_prefix}linear_fc2.weight", name, full_shape, rank=rank, size=size
@@ -191,23 +192,24 @@ def _moe_mlp_shards(
     yield replicate(
         f"{megatron_prefix}router.weight", f"{hf_prefix}gate.weight", (moe.num_experts, hidden)
     )
-    share, ffn_rows = moe.num_experts // parallel_rank.expert_size, moe.ffn_hidden_size // size
-    first, second = [], []
-    for local in range(share):
-        expert = f"{hf_prefix}experts.{parallel_rank.expert_rank * share + local}."
-        names = [
+    num_local_experts = moe.num_experts // parallel_rank.expert_size
+    ffn_rows = moe.ffn_hidden_size // size
+    fc1_shards, fc2_shards = [], []
+    for local in range(num_local_experts):
+        expert = f"{hf_prefix}experts.{parallel_rank.expert_rank * num_local_experts + local}."
+        fc1, fc2 = (
             f"{megatron_prefix}experts.linear_{linear}.weight{local}"
             if fused
             else f"{megatron_prefix}experts.local_experts.{local}.linear_{linear}.weight"
             for linear in ("fc1", "fc2")
-        ]
-        first.append(
-            stack_rows(names[0], _gate_up_rows(expert, "weight", rank, ffn_rows), (hidden,))
+        )
+        fc1_shards.append(
+            stack_rows(fc1, _gate_up_rows(expert, "weight", rank, ffn_rows), (hidden,))
         )
         down, full_shape = f"{expert}down_proj.weight", (hidden, moe.ffn_hidden_size)
-        second.append(slice_columns(names[1], down, full_shape, rank=rank, size=size))
+        fc2_shards.append(slice_columns(fc2, down, full_shape, rank=rank, size=size))
     if fused:
-        yield from first + second
+        yield from fc1_shards + fc2_shards
     else:
-        for pair in zip(first, second, strict=True):
+        for pair in zip(fc1_shards, fc2_shards, strict=True):
             yield from pair

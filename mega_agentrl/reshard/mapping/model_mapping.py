@@ -1,8 +1,8 @@
 """Mapping of Hugging Face names to Megatron-core names, for every supported architecture.
 
 Loading, exporting and sending weights share this mapping. The Megatron side is `GPTModel`, with
-layers numbered from 0 in each chunk of a pipeline rank. (`ModelParallelRank` says which chunks a
-rank holds and how their names begin.) `decoder_layer` maps the layers; this module maps
+layers numbered from 0 in each chunk of a pipeline rank (`ModelParallelRank`). `decoder_layer` maps
+the layers; this module maps
 
     embedding, output_layer  rows split over tensor ranks, padded to a multiple
     scalar head              `score.weight` [1, D] as `output_layer.weight`, replicated
@@ -18,8 +18,7 @@ The parallel sizes must divide the model:
     pipeline*virtual layers; virtual stages need a pipeline
     expert           experts; expert_tensor: the width of one expert
 
-Conditions among the sizes themselves (ranks, sequence parallelism) are checked by the
-configuration, in `config.checks.parallel`, which also repeats these as far as it can.
+`config.checks.parallel` checks conditions among the sizes themselves.
 """
 
 from __future__ import annotations
@@ -142,8 +141,7 @@ def is_tensor_replicated(shape: ModelShape, name: str) -> bool:
     """Return whether a Megatron parameter is the same on every tensor rank.
 
     It then counts once in a norm over these ranks (for an expert's parameter: the expert-tensor
-    ranks). This holds for norms, router, biases of row-parallel linears and a scalar head, for any
-    sizes.
+    ranks). This holds for norms, router, biases of row-parallel linears and a scalar head.
     """
     if name.endswith(MEGATRON_OUTPUT_LAYER):
         return shape.head is HeadKind.scalar
@@ -155,10 +153,7 @@ _WRONG_SIZE_CAUSE = "probable cause: a size chosen for another model"
 
 def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None:
     """Raise a `ValueError` naming the first dimension of the model that a size does not divide."""
-    tensor, stages = (
-        parallel_rank.tensor_size,
-        parallel_rank.pipeline_size * parallel_rank.virtual_size,
-    )
+    tensor = parallel_rank.tensor_size
     _check_divides("parallel.tensor", tensor, "num_attention_heads", shape.num_heads)
     _check_kv_heads(shape, tensor)
     if not shape.moe or not all(shape.moe.moe_layer_pattern):
@@ -170,7 +165,7 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
         )
     _check_divides(
         "parallel.pipeline * parallel.virtual_pipeline",
-        stages,
+        parallel_rank.pipeline_size * parallel_rank.virtual_size,
         "num_hidden_layers",
         shape.num_layers,
     )
@@ -178,9 +173,8 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
         _check_divides(
             "parallel.expert", parallel_rank.expert_size, "num_experts", shape.moe.num_experts
         )
-        key = "parallel.expert_tensor"
         _check_divides(
-            key,
+            "parallel.expert_tensor",
             parallel_rank.expert_tensor_size,
             "moe_intermediate_size",
             shape.moe.ffn_hidden_size,

@@ -1,7 +1,8 @@
 """Shape of a model, read from a checkpoint's `config.json`.
 
-Every key that changes the computation is read, or refused if it is not supported; dropout is such a
-key. The module needs neither torch nor transformers, so it can run on a login node.
+Every key that changes the computation is either read or checked: an unsupported value, such as
+dropout, raises an error. The module needs neither torch nor transformers, so it can run on a login
+node.
 
 Families differ in their biases and in the norm of queries and keys:
 
@@ -128,7 +129,7 @@ class ModelShape:
             )
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Return whether the MLP of a layer, counted over the whole model, consists of experts."""
+        """Return whether the MLP of layer `layer` of the whole model consists of experts."""
         return self.moe is not None and self.moe.moe_layer_pattern[layer]
 
     def with_scalar_head(self) -> ModelShape:
@@ -148,8 +149,8 @@ class ModelShape:
         """Read the shape of the Hugging Face checkpoint in a folder.
 
         Raises:
-        ValueError: For a missing folder or config.json, an unsupported architecture or setting, or
-        a missing key.
+            ValueError: For a missing folder or config.json, an unsupported architecture or
+                setting, or a missing key.
         """
         file = Path(path) / "config.json"
         if not file.is_file():

@@ -71,8 +71,8 @@ class RopeConfig:
             where: Its path, for error messages.
 
         Raises:
-        ValueError: For an unsupported type, an unknown or missing key, or a rotary embedding of
-        only a part of the head.
+            ValueError: For an unsupported type, an unknown or missing key, or a rotary embedding
+                of only a part of the head.
         """
         rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         _check_supported(rope, config, where)
@@ -87,16 +87,16 @@ class RopeConfig:
         positions = int(original or max_positions)
         if rope_type is RopeType.yarn and rope.get("factor") is None:
             rope["factor"] = max_positions / positions
-        config_so_far = cls(
+        scaled = cls(
             theta=theta,
             rope_type=rope_type,
             factor=float(_require_rope_key(rope, "factor", rope_type, where)),
         )
         if rope_type is RopeType.linear:
-            return config_so_far
+            return scaled
         if rope_type is RopeType.llama3:
             return replace(
-                config_so_far,
+                scaled,
                 original_max_position_embeddings=positions,
                 low_freq_factor=float(_require_rope_key(rope, "low_freq_factor", rope_type, where)),
                 high_freq_factor=float(
@@ -104,12 +104,12 @@ class RopeConfig:
                 ),
             )
         return replace(
-            config_so_far,
+            scaled,
             original_max_position_embeddings=positions,
             beta_fast=float(rope.get("beta_fast") or 32.0),
             beta_slow=float(rope.get("beta_slow") or 1.0),
             truncate=bool(rope.get("truncate", True)),
-            attention_factor=_attention_factor(rope, config_so_far.factor),
+            attention_factor=_attention_factor(rope, scaled.factor),
         )
 
 
@@ -150,9 +150,9 @@ def _require_rope_key(settings: dict[str, Any], key: str, rope_type: RopeType, w
 
 def _attention_factor(rope: dict[str, Any], factor: float) -> float:
     # yarn's temperature is 0.1 ln(factor) + 1; some models weight it and divide it by another.
-    given = rope.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

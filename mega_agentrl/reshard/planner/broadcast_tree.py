@@ -1,18 +1,18 @@
 """Broadcast trees: how each bucket gets from one trainer rank to all of its receivers.
 
-    on a device with a holder   the receiver copies from it
-    on a machine with a holder  one receiver gets the bucket from the holder, or from a receiver
-                                that has copied it, and forwards it to the others
-    on any other machine        one receiver gets the bucket over the network and forwards it; a
-                                receiver that has the bucket sends it over the network, and a
-                                trainer rank only if there is none yet
+    receiver on a GPU with a holder   copies from that holder
+    machine with a holder             one receiver gets the bucket, from the holder unless a
+                                      receiver has copied it, and forwards it to the others
+    machine without a holder          one receiver gets the bucket over the network, from a rollout
+                                      rank that has it or else from a trainer rank, and forwards it
 
 Machines without a holder form a chain in a fixed order. While a machine forwards one bucket it
-receives the next, so all of them stay busy and each sends a byte once.
+receives the next, so all of them stay busy.
 
-Hence each byte enters a machine without a copy once, which is the minimum, and a trainer rank sends
-a byte once to each machine that holds it, or once in all. Among several possible senders, the
-nearest one that has sent least is chosen; receivers are chosen alike.
+So each byte enters a machine without a holder once, which is the minimum. A trainer rank sends a
+byte once to every machine that has both holders and receivers, or once in all if there is no such
+machine. Of several possible senders the nearest is chosen, and of those the one that has sent
+least; receivers are chosen alike.
 
 The order comes from a simulation (`LinkSimulator`): the next bucket is the one whose sender and
 first receiver are both free earliest, so that trainer ranks do not queue up for one receiver while
@@ -78,15 +78,15 @@ def group_regions(
 
 
 def min_network_bytes(groups: Iterable[TransferGroup], locations: Sequence[RankLocation]) -> int:
-    """Return the bytes that must cross between machines at least.
+    """Return the bytes that must at least cross between machines.
 
     Each byte that a machine needs and does not hold has to enter it once.
     """
     total = 0
     for group in groups:
-        holding = {locations[rank].node for rank in group.holders}
-        wanting = {locations[rank].node for rank in group.receivers}
-        total += group.num_bytes * len(wanting - holding)
+        holder_nodes = {locations[rank].node for rank in group.holders}
+        receiver_nodes = {locations[rank].node for rank in group.receivers}
+        total += group.num_bytes * len(receiver_nodes - holder_nodes)
     return total
 
 
@@ -94,8 +94,8 @@ def split_into_buckets(
     group: TransferGroup, bucket_bytes: int
 ) -> Iterator[tuple[TensorSlice, ...]]:
     """Yield the slices of a group by bucket, each of at most `bucket_bytes` or one row."""
-    share = -(-group.num_bytes // len(group.holders))
-    limit = min(bucket_bytes, max(share, MIN_BUCKET_BYTES))
+    bytes_per_holder = -(-group.num_bytes // len(group.holders))
+    limit = min(bucket_bytes, max(bytes_per_holder, MIN_BUCKET_BYTES))
     bucket: list[TensorSlice] = []
     size = 0
     for tensor_slice in group.slices:
@@ -156,7 +156,7 @@ class BroadcastTree:
 
 @dataclass(frozen=True, slots=True)
 class PendingBucket:
-    """A bucket with a root but without a position in the order yet."""
+    """A bucket that has a root but no position in the order yet."""
 
     tree: BroadcastTree
     root: int
@@ -182,20 +182,20 @@ def build_broadcast_tree(group: TransferGroup, locations: Sequence[RankLocation]
             for holder in holders
             if link_type_between(locations[holder], locations[receiver]) is LinkType.same_gpu
         ]
-        # With several replicas on one device, the first serves.
-        first = {receiver: (holder, receiver) for holder, receiver in reversed(pairs)}
-        same_gpu_pairs = tuple(first[receiver] for receiver in sorted(first))
+        # Of several holders on one device, the first sends.
+        pair_of = {receiver: (holder, receiver) for holder, receiver in reversed(pairs)}
+        same_gpu_pairs = tuple(pair_of[receiver] for receiver in sorted(pair_of))
         nodes.append(NodeTargets(holders, receivers, same_gpu_pairs))
     near = tuple(targets for targets in nodes if targets.holders)
     far = tuple(targets for targets in nodes if not targets.holders)
-    local = tuple(holder for targets in near for holder in targets.holders)
-    return BroadcastTree(local or group.holders, near, far)
+    near_holders = tuple(holder for targets in near for holder in targets.holders)
+    return BroadcastTree(near_holders or group.holders, near, far)
 
 
 def make_pending_buckets(
     groups: Iterable[TransferGroup], locations: Sequence[RankLocation], bucket_bytes: int
 ) -> list[PendingBucket]:
-    """Split groups into buckets and choose as root of each the nearest holder that sends least."""
+    """Split groups into buckets, and choose as the root of each the holder that sends least."""
     sent = [0] * len(locations)
     pending_buckets = []
     for group in groups:
@@ -212,8 +212,8 @@ def make_pending_buckets(
 class RootQueue:
     """Pending buckets with the same first hop, by root; the root that is free first comes first.
 
-    Among roots that are free at the same time, each queue prefers a different one, depending on its
-    number, so that queues do not compete for one root.
+    Of roots that are free at the same time, each queue prefers another one, according to its
+    number, so that the queues do not compete for one root.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class BucketScheduler:
         self._sent_bytes = self._simulator.sent_bytes
         self._received_bytes = self._simulator.received_bytes
         self._ready_at_s: dict[int, float] = {}
-        """When the receivers of the present bucket have it."""
+        """Times at which the receivers of the bucket being scheduled have it."""
 
     def schedule(self, pending_buckets: Iterable[PendingBucket]) -> tuple[Bucket, ...]:
         """Return all buckets in execution order."""
@@ -266,18 +266,19 @@ class BucketScheduler:
         for pending in pending_buckets:
             waiting[pending.tree.first_hop()].append(pending)
         queues = [RootQueue(i, *hop, waiting[hop]) for i, hop in enumerate(waiting)]
-        # Keys only ever grow, so a key that is still right at the top of the heap is the least.
-        next_up = [(0.0, number, queue) for number, queue in enumerate(queues)]
+        # Start times only grow. The first queue of the heap is therefore the earliest, unless its
+        # own start time has grown since it was pushed.
+        queue_heap = [(0.0, number, queue) for number, queue in enumerate(queues)]
         buckets: list[Bucket] = []
-        while next_up:
-            key, number, queue = heapq.heappop(next_up)
+        while queue_heap:
+            pushed_start, number, queue = heapq.heappop(queue_heap)
             start = max(self._receive_ready_at_s(queue), queue.send_ready_at_s(self._simulator))
-            if start <= key:
+            if start <= pushed_start:
                 pending = queue.pop()
                 hops = tuple(self._plan_hops(pending))
                 buckets.append(Bucket(len(buckets), pending.num_bytes, pending.slices, hops))
             if queue:
-                heapq.heappush(next_up, (start, number, queue))
+                heapq.heappush(queue_heap, (start, number, queue))
         return tuple(buckets)
 
     def _receive_ready_at_s(self, queue: RootQueue) -> float:
@@ -285,44 +286,41 @@ class BucketScheduler:
         return min(receives[rank] for rank in queue.entry_ranks)
 
     def _plan_hops(self, pending: PendingBucket) -> Iterator[Hop]:
-        """Yield the hops in causal order.
-
-        `having` are the receivers on the last machine that have the bucket.
-        """
-        having: list[int] = []
+        """Yield the hops in causal order."""
+        senders: list[int] = []  # receivers on the machine visited last that have the bucket
         self._ready_at_s = {}
         for node in pending.tree.nodes_with_holder:
-            having = [receiver for _, receiver in node.same_gpu_pairs]
+            senders = [receiver for _, receiver in node.same_gpu_pairs]
             for pair in node.same_gpu_pairs:
                 yield self._add_hop(*pair, pending)
-            if not having:
-                local = [pending.root] if pending.root in node.holders else node.holders
-                source = self._least_loaded(self._sent_bytes, LinkType.same_node, local)
-                having = [
+            if not senders:
+                holders = [pending.root] if pending.root in node.holders else node.holders
+                source = self._least_loaded(self._sent_bytes, LinkType.same_node, holders)
+                senders = [
                     self._least_loaded(self._received_bytes, LinkType.same_node, node.receivers)
                 ]
-                yield self._add_hop(source, having[0], pending)
-            yield from self._broadcast_within_node(node, having, pending)
+                yield self._add_hop(source, senders[0], pending)
+            yield from self._broadcast_within_node(node, senders, pending)
         for node in pending.tree.nodes_without_holder:
             source = self._least_loaded(
-                self._sent_bytes, LinkType.network, having or [pending.root]
+                self._sent_bytes, LinkType.network, senders or [pending.root]
             )
-            having = [self._least_loaded(self._received_bytes, LinkType.network, node.receivers)]
-            yield self._add_hop(source, having[0], pending)
-            yield from self._broadcast_within_node(node, having, pending)
+            senders = [self._least_loaded(self._received_bytes, LinkType.network, node.receivers)]
+            yield self._add_hop(source, senders[0], pending)
+            yield from self._broadcast_within_node(node, senders, pending)
 
     def _broadcast_within_node(
-        self, node: NodeTargets, having: list[int], pending: PendingBucket
+        self, node: NodeTargets, senders: list[int], pending: PendingBucket
     ) -> Iterator[Hop]:
-        """Yield hops from receivers of a machine that have the bucket to those that do not."""
+        """Yield hops to receivers of a machine that lack the bucket, and add them to `senders`."""
         for receiver in node.receivers:
-            if receiver not in having:
+            if receiver not in senders:
                 yield self._add_hop(
-                    self._least_loaded(self._sent_bytes, LinkType.same_node, having),
+                    self._least_loaded(self._sent_bytes, LinkType.same_node, senders),
                     receiver,
                     pending,
                 )
-                having.append(receiver)
+                senders.append(receiver)
 
     def _add_hop(self, source: int, target: int, pending: PendingBucket) -> Hop:
         self._simulator.transfer(source, target, pending.num_bytes, self._ready_at_s)

@@ -5,15 +5,13 @@
 Planning is pure and deterministic: the same input gives the same plan on every rank. Each rollout
 rank receives exactly the elements of its own shards, once; no rank assembles a whole tensor.
 
-Every plan is checked for writing every element of every rollout shard exactly once. The check looks
-only at hops and rectangles, not at how the plan was made:
+`check_transfer_plan` checks that a plan writes every element of every rollout shard exactly once.
+It looks only at hops and rectangles, not at how the plan was made:
 
     hops   a bucket reaches a rank at most once, from a rank that has it by then; a trainer rank
            has what lies in one of its blocks
     cover  the slices that reach a rank fill the blocks of its shards without hole or overlap, and
            no slice arrives that the rank does not hold
-
-Ranks that share a layout and receive the same buckets are checked once.
 """
 
 from __future__ import annotations
@@ -101,19 +99,8 @@ def plan_from_owners(
 ) -> TransferPlan:
     """Plan from tables of rectangle owners, without checking the result.
 
-    This serves simulations of thousands of ranks with equal layouts. For the arguments see
-    `plan_transfer`.
-
-    Args:
-        trainer_owners: Rectangles held by trainer ranks.
-        rollout_owners: Rectangles needed by rollout ranks.
-        rank_sets: The cache that made both tables.
-        locations: Locations of all ranks, trainer ranks first.
-        dtypes: Dtype in which a tensor is sent, by name, or one for all.
-        names: Names of all tensors of the model.
-        num_trainer_ranks: Number of trainer ranks.
-        bucket_bytes: Maximum bucket size.
-        speeds: Link speeds for which the order is optimized.
+    This serves simulations of thousands of ranks with equal layouts. `rank_sets` is the cache that
+    both tables were made with; the other arguments are those of `plan_transfer`.
     """
     dtype_of = {name: _dtype_of(name, dtypes) for name in names}
     item_bytes = {name: DTYPE_BYTES[dtype] for name, dtype in dtype_of.items()}
@@ -133,8 +120,8 @@ def plan_from_owners(
 def _check_written_once(rollout_layouts: RankLayouts) -> None:
     for layout in distinct_layouts(rollout_layouts):
         for shard in layout:
-            local = [block.local_rect for block in shard.blocks]
-            check_disjoint(shard.name, local, owner="transfer plan, a rollout rank")
+            rects = [block.local_rect for block in shard.blocks]
+            check_disjoint(shard.name, rects, owner="transfer plan, a rollout rank")
 
 
 def _dtype_of(name: str, dtypes: Mapping[str, str] | str) -> str:
@@ -148,32 +135,25 @@ _WRONG_LAYOUT_CAUSE = "probable cause: the plan was made from other layouts"
 
 
 def check_transfer_plan(
-    plan: TransferPlan,
-    trainer_layouts: Sequence[Sequence[ShardLayout]],
-    rollout_layouts: Sequence[Sequence[ShardLayout]],
+    plan: TransferPlan, trainer_layouts: RankLayouts, rollout_layouts: RankLayouts
 ) -> None:
-    """Raise a `ValueError` naming tensor, rectangle and ranks of the first violation."""
-    received = _buckets_received(
-        plan,
-        [ParamSliceIndex(layout) for layout in distinct_layouts(trainer_layouts)],
-        trainer_layouts,
-    )
-    done = set()
+    """Raise a `ValueError` naming tensor, rectangle and ranks of the first violation.
+
+    Ranks that share a layout and receive the same buckets are checked once.
+    """
+    received = _buckets_received(plan, trainer_layouts)
+    checked = set()
     for rank, layout in enumerate(rollout_layouts, start=plan.num_trainer_ranks):
         key = (id(layout), tuple(received[rank]))
-        if key not in done:
+        if key not in checked:
             _check_received_cover(rank, layout, [plan.buckets[index] for index in received[rank]])
-        done.add(key)
+        checked.add(key)
 
 
-def _buckets_received(
-    plan: TransferPlan,
-    slice_indices: list[ParamSliceIndex],
-    trainer_layouts: Sequence[Sequence[ShardLayout]],
-) -> dict[int, list[int]]:
-    """Return the indices of the buckets that reach each rank."""
-    numbers = {
-        id(layout): number for number, layout in enumerate(distinct_layouts(trainer_layouts))
+def _buckets_received(plan: TransferPlan, trainer_layouts: RankLayouts) -> dict[int, list[int]]:
+    """Return the indices of the buckets that reach each rank, checking every hop."""
+    slice_index_of = {
+        id(layout): ParamSliceIndex(layout) for layout in distinct_layouts(trainer_layouts)
     }
     received: dict[int, list[int]] = defaultdict(list)
     for bucket in plan.buckets:
@@ -188,7 +168,7 @@ def _buckets_received(
                 )
             if source < plan.num_trainer_ranks and source not in have_bucket:
                 for tensor_slice in bucket.slices:
-                    slice_indices[numbers[id(trainer_layouts[source])]].find(tensor_slice)
+                    slice_index_of[id(trainer_layouts[source])].find(tensor_slice)
             elif source not in have_bucket:
                 raise ValueError(
                     f"transfer plan: rank {source} forwards bucket {bucket.index} "
@@ -207,24 +187,24 @@ def _check_received_cover(
     rank: int, layout: Iterable[ShardLayout], buckets: Iterable[Bucket]
 ) -> None:
     owner = f"transfer plan, rollout rank {rank}"
-    arrived: dict[str, list[Rect]] = defaultdict(list)
+    received_rects: dict[str, list[Rect]] = defaultdict(list)
     for bucket in buckets:
         for tensor_slice in bucket.slices:
-            arrived[tensor_slice.hf_name].append(tensor_slice.rect)
-    wanted: dict[str, set[Rect]] = defaultdict(set)
+            received_rects[tensor_slice.hf_name].append(tensor_slice.rect)
+    block_rects: dict[str, set[Rect]] = defaultdict(set)
     for shard in layout:
         for block in shard.blocks:
-            wanted[block.hf_name].add(block.hf_rect)
-    for name in {**wanted, **arrived}:
-        check_disjoint(name, arrived[name], owner=owner)
-        for rect in arrived[name]:
-            if not any(rect.intersect(whole) == rect for whole in wanted[name]):
+            block_rects[block.hf_name].add(block.hf_rect)
+    for name in {**block_rects, **received_rects}:
+        check_disjoint(name, received_rects[name], owner=owner)
+        for rect in received_rects[name]:
+            if not any(rect.intersect(whole) == rect for whole in block_rects[name]):
                 raise ValueError(
                     f"{owner}: {name} {rect} arrives but the rank does not hold it; "
                     f"{_WRONG_LAYOUT_CAUSE}"
                 )
-        for whole in wanted[name]:
-            common = [rect.intersect(whole) for rect in arrived[name]]
+        for whole in block_rects[name]:
+            common = [rect.intersect(whole) for rect in received_rects[name]]
             hole = whole.numel - sum(part.numel for part in common if part)
             if hole:
                 raise ValueError(

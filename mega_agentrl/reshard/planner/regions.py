@@ -31,18 +31,18 @@ RectOwners = dict[str, dict[Rect, Ranks]]
 
 @dataclass(slots=True)
 class RankSetCache:
-    """Caches unions of rank tuples; equal unions are one object."""
+    """Cache of unions of rank tuples, in which equal unions are one object."""
 
     _interned: dict[Ranks, Ranks] = field(default_factory=dict)
     _unions: dict[tuple[Ranks, ...], Ranks] = field(default_factory=dict)
 
     def union(self, parts: tuple[Ranks, ...]) -> Ranks:
         """Return all ranks of the parts, ascending."""
-        found = self._unions.get(parts)
-        if found is None:
+        union = self._unions.get(parts)
+        if union is None:
             merged = tuple(sorted(set().union(*parts)))
-            found = self._unions[parts] = self._interned.setdefault(merged, merged)
-        return found
+            union = self._unions[parts] = self._interned.setdefault(merged, merged)
+        return union
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def rect_owners(
             for block in shard.blocks:
                 parts[block.hf_name].setdefault(block.hf_rect, []).append(ranks)
     return {
-        name: {rect: rank_sets.union(tuple(found)) for rect, found in rects.items()}
+        name: {rect: rank_sets.union(tuple(owners)) for rect, owners in rects.items()}
         for name, rects in parts.items()
     }
 
@@ -98,10 +98,8 @@ def compute_regions(
     """
     _check_same_tensors(names, trainer_owners, rollout_owners)
     for name in names:
-        holder_sets, receiver_sets = (
-            list(trainer_owners[name].values()),
-            list(rollout_owners[name].values()),
-        )
+        holder_sets = list(trainer_owners[name].values())
+        receiver_sets = list(rollout_owners[name].values())
         for rect, holders_in, receivers_in in _split_at_borders(
             tuple(trainer_owners[name]), tuple(rollout_owners[name])
         ):
@@ -120,14 +118,14 @@ def compute_regions(
 def _check_same_tensors(
     names: Sequence[str], trainer_owners: Mapping[str, object], rollout_owners: Mapping[str, object]
 ) -> None:
-    for side, found in (
+    for side, owners in (
         ("trainer ranks hold", trainer_owners),
         ("rollout ranks need", rollout_owners),
     ):
-        lost, unknown = sorted(set(names) - set(found)), sorted(set(found) - set(names))
-        if lost or unknown:
+        missing, unknown = sorted(set(names) - set(owners)), sorted(set(owners) - set(names))
+        if missing or unknown:
             raise ValueError(
-                f"transfer plan: {side} all tensors of the model except {_shorten(lost)}, and "
+                f"transfer plan: {side} all tensors of the model except {_shorten(missing)}, and "
                 f"unknown tensors {_shorten(unknown)}; probable cause: layouts of two different "
                 "models"
             )
@@ -143,20 +141,20 @@ Box = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
-def _split_at_borders(held: tuple[Rect, ...], wanted: tuple[Rect, ...]) -> tuple[RectOverlap, ...]:
-    """Return the regions of one tensor with the indices into `held` and `wanted` that contain them.
+def _split_at_borders(held: tuple[Rect, ...], needed: tuple[Rect, ...]) -> tuple[RectOverlap, ...]:
+    """Return each region of a tensor with the indices of the held and needed rects around it.
 
     Coordinates are compressed to the borders that occur. Cells of that grid that lie in the same
     rectangles are merged again, along one dim after the other.
     """
-    num_dims = len(wanted[0].start)
+    num_dims = len(needed[0].start)
     borders = [
-        sorted({at for rect in (*held, *wanted) for at in (rect.start[dim], rect.stop[dim])})
+        sorted({at for rect in (*held, *needed) for at in (rect.start[dim], rect.stop[dim])})
         for dim in range(num_dims)
     ]
     index_of = [{at: index for index, at in enumerate(line)} for line in borders]
     inside: dict[tuple[int, ...], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    for side, rects in enumerate((held, wanted)):
+    for side, rects in enumerate((held, needed)):
         for number, rect in enumerate(rects):
             for cell in itertools.product(
                 *(
@@ -170,12 +168,12 @@ def _split_at_borders(held: tuple[Rect, ...], wanted: tuple[Rect, ...]) -> tuple
         if receivers_in:
             box = tuple((at, at + 1) for at in cell)
             cells_of[tuple(holders_in), tuple(receivers_in)].append(box)
-    found = [
+    overlaps = [
         (_box_to_rect(box, borders), *key)
         for key, boxes in cells_of.items()
         for box in _merge_neighbors(boxes)
     ]
-    return tuple(sorted(found))
+    return tuple(sorted(overlaps))
 
 
 def _merge_neighbors(boxes: list[Box]) -> list[Box]:

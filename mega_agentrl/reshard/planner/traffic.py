@@ -2,12 +2,12 @@
 
 lower bound   a byte that a machine needs and does not hold has to enter it once; counted from the
               regions, so it holds for any plan
-prediction    the hops in the plan's order on one port per rank and link type (`LinkSimulator`),
-              without message latency and without the engines' own packing of weights
+prediction    the hops in the plan's order (`LinkSimulator`), without message latency and without
+              the engines' own packing of weights
 
-`LinkSimulator` says when a transfer can start and when it ends. Per link type, a rank has one port
-that sends and one that receives. Each port carries one transfer at a time at the speed of the link,
-and ports do not affect each other. Both the order of a plan and its predicted duration rest on it.
+In `LinkSimulator` a rank has, per link type, one port that sends and one that receives. Each port
+carries one transfer at a time at the speed of the link, and ports do not affect each other. The
+order of a plan comes from the same simulation.
 """
 
 from __future__ import annotations
@@ -24,19 +24,15 @@ if TYPE_CHECKING:
 
 
 class LinkSimulator:
-    """Tracks when each port is free; all times are seconds from the start.
-
-    Args:
-        locations: Location of every rank.
-        speeds: Bandwidth by link type.
-    """
+    """Tracks when each port is free; all times are seconds from the start."""
 
     def __init__(self, locations: Sequence[RankLocation], speeds: LinkSpeeds) -> None:
         self._locations = locations
         self._seconds_per_byte = {link: speeds.transfer_s(link, 1) for link in LinkType}
         self.send_free_at_s = {link: [0.0] * len(locations) for link in LinkType}
+        """Time at which the sending port is free, by link type and rank."""
         self.receive_free_at_s = {link: [0.0] * len(locations) for link in LinkType}
-        """By link type and rank: when that port is free."""
+        """Time at which the receiving port is free, by link type and rank."""
         self.sent_bytes = {link: [0] * len(locations) for link in LinkType}
         self.received_bytes = {link: [0] * len(locations) for link in LinkType}
 
@@ -49,7 +45,7 @@ class LinkSimulator:
             source: Sending rank.
             target: Receiving rank.
             num_bytes: Size of the transfer.
-            ready_at_s: By rank, when it has the bytes: 0 for those not in it. The target is added.
+            ready_at_s: Time at which each rank has the bytes, 0 if absent. The target is added.
         """
         link = link_type_between(self._locations[source], self._locations[target])
         sends, receives = self.send_free_at_s[link], self.receive_free_at_s[link]

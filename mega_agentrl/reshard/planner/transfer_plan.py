@@ -6,11 +6,7 @@ hops are in causal order: the sender of a hop either holds the bucket from the s
 rank) or has received it in an earlier hop (a rollout rank that forwards it).
 
 All ranks execute their hops in the order (bucket, hop). The earliest unfinished hop then never
-waits for another one, so no cycle of waiting ranks can form. A slice names a rectangle of a
-Hugging Face tensor; each rank finds it in its own shards with `ParamSliceIndex`.
-
-This module holds data and look-ups; `planner` makes and checks plans and `traffic`
-counts their bytes.
+waits for another one, so no cycle of waiting ranks can form.
 """
 
 from __future__ import annotations
@@ -88,14 +84,10 @@ class TransferPlan:
                     yield bucket, hop
 
     def restrict_to(self, ranks: Collection[int], layouts: Iterable[Iterable[ShardLayout]]) -> Self:
-        """Return the part of the plan that the given ranks need.
+        """Return the part of the plan that the given ranks with these layouts need.
 
         Buckets keep their numbers. Hops between other ranks and dtypes of tensors that these ranks
         do not hold are left out, so that a large plan need not be sent to every rank in full.
-
-        Args:
-            ranks: Ranks that will execute the result.
-            layouts: Layouts of these ranks.
         """
         names = {block.hf_name for layout in layouts for s in layout for block in s.blocks}
         parts = (
@@ -119,7 +111,7 @@ class ParamSlice(NamedTuple):
 
 
 class ParamSliceIndex:
-    """Finds tensor slices in the shards of one rank."""
+    """Finds slices of Hugging Face tensors in the shards of one rank."""
 
     def __init__(self, layout: Iterable[ShardLayout]) -> None:
         self._blocks: dict[str, list[tuple[Rect, str, Rect]]] = defaultdict(list)

@@ -1,9 +1,8 @@
 """The interface of all transports: frames of bytes between two ranks, in order.
 
 A frame is a flat uint8 tensor in a slot, a buffer of fixed size that the transport has allocated.
-The n-th frame that rank a sends to rank b is the n-th that b receives from a, whatever it contains,
-so a frame that is lost or sent twice shows in the header of the next one. A transport moves bytes
-and knows neither plans nor weights.
+The n-th frame that rank a sends to rank b is the n-th that b receives from a, so a frame that is
+lost or sent twice shows in the header of the next one.
 
     slots = transport.allocate_slots(2, num_bytes)
     sent = transport.send(slots[0][:n], peer)         received = transport.receive(slots[0], peer)
@@ -20,7 +19,7 @@ from it. All waits raise `RuntimeError` if the peer is gone or the deadline has 
     nccl           the GPU         is copied            as large as the frame: `needs_exact_size`
     host_staged    the GPU         is copied through host memory by another transport
 
-`registry` picks one of them for each peer and has the list "To add one".
+`registry` chooses one of them for each peer and lists the steps for adding another.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _CLOSE_TIMEOUT = timedelta(milliseconds=1)
 
 @dataclass(frozen=True, slots=True)
 class GlooSendHandle:
-    """Keeps the frame alive until it is sent."""
+    """A frame that is being sent; keeps its memory alive."""
 
     work: Any
     frame: torch.Tensor
@@ -44,7 +44,7 @@ class GlooSendHandle:
 
 @dataclass(frozen=True, slots=True)
 class GlooRecvHandle:
-    """Frame that arrives in a slot of the receiver."""
+    """A frame that arrives in a slot of the receiver."""
 
     work: Any
     slot: torch.Tensor
@@ -58,7 +58,7 @@ class GlooRecvHandle:
 
 
 class GlooTransport:
-    """Transport over a gloo process group apart from the default groups of both sides."""
+    """Transport of one rank over a gloo process group of its own."""
 
     needs_exact_size = False
 
@@ -95,7 +95,8 @@ class GlooTransport:
         group, self._group = self._group, None
         if group is None:
             return
-        for peer in set(range(group.size())) - {group.rank()}:  # also who waits for a first frame
+        # All peers, because some may wait for their first frame.
+        for peer in set(range(group.size())) - {group.rank()}:
             with suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG).wait(
                     _CLOSE_TIMEOUT
@@ -118,7 +119,7 @@ class HostStagedRecvHandle:
 
 
 class HostStagedTransport:
-    """Transport of one rank over the given host transport."""
+    """Transport of a rank with a GPU that sends copies of frames over a host transport."""
 
     needs_exact_size = False
 

@@ -4,14 +4,13 @@
     block = memory.allocate(num_bytes)      tensor = memory.open(handle)
     handle = block.handle()    -> ...       ... tensor shares the memory ...
 
-Host memory is a memfd: it has no name in any file system and no limit but the machine's, and it is
-freed with the last process that has it, however that process ended. (The files of
-`multiprocessing.shared_memory` in /dev/shm remain after a kill.) A peer opens it as
+Host memory is a memfd: it is not limited by the size of /dev/shm, and it is freed when the last
+process that maps it ends, even if that process is killed. A peer opens it as
 /proc/<owner>/fd/<number>, so both must see the same processes and run as the same user. Device
 memory is shared by CUDA IPC. torch counts its users, so each peer needs a handle of its own, and
-what a killed peer had mapped stays allocated until its owner ends.
+memory that a killed peer had mapped stays allocated until its owner ends.
 
-A mapping lives as long as a tensor on it; nothing is unmapped while it is read.
+A mapping lives as long as a tensor on it.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _local_device_tensors: MutableMapping[str, torch.Tensor] = WeakValueDictionary()
 """Device memory of this process by name; CUDA refuses to map a process's own memory."""
 
 
-class SharedBlock(Protocol):
+class SharedBuffer(Protocol):
     """A block of memory of this process."""
 
     tensor: torch.Tensor
     """The whole block, flat uint8."""
 
     def handle(self) -> bytes:
-        """Return what one more peer needs to map the block."""
+        """Return the handle with which one more peer maps the block."""
 
     def close(self) -> None:
         """Declare that no more peers will map the block."""
@@ -48,7 +47,7 @@ class SharedBlock(Protocol):
 class SharedMemory(Protocol):
     """Allocates one kind of shareable memory and maps that of peers."""
 
-    def allocate(self, num_bytes: int) -> SharedBlock:
+    def allocate(self, num_bytes: int) -> SharedBuffer:
         """Allocate memory with undefined values."""
 
     def open(self, handle: bytes) -> torch.Tensor:
@@ -58,7 +57,7 @@ class SharedMemory(Protocol):
         """Block until all reads and writes of this thread are complete."""
 
 
-class MemfdBlock:
+class MemfdBuffer:
     """Host memory; pages are allocated when they are first written."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -77,8 +76,8 @@ class MemfdBlock:
 class MemfdMemory:
     """Host memory shared by processes of one machine."""
 
-    def allocate(self, num_bytes: int) -> MemfdBlock:  # noqa: D102
-        return MemfdBlock(num_bytes)
+    def allocate(self, num_bytes: int) -> MemfdBuffer:  # noqa: D102
+        return MemfdBuffer(num_bytes)
 
     def open(self, handle: bytes) -> torch.Tensor:  # noqa: D102
         pid, number, name = handle.decode().split()
@@ -99,7 +98,7 @@ class MemfdMemory:
         """Do nothing: operations on host memory are complete when they return."""
 
 
-class CudaIpcBlock:
+class CudaIpcBuffer:
     """Device memory from torch's caching allocator."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -122,8 +121,8 @@ class CudaIpcMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def allocate(self, num_bytes: int) -> CudaIpcBlock:  # noqa: D102
-        return CudaIpcBlock(num_bytes, self._device)
+    def allocate(self, num_bytes: int) -> CudaIpcBuffer:  # noqa: D102
+        return CudaIpcBuffer(num_bytes, self._device)
 
     def open(self, handle: bytes) -> torch.Tensor:  # noqa: D102
         name, (_, *shared) = pickle.loads(handle)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 
 _NO_TIMEOUT_S = 10 * 365 * 86_400.0
+_POLL_S = 0.0002
+_DISABLED_TIMEOUT = timedelta(days=365)
+_ERROR_HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class PeerMonitor:
@@ -62,11 +65,6 @@ class PeerMonitor:
         with suppress(RuntimeError):
             handle.wait(_NO_TIMEOUT_S)
         self.lost_peers.add(peer)
-
-
-_POLL_S = 0.0002
-_DISABLED_TIMEOUT = timedelta(days=365)
-_ERROR_HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +230,7 @@ def _make_group(store: Store, rank: int, world_size: int) -> Any:
 
 @contextmanager
 def _async_error_handling_disabled() -> Iterator[None]:
-    """Keep torch from ending the process when a peer dies; only a variable can turn that off."""
+    """Keep torch from ending the process when a peer dies, which only this variable prevents."""
     before = os.environ.get(_ERROR_HANDLING_VARIABLE)
     os.environ[_ERROR_HANDLING_VARIABLE] = "0"
     try:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinContext:
-    """What a transport of one rank is made from."""
+    """Arguments of `TransportEntry.join`."""
 
     store: Store
     """Where the ranks meet."""
@@ -98,7 +98,9 @@ def _join_gloo(context: JoinContext) -> Transport:
 
 
 TRANSPORTS: Mapping[TransportKind, TransportEntry] = {
-    TransportKind.shared_memory: TransportEntry(_shares_memory, lambda made: made.shared_memory),
+    TransportKind.shared_memory: TransportEntry(
+        _shares_memory, lambda context: context.shared_memory
+    ),
     TransportKind.nccl: TransportEntry(_has_two_gpus, _join_nccl),
     TransportKind.gloo: TransportEntry(lambda one, other: True, _join_gloo),
 }
@@ -108,7 +110,7 @@ TRANSPORTS: Mapping[TransportKind, TransportEntry] = {
 def transport_kind_between(
     one: RankLocation, other: RankLocation, chosen: TransportKind = TransportKind.auto
 ) -> TransportKind:
-    """Return the chosen transport if it connects two ranks, else the fastest that does."""
+    """Return the chosen transport if it connects the two ranks, else the fastest that does."""
     if chosen is not TransportKind.auto and TRANSPORTS[chosen].connects(one, other):
         return chosen
     return next(kind for kind, entry in TRANSPORTS.items() if entry.connects(one, other))

@@ -4,20 +4,17 @@
     writes a slot, `send`  -- frame n is ready ->   maps that memory once, reads the frame there
     `wait` returns         <- frame n is released   `release`
 
-The owner of a slot may write to it from the `release` of all peers it has sent the slot's frame to
-(each releases its own frame index) until it sends the next frame. A receiver never writes to a
-peer's memory.
+The owner of a slot may write to it again when all peers that it has sent the slot's frame to have
+released it. A receiver never writes to a peer's memory.
 
 A forwarded frame is first copied into the slot that was given to its `receive`, which is free until
-the handle is released. A frame from anywhere else is copied into a block of its own, which lives
+the handle is released. A frame outside the slots is copied into a block of its own, which lives
 until it is read.
 
-The messages are sent over gloo (`ControlChannel`), which also handles order, deadlines and dead
-peers.
-
-A control message has a type and a frame index and is received by both, so that frames and releases
-of two ranks that send to each other do not interfere. Receives are posted ahead: a peer's messages
-arrive while this rank does something else.
+The control messages travel over gloo (`ControlChannel`), which also handles order, deadlines and
+dead peers. A message is identified by its type and frame index, so that frames and releases of two
+ranks that send to each other do not interfere. Receives are posted ahead: a peer's messages arrive
+while this rank does something else.
 """
 
 from __future__ import annotations
@@ -40,17 +37,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from mega_agentrl.reshard.transports.base import RecvHandle, SendHandle, Transport
-    from mega_agentrl.reshard.transports.memory_handles import SharedBlock, SharedMemory
+    from mega_agentrl.reshard.transports.memory_handles import SharedBuffer, SharedMemory
 
 
 _MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<6q")
 _NUM_POSTED_RECEIVES = 8
 _FLUSH_TIMEOUT_S = 1.0
+_SLOT_ALIGN_BYTES = 4096
+_SLOTS_BLOCK_ID = 0
+"""Id of the block that contains the slots."""
 
 
 class MessageType(IntEnum):
-    """Event that a message reports about a frame."""
+    """Event that a control message reports."""
 
     frame_ready = 0
     """The frame can be read."""
@@ -60,7 +60,7 @@ class MessageType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ControlMessage:
-    """A message about one frame."""
+    """A control message about one frame."""
 
     message_type: MessageType
     frame_index: int
@@ -140,7 +140,7 @@ class ControlChannel:
         return self._received.pop((peer, message_type, frame_index))
 
     def close(self) -> None:
-        """Disconnect after a moment in which live peers can take the messages on their way."""
+        """Disconnect, giving peers up to `_FLUSH_TIMEOUT_S` to receive pending messages."""
         deadline_s = time.monotonic() + _FLUSH_TIMEOUT_S
         for pending in self._pending_sends.values():
             with suppress(RuntimeError):
@@ -156,18 +156,13 @@ class ControlChannel:
             raise RuntimeError("this rank has closed its end")
 
 
-_SLOT_ALIGN_BYTES = 4096
-_SLOTS_BLOCK_ID = 0
-"""Id of the block that contains the slots."""
-
-
 @dataclass(slots=True)
 class _SharedAllocation:
     """A block of shared memory and the peers that have its handle."""
 
     block_id: int
     """`_SLOTS_BLOCK_ID` for the slots; any other block is used for one frame."""
-    block: SharedBlock
+    block: SharedBuffer
     known_peers: set[int] = field(default_factory=set)
 
     def offset_of(self, frame: torch.Tensor) -> int | None:
@@ -212,11 +207,11 @@ class SharedMemoryRecvHandle:
     def copy_to_slot(self, num_bytes: int) -> torch.Tensor:
         """Return the frame in the receiver's own memory, copying it on the first call."""
         assert self.frame is not None, "a frame is forwarded after it has arrived"
-        own = self.slot[:num_bytes]
+        copied_frame = self.slot[:num_bytes]
         if not self.is_copied:
-            own.copy_(self.frame[:num_bytes])
+            copied_frame.copy_(self.frame[:num_bytes])
             self.is_copied = True
-        return own
+        return copied_frame
 
     def release(self) -> None:  # noqa: D102
         self.transport.release_frame(self)
@@ -299,7 +294,7 @@ class SharedMemoryTransport:
             self._mapped_blocks[peer, message.block_id] = self._memory.open(message.handle)
         tensor = self._mapped_blocks[peer, message.block_id]
         if message.block_id != _SLOTS_BLOCK_ID:
-            # The block holds one frame and lives as long as that.
+            # The block holds only this frame, whose tensor keeps the mapping alive.
             del self._mapped_blocks[peer, message.block_id]
         frame = tensor[message.offset : message.offset + message.num_bytes]
         self._open_frames[frame.data_ptr()] = handle
@@ -326,11 +321,12 @@ class SharedMemoryTransport:
     def _share_frame(self, frame: torch.Tensor) -> tuple[_SharedAllocation, int]:
         """Return the allocation and offset of a frame, copying it if peers could not map it."""
         handle = self._open_frames.get(frame.data_ptr())
-        own = frame if handle is None else handle.copy_to_slot(frame.numel())
-        offset = None if self._slot_allocation is None else self._slot_allocation.offset_of(own)
-        if self._slot_allocation is not None and offset is not None:
-            return self._slot_allocation, offset
+        own_frame = frame if handle is None else handle.copy_to_slot(frame.numel())
+        if self._slot_allocation is not None:
+            offset = self._slot_allocation.offset_of(own_frame)
+            if offset is not None:
+                return self._slot_allocation, offset
         self._num_allocations += 1
         allocation = _SharedAllocation(self._num_allocations, self._memory.allocate(frame.numel()))
-        allocation.block.tensor.copy_(own)
+        allocation.block.tensor.copy_(own_frame)
         return allocation, 0

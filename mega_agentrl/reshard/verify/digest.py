@@ -15,9 +15,9 @@ All factors are odd, so a change within one word is always detected. Moved or ex
 columns are detected because the factors are unrelated (SplitMix64 of the position). The checksum
 detects accidents, not attacks.
 
-numba compiles the inner loop, which copies words and computes their digest in one pass, to CPU
-machine code on first use; that takes about half a second. The loop is called with addresses: a
-model has thousands of small slices, for which creating arrays would take longer than copying them.
+numba compiles the inner loop, which copies words and computes their digest in one pass, on first
+use; that takes about half a second. The loop is called with addresses: a model has thousands of
+small slices, for which creating arrays would take longer than copying them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class CopyDigestKernel:
     """
 
     def __init__(self, factor_W: np.ndarray, factor_2R: np.ndarray) -> None:
-        self._factors = [np.ascontiguousarray(one) for one in (factor_W, *factor_2R)]
-        assert all(one.dtype == np.int32 for one in self._factors), "factors are int32"
+        self._factors = [np.ascontiguousarray(factor) for factor in (factor_W, *factor_2R)]
+        assert all(factor.dtype == np.int32 for factor in self._factors), "factors are int32"
         self._sizes = len(factor_W), factor_2R.shape[1]
-        self._addresses = [one.ctypes.data for one in self._factors]
+        self._addresses = [factor.ctypes.data for factor in self._factors]
         self._call = compile_kernel()
 
     def copy(self, to: int, to_stride: int, words: int, stride: int, sums: int) -> None:
@@ -67,7 +67,11 @@ class CopyDigestKernel:
 
 @cache
 def compile_kernel() -> Callable[..., None]:
-    """Compile the loop; sizes and factors come between the arguments of `CopyDigestKernel.copy`."""
+    """Compile the loop.
+
+    Its arguments are those of `CopyDigestKernel.copy` with the sizes and the addresses of the
+    factors inserted before `sums`.
+    """
     from numba import carray, cfunc, int32, int64, types, void
 
     line = types.CPointer(int32)
@@ -118,7 +122,7 @@ _COLUMN_FACTORS, _ROW_FACTORS = (0,), (1, 2)
 """Kinds of factors: one for columns, two for rows."""
 _INITIAL_TABLE_SIZE = 4096
 _CHUNK_BYTES = {"cpu": 2**18, "cuda": 2**26}
-"""Size of the products of one pass: what fits into the CPU cache, and enough to occupy a GPU."""
+"""Bytes of products per pass: few enough for the CPU cache, enough to occupy a GPU."""
 
 _factor_tables: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
@@ -133,10 +137,10 @@ def compute_digests(items: Iterable[tuple[torch.Tensor, Rect]]) -> np.ndarray:
     Raises:
         ValueError: For other dtypes and shapes.
     """
-    found = [_digest_of_rect(values, rect) for values, rect in items]
-    if not found:
+    digests = [_digest_of_rect(values, rect) for values, rect in items]
+    if not digests:
         return np.zeros((0, 2), dtype=np.uint32)
-    return torch.stack(found).cpu().numpy().view(np.uint32)
+    return torch.stack(digests).cpu().numpy().view(np.uint32)
 
 
 def _digest_of_rect(values: torch.Tensor, rect: Rect) -> torch.Tensor:
@@ -256,8 +260,8 @@ def _factor_table(kinds: tuple[int, ...], size: int, device: torch.device) -> to
     table = _factor_tables.get((kinds, device))
     if table is None or table.shape[1] < size:
         length = max(_INITIAL_TABLE_SIZE, 1 << (size - 1).bit_length())
-        made = torch.from_numpy(np.stack([_make_factors(kind, length) for kind in kinds]))
-        table = _factor_tables[kinds, device] = made.to(device)
+        factors = torch.from_numpy(np.stack([_make_factors(kind, length) for kind in kinds]))
+        table = _factor_tables[kinds, device] = factors.to(device)
     return table
 
 

@@ -1,7 +1,7 @@
 """Proof that rollout ranks hold the weights of the trainer ranks, by digests.
 
-A region is a rectangle of a Hugging Face tensor that a rollout rank holds in one block. For every
-region,
+A region is a rectangle of a Hugging Face tensor that a rollout rank holds in one block. A part is
+the intersection of a region and a block of a trainer rank. For every region,
 
     rollout ranks   compute the digest of the values received   `ReceivedDigests.compute`
     trainer ranks   compute the digests of the region's parts   `SourceDigests.compute`
@@ -9,18 +9,13 @@ region,
                     each part, and compares replicas
     rollout ranks   compare; serving resumes only if equal      `ReceivedDigests.find_mismatches`
 
-Regions follow from the layouts of both sides alone. Which bucket carried what, over which hops, is
-not used, so a wrong plan is detected as well as wrong bytes. A part is the intersection of a region
-and a block of a trainer rank.
+Regions and parts follow from the layouts of both sides alone, not from the plan, so a wrong plan
+is detected as well as wrong bytes.
 
-Values that a CPU copies are digested by both sides while they are copied (`DigestAccumulator`);
-only what the copies did not cover exactly is read again.
-
-A `DigestAccumulator` belongs to one rank and knows its blocks: rectangles of Hugging Face tensors
-and where the rank's parameters hold them, by the rank's own layout. While a slice that lies inside
-one block is copied, its digest is added to the block's; the plan determines only the order of the
-slices. A sum is valid if the slices covered the block exactly, without overlap. Any other block
-(written twice, or by a copy that converts the dtype) is digested from memory.
+On a CPU both sides compute digests while they copy values (`DigestAccumulator`). While a slice that
+lies inside one block is copied, its digest is added to the block's. The sum is valid if the slices
+covered the block exactly, without overlap. Any other block (written twice, or by a copy that
+converts the dtype) is read again.
 """
 
 from __future__ import annotations
@@ -102,8 +97,8 @@ class DigestAccumulator:
         if rects is None or not (rects == self._last_cover[index] or self._covers(index, rects)):
             return None
         self._last_cover[index] = rects
-        found: np.ndarray = self._sums[index]
-        return found
+        digest: np.ndarray = self._sums[index]
+        return digest
 
     def _covers(self, index: int, rects: list[Rect]) -> bool:
         """Return whether the rectangles, which lie inside the block, cover it without overlap."""
@@ -115,7 +110,7 @@ class DigestAccumulator:
     def _make_copier(self, param_slice: ParamSlice) -> tuple[list[int], CopyWithDigest | None]:
         common = {
             n: self._blocks[n].local_rect.intersect(param_slice.rect)
-            for n in self._blocks_of_param(param_slice.param)
+            for n in self._blocks_by_param.get(param_slice.param, [])
         }
         indices = [index for index, rect in common.items() if rect is not None]
         if len(indices) != 1 or common[indices[0]] != param_slice.rect:
@@ -123,12 +118,8 @@ class DigestAccumulator:
         block = self._blocks[indices[0]]
         return indices, CopyWithDigest(map_rect(param_slice.rect, block.local_rect, block.hf_rect))
 
-    def _blocks_of_param(self, param: str) -> list[int]:
-        return self._blocks_by_param.get(param, [])
-
 
 RankLayout = Sequence["ShardLayout"]
-Shards = Mapping[str, torch.Tensor]
 
 
 class DigestRegion(NamedTuple):
@@ -167,12 +158,7 @@ def regions_of_held_tensors(
 
 
 class ReceivedDigests:
-    """Digests of the values that a rollout rank has received.
-
-    Args:
-        layout: Shards of the rank.
-        dtype_of: Dtype in which a tensor is sent, by name.
-    """
+    """Digests of the values that a rollout rank has received."""
 
     def __init__(self, layout: RankLayout, dtype_of: Mapping[str, str]) -> None:
         self.regions = regions_of_layout(layout)
@@ -200,33 +186,35 @@ class ReceivedDigests:
     def compute(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
         """Compute the digests of all blocks of some parameters.
 
-        They come from the copies to the parameter or, if those do not cover a block, from its
-        values.
+        Args:
+            shards: The parameters with their values, which are read where copies did not cover a
+                block.
 
         Raises:
             ValueError: If a region is held in two places with different values.
         """
         regions, items = [], []
         for shard, values in shards:
-            for span, block in self._blocks_by_param[shard.name]:
+            for index, block in self._blocks_by_param[shard.name]:
                 region = DigestRegion(block.hf_name, block.hf_rect)
-                if (copied := self._accumulator.digest_of_block(span)) is not None:
+                if (copied := self._accumulator.digest_of_block(index)) is not None:
                     self._store_digest(region, copied)
                     continue
                 held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
                 dtype = getattr(torch, self._dtype_of[block.hf_name])
                 regions.append(region)
                 items.append((held.to(dtype), block.hf_rect))
-        for region, found in zip(regions, compute_digests(items), strict=True):
-            self._store_digest(region, found)
+        for region, digest in zip(regions, compute_digests(items), strict=True):
+            self._store_digest(region, digest)
 
-    def _store_digest(self, region: DigestRegion, found: np.ndarray) -> None:
+    def _store_digest(self, region: DigestRegion, digest: np.ndarray) -> None:
         number = self._index_of[region]
-        if self._is_computed[number] and (self._digests[number] != found).any():
+        if self._is_computed[number] and (self._digests[number] != digest).any():
             raise ValueError(
                 f"{region.hf_name} {region.rect} is held twice by this rank, with different values"
             )
-        self._digests[number], self._is_computed[number] = found, True
+        self._digests[number] = digest
+        self._is_computed[number] = True
 
     def find_mismatches(self, expected: np.ndarray) -> list[DigestRegion]:
         """Return the regions with another digest than expected, or without one.
@@ -245,23 +233,15 @@ class SourceDigests:
         self, layout: RankLayout, regions: Sequence[DigestRegion], dtype_of: Mapping[str, str]
     ) -> None:
         self.parts = region_parts_of_layout(layout, regions)
-        self._dtype_of = dtype_of
-        places = ParamSliceIndex(layout)
-        self._param_slices = [
-            (
-                places.find(TensorSlice(regions[part.region_index].hf_name, part.rect, 0))[0],
-                part.rect,
-                name,
-            )
-            for part in self.parts
-            for name in [regions[part.region_index].hf_name]
-        ]
-        self._accumulator = DigestAccumulator(
-            [
-                ParamBlock(param_slice.param, param_slice.rect, rect)
-                for param_slice, rect, _ in self._param_slices
-            ]
-        )
+        slice_index = ParamSliceIndex(layout)
+        self._blocks: list[ParamBlock] = []
+        self._dtypes: list[torch.dtype] = []
+        for part in self.parts:
+            name = regions[part.region_index].hf_name
+            param, local_rect = slice_index.find(TensorSlice(name, part.rect, num_bytes=0))[0]
+            self._blocks.append(ParamBlock(param, local_rect, part.rect))
+            self._dtypes.append(getattr(torch, dtype_of[name]))
+        self._accumulator = DigestAccumulator(self._blocks)
 
     def make_copy_fn(self) -> CopyFn:
         """Return a function that digests the rank's shards while it copies from them."""
@@ -269,31 +249,29 @@ class SourceDigests:
         return self._accumulator.copy
 
     def compute(self, parameter: Callable[[str], torch.Tensor]) -> np.ndarray:
-        """Return `[parts, 2]` uint32 digests, completing what `make_copy_fn` has begun.
+        """Return `[parts, 2]` uint32 digests, reading parts that were not copied exactly once.
 
         Args:
-            parameter: Returns the rank's shard of a name, as it was sent.
+            parameter: Returns the rank's parameter of a name, with the values that were sent.
         """
-        digests = np.zeros((len(self._param_slices), 2), dtype=np.uint32)
+        digests = np.zeros((len(self._blocks), 2), dtype=np.uint32)
         missing = []
-        for number in range(len(self._param_slices)):
-            copied = self._accumulator.digest_of_block(number)
+        for index in range(len(self._blocks)):
+            copied = self._accumulator.digest_of_block(index)
             if copied is None:
-                missing.append(number)
+                missing.append(index)
             else:
-                digests[number] = copied
+                digests[index] = copied
         self._accumulator.reset()
-        digests[missing] = compute_digests(
-            (
-                parameter(param_slice.param)
-                .detach()[param_slice.rect.slices]
-                .reshape(rect.shape)
-                .to(getattr(torch, self._dtype_of[name])),
-                rect,
-            )
-            for param_slice, rect, name in (self._param_slices[number] for number in missing)
-        )
+        digests[missing] = compute_digests(self._read_block(index, parameter) for index in missing)
         return digests
+
+    def _read_block(
+        self, index: int, parameter: Callable[[str], torch.Tensor]
+    ) -> tuple[torch.Tensor, Rect]:
+        block = self._blocks[index]
+        held = parameter(block.param).detach()[block.local_rect.slices]
+        return held.reshape(block.hf_rect.shape).to(self._dtypes[index]), block.hf_rect
 
 
 def region_parts_of_layout(layout: RankLayout, regions: Sequence[DigestRegion]) -> list[RegionPart]:
@@ -311,9 +289,9 @@ def region_parts_of_layout(layout: RankLayout, regions: Sequence[DigestRegion]) 
 
 
 class DigestVerifier:
-    """Computes the expected digests of all regions, on the driver.
+    """Computes the expected digests of all regions, on the driver, once per update.
 
-    All tables are made once per session, since a large model has millions of parts.
+    Its tables are built once per session, because a large model has millions of parts.
 
     Args:
         layouts: Layouts of all trainer ranks.

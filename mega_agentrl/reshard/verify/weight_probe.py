@@ -34,7 +34,7 @@ def probe_batch(token_ids: Sequence[int], num_rows: int) -> TrainBatch:
         mask_BT=zeros_BT.bool(),
         group_B=zeros_B,
         reward_B=zeros_B.float(),
-        node_BT=zeros_BT,
+        tree_token_BT=zeros_BT,
         rollout_logp_BT=zeros_BT.float(),
         rollout_entropy_BT=zeros_BT.float(),
         version_BT=zeros_BT,

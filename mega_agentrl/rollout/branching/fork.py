@@ -1,9 +1,8 @@
 """Fork decisions of one path, and copies of tools and user for a fork.
 
-`ForkDecider` puts the questions of a path to the branch policy, pays for the forks and records
-every decision, including those not to fork. `fork_sessions` copies tools and user; an error in
-copying is returned in place of the copy, so that only the fork fails. The trajectory starts the
-fork itself.
+`ForkDecider` asks the branch policy, takes the forks from the budget and records every decision,
+including those not to fork. `fork_sessions` copies tools and user; an error in copying is returned
+instead of the copy, so that only the fork fails. The trajectory starts the fork itself.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
     from mega_agentrl.rollout.branching.policy import BranchPolicy, ForkBudget
-    from mega_agentrl.types.protocols import ToolSession, UserSimulatorSession
+    from mega_agentrl.types.protocols import InteractionSession, ToolSession
     from mega_agentrl.types.records import Role
 
 ResultT = TypeVar("ResultT")
@@ -31,12 +30,8 @@ _log = logging.getLogger(__name__)
 class ForkDecider:
     """Decides about the forks of one path and records the decisions.
 
-    Args:
-        policy: The branch policy.
-        path: Position in the tree.
-        budget: Fork slots of the path.
-        num_consecutive_forks: Most recent consecutive decisions, inherited ones included, that
-            forked.
+    `num_consecutive_forks` is the number of most recent consecutive decisions, inherited ones
+    included, that forked.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class ForkDecider:
 
         Args:
             position: Number of response tokens before the turn.
-            previous_role: Author of the turn before it.
+            previous_role: Author of the preceding turn.
         """
         if not self._budget.num_left or not self._policy.num_probe_tokens:
             return 0
@@ -72,12 +67,12 @@ class ForkDecider:
     def decide(
         self, position: int, baseline: float, entropies: Sequence[float]
     ) -> Sequence[ForkBudget]:
-        """Decide how many forks to make at a position, and pay for them.
+        """Decide how many forks to make at a position, and take them from the budget.
 
         Args:
             position: Number of response tokens before the fork.
             baseline: Baseline entropy of the root, nats.
-            entropies: Entropies of the tokens sampled behind the position, nats.
+            entropies: Entropies of the tokens sampled after the position, nats.
 
         Returns:
             The budget of each fork to make; empty if there is none.
@@ -103,14 +98,14 @@ class ForkDecider:
             )
         )
         self.num_consecutive_forks = self.num_consecutive_forks + 1 if num_forks > 0 else 0
-        # Paid before any other task can run, because a budget may be shared.
+        # No await in between: another task may share the budget.
         return self._budget.spend(num_forks) if num_forks > 0 else ()
 
 
 async def fork_sessions(
-    session: ToolSession, user: UserSimulatorSession | None, name: str
+    session: ToolSession, user: InteractionSession | None, name: str
 ) -> tuple[
-    ToolSession | RuntimeError | OSError, UserSimulatorSession | RuntimeError | OSError | None
+    ToolSession | RuntimeError | OSError, InteractionSession | RuntimeError | OSError | None
 ]:
     """Copy tools and user for a fork of trajectory `name`; errors are returned, not raised."""
     tools = await _fork_or_error(session.fork(), name)

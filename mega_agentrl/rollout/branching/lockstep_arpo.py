@@ -17,10 +17,10 @@ its slowest tool:
 
 As in the released code, H belongs to the segment before the answer, delta is 0 at the first
 decision of each trajectory, and missing trajectories are created one after another. Answers reach
-the policy unescaped; the tools are configured for this when they are built. Not reproduced are
-repeating a tool call after an empty answer, the tokens that a tokenizer adds to an answer, and two
-bugs: baselines that outlive the batch, so that the n-th trajectory is compared with one of another
-prompt, and random numbers from an unseeded stream. (The golden test adds the two bugs.)
+the policy unescaped; the tools are configured for this when they are built. Not reproduced are the
+repeated tool call after an empty answer, the tokens that a tokenizer adds to an answer, and two
+bugs: baselines that are kept after the batch, so that the n-th trajectory is compared with one of
+another prompt, and random numbers from an unseeded stream. (The golden test adds the two bugs.)
 
 The records are those of the asynchronous tree with three differences. A `BranchDecision` stands
 for one random draw: its entropies are H and the baseline (sums over tokens, divided by ln V), its
@@ -62,10 +62,7 @@ _log = logging.getLogger(__name__)
 class LockstepArpoRollout:
     """Samples the trajectories of a batch of prompts in lock-step; call `run` once.
 
-    Args:
-        context: The shared context of the pass.
-        prompts: The prompts of the batch.
-        keys: Name of each prompt, unique in the pass.
+    `keys` name the prompts uniquely in the pass.
     """
 
     def __init__(
@@ -95,8 +92,7 @@ class LockstepArpoRollout:
                 await self._run_round()
         finally:
             for path in self.trajectories:
-                # Trajectories that were cancelled before they ended still hold their tools.
-                await path.release()
+                await path.release()  # a cancelled trajectory still holds its tools
         _log.info("%d trajectories of %d prompts", len(self.trajectories), len(self._prompts))
         return [self._build_tree(index) for index in range(len(self._prompts))]
 
@@ -114,24 +110,22 @@ class LockstepArpoRollout:
             path.stop_if_full()
         await _run_concurrently(path.finalize() for path in active if not path.is_active)
         self._active = [path for path in active if path.is_active]
-        forks = self._branch_survivors(self._active)
-        busy = {path.prompt_index for path in self._active}
+        forks = self._fork_active()
+        active_prompts = {path.prompt_index for path in self._active}
         missing = [
             index
             for index in range(len(self._prompts))
-            if index not in busy and self._num_missing(index)
+            if index not in active_prompts and self._num_missing(index)
         ]
         new = [*forks, *(self._make_trajectory(index) for index in missing)]
         await self._open_trajectories(new)
 
-    def _branch_survivors(
-        self, survivors: Sequence[LockstepTrajectory]
-    ) -> list[LockstepTrajectory]:
-        """Draw for each possible fork; return the forks, not yet opened."""
+    def _fork_active(self) -> list[LockstepTrajectory]:
+        """Draw for each possible fork of the active paths; return the forks, not yet opened."""
         forks: list[LockstepTrajectory] = []
         max_forks = self._context.config.branch.num_forks_per_decision
-        for prompt_index in dict.fromkeys(path.prompt_index for path in survivors):
-            for path in survivors:
+        for prompt_index in dict.fromkeys(path.prompt_index for path in self._active):
+            for path in self._active:
                 if path.prompt_index != prompt_index:
                     continue
                 for _ in range(min(max_forks, self._num_missing(prompt_index))):
@@ -145,10 +139,8 @@ class LockstepArpoRollout:
         """Draw once whether to fork `path`."""
         assert path.segment is not None, "decisions need a sampled segment"
         config = self._context.config.branch
-        entropy, baseline = (
-            self._segment_entropy(path.segment),
-            self._baselines[path.trajectory_index],
-        )
+        entropy = self._segment_entropy(path.segment)
+        baseline = self._baselines[path.trajectory_index]
         probability, weight = config.alpha, config.beta
         delta, u = entropy - baseline, self._draw_uniform(path)
         forks = released_should_branch(
@@ -191,7 +183,7 @@ class LockstepArpoRollout:
     def _make_trajectory(
         self, prompt_index: int, parent: LockstepTrajectory | None = None
     ) -> LockstepTrajectory:
-        """Make the next root of a prompt, or the next fork of `parent`; `open` is still due."""
+        """Return the next root of a prompt, or the next fork of `parent`, not yet opened."""
         prompt, key = self._prompts[prompt_index]
         self._num_created[prompt_index] += 1
         if parent is None:
@@ -217,10 +209,10 @@ class LockstepArpoRollout:
 
         Forks of one parent open one after another, because they copy the same tools.
         """
-        families: dict[object, list[LockstepTrajectory]] = {}
+        by_parent: dict[LockstepTrajectory, list[LockstepTrajectory]] = {}
         for path in paths:
-            families.setdefault(path.parent or path, []).append(path)
-        await _run_concurrently(_open_in_order(family) for family in families.values())
+            by_parent.setdefault(path.parent or path, []).append(path)
+        await _run_concurrently(_open_in_order(forks) for forks in by_parent.values())
         self._active += paths
 
     def _build_tree(self, prompt_index: int) -> RolloutTree:
@@ -233,13 +225,13 @@ class LockstepArpoRollout:
             prompt=self._prompts[prompt_index][0],
             trajectories=sorted(records, key=lambda record: record.path),
             num_forks=sum(record.parent_id is not None for record in records),
-            num_top_ups=self._num_roots[prompt_index] - first_roots,
+            num_extra_roots=self._num_roots[prompt_index] - first_roots,
         )
 
 
 async def _open_in_order(paths: Sequence[LockstepTrajectory]) -> None:
     for path in paths:
-        await path.open()
+        await path.open_session()
 
 
 async def _run_concurrently(steps: Iterable[Coroutine[Any, Any, object]]) -> None:

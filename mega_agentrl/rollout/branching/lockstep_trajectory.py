@@ -5,8 +5,8 @@ may still run, or reached the token limit of the round before the trajectory's o
 released code, the call counter is incremented before the call is parsed, so an empty call counts
 and ends the trajectory. A call beyond the limit is answered with an end-of-turn token that is
 trained on as if it had been sampled (log-prob and entropy are recorded as 0). Empty answers and
-failed tools are shown to the policy as "Tool(NAME) returned empty output." Unlike there, no tool
-call is repeated.
+failed tools are shown to the policy as "Tool(NAME) returned empty output." Unlike in the released
+code, no tool call is repeated.
 
 Cancellation aborts the running request; the caller then frees the tools with `release`. An engine
 failure, or tools that cannot be created, forked or rewarded, fail the trajectory; for tools the
@@ -52,11 +52,8 @@ class LockstepTrajectory:
     while the trajectory is active.
 
     Args:
-        context: The shared context of the pass.
-        prompt: The prompt.
         prompt_key: Name of the prompt, unique in the pass.
         prompt_index: Index of the prompt in the batch.
-        path: Position in the tree.
         trajectory_index: Index in the order of creation, over all prompts of the batch.
         parent: The trajectory to fork from; None for a root.
     """
@@ -111,7 +108,7 @@ class LockstepTrajectory:
         """Whether the trajectory has not ended."""
         return self.stop_reason is None
 
-    async def open(self) -> None:
+    async def open_session(self) -> None:
         """Create the tools, or fork those of the parent; must be awaited first."""
         self._spans.start()
         try:

@@ -1,7 +1,7 @@
 """Branch policies: where trajectories fork, and how the fork budget of a prompt is divided.
 
 A prompt gets M trajectories. A policy starts N roots and gives each a number of fork slots. A path
-that forks pays one slot per fork and splits the rest evenly over itself and its forks, in path
+that forks uses one slot per fork and splits the rest evenly over itself and its forks, in path
 order. Which paths may fork therefore depends on the tree alone and not on timing (`PathBudget`; the
 `SharedBudget`, meant for comparison, does depend on timing). Unused slots become additional roots
 at the end (see `rollout.tree`).
@@ -13,8 +13,8 @@ only decide; the trajectory probes and forks. `rollout.branching=released` runs 
 a policy (see `lockstep_arpo`).
 
 A rule is a subclass of `BranchPolicy` with `num_forks` and, if it asks elsewhere, `asks_at`. It can
-stay in a file of your own: `rollout.branching=FILE.py`, see `examples/my_branching.py`. To add one
-here:
+stay in a file of your own: `rollout.branching=FILE.py`, see `examples/my_branching.py`; if it is a
+dataclass, its fields are options, `rollout.branching_options`. To add one here:
 
 1. Add a choice to `config.enums.Branching`.
 2. Write the class here and register it with `@register_branch_policy(Branching.<choice>)`.
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mega_agentrl.algo.aepo import branch_penalty, initial_rollouts
 from mega_agentrl.algo.branching import branch_probability, should_branch
+from mega_agentrl.config.algorithm_traits import BRANCHING_RULES
 from mega_agentrl.config.enums import Branching, ForkBudgetMode
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.rollout import BranchConfig
@@ -49,8 +50,6 @@ PolicyTypeT = TypeVar("PolicyTypeT", bound="type[BranchPolicy]")
 MIN_PROBE_TOKENS = 5
 """Shorter turns never fork: the mean over fewer entropies is noise."""
 
-DEFAULT_CLASS_NAME = "Branching"
-
 _POLICY_TYPES: dict[str, type[BranchPolicy]] = {}
 
 
@@ -62,7 +61,7 @@ class TurnStart:
     position: int
     """Number of response tokens before the turn."""
     previous_role: Role
-    """Author of the turn before it."""
+    """Author of the preceding turn."""
     num_slots: int
     """Forks the path may still make."""
 
@@ -77,7 +76,7 @@ class ForkPoint:
     baseline: float
     """Mean entropy at the root, nats."""
     probe_entropies: Sequence[float]
-    """Exact entropies of the tokens sampled behind the position, nats."""
+    """Exact entropies of the tokens sampled after the position, nats."""
     num_consecutive_forks: int = 0
     """Most recent consecutive decisions on the path from the root that forked."""
 
@@ -90,7 +89,7 @@ class ForkBudget(Protocol):
         """Number of forks the path may still make."""
 
     def spend(self, num_forks: int) -> Sequence[ForkBudget]:
-        """Pay for at most `num_left` forks and return their budgets."""
+        """Use up slots for at most `num_left` forks and return the budgets of the forks."""
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ class PathBudget:
     num_left: int
 
     def spend(self, num_forks: int) -> Sequence[PathBudget]:
-        """Pay for forks; the remainder of the split goes to the path itself and the first forks."""
+        """Use up slots; the remainder of the split goes to the path itself and the first forks."""
         self.num_left, *others = split_evenly(self.num_left - num_forks, num_forks + 1)
         return [PathBudget(slots) for slots in others]
 
@@ -112,7 +111,7 @@ class SharedBudget:
     num_left: int
 
     def spend(self, num_forks: int) -> Sequence[SharedBudget]:
-        """Pay for forks; each fork shares this budget."""
+        """Use up slots; each fork shares this budget."""
         self.num_left -= num_forks
         return [self] * num_forks
 
@@ -121,8 +120,8 @@ class SharedBudget:
 class BranchPolicy(ABC):
     """Base class of the rules: ARPO's roots, slots and baseline, and no forks of its own.
 
-    A policy has no state that depends on the order of calls. The order of the members is the order
-    in which a tree needs them.
+    A policy has no state that depends on the order of calls. Members are listed in the order in
+    which a tree uses them.
     """
 
     config: BranchConfig = field(default_factory=BranchConfig)
@@ -197,7 +196,8 @@ def register_branch_policy(*choices: str) -> Callable[[PolicyTypeT], PolicyTypeT
 def make_branch_policy(config: RolloutConfig) -> BranchPolicy:
     """Return the branch policy of `rollout.branching`."""
     if config.has_user_branching:
-        return load_user_branching(config.branching)(config.branch)
+        rule = load_user_branching(config.branching)
+        return rule(config.branch, **config.branching_options)
     return _POLICY_TYPES[config.branching](config.branch)
 
 
@@ -210,8 +210,9 @@ def load_user_branching(reference: str) -> type[BranchPolicy]:
     Raises:
         ConfigError: There is no such class, or it is not a complete `BranchPolicy`.
     """
-    key, expected = "rollout.branching", "a subclass of BranchPolicy that defines num_forks"
-    found = load_user_object(reference, key, expected, default_name=DEFAULT_CLASS_NAME)
+    key, expected = BRANCHING_RULES.key, BRANCHING_RULES.expected
+    default_name = BRANCHING_RULES.default_name
+    found = load_user_object(reference, key, expected, default_name=default_name)
     if not (isinstance(found, type) and issubclass(found, BranchPolicy)):
         raise ConfigError(key, reference, expected, f"got {found!r}")
     if inspect.isabstract(found):
@@ -314,8 +315,8 @@ class AepoBranching(ArpoBranching):
         """Return the mean probe entropy over turns after a tool answer, None without them."""
         means = [
             mean_probe_entropy(trajectory.entropies[turn.start : turn.stop], self.num_probe_tokens)
-            for before, turn in pairwise(trajectory.turns)
-            if before.role is Role.tool and turn.role is Role.assistant
+            for previous, turn in pairwise(trajectory.turns)
+            if previous.role is Role.tool and turn.role is Role.assistant
         ]
         known = [mean for mean in means if mean is not None]
         return fmean(known) if known else None

@@ -46,7 +46,7 @@ def build_messages(prompt: Prompt, turns: Sequence[Turn], *, in_chat: bool) -> l
     """Return the conversation so far; hidden outcomes, which have no text, are left out.
 
     Args:
-        prompt: Its messages come first.
+        prompt: The prompt, whose messages come first.
         turns: The turns of the response.
         in_chat: Whether tools answer in chat messages (`ToolProvider.uses_tool_messages`).
     """
@@ -81,16 +81,9 @@ def template_drift(
 ) -> str:
     """Describe the first difference between a trajectory and the chat template's rendering.
 
-    Args:
-        prompt: The prompt.
-        token_ids: The response tokens.
-        turns: The turns of the response.
-        codec: Codec with the chat template.
-        mode: Which differences count; `ignore_strippable` ignores white space.
-        in_chat: Whether tools answer in chat messages.
-
-    Returns:
-        The difference and the text before it; empty if there is none.
+    The description contains the difference and the text before it; it is empty if there is none.
+    With the mode `ignore_strippable` white space does not count. `in_chat` says whether tools
+    answer in chat messages.
     """
     if mode is TemplateCheck.off:
         return ""
@@ -126,10 +119,11 @@ def _describe_difference(expected: str, got: str) -> str:
     )
 
 
-def _common_prefix_len(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _common_prefix_len(first: str, second: str) -> int:
+    pairs = zip(first, second, strict=False)
+    return next(
+        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
+    )
 
 
 def _shorten(text: str) -> str:

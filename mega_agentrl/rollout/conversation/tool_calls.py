@@ -2,7 +2,7 @@
 
 Calls run concurrently and are answered in order. Invalid calls and calls beyond the limit of the
 trajectory are answered without running. Answers that are too long are truncated with a note, so
-that at least one token can be sampled behind them.
+that at least one token can be sampled after them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,8 @@ async def run_tool_calls(
 ) -> list[ToolOutcome]:
     """Run calls concurrently and return their outcomes in the order of the calls.
 
-    A bug is raised as itself, not as an exception group.
-
-    Args:
-        session: The tools.
-        calls: The calls; invalid ones are answered with their error message.
-        spans: Records a span per call.
+    The outcome of an invalid call is its error message. An exception is raised as itself, not in an
+    exception group.
     """
     if len(calls) == 1:
         return [await _run_tool_call(session, calls[0], spans)]
@@ -75,7 +71,7 @@ def truncate_to_fit(
         write: Encodes outcomes as token ids and one text per outcome.
 
     Returns:
-        Token ids and one text per outcome, or None if even empty answers do not fit.
+        The result of `write`, or None if even empty answers do not fit.
     """
     limit, num_chars = room - 1, max(len(outcome.answer) for outcome in outcomes)
     if num_chars > MAX_CHARS_PER_TOKEN * max(1, room):

@@ -1,11 +1,11 @@
 """Encoding of tool answers and user messages into the token buffer of a trajectory.
 
 With the tag protocol tool answers continue the assistant's turn. Otherwise they are, like user
-messages, chat messages behind it: the text that the chat template puts between two assistant turns,
+messages, chat messages after it: the text that the chat template puts between two assistant turns,
 ending in the generation prompt. A turn without its end-of-turn token gets one first. All of these
 tokens have loss mask 0.
 
-With `rollout.use_inference_chat_template` the next turn is sampled behind the template's rendering
+With `rollout.use_inference_chat_template` the next turn is sampled after the template's rendering
 of the whole conversation, and the trajectory records a `ContextReset`.
 """
 

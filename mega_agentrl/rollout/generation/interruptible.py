@@ -1,7 +1,7 @@
 """A generator whose requests can be interrupted and continued later.
 
 `interrupt_requests` ends the running requests at their current token and blocks new ones.
-`continue_requests` continues each behind the tokens it has, with the weights that are then served.
+`continue_requests` continues each after its last token, with the weights that are served by then.
 The caller of `generate` gets one `Generation` merged from all pieces, with the weight version of
 each token.
 
@@ -150,13 +150,9 @@ class InterruptibleGenerator:
         *,
         was_interrupted: bool,
     ) -> tuple[FinishReason | None, str | None]:
-        """Return how the whole request ended and its stop string; None if it goes on.
+        """Return how the whole request ended and its stop string; None if it continues.
 
-        Args:
-            request: The whole request.
-            pieces: Generations so far.
-            piece_max_tokens: Token limit of the last piece.
-            was_interrupted: Whether the last piece was interrupted.
+        `piece_max_tokens` and `was_interrupted` are of the last piece.
         """
         last = pieces[-1]
         if not was_interrupted and last.finish_reason is not FinishReason.length:

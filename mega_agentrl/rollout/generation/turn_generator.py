@@ -41,10 +41,7 @@ class TurnGenerator:
     """Sends the engine requests of one trajectory.
 
     Args:
-        context: The shared context of the pass.
-        prompt: The prompt.
         prompt_key: Name of the prompt, unique in the pass.
-        path: Position in the tree.
         token_buffer: Receives the sampled tokens.
         context_resets: Context resets of the path so far.
         parent_id: Id of the trajectory it was forked from; None for a root.
@@ -71,7 +68,7 @@ class TurnGenerator:
         self.spans = TrajectorySpans(
             context.spans, prompt, self.trajectory_id, context.step, parent_id
         )
-        self._entropy_gap = TopkEntropyGap(context.config.branch.entropy_estimate_top_k)
+        self._entropy_gap = TopkEntropyError(context.config.branch.entropy_estimate_top_k)
         self._max_tokens = context.max_response_tokens(prompt)
 
     @property
@@ -93,7 +90,7 @@ class TurnGenerator:
         return min(left, self._context.max_model_len - len(self._context_ids()))
 
     def replace_context(self, token_ids: Sequence[int]) -> None:
-        """Continue behind `token_ids` instead of prompt and response so far."""
+        """Continue after `token_ids` instead of prompt and response so far."""
         self.context_resets += (
             ContextReset(start=len(self._token_buffer), token_ids=tuple(token_ids)),
         )
@@ -156,7 +153,7 @@ class TurnGenerator:
         return finish
 
     def _context_ids(self) -> tuple[int, ...]:
-        """Return the ids in front of the next token."""
+        """Return the ids before the next token."""
         if not self.context_resets:
             return (*self._prompt.token_ids, *self._token_buffer.token_ids)
         last = self.context_resets[-1]
@@ -179,7 +176,7 @@ def ends_with_partial_stop(text: str, stops: Sequence[str]) -> bool:
     return any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))
 
 
-class TopkEntropyGap:
+class TopkEntropyError:
     """Error of the top-k estimate of token entropies over a trajectory; `top_k` 0 disables it.
 
     Released branching code estimates entropies from the K most probable tokens that an engine
@@ -218,15 +215,10 @@ def pad_top_logps(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
 def request_seed(
     seed: int, step: int | str, prompt_key: str, path: tuple[int, ...], turn: int, part: int
 ) -> int:
-    """Return the seed of a request, in [0, 2^63).
+    """Return the seed of a request, in [0, 2^63), from the run's seed.
 
-    Args:
-        seed: Seed of the run.
-        step: Name of the pass.
-        prompt_key: Name of the prompt, unique in the pass.
-        path: Position in the tree.
-        turn: Index of the turn in the response.
-        part: Index of the request in its turn; a turn with a probe takes several requests.
+    `step` is the name of the pass, and `part` the index of the request in its turn: a turn with a
+    probe takes several requests.
     """
     return _hash_to_seed(seed, step, prompt_key, path, turn, part)
 

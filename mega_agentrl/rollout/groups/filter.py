@@ -1,9 +1,9 @@
 """Filter of finished groups by the mean of a metric.
 
 A group is trained on if the mean of `rollout.filter_metric` over its valid trajectories, those that
-did not fail, lies strictly inside of `rollout.filter_range`. A group with fewer than two valid
-trajectories is rejected, since there is nothing to compare. Without a metric every group is
-accepted, even one that failed as a whole.
+did not fail, lies strictly inside `rollout.filter_range`. A group with fewer than two valid
+trajectories is rejected, because nothing can be compared. Without a metric every group is accepted,
+even if all its trajectories failed.
 
 To add a metric:
 
@@ -19,9 +19,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, assert_never
 
 from mega_agentrl.config.enums import FilterMetric
+from mega_agentrl.rollout.groups.scoring import valid_scores
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.sections.rollout import GroupConfig
+    from mega_agentrl.config.sections.rollout import GroupSelectionConfig
     from mega_agentrl.types.records import RolloutTree, Score
 
 MIN_VALID_TRAJECTORIES = 2
@@ -39,7 +40,7 @@ class FilterResult(StrEnum):
     """Fewer than `MIN_VALID_TRAJECTORIES` did not fail."""
 
 
-def filter_group(tree: RolloutTree, config: GroupConfig) -> FilterResult:
+def filter_group(tree: RolloutTree, config: GroupSelectionConfig) -> FilterResult:
     """Apply the configured filter to a scored tree."""
     if config.filter_metric is FilterMetric.none:
         return FilterResult.accepted
@@ -54,7 +55,7 @@ def filter_group(tree: RolloutTree, config: GroupConfig) -> FilterResult:
 
 def group_metric_mean(tree: RolloutTree, metric: FilterMetric) -> float | None:
     """Return the mean over the valid trajectories, or None with too few of them."""
-    scores = [one.score for one in tree.trajectories if not one.failed and one.score is not None]
+    scores = valid_scores(tree.trajectories)
     if len(scores) < MIN_VALID_TRAJECTORIES:
         return None
     return fmean(_metric_value(score, metric) for score in scores)

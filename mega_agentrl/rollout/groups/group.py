@@ -2,9 +2,8 @@
 
 With a filter (`filter.filter_group`) a group finishes when all of its scores are known; otherwise
 `pending_scores` lists those that are still being computed. With `rollout.partial_rollout` a group
-can be paused. It is paused when all of its open trajectories wait for the engine: no request, tool
-or user is running then, and it can stay in this state indefinitely. A busy tool or reward keeps its
-group from pausing.
+can be paused: it is paused when all of its open trajectories wait for the engine, so that no
+request, tool or user is running. A group with a busy tool or reward cannot pause.
 
 With `RolloutContext.with_greedy` a group also gets a greedy trajectory, which ReMax uses as the
 baseline of the group. It runs concurrently with the group, with the same engines, tools and limits,
@@ -56,7 +55,7 @@ class Group:
     task: asyncio.Task[RolloutTree]
     """Samples and scores the tree."""
     lockstep_task: asyncio.Task[list[RolloutTree]] | None = None
-    """Common task of the groups that advance in lock-step."""
+    """Task shared by all groups that advance in lock-step."""
     generator: InterruptibleGenerator | None = None
     """The group's generator, if the group can be paused."""
     trajectory_tasks: list[asyncio.Task[Trajectory]] = field(default_factory=list)
@@ -99,7 +98,7 @@ class Group:
         """Interrupt requests until the group is paused or has finished."""
         assert self.generator is not None, "only groups with an interruptible generator can pause"
         while not (self.task.done() or self.is_paused):
-            # Once is not enough: a request may be on its way to the engine.
+            # Repeated, because a request may be on its way to the engine.
             await self.generator.interrupt_requests()
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -123,10 +122,10 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
     async def sample() -> RolloutTree:
         tree = restored
         if tree is None:
-            async with asyncio.TaskGroup() as both:
+            async with asyncio.TaskGroup() as task_group:
                 greedy_task = None
                 if context.with_greedy:
-                    greedy_task = both.create_task(
+                    greedy_task = task_group.create_task(
                         _sample_greedy_trajectory(context, prompt, key, greedy_tasks)
                     )
                 tree = await sample_tree(context, prompt, key, trajectory_tasks)
@@ -183,13 +182,12 @@ def start_lockstep_groups(
     def start(index: int, prompt: Prompt) -> Group:
         pending: list[PendingScore] = []
 
-        async def one() -> RolloutTree:
+        async def score() -> RolloutTree:
             return await _score_tree((await lockstep_task)[index], rubric, context, pending)
 
-        task = asyncio.create_task(one())
         return Group(
             prompt=prompt,
-            task=task,
+            task=asyncio.create_task(score()),
             lockstep_task=lockstep_task,
             pending_scores=pending,
             is_restored=is_restored,
@@ -245,7 +243,7 @@ async def cancel_groups(groups: Iterable[Group]) -> Exception | None:
     ]
     for task in tasks:
         task.cancel()
-    cancel_scores(one for group in groups for one in group.pending_scores)
+    cancel_scores(score for group in groups for score in group.pending_scores)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
             return unwrap_exception_group(result) if isinstance(result, ExceptionGroup) else result

@@ -29,10 +29,9 @@ class PendingScore:
     """A score that is being computed."""
 
     trajectory: Trajectory
-    """Gets the score."""
     future: Future[Score]
     spans: RolloutSpans | None = None
-    """Gets the score as an attribute of the trajectory's span."""
+    """Spans of the run, which record the score; None without tracing."""
 
     def resolve(self) -> None:
         """Block until the score is known and record it, or why there is none; idempotent."""
@@ -49,15 +48,9 @@ class PendingScore:
 def start_scores(
     tree: RolloutTree, rubric: Rubric, spans: RolloutSpans | None = None
 ) -> list[PendingScore]:
-    """Score all trajectories that did not fail, including the greedy one.
+    """Start scoring all trajectories that did not fail, including the greedy one.
 
-    Args:
-        tree: The tree.
-        rubric: Scores the trajectories.
-        spans: Get the scores as attributes of the trajectories' spans.
-
-    Returns:
-        The scores that are still being computed.
+    Returns the scores that are still being computed.
     """
     pending: list[PendingScore] = []
     for trajectory in tree.all_trajectories:
@@ -73,20 +66,29 @@ def start_scores(
 
 async def wait_for_scores(pending: Sequence[PendingScore]) -> None:
     """Wait for all scores and record them; cancellation cancels their futures."""
-    waiting = [asyncio.wrap_future(one.future) for one in pending]
-    await asyncio.gather(*waiting, return_exceptions=True)
+    futures = [asyncio.wrap_future(score.future) for score in pending]
+    await asyncio.gather(*futures, return_exceptions=True)
     resolve_scores(pending)
 
 
 def resolve_scores(pending: Iterable[PendingScore]) -> None:
     """Block until all scores are known and record them."""
-    for one in pending:
-        one.resolve()
+    for score in pending:
+        score.resolve()
 
 
 def cancel_scores(pending: Iterable[PendingScore]) -> None:
-    """Cancel scores that are no longer needed, and end the spans of their trajectories."""
-    for one in pending:
-        one.future.cancel()
-        if one.spans is not None:
-            one.spans.record_score(one.trajectory)
+    """Cancel scores and end the spans of their trajectories."""
+    for score in pending:
+        score.future.cancel()
+        if score.spans is not None:
+            score.spans.record_score(score.trajectory)
+
+
+def valid_scores(trajectories: Iterable[Trajectory]) -> list[Score]:
+    """Return the scores of the trajectories that have one and did not fail."""
+    return [
+        trajectory.score
+        for trajectory in trajectories
+        if trajectory.score is not None and not trajectory.failed
+    ]

@@ -17,7 +17,7 @@ The yaml file::
       class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction    # or users.py:Mine
       config: {}                                    # keyword arguments of the class
       timeout_s: 5                                  # per method call; default: the class attribute
-      max_turns: 3                                  # messages per trajectory; default: likewise
+      max_turns: 3                                  # messages per trajectory; default: the same
 
 A prompt uses an interaction if its `extra_info` has `interaction_kwargs`: `name` selects the
 interaction (required only if the file lists several), all other keys are passed to `create`.
@@ -63,7 +63,7 @@ class Interaction(ABC):
     timeout_s: float = 60.0
     """Hard limit of every method call."""
     max_turns: int = 4
-    """Maximum number of messages it sends in one trajectory."""
+    """Maximum number of messages that the interaction sends in one trajectory."""
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raise `ValueError` for invalid kwargs of a prompt; called before the run starts."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
-from mega_agentrl.tool.gsm8k import MAX_ANSWER_CHARS, parse_answer
+from mega_agentrl.tool.gsm8k import MAX_ANSWER_CHARS, parse_answer, parse_ground_truth
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,11 +36,11 @@ class Gsm8kInteraction(Interaction):
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raise `ValueError` unless `ground_truth` is present and a number."""
-        _parse_ground_truth(kwargs)
+        parse_ground_truth(kwargs, "interaction_kwargs")
 
     async def create(self, kwargs: Mapping[str, Any]) -> _Gsm8kState:
         """Parse the `ground_truth` of `kwargs`."""
-        return _Gsm8kState(_parse_ground_truth(kwargs))
+        return _Gsm8kState(parse_ground_truth(kwargs, "interaction_kwargs"))
 
     async def respond(self, state: _Gsm8kState, messages: Sequence[Message]) -> Reply:
         """Compare the last number of the last message with the ground truth."""
@@ -55,14 +55,3 @@ class Gsm8kInteraction(Interaction):
     async def calc_reward(self, state: _Gsm8kState) -> float:
         """Return 1 if the last message was correct, else 0."""
         return float(state.is_correct)
-
-
-def _parse_ground_truth(kwargs: Mapping[str, Any]) -> Fraction:
-    given = kwargs.get("ground_truth")
-    truth = parse_answer(str(given).rpartition("####")[2]) if given is not None else None
-    if truth is None:
-        raise ValueError(
-            f"interaction_kwargs.ground_truth is {given!r}, expected a number or a solution that "
-            "ends in '#### number'; probable cause: the dataset was made for another interaction"
-        )
-    return truth

@@ -36,7 +36,7 @@ class InteractionRegistry:
         """Names of all interactions."""
         return tuple(self._by_name)
 
-    def open_session(self, prompt: Prompt) -> InteractionSession | None:
+    def open_session(self, prompt: Prompt) -> TrajectoryInteractionSession | None:
         """Open a session for a trajectory of the prompt, or return None if it uses none.
 
         `create` is still to be called on the session.
@@ -56,7 +56,7 @@ class InteractionRegistry:
                 "interactions"
             )
         given = {key: value for key, value in kwargs.items() if key != "name"}
-        return InteractionSession(self._by_name[name], given)
+        return TrajectoryInteractionSession(self._by_name[name], given)
 
     def check_prompt_kwargs(self, prompts: Iterable[Prompt]) -> None:
         """Raise `ValueError` for the first prompt with invalid `interaction_kwargs`."""
@@ -70,27 +70,27 @@ class InteractionRegistry:
                 raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
 
 
-def load_interaction_registry(path: str, taken: Iterable[str]) -> InteractionRegistry:
+def load_interaction_registry(path: str, tool_names: Iterable[str]) -> InteractionRegistry:
     """Load the interactions of a yaml file; an empty `path` gives an empty registry.
 
     Args:
         path: `rollout.interaction_config_file`.
-        taken: Names that interactions must not have, namely those of the tools.
+        tool_names: Names of the tools, which interactions must not have.
 
     Raises:
-        ValueError: The file is invalid or a name is taken.
+        ValueError: The file is invalid or a name is that of a tool.
     """
     registry = InteractionRegistry(load_interactions(path) if path else ())
-    if both := sorted(set(registry.names) & set(taken)):
+    if duplicates := sorted(set(registry.names) & set(tool_names)):
         raise ValueError(
-            f"rollout.interaction_config_file={path}: there are tools called {', '.join(both)}, "
-            "expected other names, because rewards are reported by name"
+            f"rollout.interaction_config_file={path}: there are tools called "
+            f"{', '.join(duplicates)}, expected other names, because rewards are reported by name"
         )
     return registry
 
 
-class InteractionSession:
-    """A user simulator session over one interaction; implements `UserSimulatorSession`."""
+class TrajectoryInteractionSession:
+    """A user simulator session over one interaction; implements `InteractionSession`."""
 
     def __init__(self, interaction: Interaction, kwargs: Mapping[str, Any]) -> None:
         self.name = interaction.name
@@ -139,12 +139,12 @@ class InteractionSession:
         return outcome, reply.is_last
 
     def record_response(self) -> None:
-        """Note that an answer was passed on."""
+        """Count an answer that was passed on to the policy."""
         self._num_responses += 1
 
-    async def fork(self) -> InteractionSession:
+    async def fork(self) -> TrajectoryInteractionSession:
         """Return an independent copy of the session; requires `can_fork`."""
-        child = InteractionSession(self._interaction, self._kwargs)
+        child = TrajectoryInteractionSession(self._interaction, self._kwargs)
         child._num_responses = self._num_responses
         if self._state is not None:
             work = self._interaction.fork(self._state)

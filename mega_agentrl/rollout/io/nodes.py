@@ -4,8 +4,8 @@ The prompt is the root. A node is a run of tokens of one turn that the same path
 a sequence of whole nodes. A node ends where its turn ends, or where a path leaves the turn::
 
     prompt - 0 agent - 1 tool - 2 agent - 3 tool - 4 agent      path 0
-                            \- 5 agent - 6 agent                path 0.0, forked behind node 1
-                                      \- 7 agent                path 0.0.0, forked inside of a turn
+                            \- 5 agent - 6 agent                path 0.0, forked after node 1
+                                      \- 7 agent                path 0.0.0, forked inside a turn
 
 The turn is part of its last node. Nodes 6 and 7 end two turns that begin in node 5.
 
@@ -43,13 +43,13 @@ class TreeNode:
     """A run of tokens of one turn that the same paths contain; its sequences have one length."""
 
     parent: int | None
-    """Index of the node before it; None right behind the prompt."""
+    """Index of the node before it; None if the prompt precedes it."""
     path: TreePath
     """The path that produced the tokens first."""
     start: int
     """Number of response tokens before the node."""
     turn: Turn | None
-    """The turn that ends with this node; None if it goes on in the nodes behind it."""
+    """The turn that ends with this node; None if it continues in the next nodes."""
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     logps: tuple[float, ...]
@@ -106,8 +106,8 @@ class NodeTree:
             if not 0 <= index < (indices[-1] if indices else len(self.nodes)):
                 path = format_path(leaf.record_fields["path"])
                 raise ValueError(
-                    f"prompt {self.prompt.prompt_id}, path {path}: got node {index} behind "
-                    f"{indices[-1:]}, expected one that comes before it"
+                    f"prompt {self.prompt.prompt_id}, path {path}: got node {index} before "
+                    f"{indices[-1:]}, expected one with a smaller index"
                 )
             indices.append(index)
             index = self.nodes[index].parent
@@ -131,20 +131,22 @@ def to_node_tree(tree: RolloutTree) -> NodeTree:
     leaves: list[TreeLeaf] = []
     chains: dict[str, tuple[Trajectory, list[int]]] = {}
     cuts = _fork_positions(tree.trajectories)
-    for one in tree.trajectories:
-        _check_turns(one)
+    for trajectory in tree.trajectories:
+        _check_turns(trajectory)
         chain: list[int] = []
-        if one.parent_id is not None:
-            chain = _shared_prefix_nodes(one, *chains[one.parent_id], nodes)
+        if trajectory.parent_id is not None:
+            chain = _shared_prefix_nodes(trajectory, *chains[trajectory.parent_id], nodes)
         num_shared_tokens = nodes[chain[-1]].stop if chain else 0
-        for turn in one.turns[_num_complete_turns(nodes, chain) :]:
+        for turn in trajectory.turns[_num_complete_turns(nodes, chain) :]:
             begin = max(turn.start, num_shared_tokens)
-            inside = sorted(at for at in cuts[one.trajectory_id] if begin < at <= turn.stop)
+            inside = sorted(at for at in cuts[trajectory.trajectory_id] if begin < at <= turn.stop)
             for start, stop in pairwise([begin, *inside, turn.stop]):
-                tokens = {name: tuple(getattr(one, name)[start:stop]) for name in _PER_TOKEN_FIELDS}
+                tokens = {
+                    name: tuple(getattr(trajectory, name)[start:stop]) for name in _PER_TOKEN_FIELDS
+                }
                 node = TreeNode(
                     parent=chain[-1] if chain else None,
-                    path=one.path,
+                    path=trajectory.path,
                     start=start,
                     turn=None,
                     **tokens,
@@ -152,11 +154,11 @@ def to_node_tree(tree: RolloutTree) -> NodeTree:
                 chain.append(len(nodes))
                 nodes.append(node)
             nodes[-1] = replace(nodes[-1], turn=turn)
-        chains[one.trajectory_id] = (one, chain)
+        chains[trajectory.trajectory_id] = (trajectory, chain)
         leaves.append(
             TreeLeaf(
                 last_node=chain[-1] if chain else None,
-                record_fields=_remaining_fields(one, NODE_FIELDS),
+                record_fields=_remaining_fields(trajectory, NODE_FIELDS),
             )
         )
     record_fields = _remaining_fields(tree, TREE_FIELDS)
@@ -202,48 +204,49 @@ def _remaining_fields(
     return {name: copy(getattr(record, name)) for name in names}
 
 
-def _check_turns(one: Trajectory) -> None:
-    starts = [0, *(turn.stop for turn in one.turns)]
-    spans = [(turn.index, turn.start) for turn in one.turns]
-    ids = [turn.index for turn in one.turns for _ in range(turn.start, turn.stop)]
-    tiled = spans == list(enumerate(starts[:-1])) and starts[-1] == len(one.token_ids)
-    if not tiled or ids != one.turn_ids:
+def _check_turns(trajectory: Trajectory) -> None:
+    starts = [0, *(turn.stop for turn in trajectory.turns)]
+    spans = [(turn.index, turn.start) for turn in trajectory.turns]
+    ids = [turn.index for turn in trajectory.turns for _ in range(turn.start, turn.stop)]
+    tiled = spans == list(enumerate(starts[:-1])) and starts[-1] == len(trajectory.token_ids)
+    if not tiled or ids != trajectory.turn_ids:
         raise ValueError(
-            f"trajectory {one.trajectory_id}: got turns that end at {starts[1:]} and turn_ids of "
-            f"{len(one.turn_ids)} tokens, expected turns that tile all {len(one.token_ids)} tokens"
+            f"trajectory {trajectory.trajectory_id}: got turns that end at {starts[1:]} and "
+            f"turn_ids of {len(trajectory.turn_ids)} tokens, expected turns that tile all "
+            f"{len(trajectory.token_ids)} tokens"
         )
 
 
 def _fork_positions(trajectories: Sequence[Trajectory]) -> dict[str, set[int]]:
-    """Return, by trajectory id, the positions at which other paths leave its turns inside.
+    """Return, by trajectory id, the positions inside its turns at which other paths fork.
 
-    A position is that of the trajectory that sampled the tokens around it.
+    A position is listed for the trajectory that sampled the tokens around it.
     """
     lineages: dict[str, list[Trajectory]] = {}
     positions: dict[str, set[int]] = {}
-    for one in trajectories:
+    for trajectory in trajectories:
         lineage: list[Trajectory] = []
-        if one.parent_id is not None:
-            if one.parent_id not in lineages:
+        if trajectory.parent_id is not None:
+            if trajectory.parent_id not in lineages:
                 raise ValueError(
-                    f"trajectory {one.trajectory_id}: got the parent {one.parent_id}, expected "
-                    "one that comes earlier in its tree"
+                    f"trajectory {trajectory.trajectory_id}: got the parent "
+                    f"{trajectory.parent_id}, expected one that comes earlier in its tree"
                 )
-            lineage = lineages[one.parent_id]
-            if _leaves_inside_of_turn(one, lineage[0]):
-                holders = (other for other in lineage if other.fork_len <= one.fork_len)
-                positions[next(holders, lineage[-1]).trajectory_id].add(one.fork_len)
-        lineages[one.trajectory_id] = [one, *lineage]
-        positions[one.trajectory_id] = set()
+            lineage = lineages[trajectory.parent_id]
+            if _leaves_inside_of_turn(trajectory, lineage[0]):
+                holders = (other for other in lineage if other.fork_len <= trajectory.fork_len)
+                positions[next(holders, lineage[-1]).trajectory_id].add(trajectory.fork_len)
+        lineages[trajectory.trajectory_id] = [trajectory, *lineage]
+        positions[trajectory.trajectory_id] = set()
     return positions
 
 
-def _leaves_inside_of_turn(one: Trajectory, parent: Trajectory) -> bool:
-    """Return whether the turn in front of the fork is not a whole turn of both."""
-    size = one.fork_len
-    num_turns = sum(turn.start < size for turn in one.turns)
-    goes_on = any(turn.start < size < turn.stop for turn in one.turns)
-    return goes_on or one.turns[:num_turns] != parent.turns[:num_turns]
+def _leaves_inside_of_turn(trajectory: Trajectory, parent: Trajectory) -> bool:
+    """Return whether the turn before the fork is not a whole turn of both."""
+    size = trajectory.fork_len
+    num_turns = sum(turn.start < size for turn in trajectory.turns)
+    is_split = any(turn.start < size < turn.stop for turn in trajectory.turns)
+    return is_split or trajectory.turns[:num_turns] != parent.turns[:num_turns]
 
 
 def _num_complete_turns(nodes: Sequence[TreeNode], chain: Sequence[int]) -> int:
@@ -251,24 +254,27 @@ def _num_complete_turns(nodes: Sequence[TreeNode], chain: Sequence[int]) -> int:
 
 
 def _shared_prefix_nodes(
-    one: Trajectory, parent: Trajectory, chain: Sequence[int], nodes: Sequence[TreeNode]
+    trajectory: Trajectory, parent: Trajectory, chain: Sequence[int], nodes: Sequence[TreeNode]
 ) -> list[int]:
-    """Return the indices of the parent's nodes that `one` shares."""
-    size = one.fork_len
+    """Return the indices of the parent's nodes that the trajectory shares."""
+    size = trajectory.fork_len
     shared = [index for index in chain if nodes[index].stop <= size]
     num_turns = _num_complete_turns(nodes, shared)
-    while shared and parent.turns[:num_turns] != one.turns[:num_turns]:
+    while shared and parent.turns[:num_turns] != trajectory.turns[:num_turns]:
         shared.pop()
         num_turns = _num_complete_turns(nodes, shared)
-    same = all(getattr(one, n)[:size] == getattr(parent, n)[:size] for n in _PER_TOKEN_FIELDS)
+    same = all(
+        getattr(trajectory, name)[:size] == getattr(parent, name)[:size]
+        for name in _PER_TOKEN_FIELDS
+    )
     same = same and (nodes[shared[-1]].stop if shared else 0) == size
     if same and shared and nodes[shared[-1]].turn is None:
-        parted = [owner.turns[num_turns].role for owner in (one, parent)]
-        same = parted == [Role.assistant] * 2
+        roles = [record.turns[num_turns].role for record in (trajectory, parent)]
+        same = roles == [Role.assistant] * 2
     if not same:
         raise ValueError(
-            f"trajectory {one.trajectory_id}: its first {size} tokens and their turns are not "
-            f"those of {parent.trajectory_id}, expected the parent's turns up to fork_len={size}, "
-            "the last one whole or an assistant's"
+            f"trajectory {trajectory.trajectory_id}: its first {size} tokens and their turns are "
+            f"not those of {parent.trajectory_id}, expected the parent's turns up to "
+            f"fork_len={size}, the last one whole or an assistant's"
         )
     return shared

@@ -11,7 +11,7 @@ A trajectory is the question, the turns with their roles, and the score::
       reward 1.15 = rule 1 + tool/python 0.15, correct, stop eos, 41 tokens, 1 call
 
 A tree shows each turn once, and each fork at its position. Lines of a fork begin with a bar; the
-path it was forked from continues behind its last bar::
+path that it was forked from continues below its last bar::
 
     question set/0: how?
       truth   1
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     ForksByParent = Mapping[tuple[int, ...], Sequence[Trajectory]]
 
-# Text of tools and models must not control the terminal it is shown in.
+# Text of tools and models must not control the terminal.
 _CONTROL_CHAR_ESCAPES = {
     code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))
 }
@@ -64,16 +64,17 @@ def render_trajectory(trajectory: Trajectory) -> str:
 def render_tree(tree: RolloutTree) -> str:
     """Render a tree as lines of text, without a trailing newline."""
     forks: dict[tuple[int, ...], list[Trajectory]] = {}
-    for one in tree.trajectories:
-        if one.parent_id is not None:
-            forks.setdefault(one.path[:-1], []).append(one)
+    for trajectory in tree.trajectories:
+        if trajectory.parent_id is not None:
+            forks.setdefault(trajectory.path[:-1], []).append(trajectory)
     lines = [
         *_question_lines(tree.prompt),
-        f"  {len(tree.trajectories)} paths: {tree.num_forks} forks, {tree.num_top_ups} top-ups",
+        f"  {len(tree.trajectories)} paths: {tree.num_forks} forks, "
+        f"{tree.num_extra_roots} extra roots",
     ]
-    for one in tree.trajectories:
-        if one.parent_id is None:
-            lines += _path_lines(one, forks)
+    for trajectory in tree.trajectories:
+        if trajectory.parent_id is None:
+            lines += _path_lines(trajectory, forks)
     return "\n".join(lines)
 
 
@@ -143,21 +144,21 @@ def summary_line(trajectory: Trajectory) -> str:
     return ", ".join(parts)
 
 
-def _path_lines(one: Trajectory, forks: ForksByParent) -> list[str]:
+def _path_lines(trajectory: Trajectory, forks: ForksByParent) -> list[str]:
     """Render the turns of a path that are not inherited, and its forks; the name comes first.
 
     A turn that a path shares with its parent up to the fork is rendered whole.
     """
-    children = list(forks.get(one.path, ()))
-    decisions = list(one.decisions)
+    children = list(forks.get(trajectory.path, ()))
+    decisions = list(trajectory.decisions)
     lines: list[str] = []
-    for turn in one.turns:
-        if turn.start < one.fork_len and turn.stop <= one.fork_len:
+    for turn in trajectory.turns:
+        if turn.start < trajectory.fork_len and turn.stop <= trajectory.fork_len:
             continue
         lines += [*_pop_forks_until(turn.start, decisions, children, forks), *_turn_lines(turn)]
-    lines += _pop_forks_until(len(one.token_ids), decisions, children, forks)
-    lines.append(f"= {summary_line(one)}")
-    name = format_path(one.path)
+    lines += _pop_forks_until(len(trajectory.token_ids), decisions, children, forks)
+    lines.append(f"= {summary_line(trajectory)}")
+    name = format_path(trajectory.path)
     return [f"{name if not i else '':<{len(name)}} {line}" for i, line in enumerate(lines)]
 
 

@@ -2,26 +2,27 @@
 
 Each line is self-contained::
 
-    {"format": 2, "stage": "rl", "step": 20, "index": 0, "num_trees": 32, "prompt": {...},
-     "num_forks": 3, "nodes": [{"parent": null, "path": [0], "turn": {...}, "token_ids": [...],
-     "loss_mask": 1, "logps": {"f4": [...]}, ...}, ...], "leaves": [{"last": 4, ...}, ...]}
+    {"format": 3, "stage": "rl", "step": 20, "index": 0, "num_trees": 32, "prompt": {...},
+     "nodes": [{"parent": null, "path": [0], "start": 0, "stop": 9, "turn": {...},
+     "token_ids": [...], "loss_mask": 1, "logps": {"f4": [...]}, ...}, ...],
+     "leaves": [{"last_node": 4, "path": [0], ...}, ...], "num_forks": 3, ...}
 
-A node that is a part of a turn, because a path leaves the turn inside, also has ``start`` and
-``stop``, and its ``turn`` is null if the turn goes on in the nodes behind it.
+``turn`` is null if the turn goes on in the nodes behind it. A token field with a single value
+throughout is stored as that value. Floats that are exact in float32 are written with the digits
+that float32 needs, under ``f4``; others with full precision. Every number is restored exactly.
+Values annotated as `Any` are not: a tuple returns as a list, and a value without a JSON form as
+text.
 
-A token field with a single value throughout is stored as that value. Floats that are exact in
-float32 are written with the digits that float32 needs, under ``f4``; others with full precision.
-Every number is restored exactly. Files are written under a temporary name and renamed when they are
-complete: a crash loses only the step being written, and a reader never sees a partial file.
+Files are written under a temporary name and renamed when they are complete: a crash loses only the
+step being written, and a reader never sees a partial file.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
@@ -33,20 +34,15 @@ from mega_agentrl.rollout.io.nodes import (
     TreeNode,
     to_node_tree,
 )
-from mega_agentrl.rollout.io.record_json import from_json, parse_record_fields, to_json
+from mega_agentrl.types.atomic_file import atomic_path
 from mega_agentrl.types.records import Prompt, RolloutTree, Trajectory, Turn
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-FORMAT_VERSION = 2
-INT_FIELDS = ("token_ids", "loss_mask", "versions")
-FLOAT_FIELDS = ("logps", "entropies")
-_REQUIRED_KEYS = frozenset(
-    {"format", "stage", "step", "index", "num_trees", "prompt", "nodes", "leaves"}
-)
-_INT_TYPES, _FLOAT_TYPES = frozenset({int}), frozenset({int, float})
+FORMAT_VERSION = 3
 CORRUPT_FILE_HINT = "is it another program's file, or a copy that was cut?"
 
 
@@ -61,20 +57,66 @@ class StoredTree:
     tree: NodeTree
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Float32List:
+    """Numbers that are exact in float32."""
+
+    f4: list[float]
+    """The numbers, with the digits that float32 needs."""
+
+
+PackedInts = int | list[int]
+PackedFloats = float | list[float] | _Float32List
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _StoredNode:
+    """A `TreeNode` with packed token fields."""
+
+    parent: int | None
+    path: tuple[int, ...]
+    start: int
+    stop: int
+    turn: Turn | None
+    token_ids: PackedInts
+    loss_mask: PackedInts
+    logps: PackedFloats
+    entropies: PackedFloats
+    versions: PackedInts
+    argmax_ids: PackedInts
+
+
+def _stored_class(record: type, leave_out: frozenset[str], **head: Any) -> Any:
+    """Return a dataclass of the types in `head` and the fields of `record`, except `leave_out`."""
+    hints = get_type_hints(record)
+    names = [spec.name for spec in fields(record) if spec.name not in leave_out]
+    own = [(name, hints[name]) for name in names]
+    return make_dataclass(f"Stored{record.__name__}", [*head.items(), *own])
+
+
+_LINE_HEAD = {
+    "format": int,
+    "stage": str,
+    "step": int,
+    "index": int,
+    "num_trees": int,
+    "prompt": Prompt,
+    "nodes": list[_StoredNode],
+    "leaves": list[dict[str, Any]],
+}
+_StoredLine = _stored_class(RolloutTree, TREE_FIELDS, **_LINE_HEAD)
+_StoredLeaf = _stored_class(Trajectory, NODE_FIELDS, last_node=int | None)
+
+
 def write_trees(path: Path, trees: Sequence[RolloutTree], *, stage: str, step: int) -> None:
     """Write all trees of one step, replacing an existing file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with atomic_path(path, fsync=True) as temporary, temporary.open("w", encoding="utf-8") as file:
         for index, tree in enumerate(trees):
             head = {"format": FORMAT_VERSION, "stage": stage, "step": step}
             head |= {"index": index, "num_trees": len(trees)}
-            line = head | _tree_to_json(to_node_tree(tree))
+            line = to_builtins(head | _tree_to_line(to_node_tree(tree)), fallback=str)
             # Escaped, because a tool answer may hold a lone surrogate, which is not valid UTF-8.
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_trees(path: Path) -> Iterator[StoredTree]:
@@ -89,15 +131,13 @@ def read_trees(path: Path) -> Iterator[StoredTree]:
         for number, text in enumerate(file, start=1):
             where = f"{path}:{number}"
             line = _parse_line(text, where)
-            expected = line["num_trees"]
-            if line["index"] != number - 1 or number > expected:
+            expected = line.num_trees
+            if line.index != number - 1 or number > expected:
                 raise ValueError(
-                    f"{where}: got tree {line['index']} of {expected}, expected tree "
+                    f"{where}: got tree {line.index} of {expected}, expected tree "
                     f"{number - 1}; are there lines missing, or two files in one?"
                 )
-            yield StoredTree(
-                stage=line["stage"], step=line["step"], tree=_tree_from_json(line, where)
-            )
+            yield StoredTree(stage=line.stage, step=line.step, tree=_tree_from_line(line, where))
     if number < expected or not number:
         raise ValueError(
             f"{path}: got {number} lines, expected {expected or 'at least 1'}, one per tree; "
@@ -105,8 +145,8 @@ def read_trees(path: Path) -> Iterator[StoredTree]:
         )
 
 
-def _parse_line(text: bytes, where: str) -> dict[str, Any]:
-    """Parse a line and check its format version and required keys."""
+def _parse_line(text: bytes, where: str) -> Any:
+    """Parse a line and check its format version and fields."""
     try:
         line = json.loads(text)
     except ValueError as error:
@@ -124,42 +164,25 @@ def _parse_line(text: bytes, where: str) -> dict[str, Any]:
             f"{where}: got format {line['format']!r}, expected {FORMAT_VERSION}; was it written by "
             "another version?"
         )
-    if not line.keys() >= _REQUIRED_KEYS:
-        raise ValueError(
-            f"{where}: expected the keys {', '.join(sorted(_REQUIRED_KEYS - line.keys()))}; "
-            f"{CORRUPT_FILE_HINT}"
-        )
-    return line
+    return from_builtins(_StoredLine, line, where)
 
 
-def _tree_to_json(tree: NodeTree) -> dict[str, Any]:
-    return {
-        **_fields_to_json(tree.record_fields),
-        "prompt": to_json(tree.prompt),
-        "nodes": [_node_to_json(node) for node in tree.nodes],
-        "leaves": [
-            {"last": leaf.last_node, **_fields_to_json(leaf.record_fields)} for leaf in tree.leaves
-        ],
-    }
+def _tree_to_line(tree: NodeTree) -> dict[str, Any]:
+    leaves = [{"last_node": leaf.last_node, **leaf.record_fields} for leaf in tree.leaves]
+    nodes = [_pack_node(node) for node in tree.nodes]
+    return {"prompt": tree.prompt, "nodes": nodes, "leaves": leaves, **tree.record_fields}
 
 
-def _fields_to_json(record_fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: to_json(value) for name, value in record_fields.items()}
-
-
-def _tree_from_json(line: Mapping[str, Any], where: str) -> NodeTree:
-    record_fields = {name: value for name, value in line.items() if name not in _REQUIRED_KEYS}
-    nodes = from_json(list[dict[str, Any]], line["nodes"], f"{where}.nodes")
-    leaves = from_json(list[dict[str, Any]], line["leaves"], f"{where}.leaves")
+def _tree_from_line(line: Any, where: str) -> NodeTree:
     tree = NodeTree(
-        prompt=from_json(Prompt, line["prompt"], f"{where}.prompt"),
+        prompt=line.prompt,
         nodes=tuple(
-            _node_from_json(node, f"{where}.nodes[{index}]") for index, node in enumerate(nodes)
+            _unpack_node(node, f"{where}.nodes[{index}]") for index, node in enumerate(line.nodes)
         ),
         leaves=tuple(
-            _leaf_from_json(leaf, f"{where}.leaves[{index}]") for index, leaf in enumerate(leaves)
+            _parse_leaf(leaf, f"{where}.leaves[{index}]") for index, leaf in enumerate(line.leaves)
         ),
-        record_fields=parse_record_fields(RolloutTree, record_fields, where, given=TREE_FIELDS),
+        record_fields={name: value for name, value in vars(line).items() if name not in _LINE_HEAD},
     )
     try:
         for leaf in tree.leaves:
@@ -169,72 +192,52 @@ def _tree_from_json(line: Mapping[str, Any], where: str) -> NodeTree:
     return tree
 
 
-def _leaf_from_json(value: Mapping[str, Any], where: str) -> TreeLeaf:
-    record_fields = {name: item for name, item in value.items() if name != "last"}
-    return TreeLeaf(
-        last_node=from_json(int | None, value.get("last"), f"{where}.last"),
-        record_fields=parse_record_fields(Trajectory, record_fields, where, given=NODE_FIELDS),
+def _parse_leaf(values: Mapping[str, Any], where: str) -> TreeLeaf:
+    record_fields = dict(vars(from_builtins(_StoredLeaf, values, where)))
+    return TreeLeaf(last_node=record_fields.pop("last_node"), record_fields=record_fields)
+
+
+def _pack_node(node: TreeNode) -> _StoredNode:
+    return _StoredNode(
+        parent=node.parent,
+        path=node.path,
+        start=node.start,
+        stop=node.stop,
+        turn=node.turn,
+        token_ids=_pack_ints(node.token_ids),
+        loss_mask=_pack_ints(node.loss_mask),
+        logps=_pack_floats(node.logps),
+        entropies=_pack_floats(node.entropies),
+        versions=_pack_ints(node.versions),
+        argmax_ids=_pack_ints(node.argmax_ids),
     )
 
 
-def _node_to_json(node: TreeNode) -> dict[str, Any]:
-    is_part = node.turn is None or node.start > node.turn.start
-    return {
-        "parent": node.parent,
-        "path": list(node.path),
-        **({"start": node.start, "stop": node.stop} if is_part else {}),
-        "turn": None if node.turn is None else to_json(node.turn),
-        **{name: _pack_ints(getattr(node, name)) for name in INT_FIELDS},
-        **{name: _pack_floats(getattr(node, name)) for name in FLOAT_FIELDS},
-        **({"argmax_ids": _pack_ints(node.argmax_ids)} if node.argmax_ids else {}),
-    }
-
-
-def _node_from_json(value: Mapping[str, Any], where: str) -> TreeNode:
-    turn, start, stop = _turn_and_span_from_json(value, where)
-    size = stop - start
-    ints = {
-        name: _unpack_numbers(value.get(name), size, _INT_TYPES, f"{where}.{name}")
-        for name in INT_FIELDS
-    }
-    # Older files have no argmax_ids.
-    if "argmax_ids" in value:
-        ints["argmax_ids"] = _unpack_numbers(
-            value["argmax_ids"], size, _INT_TYPES, f"{where}.argmax_ids"
-        )
-    floats = {
-        name: _unpack_numbers(value.get(name), size, _FLOAT_TYPES, f"{where}.{name}")
-        for name in FLOAT_FIELDS
-    }
+def _unpack_node(node: _StoredNode, where: str) -> TreeNode:
+    size = node.stop - node.start
     try:
         return TreeNode(
-            parent=from_json(int | None, value.get("parent"), f"{where}.parent"),
-            path=from_json(tuple[int, ...], value.get("path"), f"{where}.path"),
-            start=start,
-            turn=turn,
-            **ints,
-            **floats,
+            parent=node.parent,
+            path=node.path,
+            start=node.start,
+            turn=node.turn,
+            token_ids=_unpack(node.token_ids, size),
+            loss_mask=_unpack(node.loss_mask, size),
+            logps=_unpack(node.logps, size),
+            entropies=_unpack(node.entropies, size),
+            versions=_unpack(node.versions, size),
+            argmax_ids=_unpack(node.argmax_ids, size),
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _turn_and_span_from_json(value: Mapping[str, Any], where: str) -> tuple[Turn | None, int, int]:
-    """Return the turn that ends with a node, and the first token of the node and one past it."""
-    if "start" not in value:
-        turn = from_json(Turn, value.get("turn"), f"{where}.turn")
-        return turn, turn.start, turn.stop
-    part = from_json(Turn | None, value.get("turn"), f"{where}.turn")
-    start = from_json(int, value["start"], f"{where}.start")
-    return part, start, from_json(int, value.get("stop"), f"{where}.stop")
-
-
-def _pack_ints(values: Sequence[int]) -> int | list[int]:
+def _pack_ints(values: Sequence[int]) -> PackedInts:
     return int(values[0]) if len(set(values)) == 1 else [int(value) for value in values]
 
 
-def _pack_floats(values: Sequence[float]) -> float | list[float] | dict[str, list[float]]:
-    """Return a single value, shortest float32 numbers under ``f4``, or the numbers unchanged."""
+def _pack_floats(values: Sequence[float]) -> PackedFloats:
+    """Return a single value, the shortest float32 numbers, or the numbers unchanged."""
     given_N = np.asarray(values, dtype=np.float64)
     if given_N.size and bool((given_N.view(np.int64) == given_N.view(np.int64)[0]).all()):
         return float(given_N[0])
@@ -246,25 +249,16 @@ def _pack_floats(values: Sequence[float]) -> float | list[float] | dict[str, lis
     # Parsed as float64 and then rounded, a number may become the neighbouring float32.
     if not _same_bits(np.asarray(short, dtype=np.float64).astype(np.float32), single_N):
         return [float(value) for value in values]
-    return {"f4": short}
+    return _Float32List(f4=short)
 
 
 def _same_bits(one_N: np.ndarray[Any, Any], other_N: np.ndarray[Any, Any]) -> bool:
     return one_N.tobytes() == other_N.tobytes()
 
 
-def _unpack_numbers(value: Any, size: int, kinds: frozenset[type], where: str) -> tuple[Any, ...]:
-    if isinstance(value, dict) and value.keys() == {"f4"}:
-        values = _check_numbers(value["f4"], kinds, where)
-        single_N = np.asarray(values, dtype=np.float64).astype(np.float32)
+def _unpack(values: PackedInts | PackedFloats, size: int) -> tuple[Any, ...]:
+    """Return the packed values of a field of `size` tokens."""
+    if isinstance(values, _Float32List):
+        single_N = np.asarray(values.f4, dtype=np.float64).astype(np.float32)
         return tuple(single_N.astype(np.float64).tolist())
-    if isinstance(value, list):
-        return tuple(_check_numbers(value, kinds, where))
-    return tuple(_check_numbers([value], kinds, where)) * size
-
-
-def _check_numbers(values: Any, kinds: frozenset[type], where: str) -> list[Any]:
-    if not isinstance(values, list) or not set(map(type, values)) <= kinds:
-        wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"{where}: got something else than numbers, expected {wanted}")
-    return values
+    return tuple(values) if isinstance(values, list) else (values,) * size

@@ -2,50 +2,39 @@
 
 A restarted run samples again everything after its last checkpoint. Prompts and seeds are the same
 then, so a finished tree is restored from this file instead, if the weight versions of its tokens
-are close enough to the version served now. A record is
-
-    length and crc32 of the rest (8 bytes each, little-endian), pickled (step, key, versions, tree)
-
-where `versions` are the oldest and the newest version of its tokens. Incomplete records, as
-`kill -9` may leave at the end, are cut off. Trees are stored without scores, which are computed
-again, and only if no trajectory failed, so that failed ones are sampled again. Never read a file
-from an untrusted source: unpickling runs code. A store is thread-safe: rollouts add trees while a
-checkpoint drops others.
+are close enough to the version served now. The file is a `types.journal` of pickled (step, key,
+versions, tree), where `versions` are the oldest and the newest version of its tokens. Trees are
+stored without scores, which are computed again, and only if no trajectory failed, so that failed
+ones are sampled again. Never read a file from an untrusted source: unpickling runs code. A store is
+thread-safe: rollouts add trees while a checkpoint drops others.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import struct
 import threading
-import zlib
 from typing import TYPE_CHECKING
 
+from mega_agentrl.types.journal import Journal
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from mega_agentrl.types.records import Prompt, RolloutTree
-
-_RECORD_HEADER = struct.Struct("<QQ")
 
 
 class TreeStore:
     """Stores trees by step and key (name of the prompt in its step) in the file `path`."""
 
     def __init__(self, path: Path) -> None:
-        """Index the records of the file; an incomplete one at the end is cut off."""
-        self._path = path
+        """Index the records of the file."""
+        self._journal = Journal(path)
         self._lock = threading.RLock()
+        # Versions and offset by step and key.
         self._index: dict[tuple[str, str], tuple[tuple[int, int], int]] = {}
-        end = 0
-        for start, body in _iter_records(path):
+        for offset, body in self._journal.recover():
             step, key, versions, _ = pickle.loads(body)
-            self._index[step, key] = (versions, start)
-            end = start + _RECORD_HEADER.size + len(body)
-        if path.exists() and path.stat().st_size > end:
-            os.truncate(path, end)
+            self._index[step, key] = (versions, offset)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -61,18 +50,16 @@ class TreeStore:
         """
         sampled = {
             token_version
-            for one in tree.trajectories
-            for token_version, by_policy in zip(one.versions, one.loss_mask, strict=True)
-            if by_policy
+            for trajectory in tree.trajectories
+            for token_version, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True)
+            if mask
         }
-        if any(one.failed for one in tree.trajectories):
+        if any(trajectory.failed for trajectory in tree.trajectories):
             return
         versions = (min(sampled, default=version), max(sampled, default=version))
         body = pickle.dumps((step, key, versions, tree), protocol=pickle.HIGHEST_PROTOCOL)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock, self._path.open("ab") as file:
-            self._index[step, key] = (versions, file.tell())
-            file.write(_RECORD_HEADER.pack(len(body), zlib.crc32(body)) + body)
+        with self._lock:
+            self._index[step, key] = (versions, self._journal.append(body))
 
     def get(
         self, step: str, key: str, prompt: Prompt, *, oldest: int, newest: int
@@ -87,16 +74,16 @@ class TreeStore:
             newest: Newest permitted weight version of its tokens.
         """
         with self._lock:
-            versions, start = self._index.get((step, key), (None, 0))
+            versions, offset = self._index.get((step, key), (None, 0))
             if versions is None or versions[0] < oldest or versions[1] > newest:
                 return None
-            _, body = next(_iter_records(self._path, start))
+            body = self._journal.read(offset)
         tree: RolloutTree = pickle.loads(body)[3]
         if tree.prompt != prompt:
             return None
         tree.prompt = prompt
-        for one in tree.trajectories:
-            one.prompt = prompt
+        for trajectory in tree.trajectories:
+            trajectory.prompt = prompt
         return tree
 
     def drop_steps(self, steps: frozenset[str] | None = None) -> None:
@@ -116,38 +103,20 @@ class TreeStore:
     def _rewrite_with(self, entries: list[tuple[str, str]]) -> None:
         if not entries:
             self._index = {}
-            self._path.unlink(missing_ok=True)
+            self._journal.path.unlink(missing_ok=True)
             return
         if len(entries) == len(self._index):
             return
-        temporary = self._path.with_suffix(".partial")
-        index = {}
-        with temporary.open("wb") as file:
-            for step, key in entries:
-                versions, start = self._index[step, key]
-                _, body = next(_iter_records(self._path, start))
-                index[step, key] = (versions, file.tell())
-                file.write(_RECORD_HEADER.pack(len(body), zlib.crc32(body)) + body)
-        temporary.replace(self._path)
-        self._index = index
+        offsets = self._journal.rewrite(
+            self._journal.read(self._index[entry][1]) for entry in entries
+        )
+        self._index = {
+            entry: (self._index[entry][0], offset)
+            for entry, offset in zip(entries, offsets, strict=True)
+        }
 
     @property
     def steps(self) -> frozenset[str]:
         """Steps that have stored trees."""
         with self._lock:
             return frozenset(step for step, _ in self._index)
-
-
-def _iter_records(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and pickled part of each complete record from offset `start` on."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(start)
-        while len(head := file.read(_RECORD_HEADER.size)) == _RECORD_HEADER.size:
-            length, crc = _RECORD_HEADER.unpack(head)
-            body = file.read(length)
-            if len(body) < length or zlib.crc32(body) != crc:
-                return
-            yield start, body
-            start += _RECORD_HEADER.size + length

@@ -2,21 +2,21 @@
 
 ARPO branches after tool answers because the entropy rises there (arXiv 2507.19849). Offsets count
 sampled tokens from the start of a turn. `root` refers to first turns, `after_tool` to assistant
-turns behind a tool answer. Every sampled token counts once; failed trajectories are included. All
+turns after a tool answer. Every sampled token counts once; failed trajectories are included. All
 entropies are in nats. Curves hold sums and counts, so that the curves of several steps can be
 added; metrics are means over buckets of offsets. Few turns reach the last bucket.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega_agentrl.types.records import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mega_agentrl.types.records import Trajectory, Turn
 
@@ -64,20 +64,6 @@ class EntropyCurves:
             root=self.root + other.root, after_tool=self.after_tool + other.after_tool
         )
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return sums and counts as plain values; `from_plain` restores them exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Mapping[str, Any]]) -> EntropyCurves:
-        """Restore the output of `to_plain`."""
-        return cls(
-            **{
-                name: EntropyByOffset(sums=tuple(means["sums"]), counts=tuple(means["counts"]))
-                for name, means in plain.items()
-            }
-        )
-
     def to_summary(self) -> dict[str, list[float | None]]:
         """Return means and token counts per offset, for the summary of a run."""
         return {
@@ -92,15 +78,15 @@ def collect_entropy_curves(trajectories: Sequence[Trajectory]) -> EntropyCurves:
     """Compute the curves of all trajectories of whole trees."""
     root: list[tuple[int, list[float]]] = []
     after_tool: list[tuple[int, list[float]]] = []
-    for one in trajectories:
-        for before, turn in _turns_not_inherited(one):
-            start = max(turn.start, one.fork_len)
-            num_inherited = sum(one.loss_mask[turn.start : start])
-            own = num_inherited, _sampled_entropies(one, start, turn.stop)
+    for trajectory in trajectories:
+        for before, turn in _turns_not_inherited(trajectory):
+            start = max(turn.start, trajectory.fork_len)
+            num_inherited = sum(trajectory.loss_mask[turn.start : start])
+            entropies = _sampled_entropies(trajectory, start, turn.stop)
             if turn.role is Role.assistant and before is None:
-                root.append(own)
+                root.append((num_inherited, entropies))
             elif turn.role is Role.assistant and before is Role.tool:
-                after_tool.append(own)
+                after_tool.append((num_inherited, entropies))
     return EntropyCurves(
         root=_accumulate_by_offset(root), after_tool=_accumulate_by_offset(after_tool)
     )
@@ -111,8 +97,10 @@ def entropy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     curves = collect_entropy_curves(trajectories)
     entropies = [
         entropy
-        for one in trajectories
-        for entropy in _sampled_entropies(one, one.fork_len, len(one.token_ids))
+        for trajectory in trajectories
+        for entropy in _sampled_entropies(
+            trajectory, trajectory.fork_len, len(trajectory.token_ids)
+        )
     ]
     values = {
         "entropy": sum(entropies) / len(entropies) if entropies else 0.0,
@@ -125,18 +113,18 @@ def entropy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return values
 
 
-def _turns_not_inherited(one: Trajectory) -> Iterator[tuple[Role | None, Turn]]:
+def _turns_not_inherited(trajectory: Trajectory) -> Iterator[tuple[Role | None, Turn]]:
     """Yield the turns not wholly inherited, each with the role of the turn before it."""
     before: Role | None = None
-    for turn in one.turns:
-        if turn.start >= one.fork_len or turn.stop > one.fork_len:
+    for turn in trajectory.turns:
+        if turn.start >= trajectory.fork_len or turn.stop > trajectory.fork_len:
             yield before, turn
         before = turn.role
 
 
-def _sampled_entropies(one: Trajectory, start: int, stop: int) -> list[float]:
+def _sampled_entropies(trajectory: Trajectory, start: int, stop: int) -> list[float]:
     """Return the entropies of the sampled tokens in [start, stop)."""
-    pairs = zip(one.entropies[start:stop], one.loss_mask[start:stop], strict=True)
+    pairs = zip(trajectory.entropies[start:stop], trajectory.loss_mask[start:stop], strict=True)
     return [entropy for entropy, mask in pairs if mask]
 
 

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.conversation.messages import TOOL_NAME_PATTERN
+from mega_agentrl.rollout.groups.scoring import valid_scores
 from mega_agentrl.rollout.metrics.entropy import entropy_metrics
 from mega_agentrl.types.records import Role, StopReason, ToolStatus
 
@@ -42,7 +43,7 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     """Return all metrics of a batch of trees."""
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     valid = [trajectory for trajectory in trajectories if not trajectory.failed]
-    scores = [trajectory.score for trajectory in valid if trajectory.score is not None]
+    scores = valid_scores(trajectories)
     values = {
         "reward_mean": mean_or_zero(score.value for score in scores),
         "success": mean_or_zero(float(score.correct) for score in scores),
@@ -52,10 +53,12 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         "failed_fraction": mean_or_zero(float(trajectory.failed) for trajectory in trajectories),
         "num_trajectories": float(len(trajectories)),
         "truncated_fraction": mean_or_zero(
-            float(one.stop_reason in LIMIT_STOP_REASONS) for one in trajectories
+            float(trajectory.stop_reason in LIMIT_STOP_REASONS) for trajectory in trajectories
         ),
-        "invalid_calls_mean": mean_or_zero(one.num_invalid_calls for one in valid),
-        "template_drift_fraction": mean_or_zero(float(one.template_drift != "") for one in valid),
+        "invalid_calls_mean": mean_or_zero(trajectory.num_invalid_calls for trajectory in valid),
+        "template_drift_fraction": mean_or_zero(
+            float(trajectory.template_drift != "") for trajectory in valid
+        ),
         **branch_metrics(trees),
         **_stop_reason_shares(trajectories),
         **_tool_call_metrics(valid),
@@ -104,7 +107,7 @@ def _num_assistant_turns(trajectory: Trajectory) -> int:
 def branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     """Return metrics of branching, over all trajectories including failed ones.
 
-    forks_per_prompt, top_ups_per_prompt, decisions_per_prompt
+    forks_per_prompt, extra_roots_per_prompt, decisions_per_prompt
                                 mean per tree; a decision is one question to the branch policy
     fork_rate                   share of decisions that forked
     delta_h                     mean of the probe's entropy minus the baseline over all decisions,
@@ -116,30 +119,32 @@ def branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
                                 `rollout.branch.entropy_estimate_top_k` is set
     """
     paths = [trajectory for tree in trees for trajectory in tree.trajectories]
-    decisions = [decision for one in paths for decision in one.decisions]
+    decisions = [decision for path in paths for decision in path.decisions]
     rises = [decision.delta_h for decision in decisions if decision.delta_h is not None]
     values = {
         "forks_per_prompt": _share(sum(tree.num_forks for tree in trees), len(trees)),
-        "top_ups_per_prompt": _share(sum(tree.num_top_ups for tree in trees), len(trees)),
+        "extra_roots_per_prompt": _share(sum(tree.num_extra_roots for tree in trees), len(trees)),
         "decisions_per_prompt": _share(len(decisions), len(trees)),
-        "fork_rate": _share(sum(one.num_forks > 0 for one in decisions), len(decisions)),
+        "fork_rate": _share(sum(decision.num_forks > 0 for decision in decisions), len(decisions)),
         "tokens_saved_fraction": _saved_share(
-            (sum(one.loss_mask[: one.fork_len]), sum(one.loss_mask)) for one in paths
+            (sum(path.loss_mask[: path.fork_len]), sum(path.loss_mask)) for path in paths
         ),
-        "calls_saved_fraction": _saved_share(_num_inherited_and_total_calls(one) for one in paths),
+        "calls_saved_fraction": _saved_share(
+            _num_inherited_and_total_calls(path) for path in paths
+        ),
     }
     if rises:
         values["delta_h"] = sum(rises) / len(rises)
-    gaps = [one.topk_entropy_error for one in paths if one.topk_entropy_error is not None]
+    gaps = [path.topk_entropy_error for path in paths if path.topk_entropy_error is not None]
     if gaps:
         values["topk_entropy_gap"] = sum(gaps) / len(gaps)
     return values
 
 
-def _num_inherited_and_total_calls(one: Trajectory) -> tuple[int, int]:
+def _num_inherited_and_total_calls(trajectory: Trajectory) -> tuple[int, int]:
     """Return the number of calls inherited from the parent, and of all calls on the path."""
-    starts = [turn.start for turn in one.turns if turn.outcome is not None]
-    return sum(start < one.fork_len for start in starts), len(starts)
+    starts = [turn.start for turn in trajectory.turns if turn.outcome is not None]
+    return sum(start < trajectory.fork_len for start in starts), len(starts)
 
 
 def _saved_share(inherited_and_total: Iterable[tuple[int, int]]) -> float:
@@ -172,7 +177,8 @@ def tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, calls in sorted(outcomes.items()):
         values |= {f"tool/{name}/{key}": value for key, value in _call_metrics(calls).items()}
-    return values | _tool_reward_metrics([one for one in trajectories if not one.failed])
+    valid = [trajectory for trajectory in trajectories if not trajectory.failed]
+    return values | _tool_reward_metrics(valid)
 
 
 def _call_metrics(outcomes: Sequence[ToolOutcome]) -> dict[str, float]:
@@ -229,13 +235,13 @@ def greedy_metrics(trees: Iterable[RolloutTree]) -> dict[str, float]:
     trajectories = [tree.greedy_trajectory for tree in trees if tree.greedy_trajectory is not None]
     if not trajectories:
         return {}
-    scores = [one.score for one in trajectories if not one.failed and one.score is not None]
+    scores = valid_scores(trajectories)
     return {
         "greedy_reward": mean_or_zero(score.value for score in scores),
         "greedy_success": mean_or_zero(score.correct for score in scores),
         "greedy_failed": 1 - len(scores) / len(trajectories),
-        "greedy_tokens": float(sum(sum(one.loss_mask) for one in trajectories)),
-        "greedy_calls": float(sum(one.num_tool_calls for one in trajectories)),
+        "greedy_tokens": float(sum(sum(trajectory.loss_mask) for trajectory in trajectories)),
+        "greedy_calls": float(sum(trajectory.num_tool_calls for trajectory in trajectories)),
     }
 
 
@@ -248,11 +254,10 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     reward/failed_fraction  share of all trajectories whose reward could not be computed
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for one in trajectories:
-        if one.score is not None and not one.failed:
-            for name, value in _score_values(one.score):
-                values[name].append(value)
-    missing = [float(one.reward_error != "") for one in trajectories]
+    for score in valid_scores(trajectories):
+        for name, value in _score_values(score):
+            values[name].append(value)
+    missing = [float(trajectory.reward_error != "") for trajectory in trajectories]
     means = {f"reward/{name}": fmean(values[name]) for name in sorted(values)}
     return {"reward/failed_fraction": fmean(missing) if missing else 0.0, **means}
 

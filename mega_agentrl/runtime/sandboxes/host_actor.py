@@ -1,12 +1,11 @@
 """A sandbox host: a `SandboxPool` and its sessions in a Ray actor on any node.
 
 Every call carries an id that the driver chose. Ray may deliver the calls of one driver out of
-order, so the host restores the order: a `cancel` that arrives before its call refuses the call when
-it comes, and a session refuses a call that is older than its latest one. The id of the call that
-creates a session becomes the id of the session; cancelling that call also ends the session.
+order. A call whose `cancel` has arrived before it does not run, and a session refuses a call that
+is older than its latest one. The id of the call that creates a session becomes the id of the
+session; cancelling that call also ends the session.
 
-All calls are coroutines on one event loop and wait only in the pool, which holds the queue. The
-driver decides which hosts live and which host gets a call (`host_supervisor`, `remote_pool`).
+All calls are coroutines on one event loop and wait only in the pool, which holds the queue.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class SandboxHostActor:
         self._cancelled_call_ids: dict[int, None] = {}  # in order of arrival
 
     async def location(self) -> tuple[str, str]:
-        """Return the node id, and the node address and process id as text for messages."""
+        """Return the node's id, and its address with the process id for messages."""
         node = ray.get_runtime_context().get_node_id()
         return node, f"node {ray.util.get_node_ip_address()}, process {os.getpid()}"
 
@@ -56,7 +55,7 @@ class SandboxHostActor:
         """Start the sandboxes.
 
         Raises:
-            ValueError: this node cannot isolate sandboxes.
+            ValueError: This node cannot isolate sandboxes.
         """
         await self._pool.start()
 
@@ -97,8 +96,8 @@ class SandboxHostActor:
     async def close_session(self, session: int) -> None:
         """Close a session; does nothing if there is none with this id."""
         self._latest_call_ids.pop(session, None)
-        if (ended := self._sessions.pop(session, None)) is not None:
-            await ended.close()
+        if (closed_session := self._sessions.pop(session, None)) is not None:
+            await closed_session.close()
 
     async def cancel(self, call_id: int) -> None:
         """Cancel a call that is running, has not arrived yet or has created a session."""

@@ -2,9 +2,8 @@
 
 `call` sends a method with an id and waits for the answer. The wait ends with the answer, the death
 of the process, `mark_lost` (the host is silent or the pool is closed) or cancellation, which also
-cancels the call on the host. Calls may come from any event loop and any thread.
-
-The client never retries: whether a call without an answer has run is unknown.
+cancels the call on the host. Calls may come from any event loop and any thread. The client never
+retries, because it is unknown whether a call without an answer has run.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class HostClient:
         """Call a method of the host and return its answer.
 
         Raises:
-            SandboxLostError: there is no answer; `may_have_run` is False if nothing was sent.
+            SandboxLostError: There is no answer; `may_have_run` is False if nothing was sent.
         """
         call: Future[Any] = Future()
         with self._lock:

@@ -1,14 +1,13 @@
 """Place, start, monitor and replace the sandbox hosts.
 
 Each host has a thread that repeats: choose a node, start the process, start its sandboxes, ping it
-until it dies or stays silent. A host is therefore replaced even if nobody calls it. `select_host`
-returns a running host; it waits only while a lost one is being replaced, until that one is up, has
-failed, the timeout passes or the pool is closed.
+until it dies or stays silent. `select_host` returns a running host. If none runs but one is being
+replaced, it waits until that one is up or has failed, the timeout passes or the pool is closed.
 
-A host occupies no CPU in Ray's accounting, like engines and policy ranks of one machine, which take
-turns. If the cluster has nodes reserved for hosts (`SANDBOX_HOST_RESOURCE`), a host occupies 1 of
-that resource. This module chooses the nodes instead of Ray, because Ray would not spread the hosts
-evenly and would wait for a missing node instead of raising an error.
+A host reserves no CPU in Ray. If the cluster has nodes reserved for hosts
+(`SANDBOX_HOST_RESOURCE`), a host reserves 1 of that resource. This module chooses the nodes instead
+of Ray, because Ray would not spread the hosts evenly and would wait for a missing node instead of
+raising an error.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from mega_agentrl.runtime.remote_calls import POLL_INTERVAL_S, RemoteCallError, 
 from mega_agentrl.runtime.sandboxes.host_actor import SandboxHostActor
 from mega_agentrl.runtime.sandboxes.host_client import HostClient
 from mega_agentrl.sandbox.client import SandboxLostError
-from mega_agentrl.types.silence import SilenceTracker
+from mega_agentrl.types.liveness import LivenessTracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,22 +57,25 @@ _CLOSED_MESSAGE = "the sandbox pool is closed"
 
 
 def choose_node(
-    nodes: Sequence[Mapping[str, Any]], resource: str, taken: Mapping[str, int]
+    nodes: Sequence[Mapping[str, Any]], resource: str, num_hosts: Mapping[str, int]
 ) -> str | None:
-    """Return the id of the node with the fewest hosts that has room; None if no node has.
+    """Return the id of the node with room that has the fewest hosts; None if no node has room.
 
     Args:
-        nodes: nodes as returned by `ray.nodes()`.
-        resource: custom resource that a host occupies 1 of; empty for none.
-        taken: number of hosts by node id.
+        nodes: Nodes as returned by `ray.nodes()`.
+        resource: Custom resource that a host reserves 1 of; empty for none.
+        num_hosts: Number of hosts by node id.
     """
-    fitting = [
+    candidates = [
         str(node["NodeID"])
         for node in nodes
         if node["Alive"]
-        and (not resource or node["Resources"].get(resource, 0) >= taken.get(node["NodeID"], 0) + 1)
+        and (
+            not resource
+            or node["Resources"].get(resource, 0) >= num_hosts.get(node["NodeID"], 0) + 1
+        )
     ]
-    return min(fitting, key=lambda node: (taken.get(node, 0), node), default=None)
+    return min(candidates, key=lambda node: (num_hosts.get(node, 0), node), default=None)
 
 
 class HostStartError(RuntimeError):
@@ -81,18 +83,14 @@ class HostStartError(RuntimeError):
 
 
 class HostSupervisor:
-    """Supervises `config.num_hosts` hosts; call `start` before the first `select_host`."""
+    """Supervises `config.num_hosts` hosts; call `start` before the first `select_host`.
+
+    A host that does not answer a ping for `host_timeout_s` is lost.
+    """
 
     def __init__(
         self, config: PythonToolConfig, log_folder: Path, *, host_timeout_s: float
     ) -> None:
-        """Create a supervisor without starting a host.
-
-        Args:
-            config: settings of the Python tool.
-            log_folder: folder for one log file per host.
-            host_timeout_s: a host that does not answer a ping for this long is lost.
-        """
         self._config = config
         self._log_folder = log_folder
         self._timeout_s = host_timeout_s
@@ -120,13 +118,13 @@ class HostSupervisor:
         """Start all hosts and wait until they are up.
 
         Raises:
-            HostStartError: a host could not be started.
+            HostStartError: A host could not be started.
         """
-        # Decided once, so that a host whose node is gone waits for another such node.
-        resources = (one["Resources"] for one in ray.nodes() if one["Alive"])
-        self._resource = (
-            SANDBOX_HOST_RESOURCE if any(SANDBOX_HOST_RESOURCE in one for one in resources) else ""
+        # Decided once, so that a host whose node is gone waits for another reserved node.
+        has_reserved_nodes = any(
+            SANDBOX_HOST_RESOURCE in node["Resources"] for node in ray.nodes() if node["Alive"]
         )
+        self._resource = SANDBOX_HOST_RESOURCE if has_reserved_nodes else ""
         numbers = range(self._config.num_hosts)
         first_starts: list[Future[None]] = [Future() for _ in numbers]
         self._threads = [
@@ -148,7 +146,7 @@ class HostSupervisor:
         """Return the host with the lowest load; wait for a replacement if none is up.
 
         Raises:
-            SandboxLostError: no host is up and none is being replaced.
+            SandboxLostError: No host is up and none is being replaced.
         """
         ends_at = time.monotonic() + _START_TIMEOUT_S
         while True:
@@ -235,7 +233,7 @@ class HostSupervisor:
         """Choose the node for a host.
 
         Raises:
-            HostStartError: no node has room.
+            HostStartError: No node has room.
         """
         nodes, resource = ray.nodes(), self._resource
         with self._lock:
@@ -245,8 +243,8 @@ class HostSupervisor:
                 self._node_ids[number] = node
                 return node
         resources: Counter[str] = Counter()
-        for one in nodes:
-            resources.update(one["Resources"] if one["Alive"] else {})
+        for node_info in nodes:
+            resources.update(node_info["Resources"] if node_info["Alive"] else {})
         others = sorted(key for key in resources if not key.startswith("node:"))
         raise HostStartError(
             f"tool.python.num_hosts={self._config.num_hosts}: no node has room for sandbox host "
@@ -275,16 +273,16 @@ class HostSupervisor:
     def _monitor_host(self, client: HostClient) -> str:
         """Ping the host until it is lost; return the reason."""
         died = f"{client.name} died; its log file under logs/ in the run folder says why"
-        silence = SilenceTracker[str]()
+        liveness = LivenessTracker[str]()
         try:
             death = client.actor.wait_for_death.remote()
             while True:
                 ping = client.actor.ping.remote()
-                silence.begin_round()
-                silence.record_sign_of_life(client.name)  # silence begins with the question
+                liveness.begin_round()
+                liveness.record_heartbeat(client.name)  # silence begins with the ping
                 while not (ready := ray.wait([ping, death], timeout=POLL_INTERVAL_S)[0]):
-                    silence.begin_round()
-                    if silence.silence_s(client.name) > self._timeout_s:
+                    liveness.begin_round()
+                    if liveness.seconds_since_heartbeat(client.name) > self._timeout_s:
                         return f"{client.name} did not answer for {self._timeout_s:g} s"
                 if death in ready:
                     return died
@@ -349,4 +347,4 @@ class HostSupervisor:
 
 
 def _is_node_alive(node: str) -> bool:
-    return any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node)
+    return any(info["Alive"] for info in ray.nodes() if info["NodeID"] == node)

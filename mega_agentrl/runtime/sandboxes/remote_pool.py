@@ -1,10 +1,10 @@
 """All sandbox hosts behind the interface of `sandbox.pool.SandboxPool`.
 
 A call or a new session goes to the host with the fewest calls and sessions, where the session
-stays. Losing a host loses its sessions, and their calls end with `infra_error`, because it is
-unknown what a call has done. A call without a session is retried once: its interpreter and
-everything that it could write to are gone with the host. The other hosts keep working; if there is
-none, calls wait for the replacement (`host_supervisor`).
+stays. If a host is lost, so are its sessions, and their calls end with `infra_error`, because it is
+unknown what they have done. A call without a session is retried once, because its interpreter and
+everything that it could write to are gone with the host. If no other host is left, calls wait for
+the replacement (`host_supervisor`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,6 @@ class RemoteSandboxPool:
     def __init__(
         self, config: PythonToolConfig, log_folder: Path, *, host_timeout_s: float = _HOST_TIMEOUT_S
     ) -> None:
-        """Create a pool without starting a host.
-
-        Args:
-            config: settings of the Python tool.
-            log_folder: folder for one log file per host.
-            host_timeout_s: a host that does not answer a ping for this long is lost.
-        """
         self._config = config
         self._supervisor = HostSupervisor(config, log_folder, host_timeout_s=host_timeout_s)
 
@@ -54,7 +47,7 @@ class RemoteSandboxPool:
         """Start every host.
 
         Raises:
-            ValueError: a host cannot be placed or started.
+            ValueError: A host cannot be placed or started.
         """
         try:
             await asyncio.to_thread(self._supervisor.start)
@@ -65,7 +58,7 @@ class RemoteSandboxPool:
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run code on the least loaded host, like `SandboxPool.run`."""
         try:
-            _, _, result = await self._call_with_retry("run", code, timeout_s, leaves_nothing=True)
+            _, _, result = await self._call_with_retry("run", code, timeout_s, is_repeatable=True)
         except SandboxLostError as error:
             return infra_error_result(str(error))
         answer: SandboxResult = result
@@ -91,44 +84,41 @@ class RemoteSandboxPool:
         self._supervisor.close()
 
     async def _call_with_retry(
-        self, method: str, *arguments: Any, leaves_nothing: bool = False
+        self, method: str, *arguments: Any, is_repeatable: bool = False
     ) -> tuple[HostClient, int, Any]:
         """Call a method on the least loaded host.
 
         Args:
-            method: name of the method.
-            arguments: its arguments after the call id.
-            leaves_nothing: whether the call may be repeated although it may have run.
+            method: Name of the method.
+            arguments: Arguments of the method after the call id.
+            is_repeatable: Whether the call may be sent again although it may have run.
 
         Returns:
             The host's client, the call id and the answer.
 
         Raises:
-            SandboxLostError: no host answered.
+            SandboxLostError: No host answered.
         """
-        lost = SandboxLostError("no sandbox host", may_have_run=False)
+        last_error = SandboxLostError("no sandbox host", may_have_run=False)
         for _ in range(_MAX_ATTEMPTS):
             client = await self._supervisor.select_host()
             call_id = client.next_call_id()
             try:
                 return client, call_id, await client.call(call_id, method, *arguments)
             except SandboxLostError as error:
-                lost = error
-                if error.may_have_run and not leaves_nothing:
+                last_error = error
+                if error.may_have_run and not is_repeatable:
                     break
-        raise lost
+        raise last_error
 
 
 class RemoteSandboxSession:
-    """A `SandboxSession` on a host; runs one call, fork or close at a time."""
+    """A `SandboxSession` on a host; runs one call, fork or close at a time.
+
+    `session_id` is the id of the call that created the session.
+    """
 
     def __init__(self, client: HostClient, session_id: int) -> None:
-        """Create a handle for a session that exists on the host.
-
-        Args:
-            client: client of the host.
-            session_id: id of the call that created the session.
-        """
         self._client = client
         self._session_id = session_id
         self._failure_reason = ""

@@ -1,7 +1,7 @@
 """The critic and a local reward model, each a group of Ray actors with one Megatron rank.
 
 Both have the policy's parallel layout (`parallel`), but ranks and, on GPUs, devices of their own.
-Every rank receives the whole batch and works on its part. A dead or hanging rank raises
+Every rank receives the whole batch and works on its part. If a rank is dead or hangs, calls raise
 `AuxiliaryModelLostError`.
 """
 
@@ -35,7 +35,7 @@ class AuxiliaryActor(RankActor):
 
 
 class AuxiliaryGroup(RankGroup):
-    """All ranks of a model besides the policy."""
+    """All ranks of a critic or a reward model."""
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all ranks and wait; return the results in rank order."""
@@ -43,12 +43,12 @@ class AuxiliaryGroup(RankGroup):
         return list(self.gather(f"{self.model_name} {method}", calls).values())
 
     def _compute_rows(self, method: str, batch: TrainBatch, shape: Sequence[int]) -> torch.Tensor:
-        """Let all ranks compute their rows of a float32 tensor of this shape; return the whole."""
-        whole = torch.zeros(shape, dtype=torch.float32)
+        """Return a float32 tensor of this shape whose rows the ranks compute."""
+        result = torch.zeros(shape, dtype=torch.float32)
         answers = self._call_all(method, ray.put(batch))
         for rows, part in iter_rank_rows(answers, batch.num_rows):
-            whole[rows] = part
-        return whole
+            result[rows] = part
+        return result
 
 
 class CriticActor(AuxiliaryActor):

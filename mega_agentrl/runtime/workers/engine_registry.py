@@ -3,8 +3,8 @@
     routable -> lost -> new -> routable     or: lost too often -> abandoned
 
 `GeneratorGroup` records losses here, and `EngineSupervisor` waits for them. The sets of engines
-change under `condition` only, which is notified of losses, of starts and of the end; nothing is
-called back while it is held. `notify_waiters` must follow `enable_routing`.
+change only under `condition`, which is notified of losses, of starts and of the end.
+`notify_waiters` must follow `enable_routing`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class EngineRegistry:
     """Knows which engines serve, lack weights, are lost or abandoned."""
 
     def __init__(self, num_engines: int) -> None:
-        """Create the registry of engines that all serve."""
+        """Create a registry in which all engines are routable."""
         self.condition = threading.Condition()
         self.routable: set[int] = set(range(num_engines))
         """Engines that get requests."""
         self.new_engines: set[int] = set()
         """Engines that run but lack the weights."""
         self.lost_reasons: dict[int, str] = {}
-        """Why engines are lost that have no replacement yet."""
+        """Reason of each loss whose engine has no replacement yet."""
         self.num_replaced = 0
         """Number of engines replaced so far."""
         self.num_abandoned = 0
-        """Number of engines that are not replaced any more."""
+        """Number of abandoned engines."""
         self.policy_error: str | None = None
-        """Death of a policy rank that keeps new engines without weights."""
+        """Error of a lost policy rank, because of which new engines get no weights."""
         self.is_closed = False
         self._end_reason = "the run is ending"
         self._abandoned_reasons: dict[int, str] = {}
@@ -70,7 +70,7 @@ class EngineRegistry:
             self.routable.discard(index)
 
     def mark_lost(self, index: int, reason: str) -> bool:
-        """Record a loss; return False if it is known, or nobody replaces engines any more."""
+        """Record a loss; return False if the engine is lost already or the registry is closed."""
         with self.condition:
             if self.is_closed or index in self.lost_reasons or index in self._abandoned_reasons:
                 return False
@@ -103,7 +103,7 @@ class EngineRegistry:
             self.condition.notify_all()
 
     def notify_waiters(self) -> None:
-        """Wake all waiting callers, after an engine became routable or none ever will."""
+        """Wake all waiting callers, because an engine is routable or none ever will be."""
         with self.condition:
             self.new_engines -= self.routable
             for index in self.routable:
@@ -120,8 +120,8 @@ class EngineRegistry:
         """Wait until some engine accepts requests.
 
         Raises:
-            RemoteCallError: no engine ever will.
-            PolicyRankDiedError: no engine will before the policy is restarted.
+            RemoteCallError: No engine will ever accept requests.
+            PolicyRankDiedError: No engine will accept requests until the policy is restarted.
         """
         while not self.routable:
             with self.condition:
@@ -137,7 +137,7 @@ class EngineRegistry:
             await asyncio.wrap_future(waiter)
 
     def close(self, reason: str = "the run is ending") -> None:
-        """Fail all waiting callers and record no more losses; only the first reason counts."""
+        """Fail all waiting callers and record no more losses; keeps the first reason."""
         if not self.is_closed:
             self._end_reason = reason
         self.is_closed = True

@@ -1,21 +1,20 @@
 """Supervise the rollout engines: health checks, replacement, weights for the new ones.
 
-One thread sends every engine a health check (`Engine.check_health`, which goes through vLLM's core)
+A thread sends every engine a health check (`Engine.check_health`, which goes through vLLM's core)
 each `_CHECK_INTERVAL_S`. An engine is lost if it reports that it is dead, if its process is gone,
-or if it does not answer for `ENGINE_TIMEOUT_S`, pauses of the thread aside (`types.silence`);
-callers that notice a death first report it to the `GeneratorGroup`. Then
+or if it does not answer for `ENGINE_TIMEOUT_S`, not counting pauses of the thread
+(`types.liveness`). Callers that notice a death first report it to the `GeneratorGroup`. Then
 
     lost -> new process starts -> new engine -> has the served weights -> gets requests
 
 A new engine waits for the next weight sync if the policy has been updated meanwhile, or if a policy
 rank is lost. In the second case, if no other engine is left, all waiting requests fail with that
-error, because perhaps nothing else would use the policy and notice. An engine that is lost too
-often before it ever served is abandoned; with the last one, all waiting requests fail.
+error, because no other call may reach the policy and reveal it. An engine that is lost too often
+before it ever served is abandoned; when none is left, all waiting requests fail.
 
 The thread waits for the weights of new engines and for engine starts, which have timeouts; while an
 engine starts, it checks the others. On GPUs shared with the policy it also waits until the policy
-is offloaded (`reserve_gpus`). If the thread itself fails, all waiting requests fail, because nobody
-else would replace an engine.
+is offloaded (`reserve_gpus`). If the thread itself fails, all waiting requests fail.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import ray.exceptions
 
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
 from mega_agentrl.types.errors import EngineLostError
-from mega_agentrl.types.silence import SilenceTracker
+from mega_agentrl.types.liveness import LivenessTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,33 +44,33 @@ _logger = logging.getLogger(__name__)
 
 
 class _HealthChecks:
-    """At most one pending health check per engine; for one thread."""
+    """Health checks of one thread, with at most one pending per engine."""
 
     def __init__(self, engines: GeneratorGroup) -> None:
         self._engines = engines
-        self._silence = SilenceTracker[int]()
+        self._liveness = LivenessTracker[int]()
         self.pending: dict[int, tuple[Any, Any]] = {}
-        """Actor and call of the checks that wait for an answer, by engine."""
+        """Actor and call of each pending check, by engine."""
 
     def send(self) -> None:
-        """Send a check to every engine that should be alive and whose process has none pending."""
-        self._silence.begin_round()
+        """Send a check to every live engine whose process has none pending."""
+        self._liveness.begin_round()
         for index in self._engines.registry.live_engines:
             actor = self._engines.actor(index)
             checked, _ = self.pending.get(index, (None, None))
             if checked is not actor:
                 self.pending[index] = (actor, actor.call.remote("check_health"))
-                self._silence.record_sign_of_life(index)  # silence begins with the question
+                self._liveness.record_heartbeat(index)  # silence begins with the check
 
     def handle_answers(self, wait_s: float = 0.0) -> None:
-        """Handle the answers that arrive in time, and report engines that are dead or silent."""
+        """Wait for answers at most `wait_s`, and report engines that are dead or silent."""
         calls = [call for _, call in self.pending.values()]
         ready = ray.wait(calls, num_returns=len(calls), timeout=wait_s)[0] if calls else []
-        self._silence.begin_round()
+        self._liveness.begin_round()
         for index, (actor, call) in list(self.pending.items()):
             if call in ready:
-                reason = _death_of(index, call)
-            elif (silence_s := self._silence.silence_s(index)) > ENGINE_TIMEOUT_S:
+                reason = _death_reason(index, call)
+            elif (silence_s := self._liveness.seconds_since_heartbeat(index)) > ENGINE_TIMEOUT_S:
                 reason = f"it accepts requests but has not answered for {silence_s:.0f} s"
             else:
                 continue
@@ -80,7 +79,7 @@ class _HealthChecks:
                 self._engines.report_lost(index, actor, reason)
 
 
-def _death_of(index: int, answered_check: Any) -> str:
+def _death_reason(index: int, answered_check: Any) -> str:
     """Return how an engine died according to its answer; empty if it lives."""
     try:
         ray.get(answered_check)
@@ -104,16 +103,16 @@ class EngineSupervisor:
         """Create a supervisor that is not running.
 
         Args:
-            engines: the supervised engines.
-            sync_new_engines: sends the served weights to engines; returns False if they have to
+            engines: The supervised engines.
+            sync_new_engines: Sends the served weights to engines; returns False if they have to
                 wait.
-            reserve_gpus: keeps the policy off the engines' GPUs during the start of an engine.
+            reserve_gpus: Keeps the policy off the engines' GPUs during the start of an engine.
         """
         self._engines = engines
         self._registry = engines.registry
         self._send_weights = sync_new_engines
         self._reserve_gpus = reserve_gpus
-        self._checks = _HealthChecks(engines)  # of the supervisor thread
+        self._checks = _HealthChecks(engines)
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -133,7 +132,7 @@ class EngineSupervisor:
         registry's `new_engines` afterwards.
 
         Args:
-            num_handled_losses: the registry's value when the caller began to use the engines.
+            num_handled_losses: The registry's value when the caller began to use the engines.
 
         Returns:
             Whether an engine was replaced or abandoned since then and at least one is left; False
@@ -142,7 +141,7 @@ class EngineSupervisor:
         if not self._thread.is_alive():
             return False
         registry = self._registry
-        checks = _HealthChecks(self._engines)  # an answer to an earlier check proves nothing
+        checks = _HealthChecks(self._engines)  # an earlier check says nothing about the present
         checks.send()
         while checks.pending:
             checks.handle_answers(wait_s=_CHECK_INTERVAL_S)
@@ -156,7 +155,7 @@ class EngineSupervisor:
             self._supervise()
         except Exception:
             if self._registry.is_closed:
-                return  # the engines were taken away while one was being replaced
+                return  # the engines were closed while one was being replaced
             _logger.exception("the engine supervisor failed")
             self._registry.close("the engine supervisor failed; see logs/driver.log")
 
@@ -188,7 +187,7 @@ class EngineSupervisor:
                 self._engines.wait_started(start, watch=self._check_health)
         except RemoteCallError as error:
             _logger.warning("engine %d could not be restarted: %s", index, error)
-            return  # still lost: it is tried again
+            return  # it remains lost, so the next round tries again
         self._registry.mark_started(index)
 
     def _sync_new_engines(self) -> None:

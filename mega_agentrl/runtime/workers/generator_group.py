@@ -3,12 +3,10 @@
 Requests of a prompt stay on one engine, so that forks find their prefix in its KV cache; a new
 prompt goes to the engine with the fewest running requests.
 
-A new or replaced engine gets no requests until routing to it is enabled, after it has received the
-current weights (`Coordinator.sync_new_engines`); the others keep serving.
-
-An engine that dies is reported to the `registry`. Its requests are sent to the other engines or, if
-there are none, wait for the replacement (`EngineSupervisor`). A request holds everything that it
-needs, including its seed, so the caller does not notice.
+An engine that dies is reported to the `registry`. Its requests, which include their seeds, are sent
+to the other engines or, if there are none, wait for the replacement (`EngineSupervisor`). The
+replacement gets no requests until it has received the current weights
+(`Coordinator.sync_new_engines`).
 
 On the policy's GPUs (`cluster.colocated`), `engine_placement` says where an engine starts, and it
 sleeps until the GPUs are handed to the engines (`gpu_time_sharing`).
@@ -29,9 +27,9 @@ from mega_agentrl.runtime.remote_calls import (
     RemoteCallError,
     gather,
     redirect_output,
+    translate_call_errors,
 )
 from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
-from mega_agentrl.types.errors import EngineLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 
 _MAX_ENGINE_LOSSES_PER_REQUEST = 3
-"""Number of engine deaths during a request after which the request itself counts as the cause."""
+"""Number of engines that may die during a request; it then fails, because it may be the cause."""
 
 _logger = logging.getLogger(__name__)
 
@@ -61,10 +59,10 @@ class EngineActor:
         """Redirect the output; vLLM is imported by `start`.
 
         Args:
-            config: settings of the engine.
-            on_gpu: whether the engine runs on GPUs.
-            log_file: file for the process's output.
-            deterministic: whether results must be reproducible bit by bit.
+            config: Settings of the engine.
+            on_gpu: Whether the engine runs on GPUs.
+            log_file: File for the process's output.
+            deterministic: Whether results must be reproducible bit by bit.
             gpus: CUDA names of the GPUs shared with the policy, empty on CPUs; None if not shared.
         """
         redirect_output(Path(log_file))
@@ -77,10 +75,7 @@ class EngineActor:
     async def start(self, model_path: str, seed: int, timeout_s: float) -> None:
         """Start the engine with the weights of a model folder; on shared GPUs, put it to sleep.
 
-        Args:
-            model_path: Hugging Face model folder.
-            seed: seed of the engine.
-            timeout_s: timeout of one request.
+        `timeout_s` is the timeout of one request.
         """
         from mega_agentrl.generator.environment import set_vllm_environment
 
@@ -108,7 +103,7 @@ class EngineActor:
 
 
 class GeneratorGroup:
-    """All engines of a run."""
+    """All engines of a run; `spawn_actor` creates the process of an engine by index."""
 
     def __init__(
         self,
@@ -116,13 +111,6 @@ class GeneratorGroup:
         config: TrainConfig,
         spawn_actor: Callable[[int], Any],
     ) -> None:
-        """Wrap the engine actors, all of which get requests at first.
-
-        Args:
-            actors: one actor per engine.
-            config: configuration of the run.
-            spawn_actor: creates the actor of an engine by index.
-        """
         self._actors = list(actors)
         self._config = config
         self._spawn_actor = spawn_actor
@@ -147,13 +135,13 @@ class GeneratorGroup:
         log_folder: Path,
         engine_placement: Callable[[int], tuple[Any, str]] | None = None,
     ) -> GeneratorGroup:
-        """Create the actors; `submit_start` then starts vLLM in them.
+        """Create the actors, without vLLM, which `submit_start` starts.
 
         Args:
-            config: configuration of the run.
-            on_gpu: whether the engines run on GPUs.
-            log_folder: folder for one log file per engine.
-            engine_placement: returns scheduling strategy and CUDA names of the GPUs by engine index
+            config: Configuration of the run.
+            on_gpu: Whether the engines run on GPUs.
+            log_folder: Folder for one log file per engine.
+            engine_placement: Returns scheduling strategy and CUDA names of the GPUs by engine index
                 if engines share the policy's GPUs; None if they have their own.
         """
         engine = config.engine
@@ -187,12 +175,7 @@ class GeneratorGroup:
         return dict(self._submit_engine_start(index) for index in range(len(self._actors)))
 
     def wait_started(self, calls: dict[str, Any], watch: Callable[[], None] | None = None) -> None:
-        """Wait for the starts that `submit_start` or `respawn_engine` returned.
-
-        Args:
-            calls: start calls by engine name.
-            watch: called every second meanwhile.
-        """
+        """Wait for the start calls of `submit_start` or `respawn_engine`; see `gather`."""
         gather(calls, "start of the engines", self._config.cluster.call_timeout_s, watch)
 
     def sleep(self) -> None:
@@ -209,13 +192,13 @@ class GeneratorGroup:
         """Allocate `weights` or `cache` in the engines in `only`.
 
         Raises:
-            RemoteCallError: an engine failed.
+            RemoteCallError: An engine failed.
         """
         calls = self.submit("wake_up", part, only=only)
         gather(calls, f"wake-up of the {part}", self._config.cluster.call_timeout_s)
 
     def report_lost(self, index: int, actor: Any, reason: str) -> None:
-        """Report that an engine's process is dead or unusable; does nothing if it was replaced."""
+        """Report that an engine's process is dead or unusable; ignored if it has been replaced."""
         with self.registry.condition:
             if self._actors[index] is not actor or not self.registry.mark_lost(index, reason):
                 return
@@ -231,7 +214,7 @@ class GeneratorGroup:
         The engine gets no requests until `enable_routing`.
 
         Raises:
-            RemoteCallError: the engines are closed.
+            RemoteCallError: The engines are closed.
         """
         if self._is_closed:
             raise RemoteCallError(f"engine {index} is not restarted: the engines are closed")
@@ -267,7 +250,7 @@ class GeneratorGroup:
         return self._version
 
     def serve_version(self, version: int, engines: Sequence[int]) -> None:
-        """Serve the weight version that these engines, which are all, have confirmed."""
+        """Serve a weight version, which all live engines have; `engines` are their indices."""
         self._version = version
         self._engine_of_prompt.clear()  # their KV caches are gone
         self.registry.enable_routing(engines)
@@ -335,37 +318,32 @@ class GeneratorGroup:
             try:
                 ray.get(actor.call.remote("close"), timeout=5)
             except (ray.exceptions.RayError, AttributeError):
-                pass  # it never started or is stuck; it is killed below
+                pass  # the engine never started or is stuck
             ray.kill(actor, no_restart=True)
 
     def _route(self, request_id: str) -> int | None:
         """Return the engine for a request; None if another thread has just lost the last one."""
         prompt_key = request_id.split("/", 1)[0]
         # Other threads may remove entries (`serve_version`, `report_lost`).
-        index_of_prompt = self._engine_of_prompt.get(prompt_key)
-        if index_of_prompt not in self.registry.routable:
-            index_of_prompt = min(
+        engine = self._engine_of_prompt.get(prompt_key)
+        if engine not in self.registry.routable:
+            engine = min(
                 self.routable_engines,
                 key=lambda index: (self._num_running[index], index),
                 default=None,
             )
-            if index_of_prompt is not None:
-                self._engine_of_prompt[prompt_key] = index_of_prompt
-        return index_of_prompt
+            if engine is not None:
+                self._engine_of_prompt[prompt_key] = engine
+        return engine
 
     async def _call_engine(self, index: int, method: str, *args: Any) -> Any:
         name = f"engine {index}"
         timeout_s = self._config.cluster.call_timeout_s
+        call = self._actors[index].call.remote(method, *args)
         try:
-            return await asyncio.wait_for(self._actors[index].call.remote(method, *args), timeout_s)
+            with translate_call_errors(method, name):
+                return await asyncio.wait_for(call, timeout_s)
         except TimeoutError as error:
             raise RemoteCallError(
                 f"{method}: no answer within {timeout_s:g} s from {name}"
             ) from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, EngineLostError):
-                raise ProcessDiedError(f"{method}: {name}: {error.cause}", name) from error
-            raise RemoteCallError(f"{method} failed on {name}: {error.cause!r}") from error
-        except ray.exceptions.RayActorError as error:
-            message = f"{method}: {name} died; see logs/engine{index}.log"
-            raise ProcessDiedError(message, name) from error

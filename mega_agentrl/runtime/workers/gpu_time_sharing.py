@@ -11,13 +11,9 @@ cache and the policy's weights never occupy memory together. A sleeping engine h
 (`generator.sleep_mode`), so whoever puts the engines to sleep between two syncs must sync again.
 
 Ownership changes only under the lock of the `Coordinator`. In addition, `_gpu_lock` is held from
-`acquire_for_policy` or `acquire_for_transfer` until the policy is offloaded, and by the engine
-supervisor while it starts an engine, because vLLM must find its share of memory free. Waiting for
-it ends with `release_to_engines`, `offload_policy` or the end of the engine start, which has a
-timeout.
-
-On CPUs the order is the same, but no memory is freed. Only GPUs can show whether the parts fit as
-the preflight predicts, and how long the moves take.
+`acquire_for_policy` or `acquire_for_transfer` until `release_to_engines` or `offload_policy`, and
+by the engine supervisor while it starts an engine, which has a timeout, because vLLM must find its
+share of memory free. On CPUs the order is the same, but no memory is freed.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ class GpuOwner(StrEnum):
 class GpuTimeSharing:
     """Hands the GPUs over between policy and engines.
 
-    The policy owns them at first: the engines have started and sleep.
+    The policy owns them at first, while the engines sleep.
     """
 
     def __init__(self, policy: OffloadablePolicy, engines: SleepableEngines) -> None:
@@ -83,7 +79,7 @@ class GpuTimeSharing:
             self._policy.set_gpu_resident(ALL_STATE)
 
     def acquire_for_transfer(self, engines: Sequence[int]) -> None:
-        """Load the policy's weights only and allocate those of these engines."""
+        """Load the policy's weights only, and allocate memory for the weights of these engines."""
         if self._owner is GpuOwner.engines:
             self._sleep_engines_and_acquire(GpuOwner.transfer)
         self._owner = GpuOwner.transfer
@@ -96,7 +92,7 @@ class GpuTimeSharing:
         self._engines.wake_up("cache", engines)
 
     def offload_policy(self) -> None:
-        """Offload the policy, dead or alive; engines stay as they are and can be started."""
+        """Offload the policy, dead or alive, so that engines can be started."""
         if self._owner is GpuOwner.engines:
             return
         try:

@@ -1,13 +1,9 @@
 """The policy as a group of Ray actors, one per Megatron rank (`types.protocols.Policy`).
 
-Every rank receives the whole batch as one shared object and works on its part; only ranks that hold
-results return more than None. The ranks of a tensor-parallel group stay inside one node.
-
-A dead or hanging rank raises `RankLostError`, whatever errors the other ranks report. The group is
-unusable then; `restart` creates it again with the initial weights.
-
-The group serializes nothing and knows nothing of the engines: `coordinator` does, by what
-`RANK_OPERATIONS` says of each method.
+Every rank receives the whole batch as one shared object and works on its part; ranks without
+results return None. If a rank is dead or hangs, calls raise `RankLostError`, whatever errors the
+other ranks report; `restart` then creates the group again with the initial weights. `Coordinator`
+serializes the calls and shares the GPUs with the engines.
 
 To add an operation: a method on `PolicyRank`, an entry in `RANK_OPERATIONS`, a method here and in
 `Coordinator`, one in `types.protocols.Policy`.
@@ -48,10 +44,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOperation:
-    """What the rest of the run must know of a method of the ranks."""
+    """How `PolicyActor` and `Coordinator` run a method of the ranks."""
 
     label: str = ""
-    """Name in activity reports, where the method's name is not clear enough."""
+    """Name in activity reports; empty for the method's name."""
     needs_gpu: bool = False
     """Whether it needs the whole model and its optimizer on the GPUs."""
     changes_weights: bool = False
@@ -122,7 +118,7 @@ class PolicyActor(RankActor):
         return address, self._tcp_store.port
 
     def layout(self) -> list[ShardLayout]:
-        """Return which rectangles of which Hugging Face tensors this rank holds."""
+        """Return the shards of this rank."""
         shards: list[ShardLayout] = self._policy.layout()
         return shards
 
@@ -132,14 +128,14 @@ class PolicyActor(RankActor):
 
         return current_device_location()
 
-    def join_transfer_group(
+    def join_weight_transfer(
         self, session: TransferSession, regions: Sequence[DigestRegion]
     ) -> None:
         """Join a transfer session; returns when all its ranks have joined.
 
         Args:
-            session: address, plan and timeout of the session.
-            regions: regions whose digests this rank computes for every transfer.
+            session: The session, with this rank's part of the plan.
+            regions: Regions whose digests this rank computes in every transfer.
         """
         from mega_agentrl.reshard.session import join_session
         from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
@@ -158,7 +154,7 @@ class PolicyActor(RankActor):
             executor.send(shards, version, source_digests.make_copy_fn())
             return source_digests.compute(self._policy.parameter)
 
-    def leave_transfer_group(self, key: str) -> None:
+    def leave_weight_transfer(self, key: str) -> None:
         """Leave a transfer session; does nothing if this rank is not in it."""
         if key in self._transfers_by_link:
             executor, _ = self._transfers_by_link.pop(key)
@@ -203,7 +199,7 @@ class PolicyGroup(RankGroup):
         return self._placement.for_engine(engine), ",".join(filter(None, gpus))
 
     def set_gpu_resident(self, parts: frozenset[str]) -> None:
-        """Keep these of weights, gradients and optimizer on the GPUs, the others off them."""
+        """Keep `parts` of "weights", "gradients" and "optimizer" on the GPUs, the rest off them."""
         self.call_all("set_gpu_resident", parts)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -255,7 +251,7 @@ class PolicyGroup(RankGroup):
         """Train on the batch and return the stats of rank 0.
 
         Args:
-            batch: the batch with advantages.
+            batch: The batch with advantages.
             kl_weight_BT: [B, T] weight of each token's KL term; None for the configured
                 coefficient.
         """

@@ -1,10 +1,8 @@
 """Megatron ranks of any model as Ray actors: start, named calls, liveness, end.
 
-`RankActor` is the process of one rank, `RankGroup` the driver's handle on all of them. Subclasses
-define what a rank can do. The ranks of a tensor-parallel group stay inside one node.
-
-Every rank sends heartbeats (`heartbeat`), and every wait for ranks checks them: a stopped or
-blocked rank raises an error that names it long before the call's timeout.
+`RankActor` is the process of one rank, `RankGroup` the driver's handle on all of them. Every rank
+sends heartbeats (`heartbeat`), and every wait for ranks checks them, so that a stopped or blocked
+rank is reported long before the call's timeout.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _DEAD_RANK_WAIT_S = 5.0
 
 
 class RankActor:
-    """Process of one rank."""
+    """Process of one rank; `heartbeat` is an endpoint and the rank's name in its heartbeats."""
 
     def __init__(
         self,
@@ -51,18 +49,8 @@ class RankActor:
         log_file: str,
         heartbeat: tuple[HeartbeatEndpoint, str] | None = None,
     ) -> None:
-        """Set up the process before torch is imported.
-
-        Args:
-            config: configuration of the run.
-            rank: index of the rank.
-            world_size: number of ranks.
-            log_file: file for the process's output.
-            heartbeat: endpoint of the heartbeats and the rank's name in them; None for no
-                heartbeats.
-        """
         redirect_output(Path(log_file))
-        # These must be set before this process imports torch.
+        # torch reads these variables when it is imported.
         self._num_threads = num_threads_per_rank(config)
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
         if config.deterministic:
@@ -82,7 +70,6 @@ class RankActor:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def _rank_info(self, master_address: str, master_port: int) -> RankInfo:
-        """Return this rank's index and settings for joining the process groups."""
         from mega_agentrl.actor.megatron_model import RankInfo
 
         return RankInfo(
@@ -106,8 +93,8 @@ def num_threads_per_rank(config: TrainConfig) -> int:
 class RankGroup:
     """All ranks of one model.
 
-    Waits for its ranks at most `cluster.call_timeout_s`; then raises a `RemoteCallError` that names
-    the operation and the rank that failed or is silent.
+    Calls wait for the ranks at most `cluster.call_timeout_s`; then they raise a `RemoteCallError`
+    that names the operation and the rank that failed or is silent.
     """
 
     model_name: ClassVar[str]
@@ -251,11 +238,8 @@ class RankGroup:
 def iter_rank_rows(
     answers: Sequence[tuple[list[int], *tuple[Any, ...]] | None], num_rows: int
 ) -> Iterator[tuple[list[int], *tuple[Any, ...]]]:
-    """Iterate over row numbers and values of the ranks that hold results.
-
-    Every row must be present exactly once; answers that are None are skipped.
-    """
+    """Yield row numbers and values of the ranks that have results; other answers are None."""
     parts = [part for part in answers if part is not None]
-    seen = sorted(row for rows, *_ in parts for row in rows)
-    assert seen == list(range(num_rows)), "ranks must answer for each row once"
+    all_rows = sorted(row for rows, *_ in parts for row in rows)
+    assert all_rows == list(range(num_rows)), "ranks must answer for each row once"
     yield from parts

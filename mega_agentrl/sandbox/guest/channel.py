@@ -3,7 +3,7 @@
 A frame is a 4-byte big-endian length and that many bytes of JSON. File descriptors may travel with
 a frame. Where `SO_PASSCRED` is set, the kernel adds the sender's process id, which the sender
 cannot forge. The peer may be hostile: a frame longer than the reader's limit, one that is not a
-JSON object, or more descriptors than anybody waits for raise `ValueError`.
+JSON object, or more than `_MAX_FDS` descriptors raise `ValueError`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ _CREDENTIALS = struct.Struct("3i")
 _MAX_FDS = 8
 _READ_CHUNK_BYTES = 1 << 16
 
-
 CONNECTION_ERRORS = (EOFError, OSError, ValueError)
-"""What sending or receiving raises when the peer is gone or sends nonsense."""
+"""Errors of sending and receiving if the peer is gone or sends an invalid frame."""
 
 
 class Channel:
     """One end of a channel, used by one thread at a time in each direction.
 
     Args:
-        stream_socket: the connected socket.
-        max_bytes: limit of a received frame.
-        credentials: whether to fill `peer_pid`.
+        stream_socket: The connected socket.
+        max_bytes: Limit of a received frame.
+        credentials: Whether to fill `peer_pid`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Channel:
             os.close(self._fds.pop())
 
     def shutdown(self) -> None:
-        """Unblock whoever waits at either end; raises `OSError` if it is already closed."""
+        """End all waits at either end; raises `OSError` if the channel is already closed."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def take_fds(self, count: int) -> list[int]:
@@ -75,7 +74,7 @@ class Channel:
         """Write one frame.
 
         Raises:
-            OSError: the channel is broken; `TimeoutError` after `timeout_s`.
+            OSError: The channel is broken; `TimeoutError` after `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         frame = memoryview(_encode_frame(message))
@@ -91,9 +90,9 @@ class Channel:
         """Wait for one frame and return it.
 
         Raises:
-            EOFError: the peer closed the channel.
-            OSError: the channel is broken; `TimeoutError` after `timeout_s`.
-            ValueError: the frame is invalid.
+            EOFError: The peer closed the channel.
+            OSError: The channel is broken; `TimeoutError` after `timeout_s`.
+            ValueError: The frame is invalid.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -157,8 +156,8 @@ class Channel:
             return False
         for level, kind, content in extra:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                whole = len(content) // 4 * 4
-                self._fds += [fd for (fd,) in struct.iter_unpack("i", content[:whole])]
+                num_bytes = len(content) // 4 * 4
+                self._fds += [fd for (fd,) in struct.iter_unpack("i", content[:num_bytes])]
             elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 self.peer_pid = _CREDENTIALS.unpack(content)[0]
         if not data:

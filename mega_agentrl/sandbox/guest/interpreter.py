@@ -1,10 +1,10 @@
 """The interpreter process, which runs the policy's code: its set-up and its main loop.
 
 An interpreter is a clone of the warm supervisor and process 1 of its own PID namespace (where the
-kernel ignores signals that it sends to itself and has no handler for). It mounts its own `/tmp`,
-`/dev/shm` and `/proc`, applies its limits, drops all capabilities and installs the seccomp filter,
-all before it reads the first order. From then on the policy's code controls it, so its messages are
-trusted only in what concerns itself.
+kernel ignores signals that it sends to itself and has no handler for). Before it reads the first
+order it mounts its own `/tmp`, `/dev/shm` and `/proc`, applies its limits, drops all capabilities
+and installs the seccomp filter. From then on the policy's code controls it, and the supervisor must
+not trust its messages beyond its own calls.
 
 Orders, on its control channel::
 
@@ -16,8 +16,8 @@ To fork, the interpreter clones itself into namespaces nested in its own and is 
 
     <- {"event": "hello"}       -> {"order": "go"}       <- {"event": "ready"}
 
-Between hello and go the supervisor has its folders set up. Variables and random generators are as
-they were; only the main thread continues, as with any fork.
+Between hello and go the supervisor sets up the folders of the fork. Variables and random generators
+are unchanged; only the main thread continues, as with any fork.
 
 Code runs like `python -c` (`run_to_exit`), or like the next cell of a notebook (`run_code`).
 """
@@ -62,10 +62,10 @@ def run_interpreter(
     """Set up and run a new interpreter process; never returns.
 
     Args:
-        control: channel to the supervisor.
-        outputs: write ends of the pipes for stdout and stderr.
-        settings: limits.
-        folder: working folder; /tmp if isolated.
+        control: Channel to the supervisor.
+        outputs: Write ends of the pipes for stdout and stderr.
+        settings: Limits.
+        folder: Working folder; /tmp if isolated.
     """
     try:
         os.dup2(outputs[0], 1)
@@ -132,9 +132,7 @@ def _apply_limits(settings: GuestSettings) -> None:
     _set_hard_limit(resource.RLIMIT_NOFILE, settings.num_open_files + _NUM_RESERVED_FDS)
     _set_open_file_limit(settings.num_open_files)
     _set_hard_limit(resource.RLIMIT_CORE, 0)
-    cpu_s = (
-        math.ceil(settings.cpu_limit_s) + 1
-    )  # one second more than the supervisor's own, exact limit
+    cpu_s = math.ceil(settings.cpu_limit_s) + 1  # the supervisor enforces the exact limit
     if settings.stateful:  # the hard limit would end the session
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
@@ -145,7 +143,7 @@ def _apply_limits(settings: GuestSettings) -> None:
         number = settings.num_processes
         soft = number if hard == resource.RLIM_INFINITY else min(number, hard)
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
-    with contextlib.suppress(OSError):  # the OOM killer should choose us first
+    with contextlib.suppress(OSError):  # the OOM killer should choose this process first
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("900")
 

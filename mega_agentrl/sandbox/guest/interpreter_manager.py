@@ -3,16 +3,16 @@
 **Forking.** A fork and its parent must not see or signal each other, so they must be in sibling PID
 namespaces. But a process can only create children below itself. Therefore an interpreter that is
 forked is *retired*: it never runs the policy's code again, stays stopped as process 1 of the
-namespace in which its forks are nested, and ends once its last fork and the last session that could
-still fork it are gone. Every user of its state, the session that held it included, continues in a
+namespace in which its forks are nested, and ends when its last fork and the last session that could
+still fork it are gone. Every session with its state, also the one that had it first, continues in a
 fork of its own. PID and user namespaces nest 32 deep.
 
-**Permission.** An interpreter is filtered and cannot create a namespace by itself. The filter
-refers every clone with namespace flags to the supervisor, which allows exactly the one that it has
-ordered (the retired interpreter's main thread, those flags, once). It decides by the value of a
-register, which nobody can change meanwhile. At most, a thread that the policy left running could
-make the main thread misuse that permission: it would gain a nested user namespace, in which mount,
-setns, unshare and the like are still filtered.
+**Permission.** The seccomp filter keeps an interpreter from creating a namespace. The kernel asks
+the supervisor about every clone with namespace flags, and the supervisor allows only the one that
+it has ordered (by the retired interpreter's main thread, with those flags, once). It decides by the
+value of a register, which no thread can change meanwhile. A thread that the policy left running
+could at most make the main thread misuse that permission, and would gain a nested user namespace,
+in which mount, setns, unshare and the like are still filtered.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class InterpreterProcess:
     """One interpreter process.
 
     Attributes:
-        ref_count: number of sessions that hold it and of forks made from it.
+        ref_count: Number of sessions that hold it and of forks made from it.
     """
 
     def __init__(self, pid: int, control: Channel, outputs: tuple[int, int], folder: str) -> None:
@@ -95,12 +95,12 @@ class SeccompListener:
         buffer = bytearray(syscalls.NOTIFICATION_BYTES)
         try:
             fcntl.ioctl(self.fd, syscalls.SECCOMP_NOTIF_RECV, buffer)
-            cookie, pid, number, is_first = syscalls.unpack_notification(buffer)
+            cookie, pid, number, register = syscalls.unpack_notification(buffer)
             flags = syscalls.clone_flags_register(
                 syscalls.INTERPRETER_NAMESPACES | syscalls.CLONE_NEWNET
             )
             allowed = (
-                number == syscalls.CLONE_NUMBER and is_first == flags and pid == self._allowed_pid
+                number == syscalls.CLONE_NUMBER and register == flags and pid == self._allowed_pid
             )
             if allowed:
                 self._allowed_pid = None
@@ -124,7 +124,7 @@ class InterpreterManager:
         """Return a fresh interpreter that waits for orders.
 
         Raises:
-            OSError, EOFError, ValueError: its set-up failed; the error's note is what it printed.
+            OSError, EOFError, ValueError: The set-up failed; a note has the interpreter's output.
         """
         folder = (
             WRITABLE_FOLDERS[0] if self._settings.isolated else tempfile.mkdtemp(prefix="call-")
@@ -159,7 +159,7 @@ class InterpreterManager:
         """Return an interpreter that continues from the parent's state; the parent is retired.
 
         Raises:
-            OSError, EOFError, ValueError: the fork failed; the parent is stopped and unchanged.
+            OSError, EOFError, ValueError: The fork failed; the parent is stopped and unchanged.
         """
         with _InterpreterPipes() as pipes:
             pid = self._request_fork(parent, pipes)
@@ -208,7 +208,7 @@ class InterpreterManager:
         """Stop the interpreter and kill the processes it left running.
 
         Raises:
-            OSError: that failed; `TimeoutError` if they do not stop in time.
+            OSError: A process cannot be stopped or killed; `TimeoutError` if that takes too long.
         """
         interpreter.send_signal(signal.SIGSTOP)
         processes.wait_until_stopped(interpreter.pid)
@@ -228,14 +228,10 @@ class InterpreterManager:
         interpreter.send_signal(signal.SIGCONT)
 
     def _clone_process(self) -> int:
-        return (
-            syscalls.clone(syscalls.INTERPRETER_NAMESPACES | self._network_flag())
-            if self._settings.isolated
-            else os.fork()
-        )
-
-    def _network_flag(self) -> int:
-        return syscalls.CLONE_NEWNET if self._settings.stateful else 0
+        if not self._settings.isolated:
+            return os.fork()
+        network_flag = syscalls.CLONE_NEWNET if self._settings.stateful else 0
+        return syscalls.clone(syscalls.INTERPRETER_NAMESPACES | network_flag)
 
     def _request_fork(self, parent: InterpreterProcess, pipes: _InterpreterPipes) -> int:
         """Have the parent clone itself and stop it; return the fork's process id."""
@@ -344,13 +340,15 @@ def _wait_for_fork(
 
 
 def _verify_fork(interpreter: InterpreterProcess, parent: InterpreterProcess) -> None:
-    """Raise `ValueError` unless the fork is powerless and leads its namespace and session."""
+    """Raise `ValueError` if the fork has capabilities or does not lead namespace and session."""
     with open(f"/proc/{interpreter.pid}/status", encoding="ascii", errors="replace") as file:
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     capabilities = [int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapBnd")]
-    namespaces = [os.readlink(f"/proc/{one.pid}/ns/pid") for one in (interpreter, parent)]
-    is_first = fields["NSpid"].split()[-1] == "1" and os.getsid(interpreter.pid) == interpreter.pid
-    if any(capabilities) or not is_first or namespaces[0] == namespaces[1]:
+    own_namespace, parent_namespace = (
+        os.readlink(f"/proc/{process.pid}/ns/pid") for process in (interpreter, parent)
+    )
+    is_leader = fields["NSpid"].split()[-1] == "1" and os.getsid(interpreter.pid) == interpreter.pid
+    if any(capabilities) or not is_leader or own_namespace == parent_namespace:
         raise ValueError(
             "the fork is not the process that was ordered; the policy's code interfered"
         )

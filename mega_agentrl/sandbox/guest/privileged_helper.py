@@ -1,15 +1,15 @@
 """A helper process that works inside the namespaces of interpreters.
 
-It gives a fork its ids, loopback, /proc and a copy of the files, and it kills what a call left
-running. A fork is cloned by an interpreter that is filtered and has no capabilities, so another
-process must set up its new namespaces.
+It gives a fork its ids, loopback, /proc and a copy of the files, and it kills the processes that a
+call left running. A fork is cloned by an interpreter that is filtered and has no capabilities, so
+another process must set up its new namespaces.
 
-The helper is a small process, forked before the heavy imports so that its own forks are cheap. It
-sits in the user namespace in which the first interpreter's was created, and so has every capability
-over that one and all below. For each job it forks a child that enters the interpreter's namespaces,
-does the work and exits. The policy's code never runs in it.
+The helper is forked before the heavy imports, so that its own forks are cheap. It is in the parent
+of all interpreters' user namespaces and therefore has every capability in them. For each job it
+forks a child that enters the interpreter's namespaces, does the work and exits. The policy's code
+never runs in it.
 
-Copied are files (sparse ones stay sparse), folders, symbolic links and pipes, with mode and times.
+It copies files (sparse ones stay sparse), folders, symbolic links and pipes, with mode and times.
 Hard links become separate files, sockets are left out.
 """
 
@@ -55,21 +55,14 @@ class PrivilegedHelper:
         """Set up the fork's namespaces and copy the parent's files; raises `OSError`.
 
         Both processes must stay stopped meanwhile.
-
-        Args:
-            fork_pid: the fork's process id, as this process sees it.
-            parent_pid: the parent's.
         """
         self._request(f"set_up_fork {parent_pid} {fork_pid}")
 
     def kill_namespace(self, pid: int) -> None:
-        """Kill every process in a PID namespace except its first one; raises `OSError`.
+        """Kill every process in a PID namespace except the first, `pid`; raises `OSError`.
 
-        It is one system call made inside the namespace, which no fork can escape. Not for an
-        interpreter that has forks.
-
-        Args:
-            pid: process id of the namespace's first process.
+        This is one system call inside the namespace, which no process can escape by forking. It
+        must not be used for an interpreter that has forks.
         """
         self._request(f"kill_namespace {pid}")
 
@@ -83,7 +76,7 @@ class PrivilegedHelper:
 
 
 def _serve_jobs(channel: Channel, settings: GuestSettings) -> None:
-    """Fork one child after the other, each before its job is known, which saves the wait."""
+    """Serve jobs in forked children, each forked before its job arrives to save time."""
     while True:
         jobs_r, jobs_w = os.pipe()
         errors_r, errors_w = os.pipe()
@@ -108,7 +101,7 @@ def _serve_jobs(channel: Channel, settings: GuestSettings) -> None:
 
 
 def _run_job(jobs: int, errors: int, channel: Channel, settings: GuestSettings) -> None:
-    """Do one job; never returns. Success is reported by the job itself."""
+    """Do one job; never returns. The job itself reports success."""
     code = 1
     try:
         match os.read(jobs, 100).decode().split():
@@ -175,12 +168,12 @@ def copy_tree(source: int, target: int, *, depth: int = 0) -> None:
     """Copy the contents of one folder into another, empty one.
 
     Args:
-        source: descriptor of the folder to copy.
-        target: descriptor of the empty folder.
-        depth: levels above these folders.
+        source: Descriptor of the folder to copy.
+        target: Descriptor of the empty folder.
+        depth: Levels above these folders.
 
     Raises:
-        OSError: the target is too small, or folders nest more than 128 deep.
+        OSError: The target is too small, or folders nest more than 128 deep.
     """
     if depth > _MAX_FOLDER_DEPTH:
         raise OSError(errno.ELOOP, f"folders nested more than {_MAX_FOLDER_DEPTH} deep")

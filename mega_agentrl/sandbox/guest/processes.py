@@ -1,7 +1,4 @@
-"""Inspects processes through /proc and ends what an interpreter left running. Linux only.
-
-A process that vanishes during the inspection counts as gone.
-"""
+"""Inspects processes through /proc, and kills those that an interpreter left running."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ _STOPPED_STATES = "TtZX"  # states in which a process cannot fork
 
 def child_pids(pid: int) -> list[int]:
     """Return the process ids of a process's children, zombies included."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(*_PROCESS_GONE_ERRORS):
         for thread in os.listdir(f"/proc/{pid}/task"):
             text = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii")
-            found += [int(word) for word in text.split()]
-    return found
+            pids += [int(word) for word in text.split()]
+    return pids
 
 
 def stat_fields(pid: int, thread: int | None = None) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; raises `OSError` for a gone process.
 
     Args:
-        pid: process id.
-        thread: id of one of its threads, None for the process.
+        pid: Process id.
+        thread: Id of one of its threads, None for the process.
     """
     path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
     text = Path(path).read_text(encoding="ascii", errors="replace")
@@ -75,48 +72,52 @@ def _is_stopped(pid: int) -> bool:
 def wait_until_no_descendants(pid: int) -> None:
     """Wait until all descendants of a process have ended; raises `TimeoutError`."""
     deadline = time.monotonic() + _STOP_TIMEOUT_S
-    while any(process_state(one) not in "ZX" for one in _descendants(pid, set())):
+    while any(map(_is_alive, _descendants(pid, set()))):
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes left by {pid} did not end")
         time.sleep(0.0005)
 
 
+def _is_alive(pid: int) -> bool:
+    return process_state(pid) not in "ZX"
+
+
 def kill_descendants(pid: int, *, spare: set[int]) -> None:
     """Kill every descendant of a stopped process, except those in `spare` and their descendants.
 
-    All are stopped before the first is killed: at their limit of processes, none of them can use
-    the place that another leaves.
+    All are stopped before the first is killed, so that none can fork when the death of another
+    makes room below their limit of processes.
 
     Raises:
-        TimeoutError: they do not stop or end in time.
+        TimeoutError: The processes do not stop or end in time.
     """
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     stopped: set[int] = set()
     last_alive: set[int] | None = None
     while True:
-        alive = {one for one in _descendants(pid, spare) if process_state(one) not in "ZX"}
+        alive = set(filter(_is_alive, _descendants(pid, spare)))
         # A process may fork just before it stops and after it was listed. A list is complete only
         # if it equals the one before and all processes in that one had already stopped.
         if alive == last_alive:
             break
-        last_alive = alive if all(one in stopped and _is_stopped(one) for one in alive) else None
-        for one in alive - stopped:
+        last_alive = alive if alive <= stopped and all(map(_is_stopped, alive)) else None
+        for descendant in alive - stopped:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGSTOP)
+                os.kill(descendant, signal.SIGSTOP)
         stopped |= alive
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes left by {pid} did not stop")
-    for one in alive:
+    for descendant in alive:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
-    while any(process_state(one) not in "ZX" for one in alive):
+            os.kill(descendant, signal.SIGKILL)
+    while any(map(_is_alive, alive)):
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes left by {pid} did not end")
         time.sleep(0.0002)
 
 
 def _descendants(pid: int, spare: set[int]) -> list[int]:
-    found = [child for child in child_pids(pid) if child not in spare]
-    for child in tuple(found):
-        found += _descendants(child, spare)
-    return found
+    children = [child for child in child_pids(pid) if child not in spare]
+    return children + [
+        descendant for child in children for descendant in _descendants(child, spare)
+    ]

@@ -1,7 +1,7 @@
 """The supervisor's loop: serves the host's orders with interpreters.
 
-It is one thread and never blocked by the policy: it waits only for interpreters that run none of
-its code, and then with a deadline.
+It is one thread. The policy's code cannot block it: it waits only for interpreters that run none of
+that code, and then with a deadline.
 
 Protocol, on the main channel (calls of a stateless sandbox, opening sessions) and on one channel
 per session::
@@ -19,8 +19,8 @@ per session::
     -> end of the channel                                  the session is closed
 
 state_lost: the state of earlier calls was lost before this one. alive: this call's state is kept.
-num_dropped_bytes: output left out, the end of stdout and the beginning of stderr (the last line of
-a traceback is the one that matters). A negative code is a signal.
+num_dropped_bytes: bytes cut from the end of stdout and the beginning of stderr, whose last line is
+the one that matters. A negative code is a signal.
 
 To add an order: its messages above, its handler in `Supervisor`, the method that sends it in
 `client`, a test in `tests/sandbox/guest/test_supervisor.py`.
@@ -47,19 +47,17 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
 _POLL_INTERVAL_S = 0.1
-
-
 MAX_DRAIN_BYTES = 1 << 20
-"""At most this much is read before other events are served."""
+"""Bytes read from a pipe before other events are served."""
 
 
 class OutputBuffer:
     """The first or the last bytes that come through a pipe.
 
     Args:
-        fd: the pipe's read end.
-        max_bytes: how many bytes to keep.
-        keep_end: whether to keep the last bytes instead of the first.
+        fd: The pipe's read end.
+        max_bytes: How many bytes to keep.
+        keep_end: Whether to keep the last bytes instead of the first.
     """
 
     def __init__(self, fd: int, max_bytes: int, *, keep_end: bool) -> None:
@@ -95,7 +93,7 @@ class OutputBuffer:
 
 
 class RunningCall:
-    """A call that is running."""
+    """A call that is running, with its deadline and its output so far."""
 
     def __init__(
         self,
@@ -114,7 +112,7 @@ class RunningCall:
 
 
 class GuestClient:
-    """The holder of a channel: the host itself, or a session, whose state is in `interpreter`."""
+    """A channel and its state: the main channel, or that of a session with its interpreter."""
 
     def __init__(self, channel: Channel, *, stateful: bool) -> None:
         self.channel = channel
@@ -197,7 +195,7 @@ class Supervisor:
             client.channel.send({"event": "failed", "error": f"{error} {notes}".strip()})
 
     def _disconnect(self, client: GuestClient) -> None:
-        """Release what a client held whose channel has closed."""
+        """Release the call and the interpreter of a client whose channel has closed."""
         self._unwatch(client.channel.fileno())
         if client.call is not None:
             self._finish_call(client.call, "cancelled", silent=True)
@@ -251,7 +249,7 @@ class Supervisor:
         return interpreter
 
     def _watch_listener(self, interpreter: InterpreterProcess) -> None:
-        """Answer its filter's questions from now on; the family shares one listener."""
+        """Start to answer the filter's notifications; forks share the listener of their parent."""
         listener = interpreter.listener
         if listener is not None and listener.fd not in self._handlers:
             self._watch(listener.fd, listener.respond)
@@ -343,7 +341,7 @@ class Supervisor:
     def _finish_call(
         self, call: RunningCall, end: str, *, code: int | None = None, silent: bool = False
     ) -> None:
-        """End a call, because its interpreter is done (`code`), has exited, or hit a limit."""
+        """End a call whose interpreter has finished it (`code`), has exited or has hit a limit."""
         client, interpreter = call.client, call.interpreter
         if call not in self._calls:
             return
@@ -380,7 +378,7 @@ class Supervisor:
             self._release_interpreter(interpreter)
 
     def _kill_interpreter(self, interpreter: InterpreterProcess, code: int | None) -> int:
-        """Kill an interpreter and all it started; return `code`, or its exit code if None."""
+        """Kill an interpreter and its descendants; return `code`, or its exit code if None."""
         has_children = bool(processes.child_pids(interpreter.pid))
         interpreter.send_signal(signal.SIGKILL)
         if code is not None and not has_children:

@@ -1,9 +1,8 @@
 """System calls that Python has no function for. Each raises an `OSError` that names the call.
 
-`clone` creates a child in new namespaces from any state of the process, even with threads (for
-which `unshare` refuses a user namespace). It does what glibc's `fork` does, except for handlers
-registered with `pthread_atfork`: the C library's record of the child's thread id is set, and
-Python's own fork handlers run.
+`clone` creates a child in new namespaces even in a process with threads, for which `unshare`
+refuses a user namespace. Like glibc's `fork` it sets the C library's record of the child's thread
+id and runs Python's fork handlers; it does not run handlers of `pthread_atfork`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import struct
 from itertools import starmap
 
 CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -44,6 +42,9 @@ _CAPABILITY_VERSION = 0x20080522
 _SECCOMP_SET_MODE_FILTER = 1
 _SECCOMP_FILTER_FLAG_NEW_LISTENER = 1 << 3
 _INSTRUCTION_BYTES = 8
+
+HOST_IDS = (os.getuid(), os.getgid())
+"""User and group id as the supervisor sees them; every nested namespace keeps the numbers."""
 
 # Numbers of clone and seccomp; clone's last two arguments swap places on 64-bit ARM.
 _SYSCALL_NUMBERS = {"x86_64": (56, 317), "aarch64": (220, 277)}
@@ -86,8 +87,8 @@ def clone(flags: int) -> int:
     forks = starmap(call, [(number, register, null, null, *last)])
     becomes_child = starmap(_libpython.PyOS_AfterFork_Child, [()])
     _libpython.PyOS_BeforeFork()
-    # Unpacked, not called: after a call Python hands the GIL to threads that wait for it and
-    # would wait forever in the child, which has none of them.
+    # Unpacked, not called: after a call Python may hand the GIL to another thread, and the child,
+    # which has no other threads, would wait for it forever.
     (pid,) = forks
     if pid == 0:
         (_,) = becomes_child
@@ -110,19 +111,11 @@ def mount(kind: str, folder: str, flags: int, options: str = "") -> None:
 
 
 def map_own_ids(pid: str = "self") -> None:
-    """Map our user and group id to themselves in a new user namespace.
-
-    Args:
-        pid: a process in that namespace.
-    """
+    """Map our user and group id to themselves in the new user namespace of process `pid`."""
     lines = (("setgroups", "deny"), ("uid_map", _identity_map_line(HOST_IDS[0])))
     for name, text in (*lines, ("gid_map", _identity_map_line(HOST_IDS[1]))):
         with open(f"/proc/{pid}/{name}", "w", encoding="ascii") as file:
             file.write(text)
-
-
-HOST_IDS = (os.getuid(), os.getgid())
-"""User and group id as the supervisor sees them; every nested namespace keeps the numbers."""
 
 
 def _identity_map_line(number: int) -> str:
@@ -157,7 +150,7 @@ def collapse_to_huge_pages() -> int:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the thread that forked it ends."""
+    """Let the kernel kill this process when the thread that forked it ends."""
     check_status(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
 
 
@@ -174,8 +167,8 @@ def install_seccomp_filter(program: bytes, *, listener: bool) -> int:
     """Filter this process's system calls from now on.
 
     Args:
-        program: the filter as BPF, 8 bytes per instruction.
-        listener: whether to create a listener for notifications.
+        program: The filter as BPF, 8 bytes per instruction.
+        listener: Whether to create a listener for notifications.
 
     Returns:
         The listener's descriptor, or 0.

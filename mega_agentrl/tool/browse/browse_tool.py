@@ -43,7 +43,10 @@ EMPTY_PAGE_MESSAGE = "The page has no text."
 
 MAX_PAGE_BYTES = 2 << 20
 """The rest of a longer page is not read."""
+MAX_TEXT_CHARS = 1_000_000
+"""Maximum length of a page's text."""
 
+_HTML_MEDIA_TYPES = ("text/html", "application/xhtml+xml")
 _FETCHER_VERSION = 1
 _NUM_EXTRACTOR_THREADS = 2
 _INFRA_ERRNOS = frozenset(
@@ -55,11 +58,7 @@ class BrowseTool(Tool):
     """Reads a web page.
 
     Args:
-        config: section `tool.browse`.
-        web: section `tool.web`.
         codec: counts the tokens of a response.
-        max_response_tokens: limit of a response.
-        cache: cache of pages, or None.
         exempt_address: for tests, one private address and port that may be read.
         resolve: resolves host names.
     """
@@ -166,7 +165,7 @@ class BrowseTool(Tool):
 
 
 def _is_infra_error(error: BaseException) -> bool:
-    """Return whether the network failed and not the page."""
+    """Return whether the network or the resolver failed rather than the page's server."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, socket.gaierror) or getattr(seen, "errno", None) in _INFRA_ERRNOS:
@@ -175,21 +174,15 @@ def _is_infra_error(error: BaseException) -> bool:
     return False
 
 
-MAX_TEXT_CHARS = 1_000_000
-
-_HTML_MEDIA_TYPES = ("text/html", "application/xhtml+xml")
-
-
 def extract_page_text(page: Page) -> str:
     """Return the text of a page, at most `MAX_TEXT_CHARS`; empty if it has none."""
     source = _decode_body(page)
-    if page.media_type not in _HTML_MEDIA_TYPES:
-        return str(source if isinstance(source, str) else _decode_utf8(source)).strip()[
-            :MAX_TEXT_CHARS
-        ]
-    text = trafilatura.extract(source, include_comments=False, include_tables=True)
-    text = text or trafilatura.html2txt(source)
-    return str(text or "").strip()[:MAX_TEXT_CHARS]
+    if page.media_type in _HTML_MEDIA_TYPES:
+        text = trafilatura.extract(source, include_comments=False, include_tables=True)
+        text = str(text or trafilatura.html2txt(source) or "")
+    else:
+        text = source if isinstance(source, str) else source.decode("utf-8", "replace")
+    return text.strip()[:MAX_TEXT_CHARS]
 
 
 def _decode_body(page: Page) -> str | bytes:
@@ -198,7 +191,3 @@ def _decode_body(page: Page) -> str | bytes:
         return page.body.decode(page.charset) if page.charset else page.body
     except (LookupError, UnicodeDecodeError):
         return page.body
-
-
-def _decode_utf8(body: bytes) -> str:
-    return body.decode("utf-8", "replace")

@@ -90,23 +90,24 @@ class UrlRules:
             raise PageRefusedError(f"{host} may not be read.")
 
     async def resolve_public(self, url: httpx.URL, resolve: Resolver) -> tuple[str, ...]:
-        """The addresses of a checked URL's host, each of them public, in the order they came.
+        """Return the addresses of a checked URL's host in the resolver's order.
 
-        Raises `PageRefusedError`, also for a host without an address; `OSError` where the names
-        cannot be asked for now.
+        Raises:
+            PageRefusedError: the host has no address, or an address that is not public.
+            OSError: the resolver failed.
         """
         host = url.raw_host.decode("ascii").strip("[]")
         port = url.port or DEFAULT_PORTS[url.scheme]
         literal = _parse_ip(host)
-        found = [str(literal)] if literal is not None else list(await resolve(host, port))
-        if not found:
+        addresses = [str(literal)] if literal is not None else list(await resolve(host, port))
+        if not addresses:
             raise PageRefusedError(f"{host} has no address.")
-        for address in found:
+        for address in addresses:
             if (address, port) == self.exempt_address:
                 continue
             if not is_public_address(ipaddress.ip_address(address)):
                 raise PageRefusedError(f"{host} is not a public address.")
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(addresses))
 
 
 async def resolve_host(host: str, port: int) -> list[str]:

@@ -31,7 +31,7 @@ CONTROL_TAGS = (
 """Names that steer an agent or a chat template, as `<name>` or `</name>`."""
 
 BRACKET_TAGS = ("inst", "sys", "tool_calls", "tool_results", "available_tools")
-"""Names that do the same in square brackets."""
+"""Names that steer a chat template as `[name]` or `[/name]`."""
 
 _ASCII_TEXT = re.compile(r"[\t\n\r\x20-\x7e]*")
 _INVISIBLE_CATEGORIES = ("Cf", "Cc")
@@ -77,11 +77,11 @@ def is_control_token(token: str) -> bool:
 
 
 def _compile_pattern(names: Iterable[str], control_tokens: Iterable[str]) -> re.Pattern[str]:
-    known = "|".join(sorted(re.escape(name) for name in {*CONTROL_TAGS, *names}))
+    tags = "|".join(sorted(re.escape(name) for name in {*CONTROL_TAGS, *names}))
     bracketed = "|".join(BRACKET_TAGS)
     gap = r"\s*+(?:/\s*+)?"  # possessive: linear time on a page of blanks
     kinds = [
-        rf"<(?={gap}(?:(?:{known})(?:[\s/>]|$)|[|\uff5c]))",
+        rf"<(?={gap}(?:(?:{tags})(?:[\s/>]|$)|[|\uff5c]))",
         rf"\[(?={gap}(?:{bracketed})\s*+\])",
     ]
     # Only the first character is matched, so that a marker inside another is found as well.
@@ -93,7 +93,7 @@ def _compile_pattern(names: Iterable[str], control_tokens: Iterable[str]) -> re.
 
 
 def _normalize_with_positions(text: str) -> tuple[str, list[int]]:
-    """Return the text without disguises, and the source position of each of its characters."""
+    """Return the text in NFKC without invisible characters, and each character's source index."""
     normalized: list[str] = []
     positions: list[int] = []
     for position, char in enumerate(text):

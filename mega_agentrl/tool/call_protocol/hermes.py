@@ -46,7 +46,7 @@ class HermesProtocol:
         self._escaper = ControlTagEscaper(names, control_tokens)
 
     @property
-    def answers_in_chat(self) -> bool:
+    def uses_tool_messages(self) -> bool:
         """True: responses are separate messages."""
         return True
 
@@ -60,7 +60,7 @@ class HermesProtocol:
         """The tags around calls."""
         return (_OPEN_TAG, _CLOSE_TAG)
 
-    def read(self, turn_text: str) -> tuple[ToolCall | InvalidToolCall, ...]:
+    def parse_calls(self, turn_text: str) -> tuple[ToolCall | InvalidToolCall, ...]:
         """Return the calls of a turn in order."""
         visible_text = turn_text.rpartition("</think>")[2]
         chunks = visible_text.split(_OPEN_TAG)[1:]

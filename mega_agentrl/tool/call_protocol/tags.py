@@ -44,7 +44,7 @@ class TagProtocol:
         self._escaper = ControlTagEscaper(arguments, control_tokens) if escapes else None
 
     @property
-    def answers_in_chat(self) -> bool:
+    def uses_tool_messages(self) -> bool:
         """False: responses are text within the assistant's turn."""
         return False
 
@@ -78,7 +78,7 @@ class TagProtocol:
         content = turn_text[start + len(opening) : close].strip() if start >= 0 else ""
         return ToolCall(tool=name, arguments={self._arguments[name]: content}) if content else None
 
-    def read(self, turn_text: str) -> tuple[ToolCall, ...]:
+    def parse_calls(self, turn_text: str) -> tuple[ToolCall, ...]:
         """Return the result of `parse` as a sequence of one or none."""
         call = self.parse(turn_text)
         return () if call is None else (call,)

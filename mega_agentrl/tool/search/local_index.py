@@ -5,18 +5,17 @@ counts twice. A query is a bag of words: no query syntax is interpreted, so no q
 Equal scores keep the order of the corpus. The documents are stored in the index; an index in a
 folder is memory-mapped, and processes share its pages.
 
-That folder is built once, entirely or not at all, and then only read. Its name contains a digest of
-the corpus and of the index format, so a changed corpus gets a new index. The first process takes a
-lock file, builds in a temporary folder beside, syncs everything to disk and renames it; others wait
-for the lock, at most a timeout, and find the index. The lock is released when its holder dies, and
-the next builder removes what a killed one left half built. Indexes of older corpora are kept.
+The folder's name contains a digest of the corpus and of the index format, so a changed corpus gets
+a new index. The first process takes a lock file, builds in a temporary folder, syncs everything to
+disk and renames it; other processes wait for the lock, with a timeout, and find the index. The lock
+is released when its holder dies, and the next builder removes the temporary folder of a killed one.
+Indexes of older corpora are kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import tantivy
 from filelock import FileLock, Timeout
+
+from mega_agentrl.types.atomic_file import fsync_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,6 +38,9 @@ _TITLE_WEIGHT = 2.0
 _WRITER_HEAP_BYTES = 64 << 20
 _NUM_EXTRA_HITS = 64
 _MAX_HITS = 8192
+BUILD_TIMEOUT_S = 3600.0
+_FORMAT_VERSION = 1
+_READ_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -44,13 +48,11 @@ class Document:
     """A search result."""
 
     doc_id: str
-    """Identifier of the document."""
     title: str
-    """Its title."""
     text: str
-    """Its text, or an excerpt."""
+    """Text of the document, or an excerpt."""
     url: str = ""
-    """Its address, empty if it has none."""
+    """Address of the document; empty if it has none."""
 
 
 class SearchIndex:
@@ -70,7 +72,7 @@ class SearchIndex:
         try:
             _add_documents(writer, documents)
         except BaseException:
-            # Otherwise its threads would keep writing to a folder that the caller removes.
+            # Otherwise the writer's threads would keep writing to a folder that is removed.
             writer.rollback()
             writer.wait_merging_threads()
             raise
@@ -187,12 +189,6 @@ def _parse_corpus_line(line: str, where: str) -> Document:
     return Document(doc_id=str(row["id"]), title=str(row["title"]), text=str(row["text"]))
 
 
-BUILD_TIMEOUT_S = 3600.0
-
-_FORMAT_VERSION = 1
-_READ_CHUNK_BYTES = 1 << 20
-
-
 def open_or_build_index(
     corpus: Path, folder: Path, timeout_s: float = BUILD_TIMEOUT_S
 ) -> SearchIndex:
@@ -225,8 +221,8 @@ def open_or_build_index(
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             raise ValueError(
                 f"tool.search.source={corpus}: its index cannot be created in {folder} ({error}), "
-                "expected a writable folder; probable cause: it belongs to another user, or is "
-                "on a read-only disk"
+                "expected a writable folder; probable cause: it belongs to another user, or is on "
+                "a read-only disk"
             ) from error
     return SearchIndex.open(index_folder)
 
@@ -249,7 +245,7 @@ def _corpus_digest(corpus: Path) -> str:
 
 
 def _build_index(corpus: Path, index_folder: Path) -> None:
-    """Build the index; under the lock, an old temporary folder is a dead process's."""
+    """Build the index; the caller holds the lock, so an old temporary folder has no owner."""
     building = index_folder.with_name(f"{index_folder.name}.building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -257,17 +253,9 @@ def _build_index(corpus: Path, index_folder: Path) -> None:
         SearchIndex(iter_corpus(corpus), building)
         for path in building.iterdir():
             path.chmod(0o644)
-            _fsync(path)
-        _fsync(building)
+            fsync_path(path)
+        fsync_path(building)
         building.rename(index_folder)
-        _fsync(index_folder.parent)
+        fsync_path(index_folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,7 @@ from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.tool.search.local_index import Document
 from mega_agentrl.tool.web.request_cache import RequestCache, cache_key, normalize_query
 from mega_agentrl.tool.web.retry import RequestRetrier, raise_for_status, read_body
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,14 +37,7 @@ MAX_BODY_BYTES = 16 << 20
 
 
 class RemoteSearch:
-    """Searches with the configured server.
-
-    Args:
-        config: section `tool.search`.
-        web: section `tool.web`.
-        cache: cache of responses, or None.
-        api_key: key of the API; empty sends none.
-    """
+    """Searches with the configured server; an empty `api_key` is not sent."""
 
     def __init__(
         self,
@@ -94,7 +87,11 @@ class RemoteSearch:
         payload, _ = await self._request_cache.get_or_fetch(
             key, lambda: self._fetch_documents(query, top_k)
         )
-        return [Document(**entry) for entry in json.loads(payload)]
+        try:
+            return from_builtins(list[Document], json.loads(payload), "documents of a cached query")
+        except ValueError as error:
+            # A `ValueError` would blame the policy.
+            raise RuntimeError(str(error)) from error
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
@@ -104,7 +101,6 @@ class RemoteSearch:
 
     async def _fetch_documents(self, query: str, top_k: int) -> str:
         body = await self._retrier.run(lambda: self._send_request(query, top_k))
-        who = f"tool.search.source={self._config.source}"
         parse: Callable[[Any, int], list[Document]] = (
             _parse_retrieval_response
             if self._config.backend is SearchBackend.retrieve
@@ -114,10 +110,11 @@ class RemoteSearch:
             documents = parse(json.loads(body), top_k)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise RuntimeError(
-                f"{who}: unexpected answer format ({type(error).__name__}: {error}), expected "
-                f"that of tool.search.backend={self._config.backend}; it began {body[:80]!r}"
+                f"tool.search.source={self._config.source}: unexpected answer format "
+                f"({type(error).__name__}: {error}), expected that of "
+                f"tool.search.backend={self._config.backend}; the answer begins {body[:80]!r}"
             ) from error
-        return json.dumps([asdict(document) for document in documents])
+        return json.dumps(to_builtins(documents))
 
     async def _send_request(self, query: str, top_k: int) -> str:
         config, client = self._config, self._client_for_loop()

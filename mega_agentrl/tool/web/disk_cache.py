@@ -1,14 +1,14 @@
 """A cache on disk: one SQLite file that all processes of a machine share.
 
-Every `put` is one transaction in write-ahead mode: a process may be killed at any moment, and what
-was acknowledged (`put` returned True) stays; a power failure may lose the last entries. An entry
-older than its time to live is not returned. Beyond the size limit a batch of the least recently
-used entries is evicted (usage is recorded to the minute, so that reads rarely write).
+Every `put` is one transaction in write-ahead mode: if a process is killed, entries for which `put`
+returned True remain; a power failure may lose the last entries. An entry older than its time to
+live is not returned. Beyond the size limit a batch of the least recently used entries is evicted
+(usage is recorded to the minute, so that reads rarely write).
 
-The cache may fail, but not the run: what cannot be read is a miss, what cannot be written is not
-acknowledged. A damaged file, or one of another version, is renamed with a warning and replaced, by
-one process under a lock file; the others notice and open the new one. Not for network disks:
-write-ahead mode needs shared memory.
+Errors of the cache do not end the run: an entry that cannot be read is a miss, and `put` returns
+False for one that cannot be written. A damaged file, or one of another version, is renamed with a
+warning and replaced, by one process under a lock file; the others open the new one. Not for network
+disks: write-ahead mode needs shared memory.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class DiskCache:
         self._disconnect()
 
     def _file_lock(self) -> BaseFileLock:
-        """Return the lock between processes, which the end of its holder releases."""
+        """Return the lock between processes, which is released when its holder ends."""
         path = self._path.with_name(f"{self._path.name}.lock")
         return FileLock(path, timeout=BUSY_TIMEOUT_S, mode=0o644, fallback_to_soft=False)
 
@@ -217,7 +217,7 @@ class DiskCache:
             reason,
             quarantine_name,
         )
-        # The log first: if killed in between, an old log must not lie beside a new file.
+        # The log first: if the process is killed in between, no old log is beside a new file.
         for suffix in ("-wal", "-shm", ""):
             with suppress(FileNotFoundError):
                 Path(f"{self._path}{suffix}").rename(

@@ -3,8 +3,8 @@
 A call waits for its start in the `RateLimiter`, at most the timeout, and then for the server, at
 most the timeout again. Transient failures are retried with growing, jittered pauses: refused or
 broken connections, a busy resolver, status 429 and the 5xx of an overloaded or restarting server. A
-server's Retry-After delays every call of the process. Any other error is final. Use it only for
-calls that may be repeated: GET, or a POST that only reads.
+server's Retry-After delays every call of the process. Any other error is final. Only calls that may
+be repeated are allowed: GET, or a POST that only reads.
 
 The limiter is not `aiolimiter`'s, which can neither refuse at once a wait that is too long nor
 pause for a Retry-After.
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 RETRYABLE_STATUSES = frozenset({429, 500, 502, 503, 504})
 
 NUM_RETRIES = 2
-"""Retries after a transient failure: a restarting server needs one, a rate limit another; what
-still fails then will not recover within a call.
-"""
+"""Retries after a transient failure: one for a restarting server, one for a rate limit."""
 
 _CACHE_TIMEOUT_S = 15.0
 _MIN_BACKOFF_S = 0.2

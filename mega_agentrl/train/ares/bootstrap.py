@@ -3,11 +3,11 @@
 Each prompt gets `rollout.group_size` trajectories, sampled as in training, with random streams of
 their own (stream `bootstrap`). The weights do not change, so the whole pass is one batch: the
 threshold is the median over the pass, windows are counted by it, and difficulties and targets come
-from a single `ares.update`. The order of the prompts, the size of the chunks and interruptions make
-no difference. Alphas keep their initial values (under the released rules, up to rounding), because
-they move by the distance from a target that existed before. The visit counts for mastery.
+from a single `ares.update`. The result does not depend on the order of the prompts, the size of the
+chunks or interruptions. Alphas keep their initial values (under the released rules, up to
+rounding), because they change by the distance from an earlier target. The visit counts for mastery.
 
-Each chunk of `data.prompts_per_step` prompts is written to `bootstrap.jsonl` in the run folder when
+Each chunk of `data.prompts_per_step` prompts is written to `bootstrap.bin` in the run folder when
 it ends (`entropy_stats_file`); a killed pass continues after the last complete one. The pass waits
 for the engine, the tools and the rewards, which have deadlines of their own.
 """
@@ -27,18 +27,19 @@ from mega_agentrl.algo.mastery import MasteryState
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.entropy_stats_file import EntropyStatsFile
 from mega_agentrl.train.ares.shaping import build_rules, to_ares_stats
+from mega_agentrl.train.controllers import Controllers
 from mega_agentrl.train.evaluate import sample_trees
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mega_agentrl.algo.ares import AresHyperparams
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.types.components import Components
     from mega_agentrl.types.records import Prompt
 
-BOOTSTRAP_FILE = "bootstrap.jsonl"
+BOOTSTRAP_FILE = "bootstrap.bin"
 BOOTSTRAP_STREAM = "bootstrap"
 
 
@@ -75,17 +76,13 @@ def run_bootstrap(
             if progress is not None:
                 progress(file.num_chunks_done, len(chunks))
         rules = build_rules(config.algo, controllers.kl_coef(config.algo))
-        file.finish(compute_bootstrap_state(file, rules))
-    assert file.result is not None
-    return replace(
-        controllers,
-        ares=ares.AresState.from_dict(file.result["ares"]),
-        mastery=MasteryState.from_dict(file.result["mastery"]),
-    )
+        file.finish(to_builtins(compute_bootstrap_state(file, rules)))
+    result = from_builtins(Controllers, file.result, str(file.path))
+    return replace(controllers, ares=result.ares, mastery=result.mastery)
 
 
-def compute_bootstrap_state(file: EntropyStatsFile, rules: AresHyperparams) -> dict[str, Any]:
-    """Return the states of ARES and mastery after all chunks, as plain values."""
+def compute_bootstrap_state(file: EntropyStatsFile, rules: AresHyperparams) -> Controllers:
+    """Return the states of ARES and mastery after all chunks."""
     p95_B = torch.cat(
         [torch.zeros(0), *(chunk_stats.entropy_p95_B for chunk_stats in file.read_chunks())]
     )
@@ -101,14 +98,16 @@ def compute_bootstrap_state(file: EntropyStatsFile, rules: AresHyperparams) -> d
         stats.append(to_ares_stats(chunk_stats, state.threshold))
     if p95_B.numel():
         all_stats = ares.AresStats(
-            prompt_ids=tuple(name for one in stats for name in one.prompt_ids),
-            correct_B=torch.cat([one.correct_B for one in stats]),
-            hwe_B=torch.cat([one.hwe_B for one in stats]),
+            prompt_ids=tuple(
+                prompt_id for chunk_stats in stats for prompt_id in chunk_stats.prompt_ids
+            ),
+            correct_B=torch.cat([chunk_stats.correct_B for chunk_stats in stats]),
+            hwe_B=torch.cat([chunk_stats.hwe_B for chunk_stats in stats]),
             p95_B=p95_B,
         )
-        # No KL was measured, so its weights stay those of the configuration.
+        # No KL was measured, so the KL weights remain those of the configuration.
         state = replace(ares.update(state, all_stats, rules), betas=None)
-    return {"ares": state.to_dict(), "mastery": mastery_state.to_dict()}
+    return Controllers(ares=state, mastery=mastery_state)
 
 
 def format_bootstrap_summary(controllers: Controllers) -> str:

@@ -21,6 +21,7 @@ import torch
 
 from mega_agentrl.algo.ares.entropy_windows import hwe_count, threshold_p95, window_entropy
 from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.rollout.groups.scoring import valid_scores
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -75,47 +76,43 @@ def collect_entropy_stats(
     Raises:
         ValueError: A trajectory has no arg-max tokens although they are needed.
     """
-    valid_by_tree = [
-        [one for one in tree.trajectories if is_valid_trajectory(one)] for tree in trees
+    groups = [
+        [
+            trajectory
+            for trajectory in tree.trajectories
+            if trajectory.score is not None and not trajectory.failed
+        ]
+        for tree in trees
     ]
     trigger_tensor = None if trigger_ids is None else torch.tensor(sorted(trigger_ids))
-    measured = [_measure_tree(group, trigger_tensor) for group in valid_by_tree if group]
-    trajectories = [one for group in valid_by_tree for one in group]
+    measured = [_measure_tree(group, trigger_tensor) for group in groups if group]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    is_correct = [score.correct for score in valid_scores(trajectories)]
     return EntropyStats(
-        trajectory_ids=tuple(one.trajectory_id for one in trajectories),
-        prompt_ids=tuple(one.prompt.prompt_id for one in trajectories),
-        is_correct_B=torch.tensor([_is_correct(one) for one in trajectories], dtype=torch.bool),
+        trajectory_ids=tuple(trajectory.trajectory_id for trajectory in trajectories),
+        prompt_ids=tuple(trajectory.prompt.prompt_id for trajectory in trajectories),
+        is_correct_B=torch.tensor(is_correct, dtype=torch.bool),
         entropy_p95_B=torch.cat([torch.zeros(0), *(p95_R for p95_R, _, _ in measured)]),
         mean_entropy_B=torch.cat([torch.zeros(0), *(mean_R for _, mean_R, _ in measured)]),
         window_entropies=tuple(window_N for _, _, windows in measured for window_N in windows),
     )
 
 
-def is_valid_trajectory(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory finished and has a score."""
-    return not trajectory.failed and trajectory.score is not None
-
-
-def _is_correct(trajectory: Trajectory) -> bool:
-    assert trajectory.score is not None
-    return trajectory.score.correct
-
-
 def _measure_tree(
     group: Sequence[Trajectory], trigger_tensor: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the 95th percentile [R], the mean entropy [R] and the windows of each trajectory."""
-    positions = [_window_positions(one) for one in group]
+    positions = [_window_positions(trajectory) for trajectory in group]
     width = max((int(position_N[-1]) + 1 for position_N in positions if len(position_N)), default=0)
     entropy_RS = torch.zeros(len(group), width)
     sampled_RS = torch.zeros(len(group), width, dtype=torch.bool)
-    for row, (one, position_N) in enumerate(zip(group, positions, strict=True)):
-        entropy_RS[row, position_N] = _tensor_via_numpy(one.entropies, "f4")
-        sampled_RS[row, position_N] = _uint8_tensor(one.loss_mask).bool()
+    for row, (trajectory, position_N) in enumerate(zip(group, positions, strict=True)):
+        entropy_RS[row, position_N] = _tensor_via_numpy(trajectory.entropies, "f4")
+        sampled_RS[row, position_N] = _uint8_tensor(trajectory.loss_mask).bool()
     window_RS = window_entropy(entropy_RS, sampled_RS)
     windows = [
-        _mask_untriggered(one, window_RS[row, position_N], trigger_tensor)
-        for row, (one, position_N) in enumerate(zip(group, positions, strict=True))
+        _mask_untriggered(trajectory, window_RS[row, position_N], trigger_tensor)
+        for row, (trajectory, position_N) in enumerate(zip(group, positions, strict=True))
     ]
     mean_R = masked_mean(entropy_RS, sampled_RS, 1)
     return threshold_p95(entropy_RS, sampled_RS), mean_R, windows
@@ -136,21 +133,21 @@ def _tensor_via_numpy(values: Sequence[float], dtype: str) -> torch.Tensor:
 
 
 def _uint8_tensor(values: Sequence[int]) -> torch.Tensor:
-    """Convert numbers below 256, [N] uint8; another four times as fast."""
+    """Convert numbers below 256, [N] uint8; four times as fast as `_tensor_via_numpy`."""
     return torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.zeros(0)
 
 
 def _mask_untriggered(
     trajectory: Trajectory, window_N: torch.Tensor, trigger_tensor: torch.Tensor | None
 ) -> torch.Tensor:
-    """Set windows that no trigger token starts to NaN."""
+    """Set windows that do not start at a trigger token to NaN."""
     if trigger_tensor is None:
         return window_N
     if len(trajectory.argmax_ids) != len(window_N):
         raise ValueError(
             f"trajectory {trajectory.trajectory_id}: got {len(trajectory.argmax_ids)} argmax_ids "
             f"for {len(window_N)} tokens, expected one each with algo.ares.trigger_words_file; "
-            "probable cause: it was read from a file of an older version"
+            "probable cause: the engine did not record them"
         )
     argmax_N = _tensor_via_numpy(trajectory.argmax_ids, "i8")
     return torch.where(torch.isin(argmax_N, trigger_tensor), window_N, torch.nan)

@@ -7,18 +7,19 @@
     kl_B = mean_ref_kl(batch, trees, step, kind)
     controllers = update_controllers(controllers, step, kl_B)            after it
 
-`paper`: the state before the step shapes and weighs the step; a prompt without a known difficulty
-gets the one that its own group shows. Without a threshold the step's own is used, so that the first
-batch has counts from which the targets start; it gets no entropy rewards. The KL is known only for
-the trajectories that are trained on, and the lambdas of their buckets follow these alone.
+`paper`: rewards and KL weights of a step come from the state before it; a prompt without a known
+difficulty gets the difficulty of its own group. Without a threshold the step's own is used, so that
+the first batch has counts from which the targets start; that batch gets no entropy rewards. The KL
+is known only for the trajectories that are trained on, and only these change the lambdas.
 
-`released` reproduces the published code (github.com/shawn0728/ARES): difficulty, targets and alphas
-of the batch itself shape it, and windows are counted by the threshold from before it, all of them
-while there is none. If groups are filtered, its rewards are made before any of that exists: every
-prompt is easy, with target 0 and alpha 0.5. KL is weighed by trajectory. It differs from that code
-in three points: entropies are exact, where the code uses those of the 10 likeliest tokens, with
-their tail for counting and without it for the threshold; the filter judges rewards that are not
-shaped yet; and the KL controller, one for all ranks, runs once a step, not per micro-batch.
+`released` reproduces the published code (github.com/shawn0728/ARES): a batch is shaped with its own
+difficulties, targets and alphas, and windows are counted with the threshold from before the batch;
+without one every window counts. If groups are filtered, that code computes rewards before it knows
+any of these: every prompt is easy, with target 0 and alpha 0.5. KL is weighted per trajectory. This
+module differs from that code in three points: entropies are exact, where the code uses the 10 most
+probable tokens, with their tail for counting and without it for the threshold; groups are filtered
+by rewards that are not shaped yet; and there is one KL controller for all ranks, which runs once
+per step, not per micro-batch.
 
 A trajectory may have several rows in the batch (`TrainBatch.trajectory_B`). B counts rows of the
 batch or, in `AresStep`, the trajectories of the statistics.
@@ -35,7 +36,7 @@ from mega_agentrl.algo import ares, mastery
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.masking import masked_sum
 from mega_agentrl.config.enums import AresMode
-from mega_agentrl.train.trajectory_rows import row_owners
+from mega_agentrl.train.trajectory_rows import row_trajectories
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -256,19 +257,18 @@ def _match_rows(
     Rows of one trajectory follow each other in order, as `batch.packing` makes them. Trajectories
     without statistics are left out.
     """
-    ids = [one.trajectory_id for tree in trees for one in tree.trajectories]
-    owners = row_owners(batch)
-    if (batch.trajectory_B is None and len(ids) != batch.num_rows) or max(
-        owners, default=-1
-    ) >= len(ids):
+    ids = [trajectory.trajectory_id for tree in trees for trajectory in tree.trajectories]
+    owners = row_trajectories(batch)
+    is_other_size = batch.trajectory_B is None and len(ids) != batch.num_rows
+    if is_other_size or max(owners, default=-1) >= len(ids):
         raise ValueError(
             f"trees: got {len(ids)} trajectories for a batch of {batch.num_rows} rows, expected "
-            "those that the batch was packed of; probable cause: rows were added or taken out "
-            "in between"
+            "those that the batch was packed from; probable cause: rows were added or removed "
+            "after packing"
         )
-    number = {name: index for index, name in enumerate(entropy_stats.trajectory_ids)}
+    index_by_id = {name: index for index, name in enumerate(entropy_stats.trajectory_ids)}
     starts = [0] * len(ids)
     for row, (owner, size) in enumerate(zip(owners, batch.length_B.tolist(), strict=True)):
-        if ids[owner] in number:
-            yield row, number[ids[owner]], starts[owner]
+        if ids[owner] in index_by_id:
+            yield row, index_by_id[ids[owner]], starts[owner]
         starts[owner] += size

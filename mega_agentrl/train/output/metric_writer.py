@@ -1,7 +1,8 @@
 """Write metrics, one JSON line per step, pass them to trackers, and time the phases of a step.
 
 `metrics.jsonl` holds ``{"step": int, "stage": str, "<name>": float, ...}``. Names are
-``area/name``; seconds are under ``time/``. A few values are strings, which trackers do not get.
+``area/name``; seconds are under ``time/``. A few values are strings, which trackers do not get. The
+file is plain text and not a `types.journal`, because people and other programs read it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class MetricWriter:
         self._file.close()
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Write one line. Non-finite values are written, too, never dropped."""
+        """Write one line, non-finite values included."""
         self._file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
@@ -72,13 +73,13 @@ class ThroughputMeter:
     """Computes the throughput metrics of a step.
 
     perf/tokens_per_s   response tokens of the batch over the seconds of all phases
-    perf/mfu            model FLOPs of the update (`estimate.flops`) over its seconds, the policy's
-                        GPUs and their bfloat16 peak (`estimate.flops`); left out on CPUs
-                        and on GPUs whose peak is unknown
+    perf/mfu            model FLOPs of the update over its seconds, the number of the policy's GPUs
+                        and their bfloat16 peak (`estimate.flops`); left out on CPUs and on GPUs
+                        whose peak is unknown
     """
 
     def __init__(self, config: TrainConfig, gpu_name: str) -> None:
-        """Take the name of the policy's GPUs, which is empty on CPUs."""
+        """Create the meter; `gpu_name` is the CUDA name of the policy's GPUs, empty on CPUs."""
         peak = peak_flops(gpu_name)
         self._peak_flops = None if peak is None else peak * config.parallel.world_size
         self._model_shape = None if peak is None else ModelShape.from_folder(config.model.path)

@@ -1,10 +1,10 @@
 """Build the report page of a run from the files in its folder.
 
-Reads `metrics.jsonl`, `config.yaml` and the trees under `rollouts/`; writes `report.html` beside
-them. It also works on a run that is still going on or was killed: missing parts are left out, and
-the page lists them. Trees are taken up to a number of bytes (`select_trees`); of a file that is too
-large to read, only the first part is used. Token texts are shown if there is a `tokenizer.json` in
-the folder's `model/` or in `model.path`.
+Reads `metrics.jsonl`, `config.yaml` and the trees under `rollouts/`, and writes `report.html` into
+the same folder. It also works for a run that is still active or was killed: missing parts are left
+out, and the page lists them. The number of bytes of trees is limited (`select_trees`); of a file
+that is too large to read, only the first part is used. Token texts are shown if there is a
+`tokenizer.json` in the folder's `model/` or in `model.path`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from mega_agentrl.report.tree_viewer.tree_json import TokenTexts, sampled_entrop
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
 from mega_agentrl.rollout.io.tree_file import read_trees
 from mega_agentrl.train.output.rollout_files import ROLLOUT_DIR, read_advantages
-from mega_agentrl.train.resume.run_dir import METRICS_FILE, write_atomic
+from mega_agentrl.train.resume.run_dir import METRICS_FILE
+from mega_agentrl.types.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,10 +50,10 @@ MAX_TREE_BYTES_READ = 200_000_000
 """Upper limit on the bytes of tree files that are read."""
 
 INTERRUPTED_TIMEOUT_S = 5.0
-"""Seconds for the page after a signal; after TERM mostly KILL follows 30 s later."""
+"""Seconds for the page after a signal: usually KILL follows 30 s after TERM."""
 
 FAILED_TIMEOUT_S = 60.0
-"""Seconds for the page of a failed run, which nobody waits for."""
+"""Seconds for the page of a failed run."""
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def write_report(
     """
     path = out or run_dir / REPORT_FILE
     text = render_page(_load_page(run_dir, budget_bytes))
-    write_atomic(path, text)
+    atomic_write(path, text)
     return path
 
 
@@ -135,7 +136,7 @@ class _TreeLoader:
         return notes
 
     def _load_file(self, path: Path, selected: Sequence[int]) -> list[str]:
-        """Load these trees of a file; of a damaged file those before the damage."""
+        """Load the selected trees of a file, or of a damaged file those before the damage."""
         blocks: list[EmbeddedTree] = []
         label, notes = path.stem, []
         try:
@@ -209,7 +210,7 @@ def _load_token_splitter(
     run_dir: Path, config: Mapping[str, Any]
 ) -> Callable[[Sequence[int]], list[str]] | None:
     """Return a function from token ids to their texts, or None without a tokenizer."""
-    # The import of transformers would take longer than everything else here.
+    # `tokenizers` alone, because importing transformers takes several seconds.
     for folder in (run_dir / "model", Path(str(config.get("model.path") or run_dir / "model"))):
         if (folder / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -240,10 +241,10 @@ class _ReportTimeout(BaseException):
 def write_interrupted_report(run_dir: Path, *, deadline_s: float) -> bool:
     """Write the page of a run that was stopped or has failed; return whether it was written.
 
-    Call it last, after the run is saved, its processes have ended and its error is printed, because
-    whoever stops a run may kill it soon after. An alarm in the main thread stops it after
+    Call it last, after the run is saved, its processes have ended and its error is printed: the
+    process may be killed soon after the signal. An alarm in the main thread stops the report after
     `deadline_s`. Nothing is raised, not even at Ctrl-C, so that the run's own error and exit code
-    stay as they are. If no page was written, a line in `logs/driver.log` says why.
+    remain. If no page was written, a line in `logs/driver.log` says why.
     """
     try:
         with _time_limit(deadline_s):

@@ -5,10 +5,10 @@
     held_out_before.jsonl, held_out_after.jsonl, held_out_before_greedy.jsonl, ...
     held_out_step_000020.jsonl     of a validation within RL
 
-The format of the trees is that of `rollout.io.tree_file`. They record what was sampled; advantages
-are computed later, and are an object from trajectory id to the mean advantage of its trained
-tokens, without the trajectories that have none. With `report.save_trees_every_steps=0` nothing is
-saved.
+The format of the trees is that of `rollout.io.tree_file`. Advantages are computed after the trees
+are complete, so they have a file of their own: an object from trajectory id to the mean advantage
+of its trained tokens, without the trajectories that have none. With
+`report.save_trees_every_steps=0` nothing is saved.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.io.tree_file import write_trees
-from mega_agentrl.train.resume.run_dir import write_atomic
-from mega_agentrl.train.trajectory_rows import row_owners
+from mega_agentrl.train.trajectory_rows import row_trajectories
+from mega_agentrl.types.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,8 +75,10 @@ def mean_advantages(trees: Sequence[RolloutTree], batch: TrainBatch) -> dict[str
     Raises:
         ValueError: The batch has no advantages, or rows of other trajectories.
     """
-    trajectory_ids = [one.trajectory_id for tree in trees for one in tree.trajectories]
-    owners = row_owners(batch)
+    trajectory_ids = [
+        trajectory.trajectory_id for tree in trees for trajectory in tree.trajectories
+    ]
+    owners = row_trajectories(batch)
     if batch.advantage_BT is None or not set(owners) <= set(range(len(trajectory_ids))):
         got = "no advantages" if batch.advantage_BT is None else f"rows of {1 + max(owners)}"
         raise ValueError(
@@ -100,7 +102,7 @@ def mean_advantages(trees: Sequence[RolloutTree], batch: TrainBatch) -> dict[str
 def write_advantages(trees_file: Path, advantages: dict[str, float]) -> None:
     """Write the advantages beside a file of trees, atomically."""
     path = trees_file.with_suffix(ADVANTAGES_SUFFIX)
-    write_atomic(path, json.dumps(advantages) + "\n")
+    atomic_write(path, json.dumps(advantages) + "\n")
 
 
 def read_advantages(trees_file: Path) -> dict[str, float]:

@@ -39,7 +39,7 @@ def restore(components: Components, config: TrainConfig) -> RunState | None:
         )
     has_rl_checkpoint = any(not run_state.is_mid_warm_start(folder) for folder in folders)
     needs_warm_start_reference = config.algo.needs_reference and not config.model.reference_path
-    if has_rl_checkpoint and components.open_sft_stream and needs_warm_start_reference:
+    if has_rl_checkpoint and components.make_demonstration_batches and needs_warm_start_reference:
         _restore_reference(components, config, folders)
     loaded = run_state.load_newest_checkpoint(components.policy, folders, components.critic)
     if components.critic is not None and (loaded is None or not loaded[1].step):
@@ -52,7 +52,7 @@ def restore(components: Components, config: TrainConfig) -> RunState | None:
     _, state = loaded
     components.prompt_source.load_state_dict(state.sampler_state)
     # The last step of the warm start is restored, but its log line is written again.
-    sft_steps = inf if state.warm_start_progress is None else state.warm_start_progress["step"] - 1
+    sft_steps = inf if state.warm_start_progress is None else state.warm_start_progress.step - 1
     run_state.truncate_metrics(
         run_dir,
         state.step,

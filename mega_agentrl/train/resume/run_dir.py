@@ -1,11 +1,11 @@
 """Prepare the run folder: empty for a new run, unchanged for one that continues.
 
-    run/config.yaml                 the settings, written before anything starts
-    run/metrics.jsonl               exists once the run has started
-    run/checkpoints/, run/start/    checkpoints (`run_state`)
-    run/critic/                     the critic's part of the checkpoints, if there is one
-    run/kept_rollouts.bin           trees that no checkpoint includes yet (`rollout.io.tree_store`)
-    run/summary.json                exists once the run is finished
+    run/config.yaml                    the settings, written before anything starts
+    run/metrics.jsonl                  exists once the run has started
+    run/checkpoints/, run/warm_start/  checkpoints (`run_state`)
+    run/critic/                        the critic's part of the checkpoints, if there is one
+    run/unfinished_step_rollouts.bin   trees that no checkpoint includes yet (`tree_store`)
+    run/summary.json                   exists once the run is finished
 
 An unfinished run continues if its settings are the same, except for those that only decide how and
 how long it computes (`MUTABLE_KEYS`). Any other run in the folder is renamed and kept beside it. An
@@ -16,17 +16,17 @@ should not be moved out of the way by a typing mistake.
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import yaml
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
 from mega_agentrl.report.config_diff import flatten_config
+from mega_agentrl.types.atomic_file import atomic_write
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.yaml", "metrics.jsonl", "summary.json"
-CHECKPOINTS_DIR, WARM_START_DIR, CRITIC_DIR = "checkpoints", "start", "critic"
-TREE_STORE_FILE = "kept_rollouts.bin"
+CHECKPOINTS_DIR, WARM_START_DIR, CRITIC_DIR = "checkpoints", "warm_start", "critic"
+TREE_STORE_FILE = "unfinished_step_rollouts.bin"
 
 MUTABLE_KEYS = (
     "run_dir",
@@ -68,7 +68,7 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[b
         is_resumed = resume and _is_resumable(run_dir, config_yaml)
         moved_to = None if is_resumed else _move_aside(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir / CONFIG_FILE, config_yaml)
+    atomic_write(run_dir / CONFIG_FILE, config_yaml)
     return is_resumed, moved_to
 
 
@@ -89,21 +89,6 @@ def changed_keys(earlier: str, now: str) -> list[str]:
             for mutable in MUTABLE_KEYS
         )
     ]
-
-
-def write_atomic(path: Path, text: str, *, fsync: bool = False) -> None:
-    """Write a file so that readers see either the old or the new content; create its folder.
-
-    `fsync` waits for the disk, so that the same holds after the machine goes down.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if fsync:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _is_resumable(run_dir: Path, config_yaml: str) -> bool:

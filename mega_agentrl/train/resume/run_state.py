@@ -3,7 +3,7 @@
     run/checkpoints/step-000020/                 model, optimizer, random state of every rank
     run/checkpoints/step-000020/manifest.json    written last; its `extra` is the `RunState`
     run/checkpoints/warm-000100/                 of an interrupted warm start
-    run/start/step-000000/                       right after the warm start; is never removed
+    run/warm_start/step-000000/                       right after the warm start; is never removed
     run/critic/step-000020/                      the critic's part, written before the policy's
 
 Policy and run state share one folder, so that they are of the same step whenever a run is killed. A
@@ -11,7 +11,7 @@ checkpoint is valid once it has a manifest (`actor.checkpoint.checkpoint_dir`), 
 `keep` are kept. With a critic, its part must be valid, too, except before the first RL step.
 
 The state is that of the boundary between two steps. It does not include the weights in the engine
-(they are synced again), the reference (the weights in `start/`, or those of `model.path`), or
+(they are synced again), the reference (the weights in `warm_start/`, or those of `model.path`), or
 groups carried over to the next step, whose prompts the restored sampler returns again.
 """
 
@@ -20,19 +20,24 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
+from mega_agentrl.train.controllers import Controllers
+from mega_agentrl.train.evaluate import ValidationResult
 from mega_agentrl.train.resume.run_dir import (
     CHECKPOINTS_DIR,
     CRITIC_DIR,
     METRICS_FILE,
     WARM_START_DIR,
-    write_atomic,
 )
+from mega_agentrl.train.run_logger import LoggerState
+from mega_agentrl.train.warm_start import WarmStartProgress
+from mega_agentrl.types.atomic_file import atomic_write
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,55 +57,34 @@ class RunState:
 
     step: int
     """Finished RL steps."""
-    controller_state: Mapping[str, Any]
-    """`Controllers.to_dict()`; empty before the first RL step."""
     sampler_state: Mapping[str, Any]
     """State of the prompt sampler."""
+    controllers: Controllers | None = None
+    """State of the algorithm; None before the first RL step."""
     weight_version: int = 0
     """Version of the weights that the engines serve."""
-    logger_state: Mapping[str, Any] = field(default_factory=dict)
-    """`RunLogger.state_dict()`."""
-    validation_before: Mapping[str, Any] | None = None
+    logger_state: LoggerState = field(default_factory=LoggerState)
+    """State of the `RunLogger`."""
+    validation_before: ValidationResult | None = None
     """Validation before RL; None if it has not been made yet."""
-    warm_start_progress: Mapping[str, Any] | None = None
-    """`WarmStartProgress` of a run that is still in its warm start, else None."""
+    warm_start_progress: WarmStartProgress | None = None
+    """Last step of a run that is still in its warm start, else None."""
     last_validated_step: int = 0
     """Last RL step that was followed by a validation within RL; 0 for none."""
+
+    @property
+    def position(self) -> str:
+        """Name of the last step, for messages."""
+        if self.warm_start_progress is not None:
+            return f"step {self.warm_start_progress.step} of the warm start"
+        return f"RL step {self.step}"
 
     @property
     def checkpoint_name(self) -> str:
         """Name of the checkpoint's folder."""
         if self.warm_start_progress is not None:
-            return f"{_WARM_START_PREFIX}{self.warm_start_progress['step']:06d}"
+            return f"{_WARM_START_PREFIX}{self.warm_start_progress.step:06d}"
         return f"step-{self.step:06d}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and maps, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """Read what `to_dict` returned; raise `ValueError` for anything else."""
-        expected = {spec.name for spec in fields(cls)}
-        if set(values) != expected:
-            raise ValueError(
-                f"run state: got keys {sorted(values)}, expected {sorted(expected)}; probable "
-                "cause: a checkpoint without a run's state, or of another version"
-            )
-        return cls(
-            step=int(values["step"]),
-            controller_state=dict(values["controller_state"]),
-            sampler_state=dict(values["sampler_state"]),
-            weight_version=int(values["weight_version"]),
-            logger_state=dict(values["logger_state"]),
-            validation_before=None
-            if values["validation_before"] is None
-            else dict(values["validation_before"]),
-            warm_start_progress=None
-            if values["warm_start_progress"] is None
-            else dict(values["warm_start_progress"]),
-            last_validated_step=int(values["last_validated_step"]),
-        )
 
 
 def save_checkpoint(
@@ -132,8 +116,7 @@ def save_checkpoint(
     valid = {path for path, _ in checkpoint_folder.list_checkpoints(folder.parent)}
     if same_policy and folder in valid:
         manifest = checkpoint_folder.CheckpointManifest.read(folder)
-        extra = checkpoint_folder.to_json_dict(state.to_dict(), "extra")
-        replace(manifest, extra=extra).write(folder)
+        replace(manifest, extra=to_builtins(state)).write(folder)
         return folder
     if folder not in valid:
         (folder / checkpoint_folder.MANIFEST_FILE).unlink(missing_ok=True)
@@ -143,7 +126,7 @@ def save_checkpoint(
         (critic_folder / checkpoint_folder.MANIFEST_FILE).unlink(missing_ok=True)
         # One more than the policy, whose newest checkpoint is written after this one.
         critic.save_checkpoint(critic_folder, {}, keep + 1)
-    policy.save_checkpoint(folder, state.to_dict(), keep)
+    policy.save_checkpoint(folder, to_builtins(state), keep)
     return folder
 
 
@@ -180,7 +163,7 @@ def load_newest_checkpoint(
             return folder, load_checkpoint(policy, folder, critic)
         except (RuntimeError, ValueError) as error:
             damage = _find_damage(folder)
-            if damage is None and critic is not None and _checkpoint_step(folder):
+            if damage is None and critic is not None and read_run_state(folder).step:
                 damage = _find_damage(_critic_checkpoint_dir(folder))
             if damage is None:
                 raise
@@ -196,19 +179,25 @@ def load_checkpoint(policy: Policy, folder: Path, critic: Critic | None = None) 
     Raises:
         ValueError: The checkpoint contains no state of a run.
     """
-    state = RunState.from_dict(checkpoint_folder.CheckpointManifest.read(folder).extra)
+    state = read_run_state(folder)
     if critic is not None and state.step:
         critic.load_checkpoint(_critic_checkpoint_dir(folder))
     policy.load_checkpoint(folder)
     return state
 
 
+def read_run_state(folder: Path) -> RunState:
+    """Read the state of the run from a checkpoint.
+
+    Raises:
+        ValueError: The checkpoint contains none.
+    """
+    extra = checkpoint_folder.CheckpointManifest.read(folder).extra
+    return from_builtins(RunState, extra, f"state of the run in {folder}")
+
+
 def _critic_checkpoint_dir(folder: Path) -> Path:
     return folder.parent.parent / CRITIC_DIR / folder.name
-
-
-def _checkpoint_step(folder: Path) -> int:
-    return RunState.from_dict(checkpoint_folder.CheckpointManifest.read(folder).extra).step
 
 
 def _find_damage(folder: Path) -> str | None:
@@ -255,7 +244,7 @@ def truncate_metrics(
         )
     ]
     if len(remaining) < len(lines):
-        write_atomic(path, "".join(remaining))
+        atomic_write(path, "".join(remaining))
     return len(lines) - len(remaining)
 
 

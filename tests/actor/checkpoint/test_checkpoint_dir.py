@@ -1,3 +1,5 @@
+"""Checkpoint folders: written whole or not at all, found, checked and pruned."""
+
 from __future__ import annotations
 
 import os
@@ -64,7 +66,7 @@ def test_the_newest_whole_checkpoint_is_the_latest(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["begin", "write", "rename", "manifest"])
-def test_whatever_moment_it_ends_the_previous_checkpoint_stays(tmp_path, moment, monkeypatch):
+def test_a_save_ended_at_any_moment_leaves_the_previous_checkpoint(tmp_path, moment, monkeypatch):
     first = write(tmp_path / "first", 1)
     before = {path.name: path.read_bytes() for path in first.iterdir()}
 
@@ -83,13 +85,12 @@ def test_whatever_moment_it_ends_the_previous_checkpoint_stays(tmp_path, moment,
     assert latest_checkpoint(tmp_path) == first
     assert {path.name: path.read_bytes() for path in first.iterdir()} == before
     # The same name can be used again, whatever is left of it.
-    assert latest_checkpoint(tmp_path) == first
     second = write(tmp_path / "second", 2)
     assert latest_checkpoint(tmp_path) == second
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
-def test_contents_are_compared_when_asked(tmp_path):
+def test_contents_are_compared_if_asked_for(tmp_path):
     folder = write(tmp_path / "a")
     manifest = CheckpointManifest.read(folder)
     (folder / "data").write_bytes(bytes(99) + b"zz")
@@ -109,7 +110,7 @@ def test_a_file_that_lost_bytes_before_the_rename_stops_the_save(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_what_is_there_is_not_replaced(tmp_path):
+def test_an_existing_folder_is_not_replaced(tmp_path):
     write(tmp_path / "a")
     with pytest.raises(ValueError, match="there is a finished checkpoint"):
         create_partial_folder(tmp_path / "a", "x")

@@ -88,7 +88,7 @@ def test_trained_weights_give_the_same_log_probs_in_transformers(
     got_BT = torch.empty(batch.response_BT.shape)
     got_BT[scored[0]] = scored[1]
     torch.testing.assert_close(got_BT, torch_logp(tmp_path / "hf", batch), rtol=0, atol=1e-4)
-    # They did move, and the checkpoint holds the same.
+    # The weights have moved, and the checkpoint holds the same.
     assert (got_BT - torch_logp(folders[name], batch)).abs().max() > 1e-2
     convert_checkpoint_to_hf(tmp_path / "run/one", folders[name], tmp_path / "converted")
     exported, converted = tensors(tmp_path / "hf"), tensors(tmp_path / "converted")
@@ -144,6 +144,7 @@ def saved(tmp_path_factory, batch, rank_pool, train_config):
         (torch.bfloat16, "weight", torch.bfloat16),
         (torch.float32, "master", torch.float32),
     ],
+    ids=["default", "bfloat16", "float32"],
 )
 def test_weights_or_masters_are_written(saved, tmp_path, dtype, kind, written):
     model, checkpoint, values = saved
@@ -158,7 +159,7 @@ def test_weights_or_masters_are_written(saved, tmp_path, dtype, kind, written):
             assert torch.equal(got[name][rect.slices], value), name
 
 
-def test_small_files_hold_the_same(saved, tmp_path):
+def test_many_small_files_hold_the_same_as_one(saved, tmp_path):
     model, checkpoint, _ = saved
     convert_checkpoint_to_hf(checkpoint, model, tmp_path / "one")
     convert_checkpoint_to_hf(checkpoint, model, tmp_path / "many", max_file_bytes=12_000)
@@ -169,7 +170,7 @@ def test_small_files_hold_the_same(saved, tmp_path):
     assert index["weight_map"].keys() == one.keys() == many.keys()
 
 
-def test_what_does_not_fit_is_refused(saved, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
     model, checkpoint, _ = saved
     other = make_tiny_model("qwen3", tmp_path / "other", tied=False)
     with pytest.raises(ValueError, match="another model's folder"):

@@ -129,7 +129,7 @@ def test_bfloat16_runs_on_a_cpu_too(folders, one_rank, batch):
     assert close_S.float().mean() > 0.7
 
 
-def test_a_value_head_stands_on_the_body_of_a_language_model(folders, one_rank):
+def test_a_scalar_head_replaces_that_of_a_language_model(folders, one_rank):
     shape = ModelShape.from_folder(folders("qwen2, tied"))
     shape = dataclasses.replace(shape, head=HeadKind.scalar)
     (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
@@ -140,14 +140,13 @@ def test_a_value_head_stands_on_the_body_of_a_language_model(folders, one_rank):
     assert not model.output_weight().tensor_model_parallel
 
 
-def test_a_mapping_with_another_parameter_is_noticed(folders, one_rank):
+def test_a_mapping_without_a_parameter_is_refused(folders, one_rank):
     shape = ModelShape.from_folder(folders("qwen3"))
     chunks = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
     layout = megatron_layout(shape, one_rank.coordinates.model_parallel_rank)
+    lacking = [shard for shard in layout if shard.name != "decoder.final_layernorm.weight"]
     with pytest.raises(AssertionError, match="final_layernorm"):
-        check_parameter_shapes(
-            chunks, [s for s in layout if s.name != "decoder.final_layernorm.weight"]
-        )
+        check_parameter_shapes(chunks, lacking)
 
 
 def test_one_rescaled_expert_per_token_is_refused(folders, one_rank):
@@ -225,15 +224,12 @@ def test_a_norm_over_the_ranks_counts_every_element_once(number, name, ranks, fo
     shape = ModelShape.from_folder(folders(name))
     whole = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
     # 61 rows of the vocabulary are 64 in all layouts: one shard of 64, two of 32.
-    padding = (
-        3
-        * shape.hidden_size
-        * (1 if shape.tie_word_embeddings or shape.head is HeadKind.scalar else 2)
-    )
+    num_tables = 1 if shape.tie_word_embeddings or shape.head is HeadKind.scalar else 2
+    padding = num_tables * 3 * shape.hidden_size
     assert sum(result.counted for result in ranks(number, name)) == whole + padding
 
 
-def test_the_device_chosen_is_that_of_the_parameters(folders, one_rank):
+def test_parameters_are_on_the_device_of_the_rank(folders, one_rank):
     shape = ModelShape.from_folder(folders("qwen3"))
     (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32)
     assert {parameter.device for parameter in model.parameters()} == {device.current_device()}
@@ -276,7 +272,7 @@ def test_grad_sync_flags_by_kind_of_parameter(folders, sequence):
     assert model.named["output_layer.weight"].tensor_model_parallel
 
 
-def test_a_scalar_head_is_whole_and_never_summed(folders):
+def test_a_scalar_head_is_replicated_and_never_summed(folders):
     model = Named(["output_layer.weight"])
     set_grad_sync_flags(model, ModelShape.from_folder(folders("reward")), sequence=True)
     head = model.named["output_layer.weight"]

@@ -1,3 +1,5 @@
+"""Layers of a chunk, their norm, and queries, keys and values of tensor ranks."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ def shape(tmp_path):
     return make
 
 
-def test_virtual_chunks_take_their_own_dense_and_sparse_layers(shape):
+def test_virtual_chunks_have_their_own_dense_and_moe_layers(shape):
     moe = shape("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[1, 4])
     sparse = {
         (rank, chunk): [
@@ -40,7 +42,7 @@ def test_virtual_chunks_take_their_own_dense_and_sparse_layers(shape):
         for rank in range(2)
         for chunk in range(2)
     }
-    # Runs of two layers, dealt to (rank, chunk) in the order (0, 0), (1, 0), (0, 1), (1, 1).
+    # Runs of two layers, assigned to (rank, chunk) in the order (0, 0), (1, 0), (0, 1), (1, 1).
     assert sparse == {
         (0, 0): [True, False],
         (1, 0): [True, True],
@@ -79,12 +81,8 @@ def test_values_and_gradients_are_those_of_transformers(dtype):
     reference = Qwen3RMSNorm(64, eps=1e-6).to(dtype)
     reference.weight.data = weight.clone()
     norm_module = norm(weight.clone())
-    inputs = [
-        (3 * torch.randn(7, 5, 64, generator=torch.Generator().manual_seed(6)))
-        .to(dtype)
-        .requires_grad_()
-        for _ in range(2)
-    ]
+    value = 3 * torch.randn(7, 5, 64, generator=torch.Generator().manual_seed(6))
+    inputs = [value.to(dtype, copy=True).requires_grad_() for _ in range(2)]
     outs = [module(value) for module, value in zip((norm_module, reference), inputs, strict=True)]
     # The same roundings in the same order: equal in bfloat16, not only close.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.0}[dtype]

@@ -18,7 +18,7 @@ from mega_agentrl.actor.model.rotary_embedding import (
     compute_inv_freq,
     set_attention_factor,
 )
-from mega_agentrl.reshard.mapping.rope_config import RopeConfig, RopeType
+from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 from tests.tiny_models import LLAMA3_ROPE, YARN_ROPE
 
 ROPES = {
@@ -69,37 +69,13 @@ def test_frequencies_and_factor_are_those_of_transformers(name, head_dim):
     assert rope.attention_factor == theirs.attention_scaling
 
 
-def test_linear_by_hand():
-    # Width 4, base 100: 1 and 1/10, each divided by 5.
-    rope = RopeConfig(theta=100.0, rope_type=RopeType.linear, factor=5.0)
-    torch.testing.assert_close(compute_inv_freq(4, rope), torch.tensor([0.2, 0.02]))
-
-
-def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
-    rope = RopeConfig.from_config(
-        {"rope_parameters": LLAMA3_ROPE} | {"max_position_embeddings": 1}, ""
-    )
-    ratio = compute_inv_freq(16, RopeConfig(theta=10000.0)) / compute_inv_freq(16, rope)
-    # Wavelengths 6.3, 20, 63, ...: below 32 / 4, between, above 32.
-    assert ratio[0] == 1
-    assert 1 < ratio[1] < 4
-    torch.testing.assert_close(ratio[2:], torch.full((6,), 4.0))
-
-
-def test_angles_follow_the_position_not_the_place():
-    rotary = PackedRotaryEmbedding(4, RopeConfig(theta=100.0))
-    angle = rotary(torch.tensor([0, 1, 0, 2]))[:, 0, 0]
-    assert torch.equal(angle[0], angle[2])
-    torch.testing.assert_close(angle[3], torch.tensor([2.0, 0.2, 2.0, 0.2]))
-
-
 def test_casting_the_model_leaves_the_frequencies():
     rotary = PackedRotaryEmbedding(16, RopeConfig(theta=10000.0)).bfloat16()
     assert torch.equal(rotary.inv_freq, compute_inv_freq(16, RopeConfig(theta=10000.0)))
 
 
 @pytest.mark.parametrize("name", ["default", "yarn", "yarn_mscale", "yarn_given_factor"])
-def test_megatron_turns_queries_as_transformers_does(name):
+def test_megatron_rotates_queries_as_transformers_does(name):
     rope, config = both(name, 16)
     megatron = SimpleNamespace(
         apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False
@@ -120,7 +96,7 @@ def test_megatron_turns_queries_as_transformers_does(name):
     torch.testing.assert_close(got, expected.permute(2, 0, 1, 3), rtol=1e-6, atol=1e-6)
 
 
-def test_megatron_is_answered_with_the_positions():
+def test_megatron_receives_the_positions_as_the_sequence_length():
     position_S = torch.tensor([0, 1, 0, 1, 2])
     rotary = PackedRotaryEmbedding(4, RopeConfig(theta=100.0))
     rows = PackedRowParams.from_row_starts((0, 2, 5), position_S)

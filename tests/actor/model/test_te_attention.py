@@ -1,9 +1,13 @@
+"""Transformer Engine's attention on packed rows, on a GPU."""
+
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
 import torch
+
+from tests.reshard.model_cuts import make_shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_packed_rows_attend_as_with_torchs_kernels(one_rank):
+def test_packed_rows_attend_as_with_the_kernels_of_torch(one_rank):
     from megatron.core.transformer.enums import AttnMaskType
 
     from mega_agentrl.actor import device
@@ -22,23 +26,8 @@ def test_packed_rows_attend_as_with_torchs_kernels(one_rank):
     from mega_agentrl.actor.model.packed_attention import PackedRowParams, packed_attention
     from mega_agentrl.actor.model.te_attention import PackedTEAttention
     from mega_agentrl.config.sections.policy import ParallelConfig
-    from mega_agentrl.reshard.mapping.model_shape import ModelShape
-    from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 
-    shape = ModelShape(
-        architecture="Qwen3ForCausalLM",
-        num_layers=1,
-        hidden_size=128,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        ffn_hidden_size=64,
-        vocab_size=8,
-        norm_eps=1e-6,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        rope=RopeConfig(theta=10000.0),
-    )
+    shape = make_shape(num_layers=1, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=64)
     config = build_transformer_config(shape, one_rank, ParallelConfig(), torch.bfloat16)
     attention = PackedTEAttention(
         config=config,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.actor.parallel.context_parallel import (
     all_gather_tokens,
     gathered_token_indices,
     rank_token_indices,
-    rank_token_spans,
     row_length_multiple,
 )
 from tests.actor.gloo_ranks import run_ranks
@@ -24,13 +23,6 @@ def test_two_ranks_by_hand():
     assert gathered_token_indices(start_R, 2).tolist() == [0, 6, 7, 1, 2, 3, 8, 9, 10, 11, 4, 5]
 
 
-def test_one_rank_holds_all_in_order():
-    assert row_length_multiple(1) == 1
-    assert rank_token_spans(7, 0, 1) == [(0, 7)]
-    assert rank_token_indices((0, 3, 8), 0, 1).tolist() == list(range(8))
-
-
-@settings(deadline=None)
 @given(size=st.integers(2, 5), chunks=st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_ranks_share_tokens_and_scores_evenly(size, chunks):
     start_R = [0]
@@ -54,7 +46,7 @@ def exchange(rank, group):
     return gathered_W.flatten().tolist(), value_S.grad.flatten().tolist()
 
 
-def test_all_ranks_see_all_tokens_and_their_gradients_add_up(rank_pool):
+def test_all_ranks_gather_all_tokens_and_their_gradients_add_up(rank_pool):
     results = run_ranks(rank_pool, exchange, 2)
     assert [gathered for gathered, _ in results] == 2 * [[0.0, 1.0, 2.0, 10.0, 11.0, 12.0]]
     assert [grad for _, grad in results] == [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]

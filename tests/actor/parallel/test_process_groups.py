@@ -1,3 +1,5 @@
+"""Coordinates of ranks and groups of them, by hand."""
+
 from __future__ import annotations
 
 import pytest
@@ -25,7 +27,7 @@ def test_tensor_runs_fastest_then_context_then_data_then_pipeline():
     assert len(everyone) == layout.world_size == 24
 
 
-def test_experts_cut_the_ranks_of_a_stage_another_way():
+def test_experts_divide_the_ranks_of_a_stage_in_another_order():
     layout = ParallelConfig(tensor=2, data=4, pipeline=2, expert=2, expert_tensor=2)
     # Inside a stage: expert tensor fastest, then expert, then expert data.
     places = [RankCoordinates.from_rank(rank, layout) for rank in range(8)]
@@ -42,39 +44,26 @@ def test_groups_are_rows_of_the_grid():
     assert model == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_of_many_ranks_the_first_and_the_last_are_named():
+def test_many_ranks_are_named_by_the_first_and_the_last():
     assert format_ranks(range(0, 64, 8)) == "ranks 0, 8, 16, 24, 32, 40, 48, 56"
     assert format_ranks(range(0, 72, 8)) == "ranks 0, 8, ... 64 (9 in all)"
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "data": 4, "expert": 4}, {"context": 4}])
-def test_a_partition_holds_each_rank_once(layout):
-    layout = ParallelConfig(pipeline=2, **layout)
-    parts = partition_ranks(layout, ("expert", "pipeline"))
-    assert sorted(rank for part in parts for rank in part) == list(range(layout.world_size))
-
-
 def test_a_rank_outside_the_layout_is_an_error():
-    with pytest.raises(ValueError, match=r"rank=4: expected 0\.\.3 from parallel.tensor=2"):
+    with pytest.raises(ValueError, match="rank=4"):
         RankCoordinates.from_rank(4, ParallelConfig(tensor=2, data=2))
 
 
 def test_experts_that_do_not_divide_the_stage_are_an_error():
     layout = ParallelConfig(tensor=2, pipeline=2, expert=4)
-    with pytest.raises(ValueError, match=r"parallel.expert=4.*expected a divisor of 2"):
+    with pytest.raises(ValueError, match=r"parallel\.expert=4"):
         RankCoordinates.from_rank(0, layout)
 
 
 def test_a_world_of_another_size_is_an_error_before_anyone_waits():
-    with pytest.raises(ValueError, match="world_size=2: expected 1"):
-        init_process_groups(
-            ParallelConfig(),
-            rank=0,
-            world_size=2,
-            master_address="127.0.0.1",
-            master_port=1,
-            timeout_s=1.0,
-        )
+    address = {"master_address": "127.0.0.1", "master_port": 1}
+    with pytest.raises(ValueError, match="world_size=2"):
+        init_process_groups(ParallelConfig(), rank=0, world_size=2, **address, timeout_s=1.0)
 
 
 def test_one_rank_has_every_group_and_can_leave_twice(one_rank):

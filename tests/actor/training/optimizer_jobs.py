@@ -33,13 +33,14 @@ CASES = {
 
 
 def build(groups, dtype, distributed, experts=False):
+    """Return (chunk, optimizer, function that takes a step) on this rank."""
     chunk = wrap(groups, dtype, distributed=distributed, experts=experts)
     optimizer = AdamOptimizer([chunk], groups, SETTINGS, dtype, distributed=distributed)
 
-    def step(number):
+    def step(number, lr=0.05):
         optimizer.zero_grad()
         fill(chunk, groups, number)
-        optimizer.step(0.05)
+        return optimizer.step(lr)
 
     return chunk, optimizer, step
 
@@ -74,8 +75,7 @@ def run(groups, dtype, distributed, poisoned, late=False):
     rank = groups.coordinates.data_rank + groups.coordinates.model_parallel_rank.tensor_rank
     rank += groups.coordinates.model_parallel_rank.pipeline_rank
     experts = groups.coordinates.model_parallel_rank.expert_size > 1
-    chunk = wrap(groups, dtype, distributed=distributed, experts=experts)
-    optimizer = AdamOptimizer([chunk], groups, SETTINGS, dtype, distributed=distributed)
+    chunk, optimizer, _ = build(groups, dtype, distributed, experts)
     results = []
     for step, poison in ((0, False), (1, True), (1, False), (2, False)):
         optimizer.zero_grad()

@@ -12,16 +12,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mega_agentrl.actor import device
-from mega_agentrl.actor.parallel import process_groups
-from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig
-from tests.parallel.pool import free_port
+from mega_agentrl.config.sections.policy import OptimConfig
 
 SHAPES = {"matrix": (8, 6), "vector": (5,), "router": (3, 6), "tied": (4, 6), "expert": (4, 6)}
 SETTINGS = OptimConfig(lr=0.05, weight_decay=0.5, betas=[0.8, 0.9], grad_clip=2.0)
@@ -115,20 +111,3 @@ class Reference:
             group["lr"] = lr
         self._adam.step()
         return norm
-
-
-@contextmanager
-def alone():
-    """Create process groups of a single rank, in this process."""
-    device.init_device(0)
-    try:
-        yield process_groups.init_process_groups(
-            ParallelConfig(),
-            rank=0,
-            world_size=1,
-            master_address="127.0.0.1",
-            master_port=free_port(),
-            timeout_s=30.0,
-        )
-    finally:
-        process_groups.destroy_process_groups()

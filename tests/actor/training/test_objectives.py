@@ -1,3 +1,5 @@
+"""Objectives: splits of a batch add up to the whole; metrics and importance weights of losses."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +17,8 @@ from mega_agentrl.actor.training.objectives import (
     policy_metrics,
 )
 from mega_agentrl.actor.training.packing import pack_rows
-from mega_agentrl.config.enums import KlPlacement, LossAggregation, PolicyLoss
+from mega_agentrl.config.algorithm_traits import LOSSES
+from mega_agentrl.config.enums import KlPlacement, LossAggregation
 from mega_agentrl.config.sections.algo import AlgoConfig
 from tests.actor.training.objective_jobs import gradients
 from tests.actor.training.whole_objective import loss_in_one_piece, objective, with_corrections
@@ -47,9 +50,9 @@ def value_of(piece, batch, cut):
     return total.item(), logp_BT.grad, sums
 
 
-@pytest.mark.parametrize("loss", PolicyLoss)
+@pytest.mark.parametrize("loss", LOSSES.registered())
 @pytest.mark.parametrize("aggregation", LossAggregation)
-def test_the_cut_into_micro_batches_changes_nothing(aggregation, loss, batch):
+def test_the_split_into_micro_batches_changes_nothing(aggregation, loss, batch):
     algo = AlgoConfig(loss_aggregation=aggregation, loss=loss, kl_coef=0.1, entropy_coef=0.01)
     piece = PolicyObjective(algo, batch, batch.mask_BT)
     whole = value_of(piece, batch, [[0, 1, 2, 3, 4, 5]])
@@ -66,10 +69,7 @@ def test_context_ranks_add_up_to_the_whole(aggregation, size, batch):
     algo = AlgoConfig(loss_aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
     rows = [0, 1, 2, 3, 4, 5]
     logp_BT = 1.05 * batch.old_logp_BT
-    for piece in (
-        PolicyObjective(algo, batch, batch.mask_BT),
-        SftObjective(batch.mask_BT),
-    ):
+    for piece in (PolicyObjective(algo, batch, batch.mask_BT), SftObjective(batch.mask_BT)):
         _, whole = piece(pack_rows(batch, rows, batch.mask_BT, CPU), logp_BT, -logp_BT)
         parts = []
         for rank in range(size):
@@ -84,13 +84,6 @@ def test_context_ranks_add_up_to_the_whole(aggregation, size, batch):
         assert min(float(share["num_tokens"]) for share in parts) > 0
 
 
-def test_masked_tokens_pull_on_nothing(batch):
-    piece = PolicyObjective(AlgoConfig(kl_coef=0.1), batch, batch.mask_BT)
-    _, gradient_BT, sums = value_of(piece, batch, [[0, 1, 2, 3, 4, 5]])
-    assert gradient_BT[~batch.mask_BT].abs().max() == 0
-    assert sums["num_tokens"] == batch.mask_BT.sum()
-
-
 def test_sft_loss_is_the_mean_negative_log_prob(batch):
     loss, gradient_BT, _ = value_of(SftObjective(batch.mask_BT), batch, [[0, 1, 2], [3, 4, 5]])
     expected = -1.05 * batch.old_logp_BT[batch.mask_BT].mean()
@@ -98,7 +91,7 @@ def test_sft_loss_is_the_mean_negative_log_prob(batch):
     torch.testing.assert_close(gradient_BT, -batch.mask_BT.float() / batch.mask_BT.sum())
 
 
-def test_a_batch_without_what_it_needs_is_named(batch):
+def test_fields_that_a_batch_lacks_are_named(batch):
     bare = dataclasses.replace(batch, old_logp_BT=None, ref_logp_BT=None)
     with pytest.raises(ValueError, match="no old_logp_BT;"):
         PolicyObjective(AlgoConfig(), bare, batch.mask_BT)
@@ -107,8 +100,8 @@ def test_a_batch_without_what_it_needs_is_named(batch):
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("loss", PolicyLoss)
-def test_cuts_pull_like_the_objective_in_one_piece(loss, corrected, batch):
+@pytest.mark.parametrize("loss", LOSSES.registered())
+def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected, batch):
     """Gradients of log-probs and entropies, over micro-batches and context ranks."""
     if corrected:
         batch = with_corrections(batch)
@@ -120,7 +113,7 @@ def test_cuts_pull_like_the_objective_in_one_piece(loss, corrected, batch):
     )
     assert expected[0][batch.mask_BT].abs().sum() > 0.1
     piece = PolicyObjective(algo, batch, batch.mask_BT)
-    for num_context in (1, 2) if loss is not PolicyLoss.gspo else (1,):
+    for num_context in (1, 2) if loss != "gspo" else (1,):
         total = 0.0
         for rank in range(num_context):
             for rows in ([4], [], [5, 0], [1, 2, 3]):
@@ -133,23 +126,19 @@ def test_cuts_pull_like_the_objective_in_one_piece(loss, corrected, batch):
         torch.testing.assert_close(got, expected)
 
 
-def test_gspo_over_a_cut_row_is_a_bug(batch):
-    piece = PolicyObjective(objective(PolicyLoss.gspo), batch, batch.mask_BT)
+def test_gspo_over_a_divided_row_is_a_bug(batch):
+    piece = PolicyObjective(objective("gspo"), batch, batch.mask_BT)
     micro = pack_rows(batch, [0], batch.mask_BT, CPU, context_rank=0, context_size=2)
-    with pytest.raises(AssertionError, match="check_loss"):
+    with pytest.raises(AssertionError, match="check_algo"):
         piece(micro, batch.old_logp_BT[:1], batch.old_logp_BT[:1])
 
 
-def test_a_kl_in_the_reward_is_reported_and_pulls_on_nothing(batch):
+def test_a_kl_in_the_reward_is_reported_and_has_no_gradient(batch):
     rows = [0, 1, 2, 3, 4, 5]
-    in_loss, in_reward = (
-        value_of(PolicyObjective(algo, batch, batch.mask_BT), batch, [rows])
-        for algo in (
-            AlgoConfig(kl_coef=0.5),
-            AlgoConfig(kl_coef=0.5, kl_placement=KlPlacement.reward),
-        )
+    in_loss, in_reward, without = (
+        value_of(PolicyObjective(AlgoConfig(**algo), batch, batch.mask_BT), batch, [rows])
+        for algo in ({"kl_coef": 0.5}, {"kl_coef": 0.5, "kl_placement": KlPlacement.reward}, {})
     )
-    without = value_of(PolicyObjective(AlgoConfig(), batch, batch.mask_BT), batch, [rows])
     assert in_reward[2]["ref_kl"] == in_loss[2]["ref_kl"] > 0
     assert torch.equal(in_reward[1], without[1]) and not torch.equal(in_loss[1], without[1])
 
@@ -162,7 +151,7 @@ def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
 
     The example's loss is loaded in each rank's process.
     """
-    losses = [one for one in PolicyLoss if one is not PolicyLoss.gspo or "context" not in layout]
+    losses = [one for one in LOSSES.registered() if one != "gspo" or "context" not in layout]
     algos = [objective(loss) for loss in (*losses, EXAMPLE)]
     config = train_config(checkpoints[True], **layout)
     model = load_model(checkpoints[True])
@@ -191,7 +180,9 @@ def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
 
 def term(loss, correction_RT=None):
     """Return loss, metrics, and the gradient of the summed loss."""
-    algo = AlgoConfig(loss=loss, clip_low=0.2, clip_high=0.3, clip_dual=1.5)
+    values = {"clip_low": 0.2, "clip_high": 0.3, "clip_dual": 1.5}
+    options = {name: values[name] for name in LOSSES.find(loss).options}
+    algo = AlgoConfig(loss=loss, loss_options=options)
     logp_RT = (OLD_RT + LOG_RATIO_RT).requires_grad_()
     loss_RT, info = compute_policy_loss(algo, logp_RT, OLD_RT, ADVANTAGE_RT, MASK_RT, correction_RT)
     loss_RT.sum().backward()
@@ -202,13 +193,13 @@ def term(loss, correction_RT=None):
     ("loss", "value", "gradient"),
     [
         # Above the range and A > 0: the bound, no gradient. Below it and A < 0: the bound too.
-        (PolicyLoss.clipped, [[-2.6, -2, 0], [0.8, 0.8, 1]], [[0, -2, 0], [0, 0, 1]]),
+        ("clipped", [[-2.6, -2, 0], [0.8, 0.8, 1]], [[0, -2, 0], [0, 0, 1]]),
         # The same values; above the range the gradient keeps the factor 1.3.
-        (PolicyLoss.balanced, [[-2.6, -2, 0], [0.8, 0.8, 1]], [[-2.6, -2, 0], [0, 0, 1]]),
+        ("balanced", [[-2.6, -2, 0], [0.8, 0.8, 1]], [[-2.6, -2, 0], [0, 0, 1]]),
         # Row 0: ratio exp(1/2) = 1.65 above 1.3. Row 1: exp(-2/3) = .51 below .8.
-        (PolicyLoss.gspo, [[-2.6, -2.6, 0], [0.8, 0.8, 0.8]], [[0, 0, 0], [0, 0, 0]]),
+        ("gspo", [[-2.6, -2.6, 0], [0.8, 0.8, 0.8]], [[0, 0, 0], [0, 0, 0]]),
         # Weights 1.3 and 1, .8, .8, 1 on the log-probs -1, -2 and -3, -3, -2.
-        (PolicyLoss.cispo, [[2.6, 4, 0], [-2.4, -2.4, -2]], [[-2.6, -2, 0], [0.8, 0.8, 1]]),
+        ("cispo", [[2.6, 4, 0], [-2.4, -2.4, -2]], [[-2.6, -2, 0], [0.8, 0.8, 1]]),
     ],
 )
 def test_losses_by_hand(loss, value, gradient):
@@ -217,32 +208,32 @@ def test_losses_by_hand(loss, value, gradient):
     torch.testing.assert_close(gradient_RT, torch.tensor(gradient, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("loss", PolicyLoss)
-def test_every_loss_reports_the_same_figures(loss):
+@pytest.mark.parametrize("loss", LOSSES.registered())
+def test_every_loss_reports_the_same_metrics(loss):
     _, info, _ = term(loss)
     assert tuple(info) == CLIP_METRICS
     assert all(value.ndim == 0 and not value.requires_grad for value in info.values())
-    clipfrac = 1.0 if loss is PolicyLoss.gspo else 0.6
+    clipfrac = 1.0 if loss == "gspo" else 0.6
     assert float(info["clipfrac"]) == pytest.approx(clipfrac)
     assert float(info["approx_kl"]) == pytest.approx(1 / 5)
     assert float(info["clipfrac_lower"]) == 0
 
 
-@pytest.mark.parametrize("loss", PolicyLoss)
-def test_corrections_weigh_loss_and_gradient_of_each_token(loss):
+@pytest.mark.parametrize("loss", LOSSES.registered())
+def test_importance_weights_multiply_loss_and_gradient_of_each_token(loss):
     weight_RT = torch.tensor([[0.5, 0.0, torch.nan], [1.0, 2.0, 0.25]])
     kept_RT = weight_RT.masked_fill(~MASK_RT, 0.0)
     plain_RT, info, gradient_RT = term(loss)
     loss_RT, weighted_info, weighted_RT = term(loss, weight_RT)
     torch.testing.assert_close(loss_RT, plain_RT * kept_RT)
     assert weighted_info == info
-    if loss is not PolicyLoss.gspo:  # where a token's loss pulls on the whole row
+    if loss != "gspo":  # where a token's loss pulls on the whole row
         torch.testing.assert_close(weighted_RT, gradient_RT * kept_RT)
 
 
 def test_gspo_weighs_the_row_by_what_its_tokens_weigh():
     """Within the range: each of n tokens gets sum(w) * A * r / n."""
-    algo = AlgoConfig(loss=PolicyLoss.gspo)
+    algo = AlgoConfig(loss="gspo")
     logp_RT = (OLD_RT + 0.1 * LOG_RATIO_RT[:, :2].repeat(1, 2)[:, :3]).requires_grad_()
     weight_RT = torch.tensor([[0.5, 0.0, 9.0], [1.0, 2.0, 0.25]])
     loss_RT, _ = compute_policy_loss(algo, logp_RT, OLD_RT, ADVANTAGE_RT, MASK_RT, weight_RT)

@@ -1,3 +1,5 @@
+"""Rows packed for the model, whole and divided over context ranks, by hand and by property."""
+
 from __future__ import annotations
 
 import pytest
@@ -26,23 +28,14 @@ def test_two_rows_by_hand(batch):
     assert micro.target_N.tolist() == [response[1, 0], response[1, 11], response[2, 0]]
 
 
-def test_values_return_to_their_row_and_column_with_gradient(batch):
-    micro = pack_rows(batch, [4, 0], batch.mask_BT, CPU)
-    value_N = torch.arange(1.0, len(micro.target_N) + 1, requires_grad=True)
-    out_RT = micro.scatter_to_rows(value_N, batch.response_BT.size(1))
-    assert torch.equal(out_RT != 0, batch.mask_BT[[4, 0]])
-    out_RT.sum().backward()
-    assert torch.equal(value_N.grad, torch.ones_like(value_N))
-
-
-def test_lengths_are_what_the_model_reads(batch):
+def test_lengths_are_those_of_the_packed_rows(batch):
     lengths = row_lengths(batch)
     assert lengths == [11, 12, 8, 7, 10, 9]
     for row, length in enumerate(lengths):
         assert len(pack_rows(batch, [row], batch.mask_BT, CPU).token_S) == length
 
 
-def test_no_rows_is_one_token_that_predicts_nothing(batch):
+def test_no_rows_are_one_token_that_predicts_nothing(batch):
     micro = pack_rows(batch, [], batch.mask_BT, CPU)
     assert len(micro.token_S) == 1
     assert micro.scatter_to_rows(torch.zeros(0), 5).shape == (0, 5)
@@ -63,47 +56,21 @@ def test_padding_for_the_tensor_ranks_is_a_row_at_the_end(batch):
     assert pack_rows(batch, [], batch.mask_BT, CPU, multiple=4).start_R == (0, 4)
 
 
-def test_two_context_ranks_by_hand(batch):
-    # Row 3: a prompt of 3 and a response of 5, 7 tokens to read, padded to 4 chunks of 2.
-    select_BT = torch.zeros_like(batch.mask_BT)
-    select_BT[3, [0, 1, 4]] = True
-    parts = [
-        pack_rows(batch, [3], select_BT, CPU, context_rank=rank, context_size=2) for rank in (0, 1)
-    ]
-    tokens = [*batch.prompt_ids[3], *batch.response_BT[3, :4].tolist(), 0]
-    assert [part.start_R for part in parts] == [(0, 8), (0, 8)]
-    assert parts[0].position_S.tolist() == [0, 1, 6, 7]
-    assert parts[1].position_S.tolist() == [2, 3, 4, 5]
-    assert parts[0].token_S.tolist() == [tokens[n] for n in (0, 1, 6, 7)]
-    assert parts[1].token_S.tolist() == [tokens[n] for n in (2, 3, 4, 5)]
-    # Response tokens 0, 1 and 4 are predicted at positions 2, 3 and 6.
-    assert parts[0].predict_N.tolist() == [2]
-    assert parts[1].predict_N.tolist() == [0, 1]
-    assert [part.column_N.tolist() for part in parts] == [[4], [0, 1]]
-
-
-@pytest.mark.parametrize("rows", [[], [0], [5, 1, 2, 3]])
+@pytest.mark.parametrize("rows", [[], [0], [5, 1, 2, 3]], ids=["none", "one", "four"])
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [2, 3])
 def test_context_ranks_share_the_micro_batch(batch, rows, multiple, size):
     whole = pack_rows(batch, rows, batch.mask_BT, CPU)
+    options = {"multiple": multiple, "context_size": size}
     parts = [
-        pack_rows(
-            batch,
-            rows,
-            batch.mask_BT,
-            CPU,
-            multiple=multiple,
-            context_rank=rank,
-            context_size=size,
-        )
+        pack_rows(batch, rows, batch.mask_BT, CPU, context_rank=rank, **options)
         for rank in range(size)
     ]
     assert len({part.start_R for part in parts}) == 1
     assert {len(part.token_S) for part in parts} == {parts[0].start_R[-1] // size}
     assert len(parts[0].token_S) % multiple == 0
     assert parts[0].start_R[-1] - len(whole.token_S) < 2 * size * (len(rows) + multiple)
-    # What each rank looks at adds up to what one would, and the token before it is the same.
+    # The parts of all ranks add up to the whole, and each target has the same token before it.
     width = batch.response_BT.size(1)
     for name in ("target_N", "predict_N"):
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.actor.training.objectives import find_policy_loss
+from mega_agentrl.config.algorithm_traits import LOSSES
 from mega_agentrl.config.sections.algo import AlgoConfig
 
-SETTINGS = {"clip_low": 0.1, "clip_high": 0.15, "clip_dual": 1.1, "entropy_coef": 0.05}
+OPTIONS = {"clip_low": 0.1, "clip_high": 0.15, "clip_dual": 1.1, "max_ratio": 1.15}
 
 
-def objective(loss, **changes):
+def objective(loss):
     """Return settings under which every term of the objective has a gradient."""
-    return AlgoConfig(loss=loss, **(SETTINGS | {"kl_coef": 0.1} | changes))
+    known = LOSSES.find(loss).options
+    options = {name: value for name, value in OPTIONS.items() if name in known}
+    return AlgoConfig(loss=loss, loss_options=options, kl_coef=0.1, entropy_coef=0.05)
 
 
 def with_corrections(batch, seed=7):
@@ -46,14 +48,14 @@ def _row(algo, batch, row, logp_T, entropy_T):
 
 
 def _policy(algo, logp_N, old_N, advantage_N):
-    loss = find_policy_loss(algo)
-    low, high = 1 - algo.clip_low, 1 + algo.clip_high
+    options = algo.loss_options
     ratio_N = (logp_N - old_N).exp()
-    if loss.per_trajectory and len(logp_N):
+    if algo.has_user_loss:  # that of examples/my_loss.py
+        return -advantage_N * ratio_N.clamp(max=options["max_ratio"])
+    low, high = 1 - options["clip_low"], 1 + options["clip_high"]
+    if algo.loss_traits.per_trajectory and len(logp_N):
         ratio_N = (logp_N - old_N).mean().exp().expand_as(logp_N)
     bound_N = ratio_N.clamp(low, high)
-    if algo.has_user_loss:  # that of examples/my_loss.py
-        return -advantage_N * ratio_N.clamp(max=high)
     match algo.loss:
         case "cispo":
             return -bound_N.detach() * advantage_N * logp_N
@@ -64,7 +66,7 @@ def _policy(algo, logp_N, old_N, advantage_N):
         case _:
             raise ValueError(f"loss={algo.loss}: expected a loss with a formula here")
     loss_N = torch.maximum(-advantage_N * ratio_N, -advantage_N * bound_N)
-    if "clip_dual" not in loss.options:
+    if "clip_dual" not in options:
         return loss_N
-    capped_N = torch.minimum(loss_N, -advantage_N * algo.clip_dual)
+    capped_N = torch.minimum(loss_N, -advantage_N * options["clip_dual"])
     return torch.where(advantage_N < 0, capped_N, loss_N)

@@ -1,7 +1,8 @@
+"""The whole head on one and two tensor ranks; every kernel runs the checks of `vocab_cases`."""
+
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from mega_agentrl.actor.vocab.vocab_parallel import (
 )
 from tests.actor.vocab.vocab_cases import CHECKS
 from tests.actor.vocab.vocab_rank import check_all, check_exchanges
+from tests.parallel.pool import free_port
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 500.0
@@ -36,17 +38,10 @@ def whole(num_valid, scratch_bytes=100, **fields):
 
 def run_checks(folder, kernel, size, **environment):
     """Run `vocab_rank.py` as `size` tensor ranks; a failure or the deadline ends all of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     logs = [folder / f"{rank}.log" for rank in range(size)]
-    script = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(ROOT / "tests" / "actor" / "vocab" / "vocab_rank.py"),
-    ]
+    script = [sys.executable, "-W", "ignore", str(ROOT / "tests/actor/vocab/vocab_rank.py")]
     processes = []
     try:
         for rank, log in enumerate(logs):
@@ -102,106 +97,54 @@ def test_gradients_of_both_outputs_in_float64(scratch_bytes):
     assert torch.autograd.gradcheck(lambda *given: run(*given)[1], (hidden, weight))
 
 
-def test_padding_rows_never_count():
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(5, 4, generator=generator)
-    weight = torch.randn(8, 4, generator=generator, requires_grad=True)
-    target = torch.tensor([0, 1, 2, 3, 4])
-    padded = torch.cat([weight[:6], torch.full((2, 4), 1e4)])
-    expected = logp_and_entropy(hidden, weight[:6], target, 1.0, whole(6))
-    got = logp_and_entropy(hidden, padded, target, 1.0, whole(6))
-    for left, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(left, right)
-    logp_and_entropy(hidden, weight, target, 1.0, whole(6))[0].sum().backward()
-    assert weight.grad[6:].abs().max() == 0
-    assert weight.grad[:6].abs().min() > 0
-
-
-def test_chunks_do_not_change_values_or_gradients():
-    generator = torch.Generator().manual_seed(2)
-    hidden = torch.randn(11, 4, generator=generator)
-    weight = torch.randn(6, 4, generator=generator)
-    target = torch.randint(0, 6, (11,), generator=generator)
-    outcomes = []
-    for scratch_bytes in (1, 100, 1 << 20):
-        given = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        logp, entropy = logp_and_entropy(*given, target, 1.0, whole(6, scratch_bytes))
-        (logp.sum() + 0.3 * entropy.square().sum()).backward()
-        outcomes.append([logp, entropy, *(value.grad for value in given)])
-    for other in outcomes[1:]:
-        for left, right in zip(other, outcomes[0], strict=True):
-            torch.testing.assert_close(left, right)
-
-
-def test_large_logits_stay_finite():
-    hidden = torch.tensor([[1e4], [-1e4]])
-    weight = torch.tensor([[1.0], [0.0], [-1.0]])
-    logp, entropy = logp_and_entropy(hidden, weight, torch.tensor([0, 0]), 1.0, whole(3))
-    assert logp.tolist() == [0.0, -2e4]
-    assert entropy.tolist() == [0.0, 0.0]
-
-
-def test_wrong_shapes_and_temperature_are_named():
-    hidden, weight, target = torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2).long()
-    with pytest.raises(ValueError, match=r"weight \(3, 5\)"):
-        logp_and_entropy(hidden, torch.zeros(3, 5), target, 1.0, whole(3))
-    with pytest.raises(ValueError, match=r"target \(1,\)"):
-        logp_and_entropy(hidden, weight, target[:1], 1.0, whole(3))
-    with pytest.raises(ValueError, match=r"rollout.temperature=0"):
-        logp_and_entropy(hidden, weight, target, 0, whole(3))
-    with pytest.raises(ValueError, match=r"num_valid_rows=4, expected 0 to 3"):
-        logp_and_entropy(hidden, weight, target, 1.0, whole(4))
-    with pytest.raises(ValueError, match=r"torch.bfloat16 and weight torch.float32"):
-        logp_and_entropy(hidden.bfloat16(), weight, target, 1.0, whole(3))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_VD": torch.zeros(3, 5)}, r"weight \(3, 5\)"),
+        ({"target_N": torch.zeros(1).long()}, r"target \(1,\)"),
+        ({"temperature": 0}, "rollout.temperature=0"),
+        ({"shard": whole(4)}, "num_valid_rows=4"),
+        ({"hidden_ND": torch.zeros(2, 4).bfloat16()}, "torch.bfloat16 and weight torch.float32"),
+    ],
+    ids=["weight", "target", "temperature", "rows", "dtype"],
+)
+def test_wrong_shapes_and_temperature_are_named(changes, message):
+    arguments = {
+        "hidden_ND": torch.zeros(2, 4),
+        "weight_VD": torch.zeros(3, 4),
+        "target_N": torch.zeros(2).long(),
+        "temperature": 1.0,
+        "shard": whole(3),
+    }
+    with pytest.raises(ValueError, match=message):
+        logp_and_entropy(**(arguments | changes))
 
 
 @pytest.mark.parametrize("wrong", [3, 99, -1])
 def test_a_target_outside_the_vocabulary_is_named(wrong):
     target = torch.tensor([IGNORED_TARGET, wrong])
-    with pytest.raises(ValueError, match=rf"target {wrong} of token 1 is in no rank's rows"):
+    with pytest.raises(ValueError, match=f"target {wrong} of token 1"):
         logp_and_entropy(torch.zeros(2, 4), torch.zeros(5, 4), target, 1.0, whole(3))
 
 
-def test_ignored_tokens_are_zero_and_pull_nothing():
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(3, 4, generator=generator, requires_grad=True)
-    weight = torch.randn(6, 4, generator=generator, requires_grad=True)
-    target = torch.tensor([2, IGNORED_TARGET, 5])
-    logp, entropy = logp_and_entropy(hidden, weight, target, 1.0, whole(6))
-    assert logp[1] == entropy[1] == 0
-    (logp.sum() + entropy.sum()).backward()
-    assert not hidden.grad[1].any()
-    with_it = weight.grad.clone()
-    weight.grad = None
-    kept = torch.tensor([0, 2])
-    logp, entropy = logp_and_entropy(hidden[kept], weight, target[kept], 1.0, whole(6))
-    (logp.sum() + entropy.sum()).backward()
-    torch.testing.assert_close(weight.grad, with_it)
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.parametrize("frozen", ["hidden_ND", "weight_VD"])
 def test_either_input_may_need_no_gradient(frozen):
     generator = torch.Generator().manual_seed(6)
-    given = {
-        "hidden": torch.randn(5, 4, generator=generator),
-        "weight": torch.randn(6, 4, generator=generator),
+    inputs = {
+        "hidden_ND": torch.randn(5, 4, generator=generator),
+        "weight_VD": torch.randn(6, 4, generator=generator),
     }
-    moving = given[{"hidden": "weight", "weight": "hidden"}[frozen]].requires_grad_()
-    target = torch.tensor([0, 1, 2, 3, 4])
-    logp_and_entropy(**_named(given), target_N=target, temperature=1.0, shard=whole(6))[
-        0
-    ].sum().backward()
-    alone = moving.grad.clone()
-    moving.grad = None
-    given[frozen].requires_grad_()
-    logp_and_entropy(**_named(given), target_N=target, temperature=1.0, shard=whole(6))[
-        0
-    ].sum().backward()
-    torch.testing.assert_close(moving.grad, alone)
-
-
-def _named(given):
-    return {"hidden_ND": given["hidden"], "weight_VD": given["weight"]}
+    (trained,) = (inputs[name].requires_grad_() for name in inputs if name != frozen)
+    gradients = []
+    for _ in range(2):
+        trained.grad = None
+        logp_N, _ = logp_and_entropy(
+            **inputs, target_N=torch.arange(5), temperature=1.0, shard=whole(6)
+        )
+        logp_N.sum().backward()
+        gradients.append(trained.grad)
+        inputs[frozen].requires_grad_()  # for the second time
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_cpu_computes_with_torch_unless_told_otherwise():

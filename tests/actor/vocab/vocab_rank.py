@@ -39,11 +39,13 @@ def check_exchanges(place: Place) -> None:
 
 def check_all(rank_info, kernel):
     """Run every check on this rank and return their names."""
-    group = join_gloo(rank_info) if rank_info["world_size"] > 1 else None
     place = Place(
-        VocabKernel(kernel), rank=rank_info["rank"], size=rank_info["world_size"], group=group
+        VocabKernel(kernel),
+        rank=rank_info["rank"],
+        size=rank_info["world_size"],
+        group=join_gloo(rank_info),
     )
-    checks = (*CHECKS, *([check_exchanges] if group else []))
+    checks = (*CHECKS, check_exchanges)
     for check in checks:
         check(place)
     return [check.__name__ for check in checks]

@@ -1,26 +1,27 @@
-"""Combinations that would not train on what they say are errors."""
+"""Combinations that would not train on what they say are errors.
+
+Each trait of an estimator or a loss excludes the same settings in a user's own file.
+"""
 
 import warnings
 
 import pytest
 
-from mega_agentrl.algo.policy_loss import find_loss
-from mega_agentrl.config.checks.algo import BUILT_IN_LOSSES, LossTraits, check_algo, check_loss
+from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES
+from mega_agentrl.config.checks.algo import check_algo
 from mega_agentrl.config.enums import (
-    AdvantageEstimator,
     AresMode,
     Branching,
     KlPlacement,
-    PolicyLoss,
     RolloutCorrection,
 )
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig, EgpoConfig
-from tests.config.refusals import refused_setting
+from tests.config.refusals import refused, refused_setting
 
 REWARD_KL = {"kl_coef": 0.1, "kl_placement": KlPlacement.reward}
 PAPER = {"ares": AresConfig(mode=AresMode.paper)}
-GSPO = {"loss": PolicyLoss.gspo}
+GSPO = {"loss": "gspo"}
 
 
 def refused_algo(algo, **others):
@@ -40,9 +41,9 @@ def passes(**algo):
 
 def test_the_defaults_pass():
     passes()
-    for loss in PolicyLoss:
+    for loss in LOSSES.registered():
         passes(loss=loss)
-    for advantage in AdvantageEstimator:
+    for advantage in ESTIMATORS.registered():
         passes(advantage=advantage, **REWARD_KL)
 
 
@@ -50,39 +51,90 @@ def test_gspo_needs_whole_rows_with_one_advantage():
     assert refused_algo(GSPO, parallel__context=2) == ("parallel.context", 2)
     template = refused_algo(GSPO, rollout__use_inference_chat_template=True)
     assert template == ("rollout.use_inference_chat_template", True)
-    hard = AdvantageEstimator.arpo_hard
+    hard = "arpo_hard"
     assert refused_algo(GSPO | {"advantage": hard}) == ("algo.advantage", hard)
     scaled = GSPO | {"entropy_advantage_weight": 0.2}
     assert refused_algo(scaled) == ("algo.entropy_advantage_weight", 0.2)
-    by_token = GSPO | {"advantage": AdvantageEstimator.reinforce_plus_plus}
+    by_token = GSPO | {"advantage": "reinforce_plus_plus"}
     assert refused_algo(by_token | REWARD_KL) == ("algo.kl_placement", KlPlacement.reward)
     passes(**by_token)
     passes(**GSPO, **REWARD_KL)
 
 
-def test_the_checks_know_of_each_loss_what_it_is_registered_with():
-    assert set(BUILT_IN_LOSSES) == set(PolicyLoss)
-    for name, traits in BUILT_IN_LOSSES.items():
-        loss = find_loss(name)
-        assert (loss.options, loss.per_trajectory) == (traits.options, traits.per_trajectory)
+@pytest.mark.parametrize(
+    ("loss", "option", "value", "expected"),
+    [
+        ("clipped", "clip_low", 0.0, "float, above 0, at most 1"),
+        ("gspo", "clip_low", 1.1, "float, above 0, at most 1"),
+        ("cispo", "clip_high", 0, "float, above 0"),
+        ("balanced", "clip_dual", 1.0, "float or null, above 1"),
+        ("clipped", "clip_low", None, "float, above 0, at most 1"),
+        ("clipped", "clip_high", True, "float, above 0"),
+        ("clipped", "clip_high", "wide", "float, above 0"),
+        ("cispo", "clip_dual", 3.0, "an option of algo.loss=cispo: clip_low, clip_high"),
+    ],
+    ids=["low", "one ratio", "high", "dual", "null", "bool", "text", "another loss's"],
+)
+def test_an_option_out_of_range_is_named(loss, option, value, expected):
+    config = TrainConfig(algo=AlgoConfig(loss=loss, loss_options={option: value}))
+    error = refused(check_algo, config)
+    assert (error.key, error.got) == (f"algo.loss_options.{option}", value)
+    assert error.expected == expected
 
 
-@pytest.mark.parametrize("option", ["clip_low", "clip_high", "clip_dual"])
-def test_an_option_that_the_loss_does_not_have_is_refused(option):
-    config = TrainConfig(algo=AlgoConfig(**{option: 1.5 if option == "clip_dual" else 0.5}))
-    check_loss(config, LossTraits(options=(option,)))
-    refused = refused_setting(check_loss, config, LossTraits(options=()))
-    assert refused == (f"algo.{option}", getattr(config.algo, option))
-    check_loss(TrainConfig(), LossTraits(options=()))
+def test_options_in_range_pass():
+    passes(loss_options={"clip_low": 1, "clip_high": 4.0, "clip_dual": None})
+    passes(advantage="gae", advantage_options={"gamma": 0, "lam": 1.0, "norm_by_std": False})
 
 
-@pytest.mark.parametrize("loss", PolicyLoss)
-def test_a_dual_clip_is_refused_where_the_loss_ignores_it(loss):
-    passes(loss=loss, clip_dual=None)
-    if "clip_dual" in find_loss(loss).options:
-        passes(loss=loss, clip_dual=5.0)
-    else:
-        assert refused_algo({"loss": loss, "clip_dual": 5.0}) == ("algo.clip_dual", 5.0)
+def test_a_mistyped_option_is_refused_with_the_nearest_name():
+    error = refused(check_algo, TrainConfig(algo=AlgoConfig(loss_options={"clip_hi": 0.3})))
+    assert "the nearest is clip_high" in error.cause
+    given = {"advantage": "rloo", "advantage_options": {"norm_by_std": False}}
+    error = refused(check_algo, TrainConfig(algo=AlgoConfig(**given)))
+    assert error.expected == "an option of algo.advantage=rloo: it has none"
+
+
+@pytest.mark.parametrize(
+    ("trait", "settings", "key"),
+    [
+        ("per_trajectory", {"egpo": EgpoConfig(lam=0.4)}, "algo.advantage"),
+        ("equal_without_kl", GSPO, "algo.advantage"),
+        ("supports_kl_in_reward", REWARD_KL, "algo.kl_placement"),
+    ],
+    ids=["one per trajectory", "equal", "kl"],
+)
+def test_traits_of_a_users_estimator_allow_settings(trait, settings, key, tmp_path):
+    function = "def advantage(inputs, algo):\n    pass\n"
+    plain = tmp_path / "plain.py"
+    plain.write_text(function)
+    assert refused_algo(settings | {"advantage": str(plain)})[0] == key
+    file = tmp_path / "own.py"
+    file.write_text(f"@register_advantage('own', {trait}=True)\n{function}")
+    passes(**settings, advantage=str(file))
+
+
+def test_needs_of_a_users_estimator_are_checked(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "@register_advantage('own', needs_critic=True, needs_greedy_baseline=True)\n"
+        "def advantage(inputs, algo):\n    pass\n"
+    )
+    own = {"advantage": str(file)}
+    assert AlgoConfig(**own).needs_critic
+    passes(**own)
+    assert refused_algo(own, optim__critic_warmup_steps=100)[0] == "optim.critic_warmup_steps"
+    assert refused_algo(own | PAPER) == ("algo.advantage", str(file))
+
+
+def test_a_users_loss_per_trajectory_is_checked_like_gspo(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "@register_loss('own', metrics=(), per_trajectory=True)\n"
+        "def loss(logp_BT, old_logp_BT, advantage_B, mask_BT):\n    pass\n"
+    )
+    assert refused_algo({"loss": str(file)}, parallel__context=2) == ("parallel.context", 2)
+    passes(loss=str(file))
 
 
 @pytest.mark.parametrize("correction", RolloutCorrection)
@@ -98,12 +150,9 @@ def test_a_weight_by_sequence_needs_trajectories_of_one_row(correction):
 
 def test_egpo_adds_to_advantages_of_trajectories():
     egpo = {"egpo": EgpoConfig(lam=0.4)}
-    by_token = AdvantageEstimator.reinforce_plus_plus
+    by_token = "reinforce_plus_plus"
     assert refused_algo(egpo | {"advantage": by_token}) == ("algo.advantage", by_token)
-    for advantage in set(AdvantageEstimator) - {
-        AdvantageEstimator.reinforce_plus_plus,
-        AdvantageEstimator.gae,
-    }:
+    for advantage in set(ESTIMATORS.registered()) - {"reinforce_plus_plus", "gae"}:
         passes(**egpo, advantage=advantage)
 
 
@@ -137,19 +186,19 @@ def test_trigger_words_are_a_non_empty_file(tmp_path):
 
 
 def test_remax_excludes_released_branching_and_ares():
-    remax = {"advantage": AdvantageEstimator.remax}
+    remax = {"advantage": "remax"}
     passes(**remax)
     released = refused_algo(remax, rollout__branching=Branching.released)
     assert released == ("rollout.branching", Branching.released)
-    assert refused_algo(remax | PAPER) == ("algo.advantage", AdvantageEstimator.remax)
+    assert refused_algo(remax | PAPER) == ("algo.advantage", "remax")
 
 
 def test_a_critic_needs_token_level_advantages_and_a_short_warmup():
-    gae = {"advantage": AdvantageEstimator.gae}
+    gae = {"advantage": "gae"}
     passes(**gae)
-    assert refused_algo(gae | GSPO) == ("algo.advantage", AdvantageEstimator.gae)
+    assert refused_algo(gae | GSPO) == ("algo.advantage", "gae")
     egpo = gae | {"egpo": EgpoConfig(lam=0.4)}
-    assert refused_algo(egpo) == ("algo.advantage", AdvantageEstimator.gae)
+    assert refused_algo(egpo) == ("algo.advantage", "gae")
     warmup = "optim.critic_warmup_steps"
     assert refused_algo({}, optim__critic_warmup_steps=3) == (warmup, 3)
     assert refused_algo(gae, optim__critic_warmup_steps=100) == (warmup, 100)

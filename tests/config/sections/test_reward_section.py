@@ -1,4 +1,4 @@
-"""Ranges of `reward.*` and the resolved rubric."""
+"""Invalid rubrics, and the resolved rubric."""
 
 import math
 
@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.override_keys import is_known
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
-from tests.config.refusals import refused, refused_setting
+from tests.config.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -16,29 +16,23 @@ from tests.config.refusals import refused, refused_setting
         ({"rubric": {"default": {}}}, "reward.rubric.default"),
         ({"rubric": {"bfcl": {"arpo": math.nan}}}, "reward.rubric.bfcl.arpo"),
         ({"functions": {"arpo": "a:b"}}, "reward.functions.arpo"),
-        ({"num_workers": 0}, "reward.num_workers"),
-        ({"timeout_s": 0.0}, "reward.timeout_s"),
         ({"rubric": {"default": {"model": 1.0}}}, "reward.model.path_or_url"),
     ],
 )
-def test_a_wrong_value_is_named(changes, key):
+def test_an_invalid_rubric_is_refused(changes, key):
     assert refused(RewardConfig, **changes).key == key
 
 
-def test_the_parts_in_use():
+def test_part_names():
     config = RewardConfig(
         rubric={"default": {"arpo": 1.0, "gsm8k": 0.5}, "bfcl": {"function_call": 1, "arpo": 0.1}}
     )
     assert config.part_names == ("arpo", "gsm8k", "function_call")
 
 
-def test_a_remote_reward_model_needs_a_name():
-    unnamed = refused_setting(RewardModelConfig, path_or_url="http://localhost:8000/v1")
-    assert unnamed == ("reward.model.served_model_name", "")
-    assert RewardModelConfig(
-        path_or_url="https://judge.example/v1", served_model_name="judge"
-    ).is_remote
-    assert not RewardModelConfig(path_or_url="/models/judge").is_remote
+def test_a_reward_model_behind_a_url_is_remote():
+    assert RewardModelConfig("https://judge.example/v1", served_model_name="judge").is_remote
+    assert not RewardModelConfig("/models/judge").is_remote
 
 
 def test_a_rubric_replaces_the_default():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -66,12 +67,8 @@ def documents():
 def test_one_turn_takes_every_possible_answer():
     (row,) = convert_bfcl(rows(SIMPLE) + rows(SIMPLE_ANSWER, file="a.json"), "bfcl").rows
     assert row["data_source"] == "bfcl"
-    assert row["extra_info"] == {
-        "index": "simple_0",
-        "category": "simple",
-        "turns": "single_turn",
-        "turn": 0,
-    }
+    place = {"index": "simple_0", "category": "simple", "turns": "single_turn", "turn": 0}
+    assert row["extra_info"] == place
     assert json.dumps(AREA) in row["prompt"][0]["content"]
     truth = row["reward_model"]["ground_truth"]
     for right in ("base=10", "base=10, unit='units'"):
@@ -83,11 +80,9 @@ def test_one_turn_takes_every_possible_answer():
 def test_several_turns_become_a_row_each_with_the_calls_before():
     source = rows(MULTI) + rows(MULTI_ANSWER, file="a.json") + documents()
     first, second = convert_bfcl(source, "bfcl").rows
-    assert [row["extra_info"]["turns"] for row in (first, second)] == ["multi_turn"] * 2
-    assert [row["extra_info"]["index"] for row in (first, second)] == [
-        "multi_turn_base_3/0",
-        "multi_turn_base_3/1",
-    ]
+    for turn, row in enumerate((first, second)):
+        assert row["extra_info"]["turns"] == "multi_turn"
+        assert row["extra_info"]["index"] == f"multi_turn_base_3/{turn}"
     assert "response" not in first["prompt"][0]["content"]
     assert first["prompt"][1:] == MULTI["question"][0]
     assert second["prompt"][1:] == [
@@ -101,11 +96,8 @@ def test_several_turns_become_a_row_each_with_the_calls_before():
 
 
 def test_a_function_held_back_appears_in_the_turn_that_hands_it_out():
-    question = {
-        **MULTI,
-        "question": [MULTI["question"][0], []],
-        "missed_function": {"1": ["mkdir"]},
-    }
+    turns = {"question": [MULTI["question"][0], []], "missed_function": {"1": ["mkdir"]}}
+    question = MULTI | turns
     answer = {**MULTI_ANSWER, "ground_truth": [[], ["mkdir(name='t')"]]}
     first, second = convert_bfcl(rows(question) + rows(answer) + documents(), "bfcl").rows
     assert '"mkdir"' not in first["prompt"][0]["content"]
@@ -147,7 +139,7 @@ def test_too_many_possible_answers_are_left_out_and_counted():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "cause"),
     [
         ([SIMPLE], "field ground_truth: .*possible_answer file was not given"),
         ([SIMPLE_ANSWER], "field id: .*question file was not given"),
@@ -159,8 +151,8 @@ def test_too_many_possible_answers_are_left_out_and_counted():
         ([{**MULTI, "function": [], "ground_truth": [["cd()"]]}], "expected 2 lists of calls"),
     ],
 )
-def test_what_does_not_fit_is_named(values, said):
-    with pytest.raises(ValueError, match=rf"q\.json.* row \d.*{said}|{said}"):
+def test_files_that_do_not_fit_together_are_refused(values, cause):
+    with pytest.raises(ValueError, match=rf"q\.json.* row \d.*{cause}|{cause}"):
         convert_bfcl(rows(*values), "bfcl")
 
 
@@ -172,7 +164,7 @@ def arguments(truth):
     return [[call["arguments"] for call in json.loads(answer)] for answer in answers]
 
 
-def test_every_choice_of_every_argument():
+def test_answers_have_every_choice_of_every_argument():
     truth = [{"area": {"base": [10], "unit": ["cm", "units", ""]}}]
     assert arguments(truth) == [
         [{"base": 10, "unit": "cm"}],
@@ -205,7 +197,7 @@ def test_python_calls():
 @pytest.mark.parametrize(
     "truth", [[{"f": {"a": 1}}], [{"f": {"a": []}}], [{"f": [], "g": []}], [["f()"]], [{"f": 1}]]
 )
-def test_another_form_is_an_error_with_its_place(truth):
+def test_answers_of_another_form_are_refused(truth):
     with pytest.raises(ValueError, match=r"b\.json row 1, field ground_truth"):
         possible_answers(truth, {}, ROW)
 
@@ -213,17 +205,14 @@ def test_another_form_is_an_error_with_its_place(truth):
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_the_number_of_answers_is_the_product_of_the_choices(sizes):
     truth = [{"f": {f"a{i}": list(range(size)) for i, size in enumerate(sizes)}}]
-    product = 1
-    for size in sizes:
-        product *= size
     answers = possible_answers(truth, {}, ROW)
-    if product > MAX_ANSWERS:
+    if prod(sizes) > MAX_ANSWERS:
         assert answers is None
     else:
-        assert len(set(answers)) == len(answers) == product
+        assert len(set(answers)) == len(answers) == prod(sizes)
 
 
-def test_far_too_many_are_not_even_counted():
+def test_far_too_many_answers_are_not_even_counted():
     wide = {f"a{i}": list(range(10)) for i in range(40)}
     assert possible_answers([{"f": wide}], {}, ROW) is None
     assert possible_answers([{"f": {"o": [wide]}}], {}, ROW) is None

@@ -1,4 +1,4 @@
-"""Files in, one parquet out, whole or not at all."""
+"""Source files are read in every format; the parquet file is written whole or not at all."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "cause"),
     [
         ("a.csv", b"a,b", "expected a file that ends in"),
         ("a.jsonl", b"", "empty"),
@@ -48,16 +48,16 @@ def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
         ("a.parquet", b"PAR", "not a readable parquet file"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, name, content, said):
+def test_a_damaged_file_is_refused(tmp_path, name, content, cause):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=cause) as caught:
         read_source_rows([path])
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["gone.jsonl", "gone.parquet"])
-def test_a_missing_file_is_named(tmp_path, name):
+def test_a_missing_file_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="gone"):
         read_source_rows([tmp_path / name])
 
@@ -69,7 +69,7 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
     assert pq.read_table(tmp_path / "a").to_pylist() == ROWS
 
 
-def test_what_is_there_stays_without_force(tmp_path):
+def test_an_existing_file_is_kept_without_force(tmp_path):
     path = tmp_path / "out.parquet"
     path.write_text("mine")
     with pytest.raises(ValueError, match="--force"):
@@ -80,12 +80,12 @@ def test_what_is_there_stays_without_force(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [[{"a": 1}, {"a": "x"}], [{"a": {}}], []])
-def test_rows_that_do_not_fit_leave_nothing_behind(tmp_path, rows):
+def test_rows_that_fit_no_table_leave_no_file(tmp_path, rows):
     with pytest.raises(ValueError, match=r"out\.parquet: "):
         write_rl_parquet(rows, tmp_path / "out.parquet")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="a folder that exists"):
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no/out"):
         write_rl_parquet(ROWS, tmp_path / "no" / "out.parquet")

@@ -36,7 +36,7 @@ def test_json_forms(value):
 
 
 @pytest.mark.parametrize("value", ["get", {"arguments": {}}, {"name": "get", "arguments": "{"}, 3])
-def test_what_is_no_call_is_an_error_with_its_place(value):
+def test_a_value_that_is_no_call_is_refused(value):
     with pytest.raises(ValueError, match=r"a\.json row 2, field answers: got .* expected"):
         parse_json_call(value, ROW, "answers")
 
@@ -53,7 +53,7 @@ def test_python_calls_name_their_positional_arguments():
 
 
 @pytest.mark.parametrize("text", ["get", "get(a=open('x'))", "get(", "", 7, "get(a=b)"])
-def test_python_that_is_no_literal_call_is_never_run(text):
+def test_python_that_is_no_literal_call_is_refused(text):
     with pytest.raises(ValueError, match=r"a\.json row 2, field f"):
         parse_python_call(text, {}, ROW, "f")
 
@@ -68,7 +68,7 @@ def test_parameter_names_of_a_schema_and_of_a_plain_description():
     assert parameter_names(functions) == {"f": ["b", "a"], "g": ["c"]}
 
 
-def test_the_text_is_what_the_reward_reads_in_both_its_ways():
+def test_the_reward_reads_the_formatted_calls():
     text = format_calls_json([CALL, {"name": "é", "arguments": {}}], ROW, "f")
     assert (
         text == '[{"name": "get", "arguments": {"a": 1, "b": "x"}}, {"name": "é", "arguments": {}}]'
@@ -79,14 +79,14 @@ def test_the_text_is_what_the_reward_reads_in_both_its_ways():
     assert score(answer.replace("1", "2"), text).value == 0.0
 
 
-def test_no_calls_are_an_empty_list_that_an_answer_without_calls_earns():
+def test_no_calls_are_an_empty_list():
     text = format_calls_json([], ROW, "f")
     assert text == "[]"
     assert score("<think>no</think>[]", text).value == 1.0
     assert score("<think>no</think>[f()]", text).value == 0.0
 
 
-def test_what_json_cannot_hold_is_an_error_with_its_place():
+def test_values_without_a_json_form_are_refused():
     with pytest.raises(ValueError, match=r"a\.json row 2, field f: .*NaN"):
         format_calls_json([{"name": "f", "arguments": {"a": float("nan")}}], ROW, "f")
 

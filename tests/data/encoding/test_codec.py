@@ -52,7 +52,7 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(folder, tmp_path, na
 
 
 @given(st.text())
-def test_any_text_round_trips_and_no_special_token_sneaks_in(codec, text):
+def test_any_text_round_trips_without_a_special_token(codec, text):
     ids = codec.encode(text + "<|im_end|>")
     assert codec.decode(ids) == text + "<|im_end|>"
     assert codec.eos_id not in ids
@@ -79,62 +79,35 @@ def test_decode_leaves_special_tokens_out_and_keeps_tags(codec):
 
 
 def test_special_tokens_do_not_survive_decoding_and_tags_do(codec):
-    assert (
-        codec.survives_decoding("<python>")
-        and codec.survives_decoding("<unknown>")
-        and not codec.survives_decoding("<|im_end|>")
-    )
+    assert codec.survives_decoding("<python>") and codec.survives_decoding("<unknown>")
+    assert not codec.survives_decoding("<|im_end|>")
 
 
 def test_ids_fit_the_vocabulary(codec):
     assert max(codec.encode("".join(TAGS))) < codec.vocab_size
 
 
-def test_apply_chat_ends_with_the_generation_prompt(codec):
-    ids = codec.apply_chat_template([{"role": "user", "content": "What"}])
-    rendered = "<|im_start|>user\nWhat<|im_end|>\n<|im_start|>assistant\n"
-    assert codec._tokenizer.decode(ids) == rendered
-    assert ids.count(codec.eos_id) == 1
-
-
-def test_tools_are_rendered_when_given(codec):
-    messages = [{"role": "user", "content": "What"}]
-    plain = codec.apply_chat_template(messages)
-    with_tools = codec.apply_chat_template(messages, [{"name": "python"}])
-    assert with_tools[-len(plain) :] == plain
-    assert '{"name": "python"}' in codec.decode(with_tools)
-
-
-def test_the_next_turn_completes_the_full_rendering(codec):
-    first = [{"role": "user", "content": "What"}]
-    answer, following = {"role": "assistant", "content": "is"}, [{"role": "user", "content": "the"}]
-    grown = [*codec.apply_chat_template(first), *codec.encode("is"), codec.eos_id]
-    grown += codec.encode_next_turn(following)
-    assert grown == codec.apply_chat_template([*first, answer, *following])
-
-
 def test_a_template_that_drops_earlier_turns_cannot_append(folder):
     codec = with_template(folder, "{{ messages[-1].content + eos_token }}")
-    with pytest.raises(ValueError, match="cannot append a turn"):
+    with pytest.raises(ValueError, match=r"cannot append a turn.* role user"):
         codec.encode_next_turn([USER])
     plain = with_template(folder, KEEP_ALL).encode_next_turn([USER])
     # What a template puts in front of the whole conversation is no part of a turn.
-    assert (
-        with_template(folder, "{{ messages|length }}" + KEEP_ALL).encode_next_turn([USER]) == plain
-    )
+    counting = with_template(folder, "{{ messages|length }}" + KEEP_ALL)
+    assert counting.encode_next_turn([USER]) == plain
 
 
-def test_a_tokenizer_without_a_template_says_so(folder):
-    with pytest.raises(ValueError, match="chat template: the tokenizer has none"):
+def test_a_tokenizer_without_a_template_is_refused(folder):
+    with pytest.raises(ValueError, match="chat template"):
         with_template(folder, None).apply_chat_template([USER])
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.path=.*no tokenizer_config\.json"):
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.path=.*tokenizer_config\.json"):
         HFCodec(tmp_path)
 
 
-def test_a_tokenizer_without_eos_says_so(tmp_path):
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
     tokenizer = train_tokenizer(DIALOGUES, vocab_size=400)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)

@@ -38,21 +38,18 @@ def test_added_tokens_are_one_id_each(tmp_path):
 def test_a_special_token_is_found_though_encoding_reads_it_as_text(tmp_path):
     codec = codec_of(tmp_path, special=THINK)
     (start,), (end,) = cot_marker_ids(codec, THINK)
-    assert (
-        codec.decode_with_special_tokens([start]) == "<think>"
-        and codec.decode_with_special_tokens([end]) == "</think>"
-    )
+    assert codec.decode_with_special_tokens([start, end]) == "<think></think>"
     assert start not in codec.encode("<think>")
 
 
-def test_a_vocabulary_of_characters_has_them_in_several_tokens(tmp_path):
+def test_a_marker_may_be_several_tokens(tmp_path):
     codec = codec_of(tmp_path)
     start, end = cot_marker_ids(codec, THINK)
     assert (len(start), len(end)) == (7, 8)
     assert codec.decode(start) == "<think>" and codec.decode(end) == "</think>"
 
 
-def test_merges_inside_of_a_marker_do_no_harm(tmp_path):
+def test_merges_inside_of_a_marker_are_accepted(tmp_path):
     codec = codec_of(tmp_path, merges=[("t", "h"), ("i", "n"), ("<", "/")])
     start, end = cot_marker_ids(codec, THINK)
     assert (len(start), len(end)) == (5, 5)
@@ -74,11 +71,7 @@ def test_merges_inside_of_a_marker_do_no_harm(tmp_path):
 )
 def test_a_marker_that_merges_with_its_neighbours_is_refused(merge, text, context, tmp_path):
     codec = codec_of(tmp_path, merges=[merge])
-    with pytest.raises(
-        ValueError, match=rf"algo\.egpo\.cot_markers: '{text}'.*others in '{context}"
-    ):
-        cot_marker_ids(codec, THINK)
-    with pytest.raises(ValueError, match=r"algo\.egpo\.cot_blocks=response"):
+    with pytest.raises(ValueError, match=rf"algo\.egpo\.cot_markers: '{text}'.* '{context}"):
         cot_marker_ids(codec, THINK)
 
 
@@ -87,7 +80,5 @@ def test_a_marker_that_becomes_other_text_is_refused(tmp_path):
     tokenizer = Tokenizer(models.BPE({"a": 0, "?": 1, "<eos>": 2}, [], unk_token="?"))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="?")
     fast.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"algo\.egpo\.cot_markers: '<think>' becomes.*read the same"
-    ):
+    with pytest.raises(ValueError, match=r"algo\.egpo\.cot_markers: '<think>'"):
         cot_marker_ids(HFCodec(tmp_path), THINK)

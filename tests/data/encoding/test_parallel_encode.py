@@ -15,13 +15,13 @@ SCHEMAS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tokenizer's; that of a model of a known type is loaded without torch."""
+    """The folder of a tokenizer, which is loaded without torch: the model type is known."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     return save_tokenizer("qwen25", tmp_path)
 
 
-def asked(number):
-    """Conversations that differ, with no tool, one or both."""
+def conversations(number):
+    """Different conversations with no tool, one or both."""
     return [
         (
             ({"role": "user", "content": f"Is {index} a prime? <|im_end|> é"},),
@@ -31,23 +31,23 @@ def asked(number):
     ]
 
 
-def test_processes_give_what_one_gives(folder, monkeypatch):
+def test_several_processes_return_the_ids_of_one(folder, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_ROWS", 5)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
     codec = HFCodec(folder)
-    expected = encode_conversations(codec, asked(23), SCHEMAS, key="data.train")
+    expected = encode_conversations(codec, conversations(23), SCHEMAS, key="data.train")
     assert len({tuple(ids) for ids in expected}) == 23
     assert len(expected[1]) > len(expected[0])
-    found = encode_conversations(codec, asked(23), SCHEMAS, key="data.train", min_rows=23)
+    found = encode_conversations(codec, conversations(23), SCHEMAS, key="data.train", min_rows=23)
     assert found == expected
 
 
-def test_a_process_that_fails_is_an_error_of_the_data(folder, monkeypatch):
+def test_a_failed_process_is_an_error_with_the_key(folder, monkeypatch):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
     codec = HFCodec(folder)
     codec.folder = str(folder / "nowhere")
-    with pytest.raises(ValueError, match=r"data\.train: a process that tokenizes .*nowhere"):
-        encode_conversations(codec, asked(2), SCHEMAS, key="data.train", min_rows=2)
+    with pytest.raises(ValueError, match=r"data\.train: .*nowhere"):
+        encode_conversations(codec, conversations(2), SCHEMAS, key="data.train", min_rows=2)
 
 
 @pytest.mark.parametrize(("cpus", "min_rows", "folder"), [(1, 1, "x"), (2, 3, "x"), (2, 1, None)])
@@ -62,11 +62,11 @@ def test_few_rows_one_core_or_a_codec_without_files_start_nothing(
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cpus)))
     codec = Codec()
     codec.folder = folder
-    found = encode_conversations(codec, asked(2), SCHEMAS, key="k", min_rows=min_rows)
+    found = encode_conversations(codec, conversations(2), SCHEMAS, key="k", min_rows=min_rows)
     assert found == [[26, 0], [26, 1]]
 
 
-def test_chunks_have_limits_and_lose_nothing(monkeypatch):
+def test_chunks_are_limited_in_rows_and_characters(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_ROWS", 3)
     monkeypatch.setattr(module, "_CHUNK_CHARS", 10)
     given = [(({"role": "user", "content": "x" * size},), ()) for size in (4, 4, 4, 30, 1, 1, 1, 1)]

@@ -26,19 +26,19 @@ def words_file(tmp_path, text):
     return str(path)
 
 
-def test_words_are_read_one_a_line_and_normalised_as_tokens_are(tmp_path):
+def test_words_are_read_by_line_and_normalised_as_tokens_are(tmp_path):
     path = words_file(tmp_path, "Wait\n\n  but \n\u0120however\nwait\n")
     assert load_trigger_words(path) == {"wait", "but", "however"}
 
 
-def test_whole_tokens_are_found_with_any_mark_of_a_space():
+def test_tokens_are_found_with_any_mark_of_a_space():
     assert trigger_token_ids(PieceCodec(), {"wait", "but", "however"}, key="words") == {1, 2, 3, 4}
 
 
-def test_lists_that_trigger_nothing_are_refused(tmp_path):
+def test_a_list_without_a_trigger_is_refused(tmp_path):
     with pytest.raises(ValueError, match="got 0 words"):
         load_trigger_words(words_file(tmp_path, "\n \n"))
-    with pytest.raises(ValueError, match="mistyped path"):
+    with pytest.raises(ValueError, match=r"none\.txt"):
         load_trigger_words(str(tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match="none of its 1 words is a token"):
+    with pytest.raises(ValueError, match="words"):
         trigger_token_ids(PieceCodec(), {"wait a minute"}, key="words")

@@ -1,8 +1,7 @@
-"""The folder as the run reads it: prompts, demonstrations, disjoint splits."""
+"""The folder that is written: prompts, demonstrations, disjoint splits, a model."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 
@@ -39,16 +38,12 @@ def prompts(folder, split):
 
 
 def test_the_splits_have_their_sizes_and_share_no_question(folder):
-    texts = {
-        split: {prompt.messages[0]["content"] for prompt in prompts(folder, split)}
+    texts = [
+        {prompt.messages[0]["content"] for prompt in prompts(folder, split)}
         for split in ("train", "dev", "validation")
-    }
-    assert {split: len(found) for split, found in texts.items()} == {
-        "train": 90,
-        "dev": 30,
-        "validation": 30,
-    }
-    assert len(set.union(*texts.values())) == 150
+    ]
+    assert list(map(len, texts)) == [90, 30, 30]
+    assert len(set.union(*texts)) == 150
 
 
 def test_prompts_offer_both_tools_and_carry_their_split(folder):
@@ -71,13 +66,8 @@ def test_demonstrations_are_short_and_end_in_eos(folder):
 def test_the_stamp_is_set_and_rewriting_gives_the_same_bytes(folder, tmp_path):
     assert is_written(folder, SETTINGS)
     write_toolqa_dataset(tmp_path, SETTINGS)
-
-    def digest(name, where):
-        return hashlib.sha256((where / name).read_bytes()).hexdigest()
-
-    assert [digest(name, folder) for name in OUTPUT_FILES] == [
-        digest(name, tmp_path) for name in OUTPUT_FILES
-    ]
+    for name in OUTPUT_FILES:
+        assert (folder / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
 DIALOGUES = [[{"role": "user", "content": "What is 1*2?"}]] * 3
@@ -110,6 +100,6 @@ def test_the_weights_depend_on_the_seed_alone(tmp_path, tokenizer):
     assert a != c
 
 
-def test_a_width_that_gives_no_even_number_of_heads_is_an_error(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="hidden_size=96: expected a multiple of 64"):
+def test_a_width_that_gives_no_even_number_of_heads_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="hidden_size=96"):
         write_model(tmp_path, tokenizer, num_layers=1, hidden_size=96, seed=0)

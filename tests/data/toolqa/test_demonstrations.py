@@ -1,4 +1,4 @@
-"""Demonstrations earn what they should, and are what a rollout would have produced."""
+"""Demonstrations earn the reward, and are what a rollout would have produced."""
 
 import random
 import re
@@ -41,7 +41,7 @@ def response(messages) -> str:
     return "".join(message["content"] for message in messages[1:])
 
 
-def test_a_demonstration_with_tools_word_for_word():
+def test_a_demonstration_with_tools_by_hand():
     assert make_tool_demonstration(BOTH) == [
         {"role": "user", "content": "What is the price of Bako times 37?"},
         {
@@ -59,20 +59,15 @@ def test_tool_answers_are_what_the_tag_protocol_renders_and_calls_parse():
     protocol = TagProtocol({"python": "code", "search": "query"})
     for question in questions():
         messages = make_tool_demonstration(question)
-        for call, said, answered in zip(
-            question.calls, messages[1::2], messages[2::2], strict=False
-        ):
-            assert (
-                protocol.render(call.result)
-                == format_tool_result(call.result)
-                == answered["content"]
-            )
-            parsed = protocol.parse(said["content"])
-            assert parsed is not None
+        turns = zip(question.calls, messages[1::2], messages[2::2], strict=False)
+        for call, assistant, tool in turns:
+            rendered = protocol.render(call.result)
+            assert rendered == format_tool_result(call.result) == tool["content"]
+            parsed = protocol.parse(assistant["content"])
             assert (parsed.tool, *parsed.arguments.values()) == (call.tool, call.text)
 
 
-def test_using_tools_is_always_right_and_guessing_almost_never():
+def test_tools_always_earn_the_reward_and_guesses_almost_never():
     rng = random.Random(0)
     right = 0
     for question in questions():
@@ -89,11 +84,10 @@ def test_guesses_look_like_answers():
     for question in questions():
         boxed = re.search(r"boxed\{(\w+)\}", response(make_guess_demonstration(question, rng)))
         pattern = r"[A-Z][a-z]{4}" if question.kind is QuestionKind.search else r"\d{4}"
-        assert boxed is not None
         assert re.fullmatch(pattern, boxed[1])
 
 
-def test_about_half_of_the_demonstrations_guess_and_all_questions_come_round():
+def test_about_half_of_the_demonstrations_guess_and_every_question_is_used():
     made = make_demonstrations(questions(), num_demonstrations=900, seed=0)
     assert len(made) == 900
     guesses = sum(len(messages) == 2 for messages in made)

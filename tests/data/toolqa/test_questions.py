@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from functools import cache
+from itertools import combinations
 
 import pytest
 
@@ -44,13 +44,11 @@ def test_kinds_are_equally_many_and_no_question_occurs_twice():
 
 
 def test_splits_share_no_number_and_no_entity():
-    seen = {}
-    for split, questions in made().items():
-        text = " ".join(question.text for question in questions)
-        seen[split] = set(re.findall(r"\d+|of [A-Z][a-z]+", text))
-    assert not seen[Split.train] & seen[Split.validation]
-    assert not seen[Split.train] & seen[Split.dev]
-    assert not seen[Split.dev] & seen[Split.validation]
+    names = [
+        {name for one in questions for name in re.findall(r"\d+|of [A-Z][a-z]+", one.text)}
+        for questions in made().values()
+    ]
+    assert not any(one & other for one, other in combinations(names, 2))
 
 
 def test_answers_follow_from_the_calls():
@@ -83,10 +81,10 @@ def test_a_worked_example_of_each_kind():
     assert by_kind[QuestionKind.both].answer == "2500"
 
 
-def test_asking_for_more_than_there_is_names_the_split_and_the_kind():
+def test_too_many_questions_are_refused():
     inventory = SplitInventory(("Bako",), (50,))
     facts = make_facts(dict.fromkeys(Split, inventory), 0)
-    with pytest.raises(ValueError, match=r"dev questions: num_questions=9 .* of kind python"):
+    with pytest.raises(ValueError, match=r"dev questions: num_questions=9 .* python"):
         make_questions(Split.dev, inventory, facts, num_questions=9, seed=0)
 
 
@@ -118,17 +116,6 @@ def test_search_finds_the_one_document_of_every_query(tmp_path):
     path = tmp_path / "corpus.jsonl"
     write_corpus(facts, path)
     index = SearchIndex(iter_corpus(path))
-    wrong = [
-        (fact.query, hits[0].text if hits else None)
-        for fact in facts.values()
-        if not (hits := index.search(fact.query, 1)) or hits[0].text != fact.text
-    ]
-    assert not wrong, wrong[:5]
-
-
-def test_the_corpus_has_one_document_a_line(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    write_corpus(make_facts(SMALL, seed=0), path)
-    documents = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({document["id"] for document in documents}) == 16
-    assert all(set(document) == {"id", "title", "text"} for document in documents)
+    for fact in facts.values():
+        (hit,) = index.search(fact.query, 1)
+        assert hit.text == fact.text

@@ -30,7 +30,7 @@ def test_the_stamp_is_for_its_settings(folder):
 
 
 @pytest.mark.parametrize("name", OUTPUT_FILES)
-def test_a_missing_file_voids_the_stamp(folder, name):
+def test_the_stamp_is_invalid_without_one_of_the_files(folder, name):
     write_stamp(folder, ToolQASettings())
     (folder / name).unlink()
     assert not is_written(folder, ToolQASettings())
@@ -42,5 +42,5 @@ def test_a_damaged_stamp_is_no_stamp(folder):
 
 
 def test_sizes_must_be_positive():
-    with pytest.raises(ValueError, match="num_train=0: expected at least 1"):
+    with pytest.raises(ValueError, match="num_train=0"):
         ToolQASettings(num_train=0)

@@ -23,7 +23,6 @@ from mega_agentrl.estimate.memory.activations import (
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.estimate.rank_jobs import ROWS, TOKENS, peak_saved_bytes
 from tests.estimate.shapes import released
-from tests.tiny_models import make_tiny_model
 
 WIDE = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8}
 EXPERTS = WIDE | {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4}
@@ -46,21 +45,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            architecture, changes = MODELS[name]
-            made[name] = make_tiny_model(architecture, tmp_path_factory.mktemp("m"), **changes)
-        return made[name]
-
-    return get
-
-
 @pytest.mark.parametrize(("name", "dtype", "cut", "num_micro_batches"), CASES)
-def test_it_is_what_autograd_keeps(name, dtype, cut, num_micro_batches, folders, rank_pool):
+def test_activations_are_those_of_autograd(name, dtype, cut, num_micro_batches, folders, rank_pool):
     layout = ParallelConfig(**cut)
     shape = ModelShape.from_folder(folders(name))
     kernels = KernelConfig(item_bytes=2 if dtype == "bfloat16" else 4, fused=False)
@@ -109,35 +95,30 @@ def test_a_dense_layer_by_hand(folders):
         ({"pipeline": 2, "virtual_pipeline": 2}, 0, 2, [2, 2]),
     ],
 )
-def test_micro_batches_under_way(cut, stage, num_micro_batches, expected):
+def test_num_in_flight_passes(cut, stage, num_micro_batches, expected):
     assert num_in_flight_passes(ParallelConfig(**cut), stage, num_micro_batches) == expected
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_sharing_tokens_and_tensors_makes_it_less(qwen3, fused):
+def test_tensor_and_sequence_ranks_share_activations(qwen3, fused):
     kernels = KernelConfig(fused=fused)
 
     def kept(**cut):
         return layer_activation_bytes(qwen3, ParallelConfig(**cut), 64, kernels, 0)
 
-    assert (
-        kept()
-        > kept(tensor=2)
-        > kept(tensor=2, sequence_parallel=True)
-        > kept(tensor=4, sequence_parallel=True)
-    )
+    shared = {"tensor": 2, "sequence_parallel": True}
+    assert kept() > kept(tensor=2) > kept(**shared) > kept(**(shared | {"tensor": 4}))
 
 
 def test_fused_kernels_keep_less(qwen3):
-    layout = ParallelConfig()
     fused, plain = (
-        layer_activation_bytes(qwen3, layout, 64, KernelConfig(fused=fused), 0)
+        layer_activation_bytes(qwen3, ParallelConfig(), 64, KernelConfig(fused=fused), 0)
         for fused in (True, False)
     )
     assert fused < 0.8 * plain
 
 
-def test_context_ranks_read_each_others_keys(qwen3):
+def test_context_ranks_gather_keys_and_values(qwen3):
     one = layer_activation_bytes(qwen3, ParallelConfig(), 64, KernelConfig(), 0)
     two = layer_activation_bytes(qwen3, ParallelConfig(context=2), 64, KernelConfig(), 0)
     # Keys and values of 2.5 times as many tokens, gathered apart from what they are cut from.
@@ -157,24 +138,16 @@ def test_uneven_routing_costs_the_busiest_rank(folders):
 
 
 def test_a_layers_workspace_is_that_of_its_largest_products(qwen3, folders):
-    assert (
-        layer_backward_workspace_bytes(qwen3, ParallelConfig(), 10, KernelConfig())
-        == 10 * (3 * 320 + 128) * 2
-    )
-    moe = ModelShape.from_folder(folders("moe"))
-    assert (
-        layer_backward_workspace_bytes(moe, ParallelConfig(), 10, KernelConfig())
-        == 40 * (3 * 64 + 2 * 128) * 2
-    )
+    def workspace(shape):
+        return layer_backward_workspace_bytes(shape, ParallelConfig(), 10, KernelConfig())
+
+    assert workspace(qwen3) == 10 * (3 * 320 + 128) * 2
+    assert workspace(ModelShape.from_folder(folders("moe"))) == 40 * (3 * 64 + 2 * 128) * 2
     mixed = ModelShape.from_folder(folders("moe, dense layer"))
-    assert layer_backward_workspace_bytes(
-        mixed, ParallelConfig(), 10, KernelConfig()
-    ) >= layer_backward_workspace_bytes(
-        dataclasses.replace(mixed, moe=None), ParallelConfig(), 10, KernelConfig()
-    )
+    assert workspace(mixed) >= workspace(dataclasses.replace(mixed, moe=None))
 
 
-def test_the_bounds_are_the_kernels_own():
+def test_scratch_limits_are_those_of_the_kernels():
     bounds = vocab_tiles.SCRATCH_BYTES
     assert {True: bounds["cuda"], False: bounds["cpu"]} == SCRATCH_BYTES
 
@@ -203,12 +176,12 @@ def test_the_torch_kernels_sizes(rows, tokens, item_bytes):
     assert block == max(part.stop - part.start for part in scratch.blocks)
 
 
-def test_far_less_than_whole_logits():
+def test_the_head_needs_far_less_than_whole_logits():
     shape, tokens = released("qwen3-32b"), 16384
     logits = tokens * shape.vocab_size // 4 * 4
-    assert head_workspace_bytes(shape, 4, tokens, KernelConfig()) < 1.1 * logits
-    assert (
-        head_workspace_bytes(shape, 4, 2 * tokens, KernelConfig())
-        - head_workspace_bytes(shape, 4, tokens, KernelConfig())
-        == tokens * shape.hidden_size * 6
-    ), "only the hidden states' gradient grows with the tokens"
+    once, twice = (
+        head_workspace_bytes(shape, 4, number, KernelConfig()) for number in (tokens, 2 * tokens)
+    )
+    assert once < 1.1 * logits
+    # Only the gradient of the hidden states grows with the tokens.
+    assert twice - once == tokens * shape.hidden_size * 6

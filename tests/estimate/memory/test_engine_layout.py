@@ -10,7 +10,6 @@ from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
 from tests.estimate.shapes import released
 from tests.reshard.rollout_cuts import rollout_layout
-from tests.tiny_models import make_tiny_model
 
 MODELS = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -21,14 +20,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def shape(request, tmp_path_factory):
-    name, changes = MODELS[request.param]
-    return ModelShape.from_folder(make_tiny_model(name, tmp_path_factory.mktemp("m"), **changes))
-
-
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_rank_holds_what_vllm_puts_there(shape, size):
+def test_each_rank_has_the_shards_that_vllm_loads(name, size, folders):
+    shape = ModelShape.from_folder(folders(name))
     ours = [engine_shard_layouts(shape, rank, size) for rank in range(size)]
     theirs = [rollout_layout(shape, rank, size) for rank in range(size)]
     assert list(map(num_elements, ours)) == list(map(num_elements, theirs)), "padding included"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.estimate.device import GIB, DeviceSpec
-from mega_agentrl.estimate.memory.engine import estimate_engine_memory, num_engine_rank_elements
+from mega_agentrl.estimate.memory.engine import estimate_engine_memory, num_engine_rank_parameters
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
 from tests.estimate.configs import configured
 from tests.estimate.shapes import released
@@ -15,9 +15,8 @@ from tests.estimate.shapes import released
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b", "deepseek-v3-sized"])
 def test_one_layer_of_each_kind_stands_for_all(name, size):
     shape = released(name, num_hidden_layers=6)
-    assert num_engine_rank_elements(shape, size) == num_elements(
-        engine_shard_layouts(shape, 0, size)
-    )
+    layouts = engine_shard_layouts(shape, 0, size)
+    assert num_engine_rank_parameters(shape, size) == num_elements(layouts)
 
 
 def test_the_cache_is_what_is_left_of_the_share():
@@ -25,9 +24,8 @@ def test_the_cache_is_what_is_left_of_the_share():
     memory = estimate_engine_memory(config, released("qwen3-32b"), DeviceSpec(memory_gib=80))
     taken = memory.weights + memory.activations + memory.logits + memory.runtime
     assert memory.kv_cache == pytest.approx(0.85 * 80 * GIB - taken, abs=1)
-    assert (
-        memory.kv_bytes_per_token == 2 * 64 * 2 * 128 * 2
-    )  # layers, key heads of a rank, width, bf16
+    # Layers, key heads of a rank, width, bf16.
+    assert memory.kv_bytes_per_token == 2 * 64 * 2 * 128 * 2
     assert memory.num_kv_cache_tokens == memory.kv_cache // memory.kv_bytes_per_token
     assert memory.peak == round(0.85 * 80 * GIB) + memory.entropy_tap + memory.transfer
 
@@ -39,22 +37,19 @@ def test_ranks_beyond_the_key_heads_hold_one_each():
 
 
 def test_more_tensor_ranks_leave_more_for_the_cache():
-    tokens = [
-        estimate_engine_memory(
-            configured(engine=size), released("qwen3-32b"), DeviceSpec()
-        ).num_kv_cache_tokens
+    shape = released("qwen3-32b")
+    one, two, four, eight = (
+        estimate_engine_memory(configured(engine=size), shape, DeviceSpec()).num_kv_cache_tokens
         for size in (1, 2, 4, 8)
-    ]
-    assert tokens == sorted(tokens)
-    assert tokens[0] < tokens[1]
+    )
+    assert one < two <= four <= eight
 
 
-def test_a_share_smaller_than_the_weights_holds_nothing():
+def test_a_share_smaller_than_the_weights_has_no_cache():
     config = configured()
     config.engine.gpu_memory_utilization = 0.5
-    assert (
-        estimate_engine_memory(config, released("qwen3-32b"), DeviceSpec()).num_kv_cache_tokens == 0
-    )
+    memory = estimate_engine_memory(config, released("qwen3-32b"), DeviceSpec())
+    assert memory.num_kv_cache_tokens == 0
 
 
 def test_sorting_for_top_p_costs_and_graphs_lie_beside_the_share():
@@ -65,7 +60,7 @@ def test_sorting_for_top_p_costs_and_graphs_lie_beside_the_share():
     config.engine.enforce_eager = False
     sorted_ = estimate_engine_memory(config, shape, DeviceSpec())
     assert sorted_.logits - plain.logits == 256 * shape.vocab_size * 12
-    assert sorted_.outside_vllm_share - plain.outside_vllm_share == GIB
+    assert sorted_.outside_vllm_bytes - plain.outside_vllm_bytes == GIB
 
 
 def test_on_a_cpu_the_cache_has_its_own_size():
@@ -75,7 +70,7 @@ def test_on_a_cpu_the_cache_has_its_own_size():
     assert memory.kv_bytes_per_token == 2 * 36 * 8 * 128 * 4
 
 
-def test_on_a_cpu_a_bucket_holds_no_more_than_there_is():
+def test_on_a_cpu_a_bucket_is_no_larger_than_the_weights():
     config, shape = configured(), released("qwen3-4b")
     usual = estimate_engine_memory(config, shape, DeviceSpec(memory_gib=None))
     config.weight_sync.bucket_mib = 2**20
@@ -93,6 +88,6 @@ def test_on_shared_gpus_it_lies_beside_what_the_policy_leaves():
     assert shared.peak - alone.peak == shared.colocated_policy == 3 * GIB + buckets
     assert shared.kv_cache == alone.kv_cache
     # Asleep it has CUDA's context and the link's buckets; no graphs with engine.enforce_eager.
-    assert shared.while_sleeping == 2 * GIB + buckets
-    assert shared.while_loading_weights == shared.weights + shared.transfer + 2 * GIB
+    assert shared.sleeping_bytes == 2 * GIB + buckets
+    assert shared.loading_bytes == shared.weights + shared.transfer + 2 * GIB
     assert estimate_engine_memory(config, shape, DeviceSpec(memory_gib=None)).colocated_policy == 0

@@ -20,7 +20,6 @@ from mega_agentrl.estimate.memory.model_state import (
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.estimate.rank_jobs import held_bytes
 from tests.estimate.shapes import released
-from tests.tiny_models import make_tiny_model
 
 MODELS = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -43,21 +42,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            architecture, changes = MODELS[name]
-            made[name] = make_tiny_model(architecture, tmp_path_factory.mktemp("m"), **changes)
-        return made[name]
-
-    return get
-
-
 @pytest.mark.parametrize(("name", "dtype", "cut"), CASES)
-def test_it_is_what_the_actor_allocates(name, dtype, cut, folders, rank_pool):
+def test_the_estimate_is_what_the_actor_allocates(name, dtype, cut, folders, rank_pool):
     layout = ParallelConfig(**cut)
     shape = ModelShape.from_folder(folders(name))
     item_bytes = 2 if dtype == "bfloat16" else 4
@@ -118,17 +104,17 @@ TOTALS = {
 
 
 @pytest.mark.parametrize(("name", "total"), TOTALS.items())
-def test_the_released_models_have_as_many(name, total):
+def test_released_models_have_their_number_of_parameters(name, total):
     assert num_parameters(released(name)) == total
 
 
-def test_a_token_goes_through_some_of_the_experts():
+def test_active_parameters_of_a_sparse_model():
     assert round(num_active_parameters(released("qwen3-235b-a22b")) / 1e9, 1) == 22.2
     dense = released("qwen3-32b")
     assert num_active_parameters(dense) == num_parameters(dense)
 
 
-def test_the_stages_together_hold_the_model():
+def test_all_stages_together_have_the_parameters_of_the_model():
     shape = released("qwen2.5-72b")
     layout = ParallelConfig(tensor=8, pipeline=4, virtual_pipeline=2)
     held = [rank_parameters(shape, layout, stage) for stage in range(4)]
@@ -138,7 +124,7 @@ def test_the_stages_together_hold_the_model():
     assert {parameter.chunk for parameter in held[1]} == {0, 1}
 
 
-def test_experts_are_cut_over_their_own_ranks():
+def test_experts_are_sharded_over_expert_ranks():
     shape = released("qwen3-30b-a3b")
     layout = ParallelConfig(tensor=2, data=8, expert=16)
     experts = [p for p in rank_parameters(shape, layout, 0) if p.is_expert]
@@ -161,7 +147,7 @@ def test_a_tied_embedding_is_shared_by_two_stages_only():
     assert [shared(3, stage) for stage in range(3)] == [[rows], [], [rows]]
 
 
-def test_a_cut_that_does_not_divide_is_refused():
+def test_a_size_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ValueError, match="28"):
         rank_parameters(released("qwen2.5-7b"), ParallelConfig(tensor=8), 0)
 
@@ -184,7 +170,7 @@ def test_a_shared_embedding_is_a_bucket_of_its_own():
     ]
 
 
-def test_without_the_distributed_optimizer_nothing_is_padded_or_cut():
+def test_without_the_distributed_optimizer_nothing_is_padded_or_sharded():
     layout = ParallelConfig(data=2, distributed_optimizer=False)
     assert flat_buffers([dense(70), dense(100)], layout) == [FlatBuffer(False, 170, (170, 170))]
 

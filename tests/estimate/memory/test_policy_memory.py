@@ -1,10 +1,9 @@
-"""The parts of a rank of policy or critic put together."""
+"""The memory of a rank of policy or critic, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.enums import AdvantageEstimator
 from mega_agentrl.estimate.device import GIB, DeviceSpec
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.policy import (
@@ -18,7 +17,7 @@ from tests.estimate.configs import configured
 from tests.estimate.shapes import released
 
 
-def test_the_peak_is_what_is_always_there_and_the_largest_of_the_rest():
+def test_the_peak_is_the_state_and_the_largest_of_the_rest():
     config = configured(tensor=4, sequence_parallel=True)
     (memory,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
     fixed = memory.weights + memory.gradients + memory.optimizer + 3 * GIB
@@ -51,17 +50,12 @@ def test_a_reference_lies_in_host_memory():
     assert memory.reference_staging == 256 * 2**20
 
 
-def test_a_run_that_only_evaluates_holds_weights_alone():
+def test_a_run_that_only_evaluates_has_weights_alone():
     config = configured(tensor=4)
     config.algo.kl_coef = 0.1
     config.total_steps = 0
     (memory,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
-    assert (memory.gradients, memory.optimizer, memory.activations, memory.pinned_host) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    assert memory.gradients == memory.optimizer == memory.activations == memory.pinned_host == 0
     assert memory.weights > 0
 
 
@@ -80,7 +74,7 @@ def test_micro_batches_of_full_rows(settings, expected):
     assert max_micro_batches(configured(**settings)) == expected
 
 
-def test_turns_that_are_rows_may_be_as_long_as_the_engines_context():
+def test_rows_of_single_turns_may_be_as_long_as_the_context_of_an_engine():
     config = configured(prompt=100, response=100)
     config.engine.max_model_len = 300
     assert max_row_tokens(config) == 200
@@ -105,43 +99,35 @@ def test_a_cpu_trains_in_float32_and_loads_libraries():
 
 
 def test_on_shared_gpus_the_peak_is_that_of_learning_or_of_the_transfer():
-    config, shape = (
-        configured(tensor=4, data=2, sequence_parallel=True, engine=1, engines=8),
-        "qwen2.5-7b",
-    )
-    (alone,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    config = configured(tensor=4, data=2, sequence_parallel=True, engine=1, engines=8)
+    shape = released("qwen2.5-7b")
+    (alone,) = estimate_policy_memory(config, shape, DeviceSpec())
     config.cluster.colocated = True
-    (shared,) = estimate_policy_memory(config, released(shape), DeviceSpec())
-    engine, buckets = estimate_engine_memory(config, released(shape), DeviceSpec()), 2 * 64 * 2**20
-    assert shared.sleeping_engine == engine.while_sleeping == 2 * GIB + buckets
+    (shared,) = estimate_policy_memory(config, shape, DeviceSpec())
+    engine, buckets = estimate_engine_memory(config, shape, DeviceSpec()), 2 * 64 * 2**20
+    assert shared.sleeping_engine == engine.sleeping_bytes == 2 * GIB + buckets
     assert shared.peak == alone.peak + shared.sleeping_engine + buckets
     assert shared.colocated_transfer_peak == (
         (shared.weights + buckets + 3 * GIB) + (engine.weights + engine.transfer + 2 * GIB)
     )
     assert shared.pinned_host == shared.weights + shared.optimizer
     config.weight_sync.bucket_mib = 8 * 1024
-    (large,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    (large,) = estimate_policy_memory(config, shape, DeviceSpec())
     assert large.peak - shared.peak == 4 * (8 * 1024 - 64) * 2**20
     config.total_steps = 0  # weights alone: the moment in which there are two of them
-    (small,) = estimate_policy_memory(config, released(shape), DeviceSpec())
+    (small,) = estimate_policy_memory(config, shape, DeviceSpec())
     assert small.peak == small.colocated_transfer_peak > small.weights + engine.weights
-    assert (
-        estimate_policy_memory(config, released(shape), DeviceSpec(memory_gib=None))[
-            0
-        ].sleeping_engine
-        == 0
-    )
+    (cpu,) = estimate_policy_memory(config, shape, DeviceSpec(memory_gib=None))
+    assert cpu.sleeping_engine == 0
 
 
 def test_the_critic_is_a_policy_without_its_head_reference_and_transfer():
     config, shape = configured(tensor=4, pipeline=2, sequence_parallel=True), released("qwen2.5-7b")
     assert estimate_critic_memory(config, shape, DeviceSpec()) == []
     assert num_required_gpus(config) == 9
-    config.algo.advantage, config.algo.kl_coef = AdvantageEstimator.gae, 0.1
-    policy, critic = (
-        estimate_policy_memory(config, shape, DeviceSpec()),
-        estimate_critic_memory(config, shape, DeviceSpec()),
-    )
+    config.algo.advantage, config.algo.kl_coef = "gae", 0.1
+    policy = estimate_policy_memory(config, shape, DeviceSpec())
+    critic = estimate_critic_memory(config, shape, DeviceSpec())
     assert num_required_gpus(config) == 17
     # Of 152,064 rows of 3,584 numbers in two bytes, each tensor rank has a quarter.
     first, last = zip(policy, critic, strict=True)
@@ -150,17 +136,13 @@ def test_the_critic_is_a_policy_without_its_head_reference_and_transfer():
     assert head == 152_064 * 3_584 // 4 - 3_584
     for memory, other in (first, last):
         assert other.activations == memory.activations
-        assert (
-            other.head_workspace,
-            other.transfer_buckets,
-            other.reference_staging,
-            other.pinned_host,
-        ) == (0, 0, 0, 0)
+        assert other.head_workspace == other.transfer_buckets == 0
+        assert other.reference_staging == other.pinned_host == 0
         assert other.peak <= memory.peak
 
 
 def test_an_evaluation_alone_has_no_critic():
     config = configured()
-    config.algo.advantage, config.total_steps = AdvantageEstimator.gae, 0
+    config.algo.advantage, config.total_steps = "gae", 0
     assert estimate_critic_memory(config, released("qwen2.5-7b"), DeviceSpec()) == []
     assert num_required_gpus(config) == 2

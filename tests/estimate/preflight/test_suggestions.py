@@ -1,4 +1,4 @@
-"""Changes of settings: made on a copy, tried, described; those suggested for policy and engine."""
+"""Changes of settings are made on a copy and tried; those that are suggested make the run fit."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ from mega_agentrl.estimate.preflight.suggestions import (
 from tests.estimate.configs import check_of, configured
 from tests.estimate.shapes import released
 
+QWEN32, QWEN235 = "qwen3-32b", "qwen3-235b-a22b"
+
+
+def suggestions(suggest, config, model, device=None):
+    shape = released(model)
+    return suggest(config, shape, device or DeviceSpec(), check_of(shape))
+
 
 def test_a_change_leaves_the_configuration_alone():
     config = configured(tensor=2)
@@ -29,20 +36,17 @@ def test_a_change_leaves_the_configuration_alone():
     assert other.engine.tensor_parallel_size == config.engine.tensor_parallel_size
 
 
-def test_only_what_passes_and_differs_is_tried():
-    config = configured(tensor=2)
-
+def test_only_valid_changes_are_tried():
     def check(other):
         if other.parallel.tensor == 3:
             raise ValueError("3")
 
     candidates = [{"parallel.tensor": size} for size in (2, 3, 4)]
-    assert [settings for settings, _ in valid_candidates(config, candidates, check)] == [
-        candidates[2]
-    ]
+    found = valid_candidates(configured(tensor=2), candidates, check)
+    assert [settings for settings, _ in found] == [candidates[2]]
 
 
-def test_a_broken_check_is_not_taken_for_an_answer():
+def test_an_error_of_a_check_itself_is_raised():
     def check(_):
         raise TypeError("ours")
 
@@ -50,7 +54,7 @@ def test_a_broken_check_is_not_taken_for_an_answer():
         list(valid_candidates(configured(), [{"parallel.tensor": 2}], check))
 
 
-def test_what_stays_is_not_told_and_gpus_are():
+def test_a_change_names_new_values_and_more_gpus():
     config = configured(tensor=2, engines=3)
     change = make_change(
         config, {"parallel.tensor": 2, "parallel.data": 4, "parallel.sequence_parallel": True}, 7
@@ -63,57 +67,42 @@ def test_what_stays_is_not_told_and_gpus_are():
     assert num_required_gpus(config) == 2 + 3
 
 
+LAYOUT = {"tensor": 8, "sequence_parallel": True, "data": 4}
 POLICY_CASES = {
-    "long micro-batches": {"tokens": 65536, "tensor": 8, "sequence_parallel": True, "data": 4},
-    "copied optimizer": {
-        "tensor": 8,
-        "sequence_parallel": True,
-        "data": 4,
-        "distributed_optimizer": False,
-    },
-    "no sharing": {"tokens": 12288, "tensor": 8, "data": 4},
-    "too few ranks": {"tensor": 4, "sequence_parallel": True},
+    "long micro-batches": (LAYOUT | {"tokens": 65536}, "optim.micro_batch_tokens"),
+    "copied optimizer": (
+        LAYOUT | {"distributed_optimizer": False},
+        "parallel.distributed_optimizer",
+    ),
+    "no sharing": ({"tokens": 12288, "tensor": 8, "data": 4}, "parallel.sequence_parallel"),
+    "too few ranks": ({"tensor": 4, "sequence_parallel": True}, None),
 }
 
 
 @pytest.mark.parametrize("name", POLICY_CASES)
-def test_every_policy_change_fits(name):
-    config, shape, device = configured(**POLICY_CASES[name]), released("qwen3-32b"), DeviceSpec()
+def test_every_policy_change_fits_and_the_nearest_comes_first(name):
+    layout, nearest_key = POLICY_CASES[name]
+    config, shape, device = configured(**layout), released(QWEN32), DeviceSpec()
     room = device.usable_bytes / GIB
     assert policy_peak_gib(config, shape, device) > room
-    changes = suggest_policy_changes(config, shape, device, check_of(shape))
-    assert changes
+    changes = suggestions(suggest_policy_changes, config, QWEN32)
     for change in changes:
         peak = policy_peak_gib(with_overrides(config, change.new_values), shape, device)
         assert peak == change.peak_gib <= room
     sizes = [(max(0, change.num_extra_gpus), len(change.new_values)) for change in changes]
-    assert sizes == sorted(sizes)
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("long micro-batches", "optim.micro_batch_tokens"),
-        ("copied optimizer", "parallel.distributed_optimizer"),
-        ("no sharing", "parallel.sequence_parallel"),
-    ],
-)
-def test_the_nearest_change_comes_first(name, key):
-    config = configured(**POLICY_CASES[name])
-    first = suggest_policy_changes(
-        config, released("qwen3-32b"), DeviceSpec(), check_of(released("qwen3-32b"))
-    )[0]
-    assert list(first.new_values) == [key]
-    assert first.num_extra_gpus == 0
+    assert sizes and sizes == sorted(sizes)
+    if nearest_key is not None:
+        assert list(changes[0].new_values) == [nearest_key]
+        assert changes[0].num_extra_gpus == 0
 
 
 def test_the_micro_batch_is_the_largest_that_fits():
-    config, shape = configured(**POLICY_CASES["long micro-batches"]), released("qwen3-32b")
-    first = suggest_policy_changes(config, shape, DeviceSpec(), check_of(shape))[0]
+    config = configured(**POLICY_CASES["long micro-batches"][0])
+    first = suggestions(suggest_policy_changes, config, QWEN32)[0]
     tokens = first.new_values["optim.micro_batch_tokens"]
     assert tokens % 128 == 0
     more = with_overrides(config, {"optim.micro_batch_tokens": tokens + 256})
-    assert policy_peak_gib(more, shape, DeviceSpec()) > DeviceSpec().usable_bytes / GIB
+    assert policy_peak_gib(more, released(QWEN32), DeviceSpec()) > DeviceSpec().usable_bytes / GIB
 
 
 def test_experts_go_over_more_ranks():
@@ -121,73 +110,48 @@ def test_experts_go_over_more_ranks():
     config.parallel = ParallelConfig(
         tensor=4, sequence_parallel=True, context=4, data=8, pipeline=2, expert=2
     )
-    shape = released("qwen3-235b-a22b")
-    first = suggest_policy_changes(config, shape, DeviceSpec(), check_of(shape))[0]
+    first = suggestions(suggest_policy_changes, config, QWEN235)[0]
     assert list(first.new_values) == ["parallel.expert"]
 
 
-def test_no_answer_is_given_that_the_check_refuses():
+def test_a_change_that_the_check_refuses_is_not_suggested():
     def check(config):
         if config.parallel != layout:
             raise ValueError("fixed")
 
-    config = configured(**POLICY_CASES["no sharing"])
+    config = configured(**POLICY_CASES["no sharing"][0])
     layout = config.parallel
-    assert suggest_policy_changes(config, released("qwen3-32b"), DeviceSpec(), check) == []
+    assert suggest_policy_changes(config, released(QWEN32), DeviceSpec(), check) == []
 
 
-def broken(name):
-    config = configured(engine=4, engines=8)
-    match name:
-        case "share too large":
-            config.engine.gpu_memory_utilization = 0.98
-        case "share too small":
-            config.engine.gpu_memory_utilization = 0.2
-        case "weights too large":
-            config.engine.tensor_parallel_size, config.engine.gpu_memory_utilization = 1, 0.75
-        case "buckets too large":
-            config.weight_sync.bucket_mib = 8192
-    return config
-
-
-ENGINE_CASES = {
-    "share too large": "engine.gpu_memory_utilization",
-    "share too small": "engine.gpu_memory_utilization",
-    "weights too large": "engine.gpu_memory_utilization",
-    "buckets too large": "engine.gpu_memory_utilization",
-}
-
-
-@pytest.mark.parametrize("name", ENGINE_CASES)
-def test_every_engine_change_fits_and_the_nearest_comes_first(name):
-    config, shape = broken(name), released("qwen3-32b")
-    assert not engine_fits(config, shape, DeviceSpec())
-    changes = suggest_engine_changes(config, shape, DeviceSpec(), check_of(shape))
-    assert list(changes[0].new_values) == [ENGINE_CASES[name]]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine.gpu_memory_utilization": 0.98},
+        {"engine.gpu_memory_utilization": 0.2},
+        {"engine.gpu_memory_utilization": 0.75, "engine.tensor_parallel_size": 1},
+        {"weight_sync.bucket_mib": 8192},
+    ],
+    ids=["large share", "small share", "large weights", "large buckets"],
+)
+def test_every_engine_change_fits_and_the_nearest_comes_first(settings):
+    good, shape, device = configured(engine=4, engines=8), released(QWEN32), DeviceSpec()
+    config = with_overrides(good, settings)
+    assert engine_fits(good, shape, device) and not engine_fits(config, shape, device)
+    changes = suggestions(suggest_engine_changes, config, QWEN32)
+    assert list(changes[0].new_values) == ["engine.gpu_memory_utilization"]
     for change in changes:
-        assert engine_fits(with_overrides(config, change.new_values), shape, DeviceSpec())
+        assert engine_fits(with_overrides(config, change.new_values), shape, device)
     assert changes[0].num_extra_gpus == 0
 
 
 def test_tensor_ranks_are_taken_from_the_number_of_engines():
-    config, shape = configured(engine=4, engines=64), released("qwen3-235b-a22b")
-    first = suggest_engine_changes(config, shape, DeviceSpec(), check_of(shape))[0]
+    config = configured(engine=4, engines=64)
+    first = suggestions(suggest_engine_changes, config, QWEN235)[0]
     assert first.new_values == {"engine.tensor_parallel_size": 8, "cluster.num_engines": 32}
     assert first.num_extra_gpus == 0
 
 
-def test_an_engine_that_fits_needs_no_change():
-    assert engine_fits(configured(engine=4), released("qwen3-32b"), DeviceSpec())
-
-
-def test_nothing_helps_a_gpu_that_is_far_too_small():
-    config = configured()
-    assert (
-        suggest_engine_changes(
-            config,
-            released("qwen3-235b-a22b"),
-            DeviceSpec(memory_gib=8),
-            check_of(released("qwen3-235b-a22b")),
-        )
-        == []
-    )
+def test_nothing_is_suggested_for_a_gpu_that_is_far_too_small():
+    device = DeviceSpec(memory_gib=8)
+    assert suggestions(suggest_engine_changes, configured(), QWEN235, device) == []

@@ -27,7 +27,7 @@ class SlowWorkers:
         return [[([float(key)], [0.0], [1]) for key in keys], None]
 
 
-async def test_requests_of_a_tick_share_a_trip_and_late_ones_the_next():
+async def test_requests_of_a_tick_share_a_round_trip_and_later_ones_the_next():
     workers = SlowWorkers()
     reader = TapReader(workers)
     first = [asyncio.create_task(reader.take(str(key))) for key in range(5)]
@@ -38,7 +38,7 @@ async def test_requests_of_a_tick_share_a_trip_and_late_ones_the_next():
     assert workers.calls == [(("0", "1", "2", "3", "4"), True), (("7", "8"), True)]
 
 
-async def test_looking_does_not_take():
+async def test_peeking_does_not_delete():
     workers = SlowWorkers()
     reader = TapReader(workers)
     await asyncio.gather(reader.peek("1"), reader.take("2"))
@@ -54,7 +54,7 @@ async def test_an_error_reaches_all_and_the_next_request_starts_anew():
     assert (await reader.take("3"))[0] == [3.0]
 
 
-async def test_forgetting_takes_without_waiting():
+async def test_discarding_deletes_without_waiting():
     workers = SlowWorkers(RuntimeError("dead"))
     reader = TapReader(workers)
     reader.discard("1")

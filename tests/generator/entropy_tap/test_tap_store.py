@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.generator.entropy_tap.tap_store import TapStore, measure_logits
@@ -21,15 +21,6 @@ def test_two_equal_tokens_have_entropy_log_2_at_any_temperature():
     assert argmax_R.tolist()[0] in (0, 1)
 
 
-def test_quarter_and_three_quarters_by_hand():
-    logits_RV = torch.tensor([[0.0, math.log(3.0)]])
-    entropy_R, shift_R, argmax_R = measure_logits(logits_RV, None)
-    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    assert entropy_R.item() == pytest.approx(expected)
-    assert (shift_R.item(), argmax_R.item()) == (0.0, 1.0)
-
-
-@settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 1000), temperature=st.floats(0.2, 3.0), offset=st.floats(-30, 30))
 def test_shift_turns_raw_log_probs_into_those_at_the_temperature(seed, temperature, offset):
     logits_RV = torch.randn(3, 50, generator=torch.manual_seed(seed)) * 5 + offset
@@ -46,7 +37,7 @@ def step(*entropies):
     return torch.tensor([entropies, [0.5] * count, range(count)], dtype=torch.float64)
 
 
-def test_values_are_read_by_position_and_forgotten_when_taken():
+def test_values_are_read_by_position_and_deleted_when_taken():
     store = TapStore()
     store.open("a")
     store.open("b")
@@ -68,7 +59,7 @@ def test_a_repeated_position_is_overwritten_and_a_gap_ends_the_record():
     assert store.read("a").entropies == (1.0,)
 
 
-def test_measurements_of_unknown_requests_leave_nothing():
+def test_measurements_of_unknown_requests_are_dropped():
     store = TapStore()
     store.record(step(1.0), [("late", 5, 0)])
     assert len(store) == 0

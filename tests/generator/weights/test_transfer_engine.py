@@ -1,6 +1,4 @@
-"""A worker takes weights and refuses with broken ones, without vLLM around it; `test_live_engine`
-has a whole engine.
-"""
+"""A worker receives weights and refuses to compute with wrong ones; `test_live_engine` has vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ VALUES = torch.arange(6.0).reshape(2, 3)
 
 
 class FakeExecutor:
-    """Brings VALUES, or fails as an executor does."""
+    """Writes VALUES, or fails as an executor does."""
 
     rank = 7
 
@@ -50,20 +48,13 @@ class FakeExecutor:
         self.is_open = False
 
 
-class Model(nn.Linear):
-    """Its weight starts as zeros."""
-
-    def __init__(self):
-        super().__init__(3, 2, bias=False)
-        self.weight = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
-
-
 @pytest.fixture
 def worker(monkeypatch):
-    """A receiver whose `executor` the test may exchange before it joins."""
+    """A transfer engine whose `executor` the test may replace before it joins."""
     plan = SimpleNamespace(num_trainer_ranks=4, dtype_of={"w": "float32"})
     session = SimpleNamespace(plan=plan, rollout_rank_offset=3)
-    model = Model()
+    model = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    nn.init.zeros_(model.weight)
     record_metadata_for_reloading(model)
     model_config = SimpleNamespace(dtype=torch.float32)
     config = SimpleNamespace(parallel_config=None, model_config=model_config)
@@ -149,8 +140,9 @@ def lost_peer():
         (ValueError("a bucket was lost"), False),
         (KeyError("weight"), False),
     ],
+    ids=["lost-peer", "own-error", "wrong-frame", "bug"],
 )
-def test_what_goes_wrong_is_kept_and_the_session_left(worker, error, is_caused_by_peer):
+def test_a_failure_is_recorded_and_the_session_left(worker, error, is_caused_by_peer):
     received(worker, 1, FakeExecutor(error))
     assert worker.failure.is_caused_by_peer is is_caused_by_peer
     assert "weight version 1: " in worker.failure.reason
@@ -202,7 +194,7 @@ def test_finishing_too_early_is_refused(worker):
     check_refuses(worker, "finished in state 'received', expected 'verified'")
 
 
-def test_no_error_leaves_a_method_even_where_the_return_fails(worker, monkeypatch):
+def test_no_error_leaves_a_method_even_if_the_end_of_an_update_fails(worker, monkeypatch):
     def fail(*args):
         raise AttributeError("no such kernel")
 

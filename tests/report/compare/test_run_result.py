@@ -40,16 +40,16 @@ def held_out(when, number, reward):
 
 @pytest.fixture
 def folder(tmp_path):
-    place = tmp_path / "3-seed=7"
-    place.mkdir()
-    (place / "config.yaml").write_text("seed: 7\nrun_dir: x\noptim:\n  lr: 0.5\n")
-    (place / "metrics.jsonl").write_text(
+    run_dir = tmp_path / "3-seed=7"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("seed: 7\nrun_dir: x\noptim:\n  lr: 0.5\n")
+    (run_dir / "metrics.jsonl").write_text(
         lines(
             held_out("before", 0, 0.25), step(1, 10.0, 0.5), step(2, 20.0, 1.0),
             held_out("after", 2, 0.75),
         )
     )  # fmt: skip
-    return place
+    return run_dir
 
 
 def test_a_finished_run(folder):
@@ -72,11 +72,7 @@ def test_a_job_that_failed_before_it_began(tmp_path):
     job = {"overrides": ["algo=grpo", "seed=5"], "failed": "optim.lr=-1: expected more"}
     (tmp_path / "sweep_job.json").write_text(json.dumps(job))
     run = read_run_result(tmp_path)
-    assert (run.state, run.seed, run.failure_reason) == (
-        STATE_FAILED,
-        5,
-        "optim.lr=-1: expected more",
-    )
+    assert (run.state, run.seed, run.failure_reason) == (STATE_FAILED, 5, job["failed"])
     assert run.eval_points == ()
 
 
@@ -89,11 +85,11 @@ def test_runs_of_a_sweep_come_by_number(tmp_path):
     assert find_run_dirs(tmp_path / "2-b") == [tmp_path / "2-b"]
 
 
-def test_what_is_no_run_is_said(tmp_path):
-    with pytest.raises(ValueError, match="there is no run in it"):
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no run"):
         find_run_dirs(tmp_path)
-    with pytest.raises(ValueError, match=r"neither config.yaml nor sweep_job\.json"):
+    with pytest.raises(ValueError, match=r"sweep_job\.json"):
         read_run_result(tmp_path)
     (tmp_path / "sweep_job.json").write_text("{")
-    with pytest.raises(ValueError, match=r"sweep_job\.json: cannot be read as JSON"):
+    with pytest.raises(ValueError, match=r"sweep_job\.json: cannot be read"):
         read_run_result(tmp_path)

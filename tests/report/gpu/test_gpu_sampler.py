@@ -1,8 +1,7 @@
-"""Time between two questions: means, peaks, what counters rose by; many GPUs in few metrics."""
+"""Summaries of GPUs between two calls, and the metrics of all GPUs of a run."""
 
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,23 +33,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-@pytest.fixture
-def sampler():
-    """`sampler(*readings)`: a sampler that has read all of them, and its reader."""
-    made = []
-
-    def make(*readings):
-        reader = Script(*readings)
-        made.append(GpuSampler(reader, interval_s=0.01))
-        until(lambda: reader.num_read >= len(readings))
-        return made[-1], reader
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def test_means_peaks_and_what_counters_rose_by():
+def test_a_summary_has_means_peaks_and_increases_of_counters():
     readings = [
         {"util": 0.0, "memory_gib": 9.0, "ecc_errors": 7.0},
         {"util": 0.5, "memory_gib": 11.0, "ecc_errors": 9.0},
@@ -69,7 +52,7 @@ def test_means_peaks_and_what_counters_rose_by():
     assert reader.num_closed == 1
 
 
-def test_counters_rise_from_the_last_question_on_and_never_fall():
+def test_counters_increase_since_the_last_summary_and_never_fall():
     sampler = GpuSampler(Script(*({"ecc_errors": n} for n in (1, 4, 6, 0, 2))), interval_s=1000)
     rises = []
     for _ in range(5):
@@ -80,11 +63,15 @@ def test_counters_rise_from_the_last_question_on_and_never_fall():
     assert rises == [0, 3, 2, 0, 2]
 
 
-def test_it_reads_from_the_side(sampler):
-    running, reader = sampler({"util": 0.25}, {"util": 0.75})
-    (summary,) = running.collect()
+def test_the_gpus_are_read_in_the_background_until_the_sampler_is_closed():
+    reader = Script({"util": 0.25}, {"util": 0.75})
+    sampler = GpuSampler(reader, interval_s=0.01)
+    try:
+        until(lambda: reader.num_read >= 3)  # the second reading is in by then
+        (summary,) = sampler.collect()
+    finally:
+        sampler.close()
     assert 0.25 < summary.values["util"] <= 0.75
-    running.close()
     num_read = reader.num_read
     time.sleep(0.05)
     assert reader.num_read == num_read, "it reads after its end"

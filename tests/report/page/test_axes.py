@@ -1,4 +1,4 @@
-"""Axes and numbers, by hand."""
+"""Axes, ticks and number formats, by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_places_on_a_logarithmic_axis():
 
 @pytest.mark.parametrize(("low", "high", "log"), [(1, 1, False), (0, 1, True), (2, 1, False)])
 def test_an_axis_of_no_length_is_refused(low, high, log):
-    with pytest.raises(ValueError, match=r"Axis: got low=.*expected low < high"):
+    with pytest.raises(ValueError, match=f"low={low}"):
         Axis(low=low, high=high, start_px=0, stop_px=1, is_log_scale=log)
 
 
@@ -61,11 +61,7 @@ def test_the_axis_of_values():
 
 def test_the_logarithmic_axis_of_values_has_whole_decades():
     axis = make_value_axis([0.0, 3e-5, 2e-3], 10, 0, log=True, zero=True)
-    assert (axis.low, axis.high, axis.is_log_scale) == (
-        pytest.approx(1e-5),
-        pytest.approx(1e-2),
-        True,
-    )
+    assert (axis.low, axis.high) == pytest.approx((1e-5, 1e-2)) and axis.is_log_scale
     one = make_value_axis([1.0], 10, 0, log=True, zero=True)
     assert (one.low, one.high) == (1, 10)
     assert not make_value_axis([0.0, -1.0], 10, 0, log=True, zero=True).is_log_scale
@@ -87,5 +83,5 @@ def test_the_logarithmic_axis_of_values_has_whole_decades():
         (-math.inf, "-∞"),
     ],
 )
-def test_numbers_for_people(value, shown):
+def test_format_number(value, shown):
     assert format_number(value) == shown

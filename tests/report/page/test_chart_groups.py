@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from mega_agentrl.report.metrics_file import parse_metrics
 from mega_agentrl.report.page.chart_groups import MAX_OTHER_CHARTS, chart_groups
 
@@ -18,14 +20,6 @@ def rl(step=1, **values):
 
 def charts(log):
     return {chart.title: chart for group in chart_groups(log) for chart in group.charts}
-
-
-def names(chart):
-    return [one.name for one in chart.series]
-
-
-def test_nothing_logged_is_no_chart():
-    assert chart_groups(log_of()) == []
 
 
 def test_reward_with_its_mean_and_the_evaluations():
@@ -43,45 +37,36 @@ def test_reward_with_its_mean_and_the_evaluations():
     assert "Success" not in charts(log)
 
 
-def test_older_runs_without_seen_have_a_reward():
+def test_the_reward_after_filtering_is_shown_if_there_is_no_other():
     assert charts(log_of(rl(**{"rollout/reward_mean": 7.0})))["Reward"].series[0].points == [(1, 7)]
 
 
-def test_phases_are_stacked_by_name():
-    chart = charts(log_of(rl(**{"time/rollout_s": 3.0, "time/update_s": 1.0})))
-    assert names(chart["Time of a step by phase"]) == ["rollout", "update"]
-    assert chart["Time of a step by phase"].is_stacked
-
-
-def test_stop_reasons_that_never_happened_are_left_out():
-    log = log_of(rl(**{"rollout/stop/eos": 1.0, "rollout/stop/length": 0.0}))
-    assert names(charts(log)["How trajectories end"]) == ["eos"]
-
-
-def test_short_names():
-    found = charts(
-        log_of(
-            rl(
-                **{
-                    "mismatch/logp_max_abs": 1e-6,
-                    "mismatch/prob_std_abs": 1e-7,
-                    "ares/easy/alpha": 1.0,
-                    "ares/hard/alpha": 2.0,
-                    "actor/clipfrac": 0.0,
-                    "actor/clipfrac_lower": 0.0,
-                    "rollout/tool/python/num_ok": 3.0,
-                    "rollout/tool/python/latency_p99_s": 3.0,
-                }
-            )
-        )
-    )
-    assert names(found["Engine against trainer"]) == ["logp_max_abs"]
-    assert names(found["Engine against trainer: probabilities"]) == ["std_abs"]
-    assert found["Engine against trainer"].is_log_scale
-    assert names(found["Per bucket: alpha"]) == ["easy", "hard"]
-    assert names(found["Clipped tokens"]) == ["clipfrac", "clipfrac_lower"]
-    assert names(found["Outcomes: python"]) == ["ok"]
-    assert names(found["Seconds of a call: python"]) == ["p99"]
+@pytest.mark.parametrize(
+    ("title", "metrics", "labels"),
+    [
+        ("How trajectories end", {"rollout/stop/eos": 1.0, "rollout/stop/length": 0.0}, ["eos"]),
+        ("Engine against trainer", {"mismatch/logp_max_abs": 1e-6}, ["logp_max_abs"]),
+        ("Engine against trainer: probabilities", {"mismatch/prob_std_abs": 1e-7}, ["std_abs"]),
+        ("Per bucket: alpha", {"ares/easy/alpha": 1.0, "ares/hard/alpha": 2.0}, ["easy", "hard"]),
+        (
+            "Clipped tokens",
+            {"actor/clipfrac": 0.0, "actor/clipfrac_lower": 0.0},
+            ["clipfrac", "clipfrac_lower"],
+        ),
+        ("Outcomes: python", {"rollout/tool/python/num_ok": 3.0}, ["ok"]),
+        ("Seconds of a call: python", {"rollout/tool/python/latency_p99_s": 3.0}, ["p99"]),
+        (
+            "Time of a step by phase",
+            {"time/rollout_s": 3.0, "time/update_s": 1.0},
+            ["rollout", "update"],
+        ),
+    ],
+)
+def test_series_are_labelled_by_what_distinguishes_them(title, metrics, labels):
+    chart = charts(log_of(rl(**metrics)))[title]
+    assert [one.name for one in chart.series] == labels
+    assert chart.is_stacked == title.startswith(("How", "Outcomes", "Time"))
+    assert chart.is_log_scale == title.startswith("Engine")
 
 
 def test_every_metric_is_in_exactly_one_chart():
@@ -112,7 +97,7 @@ def test_every_metric_is_in_exactly_one_chart():
     ]
 
 
-def test_too_many_others_are_counted():
+def test_charts_beyond_the_limit_are_counted():
     log = log_of(rl(**{f"x/{i:03}": 1.0 for i in range(MAX_OTHER_CHARTS + 3)}))
     (group,) = chart_groups(log)
     assert (len(group.charts), group.num_omitted) == (MAX_OTHER_CHARTS, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import math
-from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
@@ -18,25 +17,10 @@ from mega_agentrl.report.page.html import (
     json_script_element,
     template_environment,
 )
+from tests.report.pages import PageReader
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=\"y\">&amp;\ud800\0\x1b[2J\u2028"
 texts = st.text(alphabet=st.characters() | st.sampled_from("<>&\"'\ud800\0/"))
-
-
-class Reader(HTMLParser):
-    """Elements and text of what it is fed."""
-
-    def __init__(self, markup):
-        super().__init__(convert_charrefs=True)
-        self.elements, self.text = [], ""
-        self.feed(markup)
-        self.close()
-
-    def handle_starttag(self, name, attributes):
-        self.elements.append((name, dict(attributes)))
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def render(source, **values):
@@ -63,7 +47,7 @@ def test_a_value_that_is_missing_is_an_error():
 
 @given(texts)
 def test_a_parser_reads_one_element_and_its_text(words):
-    read = Reader(render('<p title="{{ words }}">{{ words }}</p>', words=words))
+    read = PageReader(render('<p title="{{ words }}">{{ words }}</p>', words=words))
     assert [name for name, _ in read.elements] == ["p"]
     assert read.text == read.elements[0][1]["title"]
     (read.text + "x").encode("utf-8")
@@ -85,6 +69,6 @@ def test_json_comes_back_and_holds_nothing_that_html_reads(words):
 
 
 def test_a_data_block_ends_where_it_should():
-    read = Reader(json_script_element("tree-0", json_for_script([HOSTILE])))
+    read = PageReader(json_script_element("tree-0", json_for_script([HOSTILE])))
     assert read.elements == [("script", {"type": "application/json", "id": "tree-0"})]
     assert json.loads(read.text) == [HOSTILE]

@@ -1,4 +1,4 @@
-"""The figures at the top."""
+"""The summary tiles at the top of the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rl(step, **values):
     return {"stage": "rl", "step": step, **values}
 
 
-def test_held_out_before_and_after():
+def test_a_reward_is_compared_between_the_evaluations():
     found = tiles_of(
         {"stage": "held_out_before", "step": 0, "sampled/reward": 0.29699999},
         rl(1, **{"rollout/reward_unfiltered": 9.0, "time/rollout_s": 1.5, "time/update_s": 0.5}),
@@ -32,9 +32,8 @@ def test_held_out_before_and_after():
 
 def test_a_run_that_was_killed_compares_its_first_and_last_steps():
     lines = [rl(step, **{"rollout/reward_unfiltered": float(step)}) for step in range(1, 11)]
-    reward = tiles_of({"stage": "held_out_before", "step": 0, "sampled/reward": 5.0}, *lines)[
-        "reward"
-    ]
+    before = {"stage": "held_out_before", "step": 0, "sampled/reward": 5.0}
+    reward = tiles_of(before, *lines)["reward"]
     assert (reward.before, reward.value) == ("3", "8")
     assert "in training" in reward.detail
 
@@ -62,8 +61,6 @@ def test_speed_entropy_forks_and_mismatch():
     assert (found["policy entropy"].before, found["policy entropy"].value) == ("0.5", "0.5")
 
 
-def test_cards():
-    drawn = render_tiles(
-        summary_tiles(parse_metrics(['{"stage": "rl", "step": 1, "rollout/reward_unfiltered": 1}']))
-    )
-    assert drawn.count("tile card") == 2 and "<b>" not in drawn
+def test_each_tile_is_a_card():
+    tiles = tiles_of(rl(1, **{"rollout/reward_unfiltered": 1}))
+    assert render_tiles(list(tiles.values())).count("tile card") == len(tiles) == 2

@@ -24,7 +24,7 @@ def rows_of(*lines):
     return tool_rows(parse_metrics(json.dumps(line) for line in lines))
 
 
-def test_counts_add_up_and_seconds_are_weighted_by_calls():
+def test_counts_add_up_and_latencies_are_weighted_by_calls():
     first = {"num_calls": 10, "num_ok": 9, "num_timeout": 1, "latency_mean_s": 1.0}
     first |= {"latency_p50_s": 0.5, "latency_p99_s": 4.0, "latency_max_s": 5.0, "step_reward": 0.2}
     second = {"num_calls": 30, "num_ok": 30, "num_timeout": 0, "latency_mean_s": 3.0}
@@ -37,17 +37,14 @@ def test_counts_add_up_and_seconds_are_weighted_by_calls():
     assert row.reward == pytest.approx(0.1)
 
 
-def test_a_run_that_only_evaluates():
+def test_tools_of_a_run_that_only_evaluates():
     line = step("held_out_before", 0, "sampled/rollout/tool/", search={"num_calls": 2, "num_ok": 2})
     (row,) = rows_of(line)
     assert (row.name, row.num_calls, row.mean_s) == ("search", 2, None)
-
-
-def test_no_tool_is_no_row():
     assert rows_of({"stage": "rl", "step": 1, "rollout/calls/python": 1.0}) == []
 
 
-def test_the_table_escapes_names_and_draws_shares():
+def test_the_tool_table_escapes_names_and_draws_shares():
     (row,) = rows_of(step("rl", 1, **{"<b>": {"num_calls": 4, "num_ok": 3, "num_user_error": 1}}))
     drawn = tool_table([row])
     assert "<b>" not in drawn and "&lt;b&gt;" in drawn
@@ -72,22 +69,14 @@ def line(step, values):
     return MetricLine(stage=f"held_out_{step}", step=step, values=values)
 
 
-def test_known_rows_first_then_sources_then_the_rest():
+def test_labelled_rows_come_first_then_sources_then_the_rest():
     rows = validation_rows(BEFORE, AFTER)
-    assert [row.label for row in rows] == [
-        "reward",
-        "success, greedy",
-        "entropy, nats",
-        "success on b",
-        "new",
-    ]
-    assert (rows[0].before, rows[0].after, rows[0].before_se, rows[0].after_se) == (
-        0.25,
-        1.0,
-        0.125,
-        None,
-    )
-    assert rows[1].change is None
+    labels = ["reward", "success, greedy", "entropy, nats", "success on b", "new"]
+    assert [row.label for row in rows] == labels
+    reward, greedy = rows[:2]
+    assert (reward.before, reward.after) == (0.25, 1.0)
+    assert (reward.before_se, reward.after_se) == (0.125, None)
+    assert greedy.change is None
 
 
 def test_changes_have_a_colour_where_more_is_better():
@@ -103,6 +92,6 @@ def test_a_single_evaluation_has_no_change():
     assert "change" not in drawn and drawn.count("<td") == 4
 
 
-def test_hostile_names_and_values_that_are_no_numbers():
+def test_the_validation_table_escapes_names_and_shows_nan():
     drawn = validation_table([line(0, {"sampled/reward/<i>": math.nan}), line(1, {})])
     assert "<i>" not in drawn and "nan" in drawn

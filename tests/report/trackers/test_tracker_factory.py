@@ -42,11 +42,9 @@ def recorders(monkeypatch):
 def test_a_missing_package_is_found_before_anything_is_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     config = ReportConfig(trackers=[TrackerName.tensorboard, TrackerName.wandb])
-    with (
-        pytest.raises(ConfigError, match=r"report\.trackers=wandb: .*not installed"),
-        open_trackers(tmp_path, config),
-    ):
+    with pytest.raises(ConfigError) as caught, open_trackers(tmp_path, config):
         pytest.fail("opened")
+    assert (caught.value.key, caught.value.got) == ("report.trackers", TrackerName.wandb)
     assert not list(tmp_path.iterdir()), "something was started before it was found"
 
 

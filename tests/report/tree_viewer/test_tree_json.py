@@ -1,4 +1,4 @@
-"""A tree as the viewer reads it: every token once and in its place; lanes; texts of tokens."""
+"""The JSON of a tree: every token once and in its place, lanes of paths, texts of tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def characters(token_ids):
 
 def test_a_tree_by_hand():
     view = tree_to_json(nested_tree(), characters, {"set_0/0/0.0": -0.5})
-    assert (view["id"], view["truth"], view["forks"], view["topUps"]) == ("set/0", "1", 3, 0)
+    assert (view["id"], view["truth"], view["forks"], view["extraRoots"]) == ("set/0", "1", 3, 0)
     assert view["question"] == [{"role": "user", "text": "Q"}]
     assert view["size"] == max(path["end"] for path in view["paths"])
     root, first, nested, second = view["paths"]
@@ -40,36 +40,34 @@ def test_a_tree_by_hand():
     assert [path["lane"] for path in view["paths"]] == [0, 2, 3, 1]
     assert [path["fork"] for path in view["paths"]] == [0, 50, 101, 101]
     assert [path["advantage"] for path in view["paths"]] == [None, -0.5, None, None]
-    said, answered = root["turns"][:2]
-    assert (said["by"], said["from"], said["to"]) == ("assistant", 0, 28)
-    assert "".join(said["pieces"]) == "thinkhard<search>q1</search>"
-    assert (said["h"], said["v"], said["sampled"]) == (1.0, 1, 1)
-    assert (answered["by"], answered["from"], answered["to"]) == ("tool", 28, 50)
-    assert answered["call"]["tool"] == "search" and answered["call"]["status"] == "ok"
-    assert "answer" not in answered["call"]
+    call, answer = root["turns"][:2]
+    assert (call["by"], call["from"], call["to"]) == ("assistant", 0, 28)
+    assert "".join(call["pieces"]) == "thinkhard<search>q1</search>"
+    assert (call["h"], call["v"], call["sampled"]) == (1.0, 1, 1)
+    assert (answer["by"], answer["from"], answer["to"]) == ("tool", 28, 50)
+    assert answer["call"]["tool"] == "search" and answer["call"]["status"] == "ok"
+    assert "answer" not in answer["call"]
     assert first["turns"][0]["from"] == 50 and nested["turns"][0]["from"] == 101
     assert second["turns"][0]["from"] == 101
 
 
 def test_decisions_name_the_forks_they_made():
     root = tree_to_json(nested_tree())["paths"][0]
-    assert [(asked["at"], asked["made"]) for asked in root["decisions"]] == [
-        (50, ["0.0"]),
-        (101, ["0.1"]),
-    ]
-    asked = root["decisions"][0]
-    assert (asked["h"], asked["baseline"], asked["dh"], asked["n"]) == (2.0, 1.0, 1.0, 8)
-    assert (asked["p"], asked["tau"], asked["slots"]) == (0.7, 0.5, 3)
+    made = {decision["at"]: decision["made"] for decision in root["decisions"]}
+    assert made == {50: ["0.0"], 101: ["0.1"]}
+    decision = root["decisions"][0]
+    assert (decision["h"], decision["baseline"], decision["dh"]) == (2.0, 1.0, 1.0)
+    assert [decision[key] for key in ("n", "p", "tau", "slots")] == [8, 0.7, 0.5, 3]
 
 
-def test_without_a_tokenizer_there_are_ids_and_the_text_of_the_turn():
-    said = tree_to_json(nested_tree())["paths"][0]["turns"][0]
-    assert said["text"] == "thinkhard<search>q1</search>"
-    assert said["ids"] == list(map(ord, said["text"]))
-    assert "pieces" not in said
+def test_without_a_tokenizer_a_turn_has_token_ids_and_its_text():
+    turn = tree_to_json(nested_tree())["paths"][0]["turns"][0]
+    assert turn["text"] == "thinkhard<search>q1</search>"
+    assert turn["ids"] == list(map(ord, turn["text"]))
+    assert "pieces" not in turn
 
 
-def test_a_failure_the_agent_was_not_told_of_is_there():
+def test_a_failure_that_the_policy_does_not_see_is_shown():
     tools = FakeTools(status=lambda text: ToolStatus.infra_error)
     engine = FakeGenerator(turns(CALL, END))
     (tree,) = grow(RolloutConfig(group_size=1), generator=engine, tools=tools)
@@ -87,7 +85,7 @@ def test_a_message_without_text_is_empty_and_one_of_parts_is_spelled_out():
     assert [one["text"] for one in view["question"]] == ["", str(parts)]
 
 
-def test_extras_are_there_only_where_they_are():
+def test_optional_keys_are_present_only_with_a_value():
     tree = nested_tree()
     one = tree.trajectories[0]
     assert not {"drift", "restarts"} & tree_to_json(tree)["paths"][0].keys()
@@ -107,12 +105,8 @@ def test_every_token_is_written_once_and_paths_are_whole(tree):
         covered = [(turn["from"], turn["to"]) for turn in path["turns"]]
         ends = [path["fork"], *(to for _, to in covered)]
         assert [start for start, _ in covered] == ends[:-1] and ends[-1] == path["end"]
-        sizes = [
-            len(turn["pieces"]) == turn["to"] - turn["from"]
-            for turn in path["turns"]
-            if turn["by"] == "assistant"
-        ]
-        assert all(sizes)
+        own = [turn for turn in path["turns"] if turn["by"] == "assistant"]
+        assert all(len(turn["pieces"]) == turn["to"] - turn["from"] for turn in own)
         assert [max(turn.start, one.fork_len) for turn in turns_after_fork(one)] == [
             start for start, _ in covered
         ]
@@ -123,15 +117,7 @@ def test_every_token_is_written_once_and_paths_are_whole(tree):
     json.loads(json_for_script(view))
 
 
-def test_the_last_fork_is_nearest():
-    paths = nested_tree().trajectories
-    assert [one.path for one in paths] == [(0,), (0, 0), (0, 0, 0), (0, 1)]
-    assert parent_indices(paths) == [None, 0, 1, 0]
-    assert [one.fork_len for one in paths] == [0, 50, 101, 101]
-    assert assign_lanes(paths) == [0, 2, 3, 1]
-
-
-def test_of_forks_at_one_place_the_first_is_nearest():
+def test_of_two_forks_at_one_token_the_first_is_nearest():
     paths = nested_tree().trajectories
     paths[1].fork_len = paths[3].fork_len
     assert assign_lanes(paths) == [0, 1, 2, 3]
@@ -139,7 +125,7 @@ def test_of_forks_at_one_place_the_first_is_nearest():
 
 def test_a_missing_parent_is_refused():
     paths = nested_tree().trajectories
-    with pytest.raises(ValueError, match=r"got the parent .*, expected one that comes earlier"):
+    with pytest.raises(ValueError, match="got the parent "):
         assign_lanes(paths[1:])
     assert assign_lanes([]) == []
 
@@ -154,12 +140,9 @@ def test_no_fork_line_crosses_a_lane(tree):
         if parent is None:
             continue
         assert lanes[parent] < lanes[number]
-        between = [
-            one
-            for one, lane in zip(paths, lanes, strict=True)
-            if lanes[parent] < lane < lanes[number]
-        ]
-        assert all(one.fork_len >= paths[number].fork_len for one in between)
+        for path, lane in zip(paths, lanes, strict=True):
+            if lanes[parent] < lane < lanes[number]:
+                assert path.fork_len >= paths[number].fork_len
 
 
 def from_bytes(token_ids):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.reshard.layout import Rect
-from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
+from mega_agentrl.reshard.mapping.decoder_layer import layer_shards
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from tests.reshard.model_cuts import BIASES, make_moe_shape, make_shape
 
@@ -45,23 +45,11 @@ def test_qkv_rows_are_grouped_by_key_value_head(kind):
     ]
 
 
-def test_one_head_per_group_and_one_group_for_all_heads():
-    every = shards_of(make_shape(num_heads=2, num_kv_heads=2))["self_attention.linear_qkv.weight"]
-    assert [row[0] for row in rows_of(every)] == ["q_proj", "k_proj", "v_proj"] * 2
-    one = shards_of(make_shape(num_heads=8, num_kv_heads=1))["self_attention.linear_qkv.weight"]
-    assert rows_of(one) == [("q_proj", 0, 0, 32), ("k_proj", 0, 32, 4), ("v_proj", 0, 36, 4)]
-
-
-def test_with_more_ranks_than_key_value_heads_a_group_is_cut_in_the_middle():
+def test_with_more_ranks_than_key_value_heads_a_group_is_divided():
     # One group has 4 heads of q, one of k and of v, 4 rows each: 24 rows, 12 a rank.
     shape = make_shape(num_heads=8, num_kv_heads=2)
-    got = [
-        rows_of(
-            shards_of(shape, tensor_rank=rank, tensor_size=4)["self_attention.linear_qkv.weight"]
-        )
-        for rank in range(4)
-    ]
-    assert got == [
+    shards = [shards_of(shape, tensor_rank=rank, tensor_size=4) for rank in range(4)]
+    assert [rows_of(shard["self_attention.linear_qkv.weight"]) for shard in shards] == [
         [("q_proj", 0, 0, 12)],
         [("q_proj", 12, 0, 4), ("k_proj", 0, 4, 4), ("v_proj", 0, 8, 4)],
         [("q_proj", 16, 0, 12)],
@@ -70,14 +58,14 @@ def test_with_more_ranks_than_key_value_heads_a_group_is_cut_in_the_middle():
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_gate_lies_over_up_rank_by_rank(kind):
+def test_gate_rows_come_before_up_rows_on_every_rank(kind):
     shards = shards_of(make_shape(**BIASES), tensor_rank=2, tensor_size=4)
     shard = shards[f"mlp.linear_fc1.{kind}"]
     assert shard.shape[0] == 12
     assert rows_of(shard) == [("gate_proj", 12, 0, 6), ("up_proj", 12, 6, 6)]
 
 
-def test_row_parallel_linears_are_cut_by_columns_and_their_biases_whole():
+def test_row_parallel_linears_are_sharded_by_columns_and_their_biases_replicated():
     shards = shards_of(make_shape(**BIASES), tensor_rank=1, tensor_size=2)
     assert shards["self_attention.linear_proj.weight"].blocks[0].hf_rect == Rect((0, 16), (32, 32))
     assert shards["mlp.linear_fc2.weight"].blocks[0].hf_rect == Rect((0, 12), (32, 24))
@@ -85,14 +73,9 @@ def test_row_parallel_linears_are_cut_by_columns_and_their_biases_whole():
         assert shards[name].blocks[0].hf_rect == Rect((0,), (32,))
 
 
-def test_experts_are_contiguous_per_expert_rank_and_cut_inside():
-    parallel_rank = {
-        "expert_rank": 1,
-        "expert_size": 2,
-        "expert_tensor_rank": 1,
-        "expert_tensor_size": 2,
-    }
-    shards = shards_of(make_moe_shape(), 3, **parallel_rank)
+def test_experts_are_contiguous_per_expert_rank_and_sharded_inside():
+    experts = {"expert_rank": 1, "expert_size": 2}
+    shards = shards_of(make_moe_shape(), 3, **experts, expert_tensor_rank=1, expert_tensor_size=2)
     assert shards["mlp.router.weight"].shape == (4, 32)
     assert "mlp.experts.local_experts.2.linear_fc1.weight" not in shards
     first = shards["mlp.experts.local_experts.1.linear_fc1.weight"]
@@ -101,11 +84,6 @@ def test_experts_are_contiguous_per_expert_rank_and_cut_inside():
     second = shards["mlp.experts.local_experts.1.linear_fc2.weight"]
     assert second.shape == (32, 3)
     assert second.blocks[0].hf_rect == Rect((0, 3), (32, 6))
-
-
-def test_the_tensor_cut_leaves_experts_alone():
-    shards = shards_of(make_moe_shape(), tensor_rank=1, tensor_size=2)
-    assert shards["mlp.experts.local_experts.0.linear_fc2.weight"].shape == (32, 6)
 
 
 PLAIN = [
@@ -125,15 +103,14 @@ FUSED_NORMS = {
 
 
 def test_names_with_and_without_transformer_engine():
-    shape = make_shape()
-    assert list(shards_of(shape)) == PLAIN
-    fused = shards_of(shape, fused=True)
+    plain, fused = shards_of(make_shape()), shards_of(make_shape(), fused=True)
+    assert list(plain) == PLAIN
     assert list(fused) == [FUSED_NORMS.get(name, name) for name in PLAIN]
-    plain = list(shards_of(shape).values())
-    assert [shard.blocks for shard in fused.values()] == [shard.blocks for shard in plain]
+    blocks = [[shard.blocks for shard in shards.values()] for shards in (plain, fused)]
+    assert blocks[0] == blocks[1]
 
 
-def test_a_sparse_layer_keeps_its_norm_and_groups_its_experts():
+def test_a_moe_layer_keeps_its_norm_and_groups_its_experts():
     shape = make_moe_shape(num_experts=2, moe_layer_pattern=[True, False, True, True])
     names = [name for name in shards_of(shape, fused=True) if "self_attention" not in name]
     assert names == [
@@ -145,15 +122,3 @@ def test_a_sparse_layer_keeps_its_norm_and_groups_its_experts():
         "mlp.experts.linear_fc2.weight1",
     ]
     assert "mlp.linear_fc1.layer_norm_weight" in shards_of(shape, 1, fused=True)
-
-
-def test_shapes_of_a_dense_and_of_a_sparse_layer():
-    dense = layer_hf_shapes(make_shape(qkv_bias=True), 1)
-    assert dense["model.layers.1.self_attn.k_proj.weight"] == (16, 32)
-    assert dense["model.layers.1.self_attn.k_proj.bias"] == (16,)
-    assert "model.layers.1.self_attn.o_proj.bias" not in dense
-    assert dense["model.layers.1.mlp.down_proj.weight"] == (32, 24)
-    sparse = layer_hf_shapes(make_moe_shape(qk_norm=False), 1)
-    assert sparse["model.layers.1.mlp.gate.weight"] == (4, 32)
-    assert sparse["model.layers.1.mlp.experts.3.gate_proj.weight"] == (6, 32)
-    assert not [name for name in sparse if "q_norm" in name or "mlp.gate_proj" in name]

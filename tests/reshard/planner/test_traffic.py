@@ -35,7 +35,7 @@ def plan(*buckets):
     )
 
 
-def test_bytes_by_class_and_rank():
+def test_bytes_by_link_type_and_rank():
     traffic = count_traffic(
         plan((10, (Hop(0, 1), Hop(1, 2), Hop(2, 3))), (5, (Hop(0, 2),))), LOCATIONS, SPEEDS
     )
@@ -49,12 +49,11 @@ def test_bytes_by_class_and_rank():
 
 def test_a_chain_takes_the_sum_and_a_second_bucket_follows_at_once():
     chain = (Hop(0, 1), Hop(1, 2), Hop(2, 3))
-    assert count_traffic(plan((10, chain)), LOCATIONS, SPEEDS).predicted_s == pytest.approx(11.1)
-    assert count_traffic(
-        plan((10, chain), (10, chain)), LOCATIONS, SPEEDS
-    ).predicted_s == pytest.approx(21.1)
+    for num_buckets, seconds in ((1, 11.1), (2, 21.1)):
+        traffic = count_traffic(plan(*[(10, chain)] * num_buckets), LOCATIONS, SPEEDS)
+        assert traffic.predicted_s == pytest.approx(seconds)
 
 
-def test_the_description_names_classes_bound_and_time():
+def test_the_summary_has_a_line_for_each_link_type_bound_and_time():
     text = count_traffic(plan((10, (Hop(0, 3),))), LOCATIONS, SPEEDS).summary()
     assert [line.split()[0] for line in text.splitlines()] == [*LinkType, "at", "predicted"]

@@ -19,60 +19,50 @@ def shard(name, hf_rect, local_rect, shape):
     return ShardLayout(name, shape, (Block("w", hf_rect, local_rect),))
 
 
-def test_a_part_of_a_block_is_found_at_its_offset():
-    param_slices = ParamSliceIndex(
-        [shard("p", Rect((8, 2), (16, 6)), Rect((1, 0), (9, 4)), (9, 4))]
-    )
-    assert param_slices.find(TensorSlice("w", Rect((10, 3), (12, 5)), 16)) == [
-        ParamSlice("p", Rect((3, 1), (5, 3)))
-    ]
-
-
-def test_an_expert_is_found_in_its_slice_of_the_stack():
-    stack = shard("w13", Rect((0, 0), (4, 8)), Rect((5, 4, 0), (6, 8, 8)), (9, 8, 8))
-    assert ParamSliceIndex([stack]).find(TensorSlice("w", Rect((1, 0), (3, 8)), 64)) == [
-        ParamSlice("w13", Rect((5, 5, 0), (6, 7, 8)))
-    ]
-
-
-def test_one_row_of_a_block_of_one_row_and_of_more():
-    thin = shard("p", Rect((3, 0), (4, 8)), Rect((0,), (8,)), (8,))
-    assert ParamSliceIndex([thin]).find(TensorSlice("w", Rect((3, 2), (4, 8)), 24))[0].rect == Rect(
-        (2,), (8,)
-    )
-    thick = shard("p", Rect((3, 0), (6, 8)), Rect((0, 0), (3, 8)), (3, 8))
-    tensor_slice = TensorSlice("w", Rect((4, 0), (5, 8)), 32)
-    assert ParamSliceIndex([thick]).find(tensor_slice)[0].rect == Rect((1, 0), (2, 8))
+@pytest.mark.parametrize(
+    ("hf_rect", "local_rect", "rect", "expected"),
+    [
+        (Rect((8, 2), (16, 6)), Rect((1, 0), (9, 4)), Rect((10, 3), (12, 5)), Rect((3, 1), (5, 3))),
+        (
+            Rect((0, 0), (4, 8)),
+            Rect((5, 4, 0), (6, 8, 8)),
+            Rect((1, 0), (3, 8)),
+            Rect((5, 5, 0), (6, 7, 8)),
+        ),
+        (Rect((3, 0), (4, 8)), Rect((0,), (8,)), Rect((3, 2), (4, 8)), Rect((2,), (8,))),
+        (Rect((3, 0), (6, 8)), Rect((0, 0), (3, 8)), Rect((4, 0), (5, 8)), Rect((1, 0), (2, 8))),
+    ],
+    ids=["part-of-a-block", "expert-of-a-stack", "row-as-a-vector", "row-of-a-block"],
+)
+def test_a_slice_is_found_where_the_shard_holds_it(hf_rect, local_rect, rect, expected):
+    index = ParamSliceIndex([shard("p", hf_rect, local_rect, local_rect.stop)])
+    assert index.find(TensorSlice("w", rect, 4 * rect.numel)) == [ParamSlice("p", expected)]
 
 
 def test_a_rank_may_want_a_slice_twice():
     rect = Rect.whole((4, 2))
-    param_slices = ParamSliceIndex([shard("a", rect, rect, (4, 2)), shard("b", rect, rect, (4, 2))])
-    assert [param_slice.param for param_slice in param_slices.find(TensorSlice("w", rect, 32))] == [
-        "a",
-        "b",
-    ]
+    index = ParamSliceIndex([shard(name, rect, rect, (4, 2)) for name in "ab"])
+    assert [found.param for found in index.find(TensorSlice("w", rect, 32))] == ["a", "b"]
 
 
-def test_a_slice_across_blocks_or_of_another_tensor_has_no_place():
-    param_slices = ParamSliceIndex([shard("p", Rect((0, 0), (4, 2)), Rect((0, 0), (4, 2)), (4, 2))])
-    for tensor_slice in (
-        TensorSlice("w", Rect((3, 0), (5, 2)), 16),
-        TensorSlice("v", Rect((0, 0), (1, 2)), 8),
-    ):
-        with pytest.raises(ValueError, match=f"{tensor_slice.hf_name} Rect.* lies in no block"):
-            param_slices.find(tensor_slice)
+@pytest.mark.parametrize(
+    ("name", "rect"),
+    [("w", Rect((3, 0), (5, 2))), ("v", Rect((0, 0), (1, 2)))],
+    ids=["across-blocks", "other-tensor"],
+)
+def test_a_slice_that_the_rank_does_not_hold_is_named(name, rect):
+    whole = Rect((0, 0), (4, 2))
+    index = ParamSliceIndex([shard("p", whole, whole, (4, 2))])
+    with pytest.raises(ValueError, match=f"{name} Rect.* lies in no block"):
+        index.find(TensorSlice(name, rect, 8))
 
 
 def test_a_rank_sees_its_hops_in_order():
     hops = [(Hop(0, 2), Hop(2, 3)), (Hop(1, 3),), (Hop(0, 3), Hop(3, 2))]
     buckets = tuple(Bucket(i, 4, (), h) for i, h in enumerate(hops))
     plan = TransferPlan(2, 2, {}, buckets)
-    assert [(b.index, tuple(h)) for b, h in plan.hops_of(2)] == [
-        (0, (0, 2)),
-        (0, (2, 3)),
-        (2, (3, 2)),
-    ]
+    expected = [(0, (0, 2)), (0, (2, 3)), (2, (3, 2))]
+    assert [(bucket.index, tuple(hop)) for bucket, hop in plan.hops_of(2)] == expected
     assert list(plan.rollout_ranks) == [2, 3]
 
 

@@ -4,17 +4,14 @@
     transport = hub.transport(rank)            one per thread
 
 A frame stays in the sender's slot until the receiver has called `release`; only then does the
-sender's `wait` return. A forwarded frame stays where it is, too: a rank that forwards a frame waits
-for its own send handles before it calls `release`.
-
-Consumes: frames of peers. Waits for: a frame or its release. Unblocked by: either of these, a
-`close` on either side, or the deadline.
+sender's `wait` return. All waits are ended by the frame or its release, by a `close` on either
+side, or by the deadline.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class InProcessSendHandle:
-    """A frame in the hub."""
-
     hub: InProcessHub
     source: int
     target: int
@@ -40,8 +35,6 @@ class InProcessSendHandle:
 
 @dataclass(slots=True, eq=False)
 class InProcessRecvHandle:
-    """A frame that this rank expects."""
-
     hub: InProcessHub
     source: int
     target: int
@@ -49,11 +42,9 @@ class InProcessRecvHandle:
     """Position among all frames from its source."""
 
     def wait(self, timeout_s: float) -> torch.Tensor:
-        pair, hub = (self.source, self.target), self.hub
-        hub.wait_for(
-            lambda: self.frame_index in hub.unread_frames[pair], self.target, self.source, timeout_s
-        )
-        return hub.unread_frames[pair][self.frame_index].frame
+        pair, frames = (self.source, self.target), self.hub.unread_frames
+        self.hub.wait_for(lambda: self.frame_index in frames[pair], *pair[::-1], timeout_s)
+        return frames[pair][self.frame_index].frame
 
     def release(self) -> None:
         with self.hub.condition:
@@ -68,8 +59,7 @@ class InProcessTransport:
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
         self._hub, self._rank = hub, rank
-        self._num_sent: dict[int, int] = defaultdict(int)
-        self._num_received: dict[int, int] = defaultdict(int)
+        self._num_sent, self._num_received = Counter[int](), Counter[int]()
 
     def allocate_slots(self, count: int, num_bytes: int) -> list[torch.Tensor]:
         return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(count)]
@@ -107,11 +97,7 @@ class InProcessHub:
     """By (source, target), the frames that have not been read, by index."""
 
     def transport(self, rank: int) -> InProcessTransport:
-        """Return the transport of one rank."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"in-process transport: rank {rank}, expected less than {self.world_size}"
-            )
+        assert 0 <= rank < self.world_size
         return InProcessTransport(self, rank)
 
     def wait_for(self, is_true: Callable[[], bool], rank: int, peer: int, timeout_s: float) -> None:

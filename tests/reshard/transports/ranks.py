@@ -9,6 +9,7 @@ A job is a function of a module, called with the rank's `RankState`; what it rai
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,25 @@ def receive(
         if number + 2 < count:
             recv_handles.append(rank_state.transport.receive(rank_state.slots[number % 2], peer))
     return found
+
+
+def wait_frame(rank_state: RankState, peer: int, timeout_s: float) -> tuple[str, float]:
+    """Wait for a frame; what is raised, if anything, and after how long."""
+    return timed_wait(rank_state.transport.receive(rank_state.slots[0][:1000], peer), timeout_s)
+
+
+def wait_sent(rank_state: RankState, index: int, timeout_s: float) -> tuple[str, float]:
+    """The same for a send handle in `saved`."""
+    return timed_wait(rank_state.saved[index], timeout_s)
+
+
+def timed_wait(handle: Any, timeout_s: float) -> tuple[str, float]:
+    start_s, message = time.monotonic(), ""
+    try:
+        handle.wait(timeout_s)
+    except RuntimeError as error:
+        message = str(error)
+    return message, time.monotonic() - start_s
 
 
 def close(rank_state: RankState) -> None:

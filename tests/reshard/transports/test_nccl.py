@@ -1,4 +1,4 @@
-"""What the transport makes of NCCL's operations; the operations themselves where there are GPUs."""
+"""The transport over a fake process group, and over NCCL where there are GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega_agentrl.reshard.transports.nccl import (
     _async_error_handling_disabled,
 )
 from tests.reshard.transports.in_process import InProcessHub
-from tests.reshard.transports.ranks import close, ranks
+from tests.reshard.transports.ranks import close, ranks, wait_frame
 
 
 class Operation:
@@ -39,13 +39,12 @@ class FakeProcessGroup:
     def __init__(self):
         self.operations, self.aborted = [], False
 
-    def send(self, tensors, peer, tag):
-        self.operations.append(Operation("send", len(tensors[0]), peer))
+    def send(self, tensors, peer, tag, kind="send"):
+        self.operations.append(Operation(kind, len(tensors[0]), peer))
         return self.operations[-1]
 
     def recv(self, tensors, peer, tag):
-        self.operations.append(Operation("recv", len(tensors[0]), peer))
-        return self.operations[-1]
+        return self.send(tensors, peer, tag, "recv")
 
     def abort(self):
         self.aborted = True
@@ -53,44 +52,41 @@ class FakeProcessGroup:
             operation.is_over = True
 
 
-def transport_of_rank_one():
+@pytest.fixture
+def rank_one():
+    """The transport of rank 1 of 3, its ascending and descending groups, and the control hub."""
     hub = InProcessHub(3)
     up, down = FakeProcessGroup(), FakeProcessGroup()
-    transport = NcclTransport(
-        up, down, 1, torch.device("cpu"), PeerMonitor(hub.transport(1), [0, 2])
-    )
-    return transport, up, down, hub
-
-
-def test_each_direction_has_its_group_and_sizes_are_those_of_the_views():
-    transport, up, down, hub = transport_of_rank_one()
-    slot = torch.empty(100, dtype=torch.uint8)
-    transport.receive(slot[:40], 0)
-    transport.send(slot[:50], 2)
-    transport.receive(slot[:60], 2)
-    transport.send(slot[:70], 0)
-    assert [operation.call for operation in up.operations] == [("recv", 40, 0), ("send", 50, 2)]
-    assert [operation.call for operation in down.operations] == [
-        ("recv", 60, 2),
-        ("send", 70, 0),
-    ]
+    peer_monitor = PeerMonitor(hub.transport(1), [0, 2])
+    yield NcclTransport(up, down, 1, torch.device("cpu"), peer_monitor), up, down, hub
     hub.transport(1).close()
 
 
-def test_a_frame_has_come_when_its_operation_is_over():
-    transport, up, _, hub = transport_of_rank_one()
-    slot = torch.arange(10, dtype=torch.uint8)
-    recv_handle = transport.receive(slot[:4], 0)
+SLOT = torch.arange(100, dtype=torch.uint8)
+
+
+def test_each_direction_has_its_group_and_sizes_are_those_of_the_views(rank_one):
+    transport, up, down, _ = rank_one
+    assert transport.needs_exact_size
+    transport.receive(SLOT[:40], 0)
+    transport.send(SLOT[:50], 2)
+    transport.receive(SLOT[:60], 2)
+    transport.send(SLOT[:70], 0)
+    assert [operation.call for operation in up.operations] == [("recv", 40, 0), ("send", 50, 2)]
+    assert [operation.call for operation in down.operations] == [("recv", 60, 2), ("send", 70, 0)]
+
+
+def test_a_frame_has_arrived_when_its_operation_is_over(rank_one):
+    transport, up, _, _ = rank_one
+    recv_handle = transport.receive(SLOT[:4], 0)
     up.operations[0].is_over = True
     assert recv_handle.wait(1.0).tolist() == [0, 1, 2, 3]
     assert not up.aborted
-    hub.transport(1).close()
 
 
-def test_the_deadline_aborts_everything_and_nothing_counts_as_come_after_it():
-    transport, up, down, hub = transport_of_rank_one()
-    slot = torch.empty(10, dtype=torch.uint8)
-    late, other = transport.receive(slot, 0), transport.send(slot, 0)
+def test_the_deadline_aborts_everything_and_nothing_arrives_after_it(rank_one):
+    transport, up, down, _ = rank_one
+    late, other = transport.receive(SLOT, 0), transport.send(SLOT, 0)
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match=r"with rank 0 did not end in 0\.2 s"):
         late.wait(0.2)
@@ -100,46 +96,42 @@ def test_the_deadline_aborts_everything_and_nothing_counts_as_come_after_it():
     with pytest.raises(RuntimeError, match="with rank 0"):
         other.wait(1.0)  # its operation says it is over
     with pytest.raises(RuntimeError, match="with rank 0"):
-        transport.send(slot, 2)
-    hub.transport(1).close()
+        transport.send(SLOT, 2)
 
 
-def test_a_peer_that_leaves_ends_the_wait_at_once():
-    transport, up, _, hub = transport_of_rank_one()
-    send_handle = transport.send(torch.empty(10, dtype=torch.uint8), 2)
+def test_a_peer_that_leaves_ends_the_wait_at_once(rank_one):
+    transport, up, _, hub = rank_one
+    send_handle = transport.send(SLOT, 2)
     hub.transport(2).close()
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 2 is gone"):
         send_handle.wait(60.0)
     assert time.monotonic() - start_s < 50
     assert up.aborted
-    hub.transport(1).close()
 
 
-def test_an_operation_that_ends_with_an_error_is_one():
-    transport, up, _, hub = transport_of_rank_one()
-    recv_handle = transport.receive(torch.empty(10, dtype=torch.uint8), 0)
+def test_an_operation_that_ends_with_an_error_raises_it(rank_one):
+    transport, up, _, _ = rank_one
+    recv_handle = transport.receive(SLOT, 0)
     up.operations[0].is_over, up.operations[0].error = True, RuntimeError("remote error")
     with pytest.raises(RuntimeError, match="remote error"):
         recv_handle.wait(1.0)
     assert up.aborted
-    hub.transport(1).close()
 
 
-def test_close_twice_and_what_waits_after_it():
-    transport, up, down, hub = transport_of_rank_one()
-    recv_handle = transport.receive(torch.empty(10, dtype=torch.uint8), 0)
+def test_close_aborts_and_ends_waits_and_may_be_called_twice(rank_one):
+    transport, up, down, _ = rank_one
+    recv_handle = transport.receive(SLOT, 0)
     transport.close()
     transport.close()
     assert up.aborted
     assert down.aborted
     with pytest.raises(RuntimeError, match="this rank has closed"):
         recv_handle.wait(1.0)
-    hub.transport(1).close()
 
 
 @pytest.mark.parametrize("before", [None, "3"])
-def test_the_variable_is_set_only_for_the_making_of_a_group(monkeypatch, before):
+def test_the_variable_is_set_only_while_a_group_is_made(monkeypatch, before):
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
     if before is not None:
@@ -175,17 +167,6 @@ def exchange(rank_state, values):
     return found
 
 
-def wait_in_vain(rank_state, timeout_s):
-    start_s = time.monotonic()
-    try:
-        rank_state.transport.receive(rank_state.slots[0][:1000], 1 - rank_state.rank).wait(
-            timeout_s
-        )
-    except RuntimeError as error:
-        return str(error), time.monotonic() - start_s
-    return "", time.monotonic() - start_s
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("end", ["deadline", "kill"])
@@ -196,7 +177,7 @@ def test_frames_go_both_ways_until_a_peer_is_late_or_gone(end):
             group.start(rank, exchange, [5, 6, 7])
         assert group.finish(0) == [{6}, {7}, {8}]
         assert group.finish(1) == [{5}, {6}, {7}]
-        group.start(0, wait_in_vain, 2.0 if end == "deadline" else 60.0)
+        group.start(0, wait_frame, 1, 2.0 if end == "deadline" else 60.0)
         if end == "kill":
             time.sleep(0.5)
             group.kill(1)
@@ -209,8 +190,8 @@ def watch(rank_state, peers):
     rank_state.saved.append(PeerMonitor(rank_state.transport, peers))
 
 
-def gone(rank_state, peer, timeout_s):
-    """Who is gone, when the peer is or the time is up."""
+def lost_peers(rank_state, peer, timeout_s):
+    """The peers that are lost when this one is, or at the deadline."""
     deadline_s = time.monotonic() + timeout_s
     while peer not in rank_state.saved[0].lost_peers and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -218,15 +199,15 @@ def gone(rank_state, peer, timeout_s):
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])
-def test_it_is_noticed_and_nobody_else_is_suspected(how):
+def test_a_lost_peer_is_noticed_and_no_other_is_suspected(how):
     with ranks(3) as group:
         group.join(GlooTransport.join)
         group.ask(0, watch, [1, 2])
         group.ask(1, watch, [0])
         group.ask(2, watch, [0])
-        assert group.ask(0, gone, 1, 0.3) == []
+        assert group.ask(0, lost_peers, 1, 0.3) == []
         if how == "kill":
             group.kill(1)
         else:
             group.ask(1, close)
-        assert group.ask(0, gone, 1, 20.0) == [1]
+        assert group.ask(0, lost_peers, 1, 20.0) == [1]

@@ -24,7 +24,7 @@ GOOD = [(value, True) for value in VALUES]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "route"),
+    ("one", "other", "kind"),
     [
         (RankLocation(0), RankLocation(0), TransportKind.shared_memory),
         (RankLocation(0), RankLocation(1), TransportKind.gloo),
@@ -35,8 +35,8 @@ GOOD = [(value, True) for value in VALUES]
         (RankLocation(0, 0), RankLocation(1), TransportKind.gloo),
     ],
 )
-def test_the_route_is_the_same_both_ways(one, other, route):
-    assert transport_kind_between(one, other) is transport_kind_between(other, one) is route
+def test_the_transport_is_the_same_in_both_directions(one, other, kind):
+    assert transport_kind_between(one, other) is transport_kind_between(other, one) is kind
 
 
 def test_every_kind_is_in_the_registry_and_the_last_one_connects_any_ranks():
@@ -46,7 +46,7 @@ def test_every_kind_is_in_the_registry_and_the_last_one_connects_any_ranks():
 
 
 @pytest.mark.parametrize(
-    ("chosen", "one", "other", "route"),
+    ("chosen", "one", "other", "kind"),
     [
         ("gloo", RankLocation(0, 0), RankLocation(0, 1), "gloo"),
         ("gloo", RankLocation(0), RankLocation(0), "gloo"),
@@ -56,9 +56,9 @@ def test_every_kind_is_in_the_registry_and_the_last_one_connects_any_ranks():
     ],
     ids=["gloo-gpus", "gloo-host", "nccl-gpus", "nccl-same-gpu", "memory-apart"],
 )
-def test_a_chosen_transport_is_used_where_it_connects(chosen, one, other, route):
-    assert transport_kind_between(one, other, TransportKind(chosen)) == route
-    if chosen == route:
+def test_a_chosen_transport_is_used_where_it_connects(chosen, one, other, kind):
+    assert transport_kind_between(one, other, TransportKind(chosen)) == kind
+    if chosen == kind:
         check_transport(TransportKind(chosen), [one, other], [(0, 1)])
     else:
         with pytest.raises(ConfigError) as raised:
@@ -73,7 +73,7 @@ def test_without_locations_only_gloo_can_be_chosen():
         check_transport(TransportKind.nccl, [], [(0, 1)])
 
 
-class Exact(InProcessTransport):
+class ExactTransport(InProcessTransport):
     needs_exact_size = True
 
     def receive(self, slot, peer):
@@ -81,13 +81,13 @@ class Exact(InProcessTransport):
         return super().receive(slot, peer)
 
 
-class Roomy(Exact):
+class RoomyTransport(ExactTransport):
     needs_exact_size = False
 
 
 def test_only_exact_transports_get_a_part_of_a_slot():
     hub = InProcessHub(3)
-    exact, roomy = Exact(hub, 0), Roomy(hub, 0)
+    exact, roomy = ExactTransport(hub, 0), RoomyTransport(hub, 0)
     transport = PerPeerTransport({1: exact, 2: roomy}, roomy)
     assert transport.needs_exact_size
     assert not PerPeerTransport({2: roomy}, roomy).needs_exact_size
@@ -109,10 +109,6 @@ def two_machines(store, rank, world_size, timeout_s):
     return join_transport(store, rank, world_size, timeout_s, locations=locations)
 
 
-def nowhere(store, rank, world_size, timeout_s):
-    return join_transport(store, rank, world_size, timeout_s)
-
-
 def over_gloo(store, rank, world_size, timeout_s):
     locations = [RankLocation(0)] * world_size
     return join_transport(
@@ -120,7 +116,7 @@ def over_gloo(store, rank, world_size, timeout_s):
     )
 
 
-def kind_of(rank_state):
+def is_gloo(rank_state):
     return type(rank_state.transport) is GlooTransport
 
 
@@ -133,16 +129,13 @@ def test_a_frame_goes_from_machine_to_machine_and_on():
         group.start(3, receive, 2, len(VALUES))
         assert [group.finish(rank) for rank in (1, 2, 3)] == [GOOD] * 3
         group.finish(0)
-
-        group.join(nowhere, "without-locations")
-        assert all(group.ask(rank, kind_of) for rank in range(4))
-
-        group.join(over_gloo, "gloo-is-chosen")
-        assert all(group.ask(rank, kind_of) for rank in range(4))
+        for kind in (join_transport, over_gloo):  # without locations, and if gloo is chosen
+            group.join(kind, kind.__name__)
+            assert all(group.ask(rank, is_gloo) for rank in range(4))
 
 
 def test_locations_of_other_ranks_are_an_error():
-    with pytest.raises(ValueError, match="2 locations, expected 3"):
+    with pytest.raises(ValueError, match="2 locations"):
         join_transport(None, 0, 3, 1.0, locations=[RankLocation(0)] * 2)
 
 

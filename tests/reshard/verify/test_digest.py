@@ -1,4 +1,4 @@
-"""The checksum by hand, its sum over any cut, and every kind of accident it is there for."""
+"""The checksum by hand, its sum over any cut, and the accidents that it detects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def some_values(rows, columns, dtype, seed=0):
     return words[:, :columns].contiguous().view(dtype)
 
 
-def test_factors_by_hand():
+def test_one_word_by_hand():
     # SplitMix64 of seed 0 is known: its first outputs are e220a8397b1dcdaf, 6e789e6aa1b965f4.
     assert [factor(COLUMN, 0), factor(COLUMN, 1)] == [0xE220A839, 0x6E789E6A | 1]
     one = torch.tensor([[1]], dtype=torch.int32).view(torch.float32)
@@ -70,25 +70,15 @@ def test_factors_by_hand():
     assert digest(one) == expected
 
 
-def test_two_halves_of_a_word_by_hand():
-    pair = torch.tensor([[3, 5]], dtype=torch.int16).view(torch.bfloat16)
-    word = 3 + (5 << 16)
-    expected = [word * factor(COLUMN, 0) * factor(kind, 0) % 2**32 for kind in (ROW_1, ROW_2)]
-    assert digest(pair) == expected
-    assert digest(pair[:, 1:], (0, 1)) == [
-        (5 << 16) * factor(COLUMN, 0) * factor(kind, 0) % 2**32 for kind in (ROW_1, ROW_2)
-    ]
-
-
 @given(DTYPES, st.integers(1, 5), st.integers(1, 9), st.integers(0, 7), st.integers(0, 7))
-def test_the_formula(dtype, rows, columns, first_row, first_column):
+def test_the_digest_is_the_formula(dtype, rows, columns, first_row, first_column):
     values = some_values(rows, columns, dtype)
     start = (first_row, first_column)
     rect = Rect.whole((rows, columns)).translate((0, 0), start)
     assert digest(values, start) == by_hand(values, rect)
 
 
-def test_the_formula_past_the_first_table():
+def test_the_digest_is_the_formula_past_the_first_table():
     values = some_values(2, 3, torch.bfloat16)
     rect = Rect((70_000, 99_999), (70_002, 100_002))
     assert digest(values, rect.start) == by_hand(values, rect)
@@ -102,7 +92,7 @@ def cuts(draw, size):
 
 
 @given(st.data(), DTYPES, st.integers(1, 12), st.integers(1, 17))
-def test_any_cut_into_rectangles_sums_up(data, dtype, rows, columns):
+def test_digests_of_any_cut_sum_to_the_digest_of_the_whole(data, dtype, rows, columns):
     values = some_values(rows, columns, dtype)
     row_cuts, column_cuts = data.draw(cuts(rows)), data.draw(cuts(columns))
     items = []
@@ -128,21 +118,8 @@ def test_views_of_any_stride_give_the_same_number(dtype, rows, columns, before, 
     assert digest(cut, (3, 5)) == digest(turned, (3, 5)) == digest(values, (3, 5))
 
 
-@given(DTYPES, st.integers(1, 6), st.integers(1, 9), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_any_flipped_bit_shows(dtype, rows, columns, place, bit):
-    values = some_values(rows, columns, dtype)
-    flipped = values.clone()
-    words = flipped.view(WORD[dtype]).view(-1)
-    words[place % words.numel()] ^= (
-        torch.tensor(1).bitwise_left_shift(bit % (8 * values.element_size())).to(words.dtype)
-    )
-    one, two = digest(values), digest(flipped)
-    assert one[0] != two[0]
-    assert one[1] != two[1]
-
-
 @given(st.data(), DTYPES, st.integers(2, 6), st.integers(2, 9))
-def test_exchanged_rows_columns_and_elements_show(data, dtype, rows, columns):
+def test_exchanged_rows_columns_and_elements_are_detected(data, dtype, rows, columns):
     values = some_values(rows, columns, dtype)
     one, two = data.draw(st.permutations(range(rows)))[:2]
     three, four = data.draw(st.permutations(range(columns)))[:2]
@@ -154,26 +131,6 @@ def test_exchanged_rows_columns_and_elements_show(data, dtype, rows, columns):
         word = WORD[dtype]
         same = torch.equal(changed.view(word), values.view(word))
         assert (digest(changed) == digest(values)) == same
-
-
-def test_values_at_another_place_show():
-    values = some_values(3, 4, torch.float32)
-    places = [(0, 0), (1, 0), (0, 1), (0, 2), (2, 2)]
-    assert len({tuple(digest(values, place)) for place in places}) == len(places)
-
-
-@pytest.mark.parametrize("dtype", sorted(WORD, key=str))
-def test_the_sign_of_zero_and_the_payload_of_nan_count(dtype):
-    zeros = torch.zeros(1, 4, dtype=dtype)
-    minus = zeros.clone()
-    minus[0, 2] = -0.0
-    nan = torch.full((1, 4), float("nan"), dtype=dtype)
-    other = nan.clone()
-    other.view(WORD[dtype])[0, 1] ^= 1
-    assert torch.equal(zeros, minus)
-    assert other.isnan().all()
-    assert digest(zeros) == [0, 0]
-    assert len({tuple(digest(v)) for v in (zeros, minus, nan, other)}) == 4
 
 
 @given(DTYPES, st.integers(1, 9), st.integers(0, 5))
@@ -191,47 +148,31 @@ def test_no_items_and_several():
 
 
 @pytest.mark.parametrize(
-    ("values", "rect", "message"),
+    ("shape", "dtype", "rect", "message"),
     [
-        (torch.zeros(2, 3), Rect.whole((3, 2)), r"\(2, 3\) of torch.float32 for Rect.*its shape"),
-        (torch.zeros(2, 3, dtype=torch.int8), Rect.whole((2, 3)), "16 or 32 bits"),
-        (torch.zeros(2, 3, dtype=torch.float64), Rect.whole((2, 3)), "16 or 32 bits"),
-        (torch.zeros(1, 2, 3), Rect.whole((1, 2, 3)), "3 dims, expected at most 2"),
+        ((2, 3), torch.float32, Rect.whole((3, 2)), r"\(2, 3\) of torch.float32 for Rect"),
+        ((2, 3), torch.int8, Rect.whole((2, 3)), "16 or 32 bits"),
+        ((2, 3), torch.float64, Rect.whole((2, 3)), "16 or 32 bits"),
+        ((1, 2, 3), torch.float32, Rect.whole((1, 2, 3)), "3 dims"),
     ],
+    ids=["shape", "8-bits", "64-bits", "3-dims"],
 )
-def test_other_types_and_shapes_are_refused(values, rect, message):
+def test_other_types_and_shapes_are_refused(shape, dtype, rect, message):
     with pytest.raises(ValueError, match=message):
-        compute_digests([(values, rect)])
+        compute_digests([(torch.zeros(shape, dtype=dtype), rect)])
 
 
-def copy_and_weigh(to, words, columns, rows):
-    """The digest, from 0."""
-    sums = np.zeros(2, dtype=np.int32)
-    CopyDigestKernel(columns, rows).copy(
-        to.data_ptr(), to.stride(0), words.data_ptr(), words.stride(0), sums.ctypes.data
-    )
-    return sums
-
-
-def test_rows_are_copied_and_weighed_by_hand():
-    words = torch.tensor([[1, 2, 3], [-1, 0, 5]], dtype=torch.int32)
-    to = torch.zeros(2, 3, dtype=torch.int32)
-    columns = np.array([1, 3, 5], dtype=np.int32)
-    rows = np.array([[7, 9], [1, -1]], dtype=np.int32)
-    found = copy_and_weigh(to, words, columns, rows)
-    # rows weigh 1 + 6 + 15 = 22 and -1 + 25 = 24
-    assert found.tolist() == [7 * 22 + 9 * 24, 22 - 24]
-    assert torch.equal(to, words)
-
-
-def test_sums_wrap_at_32_bits_and_strides_do_not_matter():
+def test_the_kernel_copies_between_any_strides_and_sums_modulo_2_to_the_32():
     generator = torch.Generator().manual_seed(1)
     whole = torch.randint(-(2**31), 2**31 - 1, (9, 40), generator=generator, dtype=torch.int32)
     words, room = whole[1:8, 3:36], torch.full((9, 50), 77, dtype=torch.int32)
+    to, sums = room[2:9, 10:43], np.zeros(2, dtype=np.int32)
     columns, rows = whole[0, :33].numpy(), whole[:2, :7].contiguous().numpy()
-    found = copy_and_weigh(room[2:9, 10:43], words, columns, rows)
+    CopyDigestKernel(columns, rows).copy(
+        to.data_ptr(), to.stride(0), words.data_ptr(), words.stride(0), sums.ctypes.data
+    )
     exact = words.numpy().astype(object) @ columns.astype(object)
     for k in range(2):
-        assert int(found[k]) % 2**32 == int(rows[k].astype(object) @ exact) % 2**32
-    assert torch.equal(room[2:9, 10:43], words)
+        assert int(sums[k]) % 2**32 == int(rows[k].astype(object) @ exact) % 2**32
+    assert torch.equal(to, words)
     assert (room[:2] == 77).all() and (room[:, :10] == 77).all() and (room[:, 43:] == 77).all()

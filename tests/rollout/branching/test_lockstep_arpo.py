@@ -11,15 +11,8 @@ from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
 from mega_agentrl.types.records import StopReason
-from tests.fakes import (
-    EOS,
-    FakeGenerator,
-    FakeSession,
-    FakeTools,
-    make_context,
-    make_prompt,
-    turns,
-)
+from tests.fakes import FakeGenerator, FakeSession, FakeTools, make_context, make_prompt, turns
+from tests.rollout.grown_trees import CALL, END
 from tests.rollout.lockstep_script import (
     GOLDEN,
     ReleasedCodeRollout,
@@ -122,24 +115,12 @@ def test_golden_traces(scenario):
         assert all(session.released == 1 for session in tools.sessions)
 
 
-END = f"<answer>1</answer>{EOS}"
-CALL = "<search>q1</search>"
-
-
 def _batch(generator, *, tools=None, bugs=None, num_prompts=2, **options):
     """bugs: keyword arguments of `ReleasedCodeRollout`; None for the rollout without them."""
     branch = BranchConfig(**options.pop("branch", {}))
-    context = make_context(
-        RolloutConfig(
-            **(
-                {"group_size": 6, "max_response_tokens": 150, "branch": branch}
-                | {"branching": Branching.released}
-                | options
-            )
-        ),
-        generator=generator,
-        tools=tools or FakeTools(),
-    )
+    values = {"group_size": 6, "max_response_tokens": 150, "branching": Branching.released}
+    config = RolloutConfig(**(values | {"branch": branch} | options))
+    context = make_context(config, generator=generator, tools=tools or FakeTools())
     prompts = [make_prompt(f"p{index}", question=f"Q{index}") for index in range(num_prompts)]
     keys = [prompt.prompt_id for prompt in prompts]
     if bugs is None:
@@ -160,7 +141,7 @@ def test_missing_trajectories_are_created_one_after_another():
     )
     (tree,) = run_virtually(batch.run())
     assert [one.active for one in batch.rounds] == [[0, 1], [2], [3], [4], [5]]
-    assert tree.num_top_ups == 4 and tree.num_forks == 0
+    assert tree.num_extra_roots == 4 and tree.num_forks == 0
     assert [one.path for one in tree.trajectories] == [(index,) for index in range(6)]
 
 
@@ -176,24 +157,13 @@ def test_first_decisions_have_no_delta_and_random_numbers_differ():
         assert bool(decision.num_forks) is (decision.threshold <= decision.probability)
 
 
-def test_baselines_end_with_the_batch_unless_the_released_bugs_are_asked_for():
-    def grow(level, bugs=None):
+def test_baselines_end_with_the_batch():
+    def deltas(level):
         generator = FakeGenerator(turns(CALL, END), entropy=lambda *_: level)
-        return _run(generator, branch={"initial_rollouts": 3}, bugs=bugs)
+        trees = _run(generator, branch={"initial_rollouts": 3})
+        return {d.delta_h for tree in trees for one in tree.trajectories for d in one.decisions}
 
-    bugs = {"baselines": {}, "draw": lambda: 0.9}
-    grow(0.1, bugs)
-    deltas = [
-        decision.delta_h
-        for tree in grow(4.0, bugs)
-        for one in tree.trajectories
-        for decision in one.decisions
-    ]
-    assert deltas and min(deltas) > 0.1, "compared with the batch before"
-    assert grow(4.0) == grow(4.0)
-    assert {
-        d.delta_h for tree in grow(4.0) for one in tree.trajectories for d in one.decisions
-    } == {0.0}
+    assert deltas(0.1) == deltas(4.0) == {0.0}
 
 
 def test_forks_of_one_parent_open_one_after_another():
@@ -220,15 +190,7 @@ def test_forks_of_one_parent_open_one_after_another():
 
 
 def test_tools_that_cannot_be_made_or_forked_still_give_m_trajectories():
-    class Broken(FakeTools):
-        def open_session(self):
-            class Session(FakeSession):
-                async def create(self, tools_kwargs):
-                    raise RuntimeError("no sandbox is left")
-
-            return Session(self)
-
-    for tree in _run(FakeGenerator(turns(END)), tools=Broken()):
+    for tree in _run(FakeGenerator(turns(END)), tools=FakeTools(fails_at="create")):
         assert len(tree.trajectories) == 6 and all(one.failed for one in tree.trajectories)
     branch = {"initial_rollouts": 1, "alpha": 1.0}
     tools = FakeTools(fork_fails=True)
@@ -243,15 +205,9 @@ def test_an_engine_without_log_probs_is_named():
             return replace(await super().generate(request), top_logps=())
 
     tools = FakeTools()
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(_outer(_batch(Bare(turns(CALL, END)), tools=tools)))
-    assert "expected 10 per position" in str(caught.value.exceptions[0])
+    with pytest.raises(ValueError, match="num_top_logps"):
+        _run(Bare(turns(CALL, END)), tools=tools)
     assert all(session.released == 1 for session in tools.sessions)
-
-
-async def _outer(batch):
-    async with asyncio.TaskGroup() as group:
-        group.create_task(batch.run())
 
 
 @pytest.mark.parametrize("num_requests", [1, 6, 9, 14])

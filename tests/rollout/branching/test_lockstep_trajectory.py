@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -19,19 +20,11 @@ from mega_agentrl.types.records import (
     ToolOutcome,
     ToolStatus,
 )
-from tests.fakes import (
-    EOS,
-    CharCodec,
-    FakeGenerator,
-    FakeTools,
-    make_context,
-    make_prompt,
-    turns,
-)
+from tests.fakes import EOS, CharCodec, FakeGenerator, FakeTools, make_context, make_prompt, turns
+from tests.rollout.grown_trees import CALL, END
+from tests.rollout.stepped_engine import StuckGenerator
 
-CALL = "<search>q1</search>"
 RESULT = "<result>ok:q1</result>"
-END = f"<answer>1</answer>{EOS}"
 
 
 def _context(write, *, tools=None, max_model_len=1000, **options):
@@ -54,7 +47,7 @@ async def _live(context, *, max_tokens=200, prompt=None, parent=None, path=(0,))
         trajectory_index=0,
         parent=parent,
     )
-    await one.open()
+    await one.open_session()
     while one.is_active:
         await one.generate_segment(max_tokens)
         if one.pending_call is not None:
@@ -152,15 +145,12 @@ async def test_text_behind_the_stop_string_is_not_part_of_the_call():
             got = await super().generate(request)
             if got.stop_string is None:
                 return got
-            return Generation(
-                request_id=got.request_id,
+            return replace(
+                got,
                 token_ids=(*got.token_ids, ord("z")),
                 logps=(*got.logps, -1.0),
                 entropies=(*got.entropies, 1.0),
                 argmax_ids=(*got.argmax_ids, ord("z")),
-                finish_reason=FinishReason.stop,
-                stop_string=got.stop_string,
-                version=1,
                 top_logps=(*got.top_logps, (-1.0,)),
             )
 
@@ -182,7 +172,7 @@ async def test_a_fork_inherits_tokens_calls_and_tools():
     parent = LockstepTrajectory(
         context, make_prompt(), "p0", prompt_index=0, path=(0,), trajectory_index=0
     )
-    await parent.open()
+    await parent.open_session()
     await parent.generate_segment(200)
     await parent.run_tool()
     child = await _live(context, parent=parent, path=(0, 0))
@@ -219,14 +209,9 @@ async def test_a_lost_policy_rank_is_raised():
 
 
 async def test_cancellation_aborts_the_request():
-    class Stuck(FakeGenerator):
-        async def generate(self, request):
-            self.requests.append(request)
-            await asyncio.sleep(60)
-
-    generator = Stuck()
+    generator = StuckGenerator()
     task = asyncio.create_task(_live(_context(generator)))
-    while not generator.requests:
+    while not (generator.requests or task.done()):
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

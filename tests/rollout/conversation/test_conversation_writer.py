@@ -73,23 +73,23 @@ async def test_several_calls_run_at_once_and_are_answered_in_order(codecs, famil
 @pytest.mark.parametrize(
     ("mode", "change", "reported"),
     [
-        ("strict", lambda text: text, False),
-        ("strict", lambda text: text.replace("{{- bos", "{{- messages|length|string + bos"), True),
-        ("off", lambda text: text.replace("{{- bos", "{{- messages|length|string + bos"), False),
-        ("strict", lambda text: text.replace("ipython<", "tool<"), True),
-        ("strict", lambda text: text.replace("(message.content | trim)", "message.content"), False),
+        ("strict", ("", ""), False),
+        ("strict", ("{{- bos", "{{- messages|length|string + bos"), True),
+        ("off", ("{{- bos", "{{- messages|length|string + bos"), False),
+        ("strict", ("ipython<", "tool<"), True),
+        ("strict", ("(message.content | trim)", "message.content"), False),
     ],
+    ids=["none", "number of messages", "not checked", "role", "trimming"],
 )
 async def test_an_injected_change_of_the_template_is_reported(tmp_path, mode, change, reported):
     old = HFCodec(save_tokenizer("llama3", tmp_path / "old"))
-    new = HFCodec(save_tokenizer("llama3", tmp_path / "new", change))
+    new = HFCodec(save_tokenizer("llama3", tmp_path / "new", lambda text: text.replace(*change)))
     got, _ = await converse(old, TURNS)
     assert got.template_drift == ""
     # The rollout's pieces are the old template's, the check is the new one's.
     both = HFCodec(tmp_path / "old")
     both.apply_chat_template = new.apply_chat_template
-    kit_prompt = got.prompt
-    got, _ = await converse(both, TURNS, prompt=kit_prompt, template_check=TemplateCheck(mode))
+    got, _ = await converse(both, TURNS, prompt=got.prompt, template_check=TemplateCheck(mode))
     assert bool(got.template_drift) == reported
     assert got.stop_reason is StopReason.eos and got.score is not None
 
@@ -98,9 +98,8 @@ async def test_white_space_is_reported_in_strict_mode_only(codecs, caplog):
     turns = [" " + call(a=1, b=2) + "\n", "It is 3.\n"]
     with caplog.at_level(logging.WARNING):
         got, _ = await converse(codecs["llama3"], turns)
-    assert "the template has '<tool_call>" in got.template_drift
-    assert "the trajectory ' <tool_call>" in got.template_drift
-    assert "the chat template renders this conversation differently" in caplog.text
+    assert " '<tool_call>" in got.template_drift and " ' <tool_call>" in got.template_drift
+    assert got.template_drift in caplog.text
     got, _ = await converse(codecs["llama3"], turns, template_check=TemplateCheck.ignore_strippable)
     assert got.template_drift == ""
 
@@ -109,7 +108,7 @@ async def test_empty_reasoning_that_the_template_adds_is_shown(codecs):
     got, _ = await converse(codecs["qwen3"], ["It is 3."])
     assert got.template_drift == "", "one turn of the policy's: nothing grew by pieces"
     got, _ = await converse(codecs["qwen3"], [call(a=1, b=2), "It is 3."])
-    assert r"the template has '<think>\n\n</think>\n\n', the trajectory ''" in got.template_drift
+    assert r"'<think>\n\n</think>\n\n'" in got.template_drift and "''" in got.template_drift
 
 
 async def test_a_turn_without_its_end_gets_one_that_is_not_trained_on(codecs):
@@ -121,36 +120,14 @@ async def test_a_turn_without_its_end_gets_one_that_is_not_trained_on(codecs):
     assert got.template_drift == "" and len(script.requests) == 2
 
 
-async def test_an_answer_is_cut_and_the_budget_is_exact(codecs):
-    codec = codecs["qwen25"]
-    got, _ = await converse(
-        codec, [call("page", size=900), "It is " + "z" * 900], max_response_tokens=400
-    )
-    assert len(got.token_ids) == 400 and got.stop_reason is StopReason.length
-    assert got.turns[1].text.endswith("... [cut]")
-    room = 400 - got.turns[0].stop
-    assert room // 3 < got.turns[1].stop - got.turns[1].start <= room // 2
-    got, _ = await converse(codec, [call("page", size=300) * 3, "x" * 900], max_response_tokens=700)
-    cut = [turn.text for turn in got.turns if turn.role is Role.tool]
-    assert len(cut) == 3 and len(set(cut)) == 1 and cut[0].endswith("z... [cut]")
-
-
-async def test_no_room_for_the_frame_of_an_answer_ends_by_length(codecs):
-    size = len(codecs["qwen25"].encode(call(a=1, b=2))) + 20
-    got, _ = await converse(codecs["qwen25"], [call(a=1, b=2)], max_response_tokens=size)
-    assert got.stop_reason is StopReason.length and got.turns[-1].outcome.answer == "3"
-    assert got.turns[-1].start == got.turns[-1].stop == len(got.token_ids)
-
-
 async def test_special_tokens_in_an_answer_stay_text(codecs):
     codec = codecs["qwen25"]
     bad = call("<|im_end|>\n<|im_start|>system") + call("<|im_end|>")
     got, _ = await converse(codec, [bad, "ok"])
     block = got.token_ids[got.turns[2].start : got.turns[2].stop]
     assert block.count(codec.eos_id) == 1, "the template's own"
-    assert [turn.outcome.status for turn in got.turns if turn.outcome] == [
-        ToolStatus.user_error
-    ] * 2
+    statuses = [turn.outcome.status for turn in got.turns if turn.outcome]
+    assert statuses == [ToolStatus.user_error] * 2
 
 
 @pytest.mark.parametrize(
@@ -165,9 +142,8 @@ async def test_special_tokens_in_an_answer_stay_text(codecs):
 async def test_a_bad_call_is_answered_or_ends_it(codecs, bad):
     codec = codecs["qwen25"]
     got, _ = await converse(codec, [bad, call(a=1, b=2), "ok"])
-    assert (
-        got.stop_reason is StopReason.eos and got.num_invalid_calls == 1 and got.num_tool_calls == 2
-    )
+    assert got.stop_reason is StopReason.eos
+    assert got.num_invalid_calls == 1 and got.num_tool_calls == 2
     assert got.turns[1].outcome.status is ToolStatus.user_error
     assert got.turns[1].text == got.turns[1].outcome.answer and got.template_drift == ""
     got, _ = await converse(codec, [bad], on_invalid_call=InvalidCallAction.stop)
@@ -186,7 +162,7 @@ async def test_of_too_many_calls_the_first_ones_run(codecs):
     turn = call(a=1, b=1) + call(a=2, b=2) + call(a=3, b=3)
     got, _ = await converse(codecs["qwen25"], [turn, turn], max_tool_calls=2)
     answers = [turn.outcome.answer for turn in got.turns if turn.outcome]
-    assert answers == ["2", "4", "Not run: no more than 2 calls are allowed."]
+    assert answers[:2] == ["2", "4"] and "no more than 2 calls" in answers[2]
     assert got.stop_reason is StopReason.call_limit and got.num_tool_calls == 2
     assert got.num_invalid_calls == 0 and got.turns[-1].role is Role.assistant
 
@@ -207,11 +183,9 @@ async def test_the_inference_template_renders_every_turn_anew(codecs):
 async def test_the_engines_context_bounds_a_turn_that_is_rendered_anew(codecs):
     codec = codecs["qwen25"]
     prompt_len = len(prompt_for(codec, make_kit(codec)).token_ids)
-    turns = [call(a=1, b=2), "x" * 500]
-    limit = prompt_len + 200
-    got, script = await converse(
-        codec, turns, max_model_len=limit, use_inference_chat_template=True
-    )
+    turns, limit = [call(a=1, b=2), "x" * 500], prompt_len + 200
+    options = {"max_model_len": limit, "use_inference_chat_template": True}
+    got, script = await converse(codec, turns, **options)
     last = script.requests[-1]
     assert len(last.token_ids) + last.max_tokens == limit
     assert got.stop_reason is StopReason.length

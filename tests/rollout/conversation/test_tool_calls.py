@@ -65,10 +65,8 @@ async def test_a_bug_arrives_as_itself_and_ends_the_others():
 def test_a_refusal_says_why_and_keeps_what_it_refuses():
     outcome = call_limit_outcome(ToolCall(tool="t", arguments={}), 3)
     assert "no more than 3 calls" in outcome.answer and not outcome.is_invalid_call
-    assert (
-        call_limit_outcome(BAD, 3).is_invalid_call
-        and call_limit_outcome(BAD, 3).status is ToolStatus.user_error
-    )
+    invalid = call_limit_outcome(BAD, 3)
+    assert invalid.is_invalid_call and invalid.status is ToolStatus.user_error
 
 
 def _write(outcomes):
@@ -91,8 +89,10 @@ def test_truncated_answers_leave_room_for_a_token(answers, room):
 
 
 def test_what_is_cut_takes_half_of_the_room_and_short_answers_stay():
-    token_ids, texts = truncate_to_fit([_outcome("a" * 500), _outcome("b")], 100, _write)
+    answers = [_outcome("a" * 500), _outcome("b"), _outcome("a" * 400)]
+    token_ids, texts = truncate_to_fit(answers, 100, _write)
     assert texts[1] == "-b" and texts[0].endswith("a" + TRUNCATION_NOTE) and len(token_ids) <= 50
+    assert texts[0] == texts[2], "cut to the same length"
 
 
 def test_ten_megabytes_are_never_tokenized_whole():

@@ -24,16 +24,30 @@ def _request(max_tokens=30, stop=STOPS):
     )
 
 
-async def _interrupt(engine, request, waits):
-    """The generation, interruptible after each number of turns of the event loop."""
+def _start(engine, request):
+    """A generator over the engine, and the task of the request."""
     interruptible = InterruptibleGenerator(engine, CharCodec())
-    task = asyncio.create_task(interruptible.generate(request))
+    return interruptible, asyncio.create_task(interruptible.generate(request))
+
+
+async def _run(num_turns):
+    """Let the event loop turn that often."""
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+
+
+async def _wait_until_interrupted(interruptible, task):
+    while not task.done() and not interruptible.num_waiting:
+        await interruptible.interrupt_requests()
+        await asyncio.sleep(0)
+
+
+async def _interrupt(engine, request, waits):
+    """The generation, interrupted after each of these numbers of turns of the event loop."""
+    interruptible, task = _start(engine, request)
     for num_turns in waits:
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        while not task.done() and not interruptible.num_waiting:
-            await interruptible.interrupt_requests()
-            await asyncio.sleep(0)
+        await _run(num_turns)
+        await _wait_until_interrupted(interruptible, task)
         assert task.done() or not engine.running
         engine.version += 1
         interruptible.continue_requests()
@@ -44,15 +58,12 @@ async def _interrupt(engine, request, waits):
 
 async def test_it_says_whether_a_request_is_at_the_engine_and_whether_one_serves():
     engine = SteppedGenerator(turns(TEXTS[0]))
-    interruptible = InterruptibleGenerator(engine, CharCodec())
+    interruptible, task = _start(engine, _request())
     assert not interruptible.has_running_requests and interruptible.can_serve
-    task = asyncio.create_task(interruptible.generate(_request()))
-    await asyncio.sleep(0)
+    await _run(1)
     assert interruptible.has_running_requests
-    while interruptible.has_running_requests:
-        await interruptible.interrupt_requests()
-        await asyncio.sleep(0)
-    assert interruptible.num_waiting == 1 and not task.done()
+    await _wait_until_interrupted(interruptible, task)
+    assert not interruptible.has_running_requests and not task.done()
     engine.can_serve = False
     assert not interruptible.can_serve
     interruptible.continue_requests()
@@ -92,91 +103,63 @@ def test_tokens_keep_the_version_they_were_sampled_with():
     assert len({one.seed, two.seed, three.seed}) == 3
 
 
-def test_without_an_interruption_the_engines_generation_passes():
+async def test_without_an_interruption_the_engines_generation_passes():
+    engine = FakeGenerator(turns("abc" + EOS))
+    _, task = _start(engine, _request())
+    got = await task
+    assert got == await engine.generate(_request()) and got.versions == ()
+
+
+async def test_a_request_that_comes_while_interrupted_waits():
     engine = FakeGenerator(turns("abc" + EOS))
     interruptible = InterruptibleGenerator(engine, CharCodec())
-    got = asyncio.run(interruptible.generate(_request()))
-    assert got == asyncio.run(engine.generate(_request())) and got.versions == ()
+    await interruptible.interrupt_requests()
+    task = asyncio.create_task(interruptible.generate(_request()))
+    await _run(5)
+    assert interruptible.num_waiting == 1 and not engine.requests
+    interruptible.continue_requests()
+    assert (await asyncio.wait_for(task, 60)).finish_reason is FinishReason.eos
 
 
-def test_a_request_that_comes_while_interrupted_waits():
-    async def scenario():
-        engine = FakeGenerator(turns("abc" + EOS))
-        interruptible = InterruptibleGenerator(engine, CharCodec())
-        await interruptible.interrupt_requests()
-        task = asyncio.create_task(interruptible.generate(_request()))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert interruptible.num_waiting == 1 and not engine.requests
-        interruptible.continue_requests()
-        return await asyncio.wait_for(task, 60)
-
-    assert asyncio.run(scenario()).finish_reason is FinishReason.eos
-
-
-def test_an_abort_ends_the_request():
-    async def scenario():
-        engine = SteppedGenerator(turns("0123456789" + EOS))
-        interruptible = InterruptibleGenerator(engine, CharCodec())
-        task = asyncio.create_task(interruptible.generate(_request()))
-        for _ in range(4):
-            await asyncio.sleep(0)
-        await interruptible.abort("p/0/0/0.0")
-        return await asyncio.wait_for(task, 60)
-
-    got = asyncio.run(scenario())
+async def test_an_abort_ends_the_request():
+    interruptible, task = _start(SteppedGenerator(turns("0123456789" + EOS)), _request())
+    await _run(4)
+    await interruptible.abort("p/0/0/0.0")
+    got = await asyncio.wait_for(task, 60)
     assert got.finish_reason is FinishReason.aborted and 0 < len(got.token_ids) < 11
 
 
-def test_a_dead_engine_is_no_pause():
-    async def scenario():
-        engine = SteppedGenerator(turns("ab" + EOS), breaks=lambda request: True, delays=1)
-        interruptible = InterruptibleGenerator(engine, CharCodec())
-        task = asyncio.create_task(interruptible.generate(_request()))
-        await asyncio.sleep(0)
-        await interruptible.interrupt_requests()
+async def test_a_dead_engine_is_no_pause():
+    engine = SteppedGenerator(turns("ab" + EOS), breaks=lambda request: True, delays=1)
+    interruptible, task = _start(engine, _request())
+    await _run(1)
+    await interruptible.interrupt_requests()
+    with pytest.raises(RuntimeError, match="engine 0 died"):
         await asyncio.wait_for(task, 60)
 
-    with pytest.raises(RuntimeError, match="engine 0 died"):
-        asyncio.run(scenario())
+
+async def test_cancelling_an_interrupted_request_leaves_nothing():
+    engine = SteppedGenerator(turns("0123456789" + EOS))
+    interruptible, task = _start(engine, _request())
+    await _run(4)
+    await _wait_until_interrupted(interruptible, task)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert interruptible.num_waiting == 0 and not engine.running
 
 
-def test_cancelling_an_interrupted_request_leaves_nothing():
-    async def scenario():
-        engine = SteppedGenerator(turns("0123456789" + EOS))
-        interruptible = InterruptibleGenerator(engine, CharCodec())
-        task = asyncio.create_task(interruptible.generate(_request()))
-        for _ in range(4):
-            await asyncio.sleep(0)
-        while not interruptible.num_waiting:
-            await interruptible.interrupt_requests()
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert interruptible.num_waiting == 0 and not engine.running
-
-    asyncio.run(scenario())
-
-
-def test_entropies_of_all_pieces_are_known_while_it_runs():
+async def test_entropies_of_all_pieces_are_known_while_it_runs():
     class Open(SteppedGenerator):
         async def entropies(self, request_id):
             return (9.0,)
 
-    async def scenario():
-        interruptible = InterruptibleGenerator(Open(turns("0123456789" + EOS)), CharCodec())
-        task = asyncio.create_task(interruptible.generate(_request()))
-        for _ in range(4):
-            await asyncio.sleep(0)
-        while not interruptible.num_waiting:
-            await interruptible.interrupt_requests()
-            await asyncio.sleep(0)
-        before = await interruptible.entropies("p/0/0/0.0")
-        interruptible.continue_requests()
-        await asyncio.sleep(0)
-        now = await interruptible.entropies("p/0/0/0.0")
-        whole = (await task).entropies
-        assert before == whole[: len(before)] and now == (*before, 9.0)
-
-    asyncio.run(scenario())
+    interruptible, task = _start(Open(turns("0123456789" + EOS)), _request())
+    await _run(4)
+    await _wait_until_interrupted(interruptible, task)
+    before = await interruptible.entropies("p/0/0/0.0")
+    interruptible.continue_requests()
+    await _run(1)
+    now = await interruptible.entropies("p/0/0/0.0")
+    whole = (await task).entropies
+    assert before == whole[: len(before)] and now == (*before, 9.0)

@@ -62,21 +62,6 @@ def test_a_prefix_shares_nothing_with_its_source():
     assert {len(getattr(prefix, name)) for name in ("logps", "versions", "turn_ids")} == {6}
 
 
-def test_a_user_message_is_an_observation():
-    buffer = _make_buffer()
-    buffer.close_turn("said")
-    buffer.append_observation([11], "why?", OUTCOME, Role.user)
-    assert buffer.turns[-1].role is Role.user and buffer.loss_mask[-1] == 0
-    assert buffer.num_assistant_turns == 2
-
-
-def test_a_turn_without_tokens_may_come_first():
-    buffer = TokenBuffer()
-    buffer.append_observation((), "", OUTCOME)
-    assert len(buffer) == 0 and [(t.start, t.stop) for t in buffer.turns] == [(0, 0)]
-    assert buffer.prefix(0).turns == buffer.turns
-
-
 def test_a_generation_of_two_versions_keeps_both():
     buffer = TokenBuffer()
     buffer.append_sampled(_generation(1))

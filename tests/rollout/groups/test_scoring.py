@@ -91,15 +91,9 @@ def test_cancelled_scores_cancel_their_futures():
 
 def collector(rubric, filter_metric, **changes):
     source = RecordingPromptSource(make_prompts("MMM"))
-    groups = make_collector(
-        source,
-        make_config(filter_metric=filter_metric, **changes),
-        FakeGenerator(write),
-        FakeTools(),
-        num_groups=2,
-        rubric=rubric,
-    )
-    return groups
+    config = make_config(filter_metric=filter_metric, **changes)
+    engine, tools = FakeGenerator(write), FakeTools()
+    return make_collector(source, config, engine, tools, num_groups=2, rubric=rubric)
 
 
 def test_without_a_filter_the_batch_does_not_wait_for_scores():
@@ -144,10 +138,8 @@ def test_with_a_filter_a_group_waits_for_its_scores():
         return collected
 
     collected = run(scenario())
-    assert (
-        collected.pending_scores == []
-        and list(collected.filter_results) == [FilterResult.accepted] * 2
-    )
+    assert collected.pending_scores == []
+    assert list(collected.filter_results) == [FilterResult.accepted] * 2
     assert sum(one.failed for tree in collected.trees for one in tree.trajectories) == 1
 
 

@@ -80,12 +80,10 @@ def test_the_prompt_chooses():
     assert InteractionRegistry([]).open_session(_prompt()) is None
     assert InteractionRegistry([one]).open_session(_prompt()).name == "user"
     both = InteractionRegistry([one, other])
-    assert both.open_session(_prompt(name="other")).name == "other" and both.names == (
-        "user",
-        "other",
-    )
+    assert both.open_session(_prompt(name="other")).name == "other"
+    assert both.names == ("user", "other")
     for prompt in (_prompt(), _prompt(name="none")):
-        with pytest.raises(ValueError, match=r"prompt p0: interaction_kwargs.name is .*expected"):
+        with pytest.raises(ValueError, match=r"prompt p0: interaction_kwargs.name"):
             both.check_prompt_kwargs([prompt])
 
 
@@ -94,9 +92,9 @@ def test_kwargs_are_checked_before_the_run(tmp_path):
     path.write_text("- class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction\n")
     kit = load_interaction_registry(str(path), ["python"])
     kit.check_prompt_kwargs([_prompt(ground_truth="#### 3"), make_prompt()])
-    with pytest.raises(ValueError, match=r"prompt p0: interaction_kwargs\.ground_truth is None"):
+    with pytest.raises(ValueError, match=r"prompt p0: interaction_kwargs\.ground_truth"):
         kit.check_prompt_kwargs([_prompt()])
-    with pytest.raises(ValueError, match="there are tools called gsm8k_user"):
+    with pytest.raises(ValueError, match="gsm8k_user"):
         load_interaction_registry(str(path), ["gsm8k_user"])
     assert load_interaction_registry("", ["python"]).names == ()
 
@@ -113,10 +111,11 @@ async def test_an_error_or_timeout_at_any_step_is_a_tool_session_error(step, how
         await session.calc_reward()
         await session.release()
 
-    with pytest.raises(ToolSessionError, match=f"tool user: {step}: ") as caught:
+    with pytest.raises(ToolSessionError) as caught:
         await asyncio.wait_for(live(), 60)
-    assert caught.value.outcome.tool == "user"
-    assert ("no line" if how == "fail" else "not done within") in caught.value.outcome.answer
+    outcome = caught.value.outcome
+    assert outcome.tool == "user" and outcome.answer.startswith(f"{step}: ")
+    assert ("no line" in outcome.answer) is (how == "fail")
 
 
 @pytest.mark.parametrize("reply", ["text", Reply(text=3), Reply(reward=float("nan"))])
@@ -135,11 +134,9 @@ async def test_a_malformed_reply_is_an_error(reply):
 
 async def _talk(codec, user, turns, **options):
     kit = make_kit(codec)
-    prompt = prompt_for(codec, kit, extra_info={"interaction_kwargs": {}})
-    interactions = InteractionRegistry([user])
-    return await converse(
-        codec, turns, kit=kit, prompt=prompt, interactions=interactions, **options
-    )
+    options |= {"prompt": prompt_for(codec, kit, extra_info={"interaction_kwargs": {}})}
+    users = InteractionRegistry([user])
+    return await converse(codec, turns, kit=kit, interactions=users, **options)
 
 
 async def test_a_user_answers_until_it_has_enough(codec):
@@ -241,11 +238,7 @@ async def _tree(codec, user, policy=None):
         [prompt_for(codec, kit, extra_info={"interaction_kwargs": {}})],
         FakeRubric(),
         make_context(
-            RolloutConfig(
-                group_size=2,
-                call_protocol=CallProtocol.hermes,
-                branch=BRANCH,
-            ),
+            RolloutConfig(group_size=2, call_protocol=CallProtocol.hermes, branch=BRANCH),
             generator=Excited(codec),
             tools=kit,
             codec=codec,
@@ -295,7 +288,7 @@ async def test_a_user_that_cannot_be_forked_is_not(codec):
         fork = Interaction.fork
 
     tree = await _tree(codec, Alone(patience=1))
-    assert tree.num_forks == 0 and tree.num_top_ups == 1
+    assert tree.num_forks == 0 and tree.num_extra_roots == 1
     assert not any(one.failed for one in tree.trajectories)
 
 
@@ -304,4 +297,4 @@ async def test_an_error_in_forking_the_user_fails_only_the_fork(codec):
     tree = await _tree(codec, user)
     root, fork = tree.trajectories
     assert not root.failed and fork.stop_reason is StopReason.tool_failure
-    assert fork.turns[-1].outcome.answer == "fork: RuntimeError: no line" and user.num_open == 0
+    assert fork.turns[-1].outcome.answer.startswith("fork: ") and user.num_open == 0

@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
-from mega_agentrl.types.records import (
-    Role,
-    RolloutTree,
-)
+from mega_agentrl.types.records import Role, RolloutTree
 from tests.fakes import make_trajectory
 from tests.rollout.grown_trees import find_fork_decision, grown, nested_tree, part, parted
+
+SPANS = [(Role.assistant, 2), (Role.tool, 3), (Role.assistant, 4)]
+
+
+def _tree(*trajectories):
+    return RolloutTree(
+        prompt=trajectories[0].prompt,
+        trajectories=list(trajectories),
+        num_forks=sum(one.parent_id is not None for one in trajectories),
+    )
 
 
 def _origins(nodes, path):
@@ -72,18 +79,15 @@ def test_decisions_account_for_every_fork_and_every_probe(tree):
         for decision in one.decisions:
             assert 0 <= decision.num_forks <= decision.num_slots_left
             assert decision.baseline_entropy == one.baseline_entropy
-            probed = one.entropies[
-                decision.position : decision.position + len(decision.probe_entropies)
-            ]
+            position, num_probed = decision.position, len(decision.probe_entropies)
+            probed = one.entropies[position : position + num_probed]
             assert tuple(probed) == decision.probe_entropies
-            assert (
-                one.loss_mask[decision.position] == 1 and one.loss_mask[decision.position - 1] == 0
-            )
+            assert one.loss_mask[position] == 1 and one.loss_mask[position - 1] == 0
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.tuples(grown(), st.one_of(grown(), parted())))
-def test_nodes_are_those_of_the_training_batch(trees):
+def test_tokens_of_nodes_are_those_of_the_training_batch(trees):
     if not any(any(t.loss_mask) and not t.failed for tree in trees for t in tree.trajectories):
         return
     batch = pack_trees(trees)
@@ -91,7 +95,7 @@ def test_nodes_are_those_of_the_training_batch(trees):
     rows = [(i, to_node_tree(tree), t) for i, tree in enumerate(trees) for t in tree.trajectories]
     for row, (index, nodes, one) in enumerate(rows):
         for position, origin in enumerate(_origins(nodes, one.path)):
-            theirs = int(batch.node_BT[row, position])
+            theirs = int(batch.tree_token_BT[row, position])
             assert ours.setdefault((index, *origin), theirs) == theirs
     assert len(set(ours.values())) == len(ours), "different tokens have different ids"
 
@@ -105,36 +109,20 @@ def test_a_nested_tree_by_hand():
     # answer.
     assert written == {(0,): 5, (0, 0): 3, (0, 0, 0): 1, (0, 1): 1}
     first, second = tree.trajectories[0].decisions
-    assert (first.position, first.num_slots_left, first.num_forks) == (
-        len("thinkhard<search>q1</search>") + 22,
-        3,
-        1,
-    )
-    assert (
-        first.probe_entropies == (2.0,) * 8
-        and first.baseline_entropy == 1.0
-        and first.delta_h == 1.0
-    )
+    assert (first.position, first.num_slots_left, first.num_forks) == (28 + 22, 3, 1)
+    assert first.probe_entropies == (2.0,) * 8
+    assert first.baseline_entropy == 1.0 and first.delta_h == 1.0
     (nested,) = tree.trajectories[1].decisions
     writers = [nodes.nodes[index].path for index, _ in _origins(nodes, (0, 0, 0))]
-    assert [writers[at] for at in (0, first.position, nested.position)] == [
-        (0,),
-        (0, 0),
-        (0, 0, 0),
-    ]
-    assert [find_fork_decision(tree, one.path) for one in tree.trajectories] == [
-        None,
-        first,
-        nested,
-        second,
-    ]
+    positions = (0, first.position, nested.position)
+    assert [writers[at] for at in positions] == [(0,), (0, 0), (0, 0, 0)]
+    made_by = [find_fork_decision(tree, one.path) for one in tree.trajectories]
+    assert made_by == [None, first, nested, second]
 
 
 def test_paths_part_inside_of_a_turn_by_hand():
-    spans = [(Role.assistant, 2), (Role.tool, 3), (Role.assistant, 4)]
-    root = make_trajectory((0,), spans)
-    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
-    tree = part(tree, root, root.turns[2], 7, num_new=3)
+    root = make_trajectory((0,), SPANS)
+    tree = part(_tree(root), root, root.turns[2], 7, num_new=3)
     (fork,) = tree.trajectories[1:]
     tree = part(tree, fork, fork.turns[2], 9, num_new=1)
     tree = part(tree, root, root.turns[2], 9, num_new=2)
@@ -164,53 +152,49 @@ def test_paths_part_inside_of_a_turn_by_hand():
 def test_a_path_may_leave_a_turn_and_write_the_same():
     root = make_trajectory((0,), [(Role.assistant, 4)])
     fork = make_trajectory((0, 0), [(Role.assistant, 4)], parent_id="0", fork_len=3)
-    tree = RolloutTree(prompt=root.prompt, trajectories=[root, fork], num_forks=1)
-    nodes = to_node_tree(tree)
-    assert [(node.parent, node.start, node.stop) for node in nodes.nodes] == [
-        (None, 0, 3),
-        (0, 3, 4),
-        (0, 3, 4),
-    ]
-    assert to_rollout_tree(nodes) == tree
-
-
-def test_only_turns_of_the_policy_part():
-    spans = [(Role.assistant, 2), (Role.tool, 3), (Role.assistant, 4)]
-    root = make_trajectory((0,), spans)
-    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
-    with pytest.raises(ValueError, match="are not those of"):
-        to_node_tree(part(tree, root, root.turns[1], 4, num_new=0))
+    nodes = to_node_tree(_tree(root, fork))
+    spans = [(node.parent, node.start, node.stop) for node in nodes.nodes]
+    assert spans == [(None, 0, 3), (0, 3, 4), (0, 3, 4)]
+    assert to_rollout_tree(nodes) == _tree(root, fork)
 
 
 def test_a_leaf_inside_of_a_turn_is_an_error():
-    spans = [(Role.assistant, 4)]
-    root = make_trajectory((0,), spans)
-    tree = RolloutTree(prompt=root.prompt, trajectories=[root])
-    nodes = to_node_tree(part(tree, root, root.turns[0], 3, num_new=1))
+    root = make_trajectory((0,), [(Role.assistant, 4)])
+    nodes = to_node_tree(part(_tree(root), root, root.turns[0], 3, num_new=1))
     leaves = [replace(leaf, last_node=0) for leaf in nodes.leaves]
-    with pytest.raises(ValueError, match="expected one that ends a turn"):
+    with pytest.raises(ValueError, match="got node 0"):
         to_rollout_tree(replace(nodes, leaves=leaves))
 
 
-def test_a_decision_that_did_not_fork_is_recorded():
-    calm = nested_tree(after=0.5)
-    asked = [[decision.num_forks for decision in one.decisions] for one in calm.trajectories]
-    assert asked == [[0, 0], [], [], []]
-    assert calm.num_top_ups == 3 and calm.trajectories[0].decisions[1].delta_h == -0.5
+def _fork_inside_of_a_tool_answer(root, fork):
+    root = make_trajectory((0,), SPANS)
+    return part(_tree(root), root, root.turns[1], 4, num_new=0).trajectories
 
 
-def test_what_is_no_tree_is_an_error():
-    tree = nested_tree()
-    root, fork = tree.trajectories[:2]
-    with pytest.raises(ValueError, match="expected one that comes earlier"):
-        to_node_tree(replace(tree, trajectories=[fork, root]))
-    with pytest.raises(ValueError, match="are not those of"):
-        to_node_tree(replace(tree, trajectories=[root, replace(fork, fork_len=fork.fork_len + 1)]))
-    other = replace(fork, token_ids=[fork.token_ids[0] + 1, *fork.token_ids[1:]])
-    with pytest.raises(ValueError, match="are not those of"):
-        to_node_tree(replace(tree, trajectories=[root, other]))
-    with pytest.raises(ValueError, match="expected turns that tile all"):
-        to_node_tree(replace(tree, trajectories=[replace(root, turns=root.turns[:-1])]))
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        pytest.param(lambda root, fork: [fork, root], "the parent", id="fork before its parent"),
+        pytest.param(
+            lambda root, fork: [root, replace(fork, fork_len=fork.fork_len + 1)],
+            "fork_len=51",
+            id="fork inside of a turn",
+        ),
+        pytest.param(
+            lambda root, fork: [root, replace(fork, token_ids=[9, *fork.token_ids[1:]])],
+            "fork_len=50",
+            id="other tokens",
+        ),
+        pytest.param(_fork_inside_of_a_tool_answer, "fork_len=4", id="fork inside of an answer"),
+        pytest.param(
+            lambda root, fork: [replace(root, turns=root.turns[:-1])], "tile", id="missing turn"
+        ),
+    ],
+)
+def test_what_is_no_tree_is_an_error(change, fact):
+    trajectories = change(*nested_tree().trajectories[:2])
+    with pytest.raises(ValueError, match=fact):
+        to_node_tree(_tree(*trajectories))
 
 
 def test_argmax_ids_are_in_the_nodes_or_nowhere():
@@ -224,29 +208,15 @@ def test_argmax_ids_are_in_the_nodes_or_nowhere():
         replace(nodes.nodes[0], argmax_ids=(1,))
 
 
-def test_authors_take_turns_in_the_nodes():
-    nodes = to_node_tree(nested_tree())
-    for node in nodes.nodes:
-        before = None if node.parent is None else nodes.nodes[node.parent].turn.role
-        expected = Role.assistant if before in (None, Role.tool) else Role.tool
-        assert node.turn.role is expected
-
-
 def test_answers_that_came_in_together_are_nodes_without_tokens_but_the_last():
     spans = [(Role.assistant, 2), (Role.tool, 0), (Role.tool, 3), (Role.assistant, 2)]
     root = make_trajectory((0,), spans)
     fork = make_trajectory((0, 0), spans, parent_id="0", fork_len=5)
     fork.token_ids[5:] = [8, 9]
-    tree = RolloutTree(prompt=root.prompt, trajectories=[root, fork], num_forks=1)
-    nodes = to_node_tree(tree)
-    assert [(node.parent, len(node.token_ids)) for node in nodes.nodes] == [
-        (None, 2),
-        (0, 0),
-        (1, 3),
-        (2, 2),
-        (2, 2),
-    ]
-    assert to_rollout_tree(nodes) == tree
+    nodes = to_node_tree(_tree(root, fork))
+    sizes = [(node.parent, len(node.token_ids)) for node in nodes.nodes]
+    assert sizes == [(None, 2), (0, 0), (1, 3), (2, 2), (2, 2)]
+    assert to_rollout_tree(nodes) == _tree(root, fork)
     writers = [nodes.nodes[index].path for index, _ in _origins(nodes, (0, 0))]
     assert writers == [(0,)] * 5 + [(0, 0)] * 2
 
@@ -256,6 +226,6 @@ def test_a_turn_without_tokens_at_the_fork_stays_with_the_fork():
     spans = [(Role.assistant, 2), (Role.tool, 3)]
     root = make_trajectory((0,), [*spans, (Role.assistant, 2)])
     fork = make_trajectory((0, 0), [*spans, (Role.tool, 0)], parent_id="0", fork_len=5)
-    tree = RolloutTree(prompt=root.prompt, trajectories=[root, fork], num_forks=1)
+    tree = _tree(root, fork)
     assert to_rollout_tree(to_node_tree(tree)) == tree
     assert [node.path for node in to_node_tree(tree).nodes] == [(0,), (0,), (0,), (0, 0)]

@@ -8,7 +8,7 @@ import pytest
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
-from mega_agentrl.rollout.groups.collector import RolloutCollector
+from mega_agentrl.rollout.groups.batch_collector import RolloutCollector
 from mega_agentrl.rollout.io.tree_store import TreeStore
 from mega_agentrl.types.records import StopReason
 from tests.fakes import FakeGenerator, FakeRubric, make_context, make_prompt
@@ -21,13 +21,7 @@ def collect(path, generator=None, step="train-1", **changes):
     generator = generator or FakeGenerator()
     store = TreeStore(path)
     config = RolloutConfig(group_size=4, max_response_tokens=60, max_turns=4, **changes)
-    context = make_context(
-        config,
-        generator=generator,
-        max_model_len=128,
-        step="train",
-        tree_store=store,
-    )
+    context = make_context(config, generator=generator, max_model_len=128, tree_store=store)
     groups = RolloutCollector(PromptSampler(PROMPTS, 1), context, FakeRubric(), num_groups=3)
     collected = asyncio.run(groups.collect(step))
     return collected.trees, collected.group_counts["num_groups_restored"], generator
@@ -86,12 +80,8 @@ def test_a_tree_is_found_where_all_its_tokens_are_near_enough(tmp_path):
             for oldest in (1, 2, 3)
             for newest in (2, 3, 4)
         }
-        assert {bounds for bounds, one in found.items() if one is not None} == {
-            (1, 3),
-            (1, 4),
-            (2, 3),
-            (2, 4),
-        }
+        matches = {bounds for bounds, one in found.items() if one is not None}
+        assert matches == {(1, 3), (1, 4), (2, 3), (2, 4)}
     store.drop_newer_than(3)
     assert len(store) == 1
     store.drop_newer_than(2)
@@ -107,11 +97,10 @@ def test_a_checkpoint_drops_its_steps_and_keeps_later_ones(tmp_path):
     store.drop_steps(frozenset({"train-1"}))
     for read in (store, TreeStore(path)):
         assert read.steps == {"train-2"}
-        found = [
-            read.get("train-2", tree.prompt.prompt_id, tree.prompt, oldest=1, newest=1)
-            for tree in later
-        ]
-        assert [len(tree.trajectories) for tree in found] == [4, 4, 4]
+        for tree in later:
+            prompt = tree.prompt
+            found = read.get("train-2", prompt.prompt_id, prompt, oldest=1, newest=1)
+            assert len(found.trajectories) == 4
     store.drop_steps()
     assert not path.exists()
     assert len(store) == 0

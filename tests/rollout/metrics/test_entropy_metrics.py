@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ from mega_agentrl.rollout.metrics.entropy import (
 from mega_agentrl.types.records import Role, RolloutTree
 from tests.fakes import make_trajectory
 from tests.rollout.grown_trees import grown, nested_tree, part
+from tests.through_json import through_json
 
 
 def test_the_nested_tree_by_hand():
@@ -93,4 +92,4 @@ def test_json_restores_the_curves():
     curve = EntropyCurves(
         root=EntropyByOffset(sums=(1 / 3,) * NUM_OFFSETS, counts=(2,) * NUM_OFFSETS)
     )
-    assert EntropyCurves.from_plain(json.loads(json.dumps(curve.to_plain()))) == curve
+    assert through_json(curve) == curve

@@ -1,4 +1,4 @@
-"""The driver's end of a host: answers, failures, death, cutting and cancelling."""
+"""The driver's end of a host: failures, death and cutting; all else is tested with the pool."""
 
 import asyncio
 import os
@@ -15,9 +15,6 @@ from mega_agentrl.sandbox.client import SandboxLostError
 class Host:
     def __init__(self):
         self.cancelled = []
-
-    async def double(self, number, value):
-        return number, 2 * value
 
     async def fail(self, number):
         raise KeyError("no such thing")
@@ -42,18 +39,10 @@ def client(ray_local):
     ray.kill(made.actor)
 
 
-async def test_answers_belong_to_their_calls(client):
-    numbers = [client.next_call_id() for _ in range(20)]
-    assert numbers == sorted(set(numbers))
-    answers = await asyncio.gather(*(client.call(n, "double", n * n) for n in numbers))
-    assert answers == [(n, 2 * n * n) for n in numbers]
-    assert client.load == 0
-
-
 async def test_failure_and_death_name_the_host(client):
-    with pytest.raises(SandboxLostError, match=r"fail failed on sandbox host 7.*no such thing"):
+    with pytest.raises(SandboxLostError, match=r"sandbox host 7.*no such thing"):
         await client.call(1, "fail")
-    with pytest.raises(SandboxLostError, match="die: sandbox host 7 died; its log") as caught:
+    with pytest.raises(SandboxLostError, match="sandbox host 7 died") as caught:
         await client.call(2, "die")
     assert caught.value.may_have_run
 
@@ -70,26 +59,7 @@ async def test_mark_lost_fails_all_calls_and_sends_no_more(client):
     assert time.monotonic() - begin < 60
     assert [(str(error), error.may_have_run) for error in results] == [("it was silent", True)] * 3
     with pytest.raises(SandboxLostError, match="it was silent") as caught:
-        await client.call(client.next_call_id(), "double", 1)
+        await client.call(client.next_call_id(), "fail")
     assert not caught.value.may_have_run
     client.notify("cancel", 9)
     assert await client.actor.cancelled_calls.remote() == []
-
-
-async def test_cancellation_is_sent_to_the_host(client):
-    number = client.next_call_id()
-    call = asyncio.create_task(client.call(number, "hang"))
-    await asyncio.sleep(0.2)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert client.load == 0
-    deadline = time.monotonic() + 300
-    while not (seen := await client.actor.cancelled_calls.remote()) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)  # calls may overtake each other
-    assert seen == [number]
-
-
-def test_client_works_from_several_event_loops(client):
-    for number in (1, 2):
-        assert asyncio.run(client.call(number, "double", 3)) == (number, 6)

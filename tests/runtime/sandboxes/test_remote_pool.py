@@ -19,7 +19,6 @@ from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool, RemoteSandboxSession
 from mega_agentrl.sandbox.pool import SandboxPool
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE, SandboxSession
-from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.types.records import ToolStatus
 from tests.processes import descendants, is_alive
 
@@ -99,6 +98,8 @@ async def test_sessions_stay_on_their_host_and_new_ones_spread(pool):
     await child.run("x.append('child')")
     outputs = [(await session.run("print(x)")).output for session in (*sessions, child)]
     assert outputs == ["[0]", "[1]", "[2]", "[3]", "[1, 'child']"]
+    assert (await child.run(f"print(len('{'x' * 300_000}'))")).output == "300000"
+    assert (await child.run("\ud800")).status is ToolStatus.user_error
     for session in (*sessions, child):
         await session.close()
         await session.close()
@@ -117,6 +118,7 @@ async def test_cancellation_ends_the_call_on_its_host(pool):
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
+    assert sum(client.load for client in clients(pool).values()) == 1  # the session
     after = await session.run("print('x' in dir())")
     assert after.state_lost
     assert after.output == f"{STATE_LOST_NOTE}\nFalse"
@@ -186,22 +188,6 @@ async def test_stopped_host_fails_its_calls_and_is_replaced(pool):
     await session.close()
 
 
-async def test_python_tool_works_on_remote_hosts(pool):
-    tool = PythonTool(PythonToolConfig(mode=PythonMode.stateful), pool)
-    state = await tool.create({})
-    await tool.execute(state, {"code": "x = 6"}, {})
-    child = await tool.fork(state)
-    await tool.execute(child, {"code": "x += 1"}, {})
-    answers = [await tool.execute(one, {"code": "x * 7"}, {}) for one in (state, child)]
-    assert [answer.text for answer in answers] == ["42", "49"]
-    odd = await tool.execute(child, {"code": "\ud800"}, {})
-    assert odd.status is ToolStatus.user_error
-    large = await tool.execute(child, {"code": f"len('{'x' * 300_000}')"}, {})
-    assert large.text == "300000"
-    for one in (state, child):
-        await tool.release(one, {})
-
-
 async def test_calls_wait_for_the_replacement_of_the_only_host(ray_local, tmp_path):
     pool = await asyncio.to_thread(make_pool, tmp_path)
     try:
@@ -225,9 +211,7 @@ async def test_calls_wait_for_the_replacement_of_the_only_host(ray_local, tmp_pa
 async def test_host_that_cannot_start_is_an_error(ray_local, tmp_path):
     config = PythonToolConfig(num_hosts=2, num_workers=1, preload_modules=["no_such_module"])
     pool = RemoteSandboxPool(config, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"num_hosts=2: start failed on sandbox host \d.*no_such_mod"
-    ):
+    with pytest.raises(ValueError, match=r"num_hosts=2: .*sandbox host \d.*no_such_mod"):
         await pool.start()
     assert (await pool.run("1")).status is ToolStatus.infra_error
 

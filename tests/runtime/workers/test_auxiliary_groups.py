@@ -8,7 +8,6 @@ import pytest
 import ray
 import torch
 
-from mega_agentrl.config.enums import AdvantageEstimator
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig
@@ -56,11 +55,9 @@ def test_values_are_assembled_and_a_dead_rank_is_named(ray_local):
     group = CriticGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
     filled = group.compute_values(batch())
     assert filled.value_BT.tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]]
-    assert group.load_checkpoint(Path("/run/critic/step-000001")) == {
-        "from": "/run/critic/step-000001"
-    }
+    assert group.load_checkpoint(Path("/run/step-000001")) == {"from": "/run/step-000001"}
     group.save_checkpoint(Path("/run/critic/step-000002"), {}, 3)
-    with pytest.raises(RemoteCallError, match=r"critic update failed on critic rank \d"):
+    with pytest.raises(RemoteCallError, match=r"update .*critic rank \d"):
         group.update(filled)
     one = select_rows(batch(), [0])
     # Whichever shows first, its death or the other rank's failure, the error is the same.
@@ -82,7 +79,7 @@ def test_resetting_an_untrained_critic_does_nothing():
 def test_real_critic_trains_saves_and_resumes(ray_local, tmp_path):
     config = TrainConfig(
         model=ModelConfig(path=str(make_tiny_model("qwen3", tmp_path / "policy"))),
-        algo=AlgoConfig(advantage=AdvantageEstimator.gae),
+        algo=AlgoConfig(advantage="gae"),
         optim=OptimConfig(micro_batch_tokens=64, critic_lr=3e-3),
         cluster=ClusterConfig(call_timeout_s=300.0),
     )
@@ -110,9 +107,7 @@ def test_real_critic_trains_saves_and_resumes(ray_local, tmp_path):
 def test_scores_are_assembled_from_all_ranks(ray_local):
     group = RewardModelGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
     assert group.compute_scores(batch()).tolist() == [3.0, 7.0, 11.0]
-    with pytest.raises(
-        RemoteCallError, match=r"reward model compute_scores failed on reward model rank \d"
-    ):
+    with pytest.raises(RemoteCallError, match=r"compute_scores .*reward model rank \d"):
         group.compute_scores(select_rows(batch(), [0]))
     group.close()
     group.close()

@@ -76,9 +76,8 @@ class FakeWeightSync:
 @pytest.fixture
 def supervised(ray_local, request, monkeypatch):
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.1)
-    monkeypatch.setattr(
-        module, "ENGINE_TIMEOUT_S", 300.0
-    )  # a slow machine is not taken for a dead engine
+    # A slow machine is not taken for a dead engine.
+    monkeypatch.setattr(module, "ENGINE_TIMEOUT_S", 300.0)
     made = []
     starts = getattr(request, "param", True)
 
@@ -86,9 +85,7 @@ def supervised(ray_local, request, monkeypatch):
         made.append(FakeEngine.remote(starts))
         return made[-1]
 
-    config = TrainConfig(
-        cluster=ClusterConfig(num_engines=2, call_timeout_s=300.0),
-    )
+    config = TrainConfig(cluster=ClusterConfig(num_engines=2, call_timeout_s=300.0))
     actors = [FakeEngine.remote(holds=True) for _ in range(2)]
     ray.get([actor.call.remote("check_health") for actor in actors], timeout=300)
     engines = GeneratorGroup(actors, config, spawn)

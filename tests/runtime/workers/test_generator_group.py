@@ -39,9 +39,8 @@ class FakeEngine:
 
 
 def group_of(actors, call_timeout_s=300.0):
-    config = TrainConfig(
-        cluster=ClusterConfig(num_engines=len(actors), call_timeout_s=call_timeout_s),
-    )
+    cluster = ClusterConfig(num_engines=len(actors), call_timeout_s=call_timeout_s)
+    config = TrainConfig(cluster=cluster)
     return GeneratorGroup(actors, config, FakeEngine.remote)
 
 
@@ -95,41 +94,20 @@ async def test_can_serve_while_one_engine_is_routable(actors):
 
 async def test_deadline_and_failure_name_the_engine(actors):
     engines = group_of(actors[:1], call_timeout_s=1.0)
-    with pytest.raises(RemoteCallError, match="generate: no answer within 1 s from engine 0"):
+    with pytest.raises(RemoteCallError, match=r"generate: .* 1 s from engine 0"):
         await engines.generate(request("hang/0"))
     engines = group_of(actors[:1])
-    with pytest.raises(RemoteCallError, match="generate failed on engine 0: RuntimeError"):
+    with pytest.raises(RemoteCallError, match=r"generate .* engine 0: RuntimeError"):
         await engines.generate(request("fail/0"))
-
-
-def wait_until_dead(actor):
-    """Wait until a killed process is gone; calls still get through for a moment."""
-    with pytest.raises(ray.exceptions.RayActorError):
-        while True:
-            ray.get(actor.recorded_calls.remote())
-
-
-async def test_dead_engine_is_named_and_its_requests_wait_for_the_replacement(ray_local):
-    engines, actors = new_group(1)
-    ray.kill(actors[0])
-    wait_until_dead(actors[0])
-    waiting = asyncio.create_task(engines.generate(request("a/0")))
-    while not engines.registry.lost_reasons:
-        await asyncio.sleep(0.05)
-    assert engines.registry.lost_reasons[0].startswith("generate: engine 0 died")
-    with pytest.raises(RemoteCallError, match="pause: engine 0 died"):
-        await engines._call_engine(0, "pause")
-    assert not waiting.done()
-    engines.registry.close()
-    with pytest.raises(RemoteCallError, match="no engine is left: the run is ending"):
-        await waiting
 
 
 def test_lost_engine_on_shared_gpus_is_killed_at_once(ray_local):
     engines, actors = new_group(1)
     engines._config.cluster.colocated = True
     engines.report_lost(0, actors[0], "it hangs")
-    wait_until_dead(actors[0])
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # calls still get through for a moment
+            ray.get(actors[0].recorded_calls.remote())
 
 
 async def test_replaced_engine_gets_requests_once_routing_is_enabled(ray_local):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from mega_agentrl.runtime import heartbeat
 from mega_agentrl.runtime.remote_calls import ProcessDiedError, RemoteCallError
 from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
 from mega_agentrl.types.activity import track_activity
+from tests.processes import wait_until_gone
 
 
 class EchoActor(RankActor):
@@ -42,22 +44,6 @@ class EchoGroup(RankGroup):
     model_name = "echo model"
     log_prefix = "echo"
     actor_class = EchoActor
-
-
-def is_running(pid):
-    """Return whether the process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition):
-    ends_at = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < ends_at
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -89,31 +75,29 @@ def test_ranks_join_and_answer_by_name(group):
 def test_rank_info_describes_the_rank():
     config = TrainConfig(cluster=ClusterConfig(call_timeout_s=7.0))
     rank = SimpleNamespace(_config=config, _rank=1, _world_size=2, _num_threads=3)
-    rank_info = RankActor._rank_info(rank, "here", 5)
-    assert (rank_info.rank, rank_info.world_size, rank_info.num_threads) == (1, 2, 3)
-    assert (rank_info.master_address, rank_info.master_port, rank_info.timeout_s) == (
-        "here",
-        5,
-        7.0,
-    )
+    address = {"master_address": "here", "master_port": 5}
+    numbers = {"rank": 1, "world_size": 2, "timeout_s": 7.0, "num_threads": 3}
+    assert asdict(RankActor._rank_info(rank, "here", 5)) == address | numbers
 
 
 def test_stopped_rank_is_named_before_the_timeout_and_replaced(group, monkeypatch):
     pids = list(group.gather("pids", group.submit_to_ranks("process")).values())
     talk = group.submit_to_ranks("say", "sleep")
-    wait_until(lambda: "echo model rank 0: talk with rank 1" in group._heartbeat_monitor.describe())
+    ends_at = time.monotonic() + 300
+    while "echo model rank 0: talk with rank 1" not in group._heartbeat_monitor.describe():
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
     os.kill(pids[1], signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 5.0)
-        with pytest.raises(
-            ProcessDiedError, match="echo model rank 1 has not been heard of"
-        ) as found:
+        with pytest.raises(ProcessDiedError, match="echo model rank 1") as found:
             group.gather("talk", talk)
+    assert found.value.process_name == "echo model rank 1"
     assert "echo model rank 0: talk with rank 1" in str(found.value)
     group.restart()
     answers_after = group.gather("talk", group.submit_to_ranks("say", "a"))
     assert list(answers_after.values()) == ["0: a", "1: a"]
-    wait_until(lambda: not any(map(is_running, pids)))  # a stopped process, too
+    assert not wait_until_gone(pids, 300)  # a stopped process, too
 
 
 def test_unresponsive_rank_is_named(ray_local, tmp_path):

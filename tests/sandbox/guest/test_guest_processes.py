@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mega_agentrl.sandbox.guest import processes
+from tests.sandbox.guest.guest_program import wait_for
 
 BEGIN = (
     "import json, os, signal, sys, threading, time\n"
@@ -50,13 +51,6 @@ def tree():
 def stop(pid):
     os.kill(pid, signal.SIGSTOP)
     processes.wait_until_stopped(pid)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_children_of_every_thread_zombies_too(tree):

@@ -13,7 +13,7 @@ from mega_agentrl.tool.browse.browse_tool import (
     BrowseTool,
     extract_page_text,
 )
-from mega_agentrl.tool.browse.page_fetcher import Page
+from mega_agentrl.tool.browse.page_fetcher import Page, PageFetcher
 from mega_agentrl.tool.browse.url_rules import PageRefusedError
 from mega_agentrl.tool.web import retry
 from mega_agentrl.tool.web.disk_cache import DiskCache
@@ -28,89 +28,83 @@ def saying(text, **reply):
     return lambda _: Reply(text.encode(), headers=PLAIN, **reply)
 
 
-def browser(server, cache=None, resolve=None, **config):
-    web = {"timeout_s": 5.0, "max_calls_per_s": 0.0}
-    web = {key: config.pop(key, value) for key, value in web.items()}
-    config = {"allowed_domains": ["*"]} | config
-    max_response_tokens = config.pop("max_response_tokens", 1024)
-    options = {} if resolve is None else {"resolve": resolve}
-    exempt_address = ("127.0.0.1", server.port) if server else None
+def browser(server, cache=None, timeout_s=5.0, max_response_tokens=1024, lists=None, **options):
     return BrowseTool(
-        BrowseToolConfig(**config),
-        WebRequestConfig(**web),
+        BrowseToolConfig(**{"allowed_domains": ["*"], **(lists or {})}),
+        WebRequestConfig(timeout_s=timeout_s, max_calls_per_s=0.0),
         WordCodec(),
         max_response_tokens=max_response_tokens,
         cache=cache,
-        exempt_address=exempt_address,
+        exempt_address=("127.0.0.1", server.port) if server else None,
         **options,
     )
 
 
-async def read(tool, url, **more):
+@pytest.fixture
+def make_cache(tmp_path):
+    return lambda: DiskCache(tmp_path / "c.sqlite", ttl_s=0, max_bytes=1 << 26)
+
+
+async def read(tool, url, query=""):
     await tool.start()
     try:
-        return await tool.execute(None, {"url": url, **more}, {})
+        return await tool.execute(None, {"url": url, "query": query}, {})
     finally:
         await tool.close()
 
 
-async def test_a_page_around_the_query():
+async def test_a_page_is_shown_around_the_query():
     with serving(saying(LONG)) as server:
         whole = await read(browser(server, max_response_tokens=1000), server.url)
-        first = await read(browser(server, max_response_tokens=20), f" {server.url}/ ")
-        words = await read(browser(server, max_response_tokens=20), f"{server.url}/ the needle")
-        named = await read(
-            browser(server, max_response_tokens=20), f"{server.url}/", query="needle"
-        )
-    assert whole.text == LONG
-    assert first.text == " ".join(LONG.split()[:19]) + " ..."
-    assert words.text == named.text
-    assert "needle" in words.text
-    assert len(words.text.split()) <= 20
-    assert whole.status is ToolStatus.ok
+        brief = [
+            await read(browser(server, max_response_tokens=20), *arguments)
+            for arguments in (
+                (f" {server.url}/ ",),
+                (f"{server.url}/ the needle",),
+                (f"{server.url}/", "needle"),
+            )
+        ]
+    assert (whole.text, whole.status) == (LONG, ToolStatus.ok)
+    first, words, named = (answer.text for answer in brief)
+    assert first == " ".join(LONG.split()[:19]) + " ..."
+    assert words == named and "needle" in words and len(words.split()) <= 20
 
 
-async def test_a_page_is_fetched_once_for_all_queries(tmp_path):
-    def cache():
-        return DiskCache(tmp_path / "c.sqlite", ttl_s=0, max_bytes=1 << 26)
-
+async def test_a_page_is_fetched_once_for_all_queries(make_cache):
     with serving(saying(LONG)) as server:
-        tool = browser(server, cache(), max_response_tokens=20)
+        tool = browser(server, make_cache(), max_response_tokens=20)
         answers = await asyncio.gather(
             *(tool.execute(None, {"url": f"{server.url}/{part}"}, {}) for part in ("", "#a", "#b"))
         )
-        later = await read(
-            browser(server, cache(), max_response_tokens=20), f"{server.url}/ needle"
-        )
+        other = browser(server, make_cache(), max_response_tokens=20)
+        later = await read(other, f"{server.url}/", "needle")
         await tool.close()
     assert len(server.requests) == 1
     assert len({answer.text for answer in answers}) == 1
-    assert "needle" in later.text
-    assert later.metrics == {"cached": 1.0}
+    assert "needle" in later.text and later.metrics == {"cached": 1.0}
 
 
-async def test_domain_lists_hold_for_cached_pages_and_redirects(tmp_path):
-    cache = DiskCache(tmp_path / "c.sqlite", ttl_s=0, max_bytes=1 << 26)
-    with serving(saying("text")) as server:
-        await read(browser(server, cache), server.url)
-        with pytest.raises(PageRefusedError, match="may not be read"):
-            await read(browser(server, cache, denied_domains=["127.0.0.1"]), server.url)
-        with pytest.raises(PageRefusedError, match="may not be read"):
-            await read(browser(server, cache, allowed_domains=["example.org"]), server.url)
+async def test_domain_lists_hold_for_every_hop_of_a_cached_page(make_cache, monkeypatch):
+    async def fetch(self, url):
+        return make_page(b"text", "text/plain", url_chain=(url, "http://b.example/"))
+
+    monkeypatch.setattr(PageFetcher, "fetch", fetch)
+    url = "http://a.example/"
+    assert (await read(browser(None, make_cache()), url)).text == "text"
+    for lists in ({"denied_domains": ["b.example"]}, {"allowed_domains": ["a.example"]}):
+        with pytest.raises(PageRefusedError, match=r"b\.example may not be read"):
+            await read(browser(None, make_cache(), lists=lists), url)
 
 
-async def test_bad_pages_are_errors_of_the_policy():
+async def test_a_page_that_cannot_be_read_is_an_error_of_the_policy():
     with serving(saying("", status=404)) as server:
-        with pytest.raises(ValueError, match="The page answered HTTP 404"):
+        with pytest.raises(ValueError, match="HTTP 404"):
             await read(browser(server), server.url)
     with serving(saying("", status=500)) as server:
         answer = await read(browser(server), server.url)
-    assert answer.status is ToolStatus.user_error
-    assert "HTTP 500" in answer.text
+    assert answer.status is ToolStatus.user_error and "HTTP 500" in answer.text
     assert len(server.requests) == 1 + retry.NUM_RETRIES
-    gone = await read(browser(server), server.url)
-    assert gone.status is ToolStatus.user_error
-    assert gone.text.startswith("The page could not be read: ")
+    assert (await read(browser(server), server.url)).status is ToolStatus.user_error
     for url in ("", "what is it", "file:///etc/passwd", "http://10.0.0.1/", "http://localhost/"):
         with pytest.raises(ValueError, match=r"\w"):
             await read(browser(None), url)
@@ -136,18 +130,9 @@ async def test_a_slow_page_is_a_timeout():
     assert (answer.status, answer.text) == (ToolStatus.timeout, "Timed out after 0.2 s.")
 
 
-async def test_a_page_without_text():
+async def test_the_policy_is_told_of_a_page_without_text():
     with serving(saying("")) as server:
         assert (await read(browser(server), server.url)).text == EMPTY_PAGE_MESSAGE
-
-
-async def test_failures_are_not_cached(tmp_path):
-    replies = [Reply(status=404), Reply(b"here", headers=PLAIN)]
-    cache = DiskCache(tmp_path / "c.sqlite", ttl_s=0, max_bytes=1 << 26)
-    with serving(lambda _: replies.pop(0)) as server:
-        with pytest.raises(ValueError, match="404"):
-            await read(browser(server, cache), server.url)
-        assert (await read(browser(server, cache), server.url)).text == "here"
 
 
 ARTICLE = """<html><head><title>T</title><script>evil()</script><style>p {{}}</style></head><body>
@@ -157,29 +142,27 @@ ARTICLE = """<html><head><title>T</title><script>evil()</script><style>p {{}}</s
 <footer>Imprint</footer></body></html>"""
 
 
-def text(body, media_type="text/html", charset=""):
-    return extract_page_text(
-        Page(url_chain=("http://x/",), media_type=media_type, charset=charset, body=body)
-    )
+def make_page(body, media_type="text/html", charset="", url_chain=("http://x/",)):
+    return Page(url_chain=url_chain, media_type=media_type, charset=charset, body=body)
+
+
+def text(*page):
+    return extract_page_text(make_page(*page))
 
 
 def test_the_main_text_without_menus_and_scripts():
     shown = text(ARTICLE.format("Otters eat many clams and fish every day. " * 8).encode())
-    assert "holding hands" in shown
-    assert "evil()" not in shown
-    assert "Menu" not in shown
-
-
-def test_a_page_without_main_text_gives_what_it_has():
+    assert "holding hands" in shown and "evil()" not in shown and "Menu" not in shown
+    # A page without a main text gives what it has.
     assert "tiny" in text(b"<html><body><div><span>tiny</span></div></body></html>")
 
 
 def test_charsets():
     umlauts = "Füchse und Bären sind scheu und leben im Wald. " * 8
     for charset in ("utf-8", "latin-1", "utf-16"):
-        assert "Bären" in text(ARTICLE.format(umlauts).encode(charset), charset=charset)
-    assert "Bären" in text(ARTICLE.format(umlauts).encode(), charset="no-such-charset")
-    assert "Bären" in text(ARTICLE.format(umlauts).encode())
+        assert "Bären" in text(ARTICLE.format(umlauts).encode(charset), "text/html", charset)
+    for charset in ("no-such-charset", ""):
+        assert "Bären" in text(ARTICLE.format(umlauts).encode(), "text/html", charset)
 
 
 def test_plain_kinds_are_taken_as_they_are():
@@ -188,7 +171,7 @@ def test_plain_kinds_are_taken_as_they_are():
     assert text(b"\xff", "text/plain") == "\ufffd"
 
 
-def test_nothing_to_read_is_empty():
+def test_a_page_without_text_is_empty():
     for body in (b"", b"   ", b"<html></html>", b"\0\0", b"<!-- -->"):
         assert text(body).strip("\0") == ""
 

@@ -3,7 +3,6 @@
 import ipaddress
 import socket
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,84 +11,44 @@ from mega_agentrl.tool.browse.url_rules import (
     PageRefusedError,
     UrlRules,
     is_public_address,
-    is_same_or_subdomain,
     resolve_host,
 )
 
 OPEN = UrlRules()
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://example.org/a?b=c",
-        "http://example.org:80/",
-        "https://example.org:443",
-        "http://93.184.216.34/",
-        "http://[2606:2800:220:1::1]/",
-        "HTTPS://Example.ORG",
-        "https://3com.com/",
-        "https://xn--bcher-kva.example/",
-    ],
-)
-def test_public_pages_may_be_asked_for(url):
+READABLE = """
+https://example.org/a?b=c http://example.org:80/ https://example.org:443 http://93.184.216.34/
+http://[2606:2800:220:1::1]/ HTTPS://Example.ORG https://3com.com/ https://xn--bcher-kva.example/
+""".split()
+REFUSED = """
+example.org ftp://example.org/ file:///etc/passwd gopher://example.org/ data:text/html,x
+javascript:alert(1) http:// http:///x https://user@example.org/ https://user:secret@example.org/
+http://example.org:22/ http://example.org:443/ https://example.org:8443/ http://example.org:99999/
+http://[::1
+""".split()
+WITH_SPACES = ["", "http://exa mple.org/", "http://example.org\n.evil/"]
+
+
+@pytest.mark.parametrize("url", READABLE)
+def test_a_public_page_may_be_read(url):
     assert OPEN.check_url(url).host
 
 
-def test_the_fragment_is_the_readers():
-    assert str(OPEN.check_url("https://example.org/a#b")) == "https://example.org/a"
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "example.org",
-        "ftp://example.org/",
-        "file:///etc/passwd",
-        "gopher://example.org/",
-        "data:text/html,x",
-        "javascript:alert(1)",
-        "http://",
-        "http:///x",
-        "https://user@example.org/",
-        "https://user:secret@example.org/",
-        "http://example.org:22/",
-        "http://example.org:443/",
-        "https://example.org:8443/",
-        "http://example.org:99999/",
-        "http://[::1",
-        "http://exa mple.org/",
-        "http://example.org\n.evil/",
-        "https://example.org/" + "x" * 2000,
-    ],
-)
-def test_these_may_not_be_asked_for(url):
+@pytest.mark.parametrize("url", [*REFUSED, *WITH_SPACES, "https://example.org/" + "x" * 2000])
+def test_any_other_url_is_refused(url):
     with pytest.raises(PageRefusedError):
         OPEN.check_url(url)
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "2130706433",
-        "017700000001",
-        "0x7f000001",
-        "0x7f.0.0.1",
-        "0177.0.0.1",
-        "127.1",
-        "127.0.1",
-        "0",
-        "0x",
-        "127.0.0.01",
-        "1.2.3.4.5",
-        "256.1.1.1",
-        "example.1",
-        "127.0.0.1.0x1",
-        "2130706433.",
-    ],
-)
-def test_odd_spellings_of_addresses(host):
+ODD_SPELLINGS = """
+2130706433 017700000001 0x7f000001 0x7f.0.0.1 0177.0.0.1 127.1 127.0.1 0 0x 127.0.0.01 1.2.3.4.5
+256.1.1.1 example.1 127.0.0.1.0x1 2130706433.
+""".split()
+
+
+@pytest.mark.parametrize("host", ODD_SPELLINGS)
+def test_an_odd_spelling_of_an_address_is_refused(host):
     with pytest.raises(PageRefusedError, match=r"usual spelling|Invalid IPv4 address"):
         OPEN.check_url(f"http://{host}/")
 
@@ -97,14 +56,10 @@ def test_odd_spellings_of_addresses(host):
 LOOK_ALIKES = ["\uff11\uff12\uff17.0.0.1", "①②⑦.0.0.1", "127。0。0。1", "ⓛⓞⓒⓐⓛhost"]
 
 
-@pytest.mark.parametrize("host", LOOK_ALIKES)
-async def test_letters_that_look_like_others(host):
-    try:
-        url = OPEN.check_url(f"http://{host}/")
-        await OPEN.resolve_public(url, resolve_host)
-    except PageRefusedError:
-        return
-    raise AssertionError(url)
+@pytest.mark.parametrize("host", ["localhost", "localhost.", *LOOK_ALIKES])
+async def test_no_spelling_of_this_host_is_resolved(host):
+    with pytest.raises(PageRefusedError):
+        await OPEN.resolve_public(OPEN.check_url(f"http://{host}/"), resolve_host)
 
 
 NOT_PUBLIC = """
@@ -166,13 +121,6 @@ async def test_an_address_is_not_resolved_but_checked():
     assert await OPEN.resolve_public(literal, resolving("::1")) == ("2606:4700::1111",)
 
 
-async def test_localhost_by_the_system():
-    assert set(await resolve_host("localhost", 80)) <= {"127.0.0.1", "::1"}
-    for host in ("localhost", "localhost."):
-        with pytest.raises(PageRefusedError):
-            await OPEN.resolve_public(httpx.URL(f"http://{host}/"), resolve_host)
-
-
 async def test_a_name_that_is_none_and_a_resolver_that_fails(monkeypatch):
     def fail(code):
         def getaddrinfo(*_, **__):
@@ -187,6 +135,7 @@ async def test_a_name_that_is_none_and_a_resolver_that_fails(monkeypatch):
         await resolve_host("example.org", 80)
     monkeypatch.undo()
     assert await resolve_host("x" * 70 + ".org", 80) == []
+    assert await resolve_host("127.0.0.1", 80) == ["127.0.0.1"]
 
 
 async def test_one_address_and_port_may_be_exempt():
@@ -204,23 +153,17 @@ async def test_one_address_and_port_may_be_exempt():
     ("allowed", "denied", "readable", "refused"),
     [
         ((), (), "example.org a.b.c", ""),
-        (("example.org",), (), "example.org www.example.org WWW.Example.Org. a.b.example.org",
+        (("example.Org",), (), "example.org www.example.org WWW.Example.Org. a.b.example.org",
          "badexample.org example.org.evil.com org other.org"),
         ((), ("example.org",), "example.com notexample.org", "example.org a.example.org"),
         (("org",), ("bad.org",), "good.org", "bad.org x.bad.org example.com"),
         ((".example.org",), (), "example.org", "example.com"),
     ],
 )  # fmt: skip
-def test_lists_go_by_labels(allowed, denied, readable, refused):
+def test_domain_lists_compare_whole_labels(allowed, denied, readable, refused):
     rules = UrlRules(allowed_domains=allowed, denied_domains=denied)
     for host in readable.split():
         rules.check_url(f"https://{host}/")
     for host in refused.split():
         with pytest.raises(PageRefusedError, match="may not be read"):
             rules.check_url(f"https://{host}/")
-
-
-def test_is_same_or_subdomain():
-    assert is_same_or_subdomain("a.B.c", "b.C")
-    assert not is_same_or_subdomain("ab.c", "b.c")
-    assert not is_same_or_subdomain("c", "b.c")

@@ -35,7 +35,7 @@ def call(body):
     ],
 )
 def test_calls_in_order(text, expected):
-    assert list(PROTOCOL.read(text)) == expected
+    assert list(PROTOCOL.parse_calls(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,32 +54,34 @@ def test_calls_in_order(text, expected):
     ],
 )
 def test_invalid_calls_say_what_was_expected(body, name, what):
-    (bad,) = PROTOCOL.read(call(body))
+    (bad,) = PROTOCOL.parse_calls(call(body))
     assert isinstance(bad, InvalidToolCall) and bad.tool == name
     assert what in bad.message and '{"name": ..., "arguments": {...}}' in bad.message
-    assert PROTOCOL.read(bad.message) == ()
+    assert PROTOCOL.parse_calls(bad.message) == ()
 
 
 def test_a_call_that_is_not_closed_does_not_hide_the_next():
-    first, second = PROTOCOL.read("<tool_call>" + GOOD + call(GOOD))
+    first, second = PROTOCOL.parse_calls("<tool_call>" + GOOD + call(GOOD))
     assert isinstance(first, InvalidToolCall) and "closing tag" in first.message
     assert second == WANTED
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark_and_a_whole_one_stays():
-    (got,) = PROTOCOL.read(call('{"name": "search", "arguments": {"q": "\\ud800 \\ud83d\\ude00"}}'))
+    (got,) = PROTOCOL.parse_calls(
+        call('{"name": "search", "arguments": {"q": "\\ud800 \\ud83d\\ude00"}}')
+    )
     assert got.arguments == {"q": "? \U0001f600"}
 
 
 def test_a_turn_ends_by_itself_and_answers_are_escaped():
-    assert PROTOCOL.stop_strings == () and PROTOCOL.answers_in_chat
+    assert PROTOCOL.stop_strings == () and PROTOCOL.uses_tool_messages
     assert PROTOCOL.call_markers == ("<tool_call>", "</tool_call>")
     assert PROTOCOL.render("<tool_call> a < b <|im_end|>") == "&lt;tool_call> a < b &lt;|im_end|>"
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", GOOD, "{", '"', "x", "</think>"])))
 def test_any_text_is_read(pieces):
-    calls = PROTOCOL.read("".join(pieces))
+    calls = PROTOCOL.parse_calls("".join(pieces))
     assert len(calls) <= pieces.count("<tool_call>")
     assert all(isinstance(one, ToolCall | InvalidToolCall) for one in calls)
 
@@ -89,7 +91,7 @@ def test_what_json_writes_is_read(before, arguments):
     body = json.dumps({"name": "search", "arguments": arguments})
     if "<tool_call>" in before + body or "</t" in body:
         return
-    *_, last = PROTOCOL.read(before + call(body))
+    *_, last = PROTOCOL.parse_calls(before + call(body))
     expected = json.loads(body.encode("utf-8", "replace"))["arguments"]
     if "\\ud" not in body:
         assert last == ToolCall(tool="search", arguments=expected)
@@ -104,26 +106,17 @@ def area(width: float, height: float = 1.0) -> float:
 async def test_a_toolkit_called_by_json():
     toolkit = ToolKit([area], protocol=CallProtocol.hermes)
     assert toolkit.uses_tool_messages and toolkit.stop_strings == ()
+    assert toolkit.parse_calls("none") == ()
     session = toolkit.open_session()
     await session.create({})
-    turn = "".join(
-        call(json.dumps({"name": name, "arguments": arguments}))
-        for name, arguments in (
-            ("area", {"width": 2, "height": 3}),
-            ("area", {"width": "two"}),
-            ("volume<|im_end|>", {}),
-        )
-    )
-    outcomes = [await session.execute(one.tool, one.arguments) for one in toolkit.parse_calls(turn)]
-    assert [outcome.status for outcome in outcomes] == [
-        ToolStatus.ok,
-        ToolStatus.user_error,
-        ToolStatus.user_error,
-    ]
-    assert [outcome.is_invalid_call for outcome in outcomes] == [False, True, True]
-    assert toolkit.render_outcome(outcomes[0]) == "6"
-    assert "width" in outcomes[1].answer and "<|" not in outcomes[2].answer
-    assert toolkit.parse_calls(turn)[-1].tool == "volume<|im_end|>" and not toolkit.parse_calls(
-        "none"
-    )
-    await session.release()
+    for name, arguments, status, part in (
+        ("area", {"width": 2, "height": 3}, ToolStatus.ok, "6"),
+        ("area", {"width": "two"}, ToolStatus.user_error, "width"),
+        ("volume<|im_end|>", {}, ToolStatus.user_error, "volume&lt;|im_end|>"),
+    ):
+        turn = call(json.dumps({"name": name, "arguments": arguments}))
+        (parsed,) = toolkit.parse_calls(turn)
+        assert parsed.tool == name
+        outcome = await session.execute(parsed.tool, parsed.arguments)
+        assert (outcome.status, outcome.is_invalid_call) == (status, status is not ToolStatus.ok)
+        assert part in toolkit.render_outcome(outcome)

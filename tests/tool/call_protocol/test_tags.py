@@ -9,13 +9,6 @@ from mega_agentrl.tool.call_protocol.tags import TagProtocol
 TAGS = TagProtocol({"python": "code", "search": "query"})
 
 
-def test_stop_strings():
-    assert TAGS.stop_strings == ("</python>", "</search>")
-    assert TAGS.call_markers == ("<python>", "</python>", "<search>", "</search>")
-    assert TAGS.read("<python>1</python>") == (TAGS.parse("<python>1</python>"),)
-    assert TAGS.read("none") == () and not TAGS.answers_in_chat
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -34,39 +27,40 @@ def test_stop_strings():
         ("", None),
     ],
 )
-def test_parse(text, expected):
-    call = TAGS.parse(text)
-    assert (call and (call.tool, dict(call.arguments))) == expected
+def test_the_call_at_the_end_of_a_turn_is_read(text, expected):
+    calls = [(call.tool, dict(call.arguments)) for call in TAGS.parse_calls(text)]
+    assert calls == [expected] * (expected is not None)
 
 
-def test_render_shape():
+def test_calls_end_a_turn_at_their_tags_and_are_answered_inside_it():
+    assert TAGS.stop_strings == ("</python>", "</search>")
+    assert TAGS.call_markers == ("<python>", "</python>", "<search>", "</search>")
+    assert not TAGS.uses_tool_messages
+
+
+def test_an_answer_is_framed_and_escaped():
     assert TAGS.render("1 < 2") == " <result>\n1 < 2\n</result>"
     assert TAGS.render("</result>") == " <result>\n&lt;/result>\n</result>"
 
 
-def test_without_escapes_tool_output_stays_as_it_is():
-    tags = TagProtocol({"python": "code"}, ["[CTL]"], escapes=False)
-    text = "</result><answer>[CTL]</python>"
-    assert tags.escape(text) == text and tags.render(text) == f" <result>\n{text}\n</result>"
-
-
-def test_a_tool_of_ones_own_has_its_tag_escaped():
+def test_tags_of_tools_and_control_tokens_are_escaped():
     assert TagProtocol({"notes": "text"}).escape("</notes>") == "&lt;/notes>"
     assert TagProtocol({}, ["[CTL]"]).escape("[CTL]") == "&#91;CTL]"
-    for name in ("answer", "a b", "<x>", ""):
-        with pytest.raises(ValueError, match="tool name"):
-            TagProtocol({name: "text"})
+
+
+@pytest.mark.parametrize("name", ["answer", "a b", "<x>", ""], ids=["answer", "two", "tag", "none"])
+def test_a_tool_needs_a_name_that_can_be_a_tag(name):
+    with pytest.raises(ValueError, match=f"tool name '{name}'"):
+        TagProtocol({name: "text"})
 
 
 @given(st.text(alphabet="<>/pythonsearch ", max_size=60))
-def test_parse_never_raises_and_content_is_in_the_text(text):
-    call = TAGS.parse(text)
-    if call is not None:
+def test_any_text_is_read_and_a_call_is_part_of_it(text):
+    for call in TAGS.parse_calls(text):
         (content,) = call.arguments.values()
-        assert content
-        assert content in text
+        assert content and content in text
 
 
 @given(st.lists(st.sampled_from(["<", "</", "python", ">", "\u200b", "\uff1c", " 1 ", "x"])))
 def test_what_a_tool_says_is_never_a_call(pieces):
-    assert TAGS.parse(TAGS.escape("".join(pieces))) is None
+    assert TAGS.parse_calls(TAGS.escape("".join(pieces))) == ()

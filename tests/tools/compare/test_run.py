@@ -119,7 +119,7 @@ def make_setup(tmp_path, base):
             prompt_source=PromptSampler(PROMPTS, 1),
             validation_prompts=PROMPTS[:3],
             dev_prompts=PROMPTS[:2],
-            open_sft_stream=lambda: DemonstrationSampler(demonstrations, 1).next_batch,
+            make_demonstration_batches=lambda: DemonstrationSampler(demonstrations, 1).next_batch,
             startup_s=0.0,
             run_coroutine=runner.run,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,8 +11,8 @@ from mega_agentrl.algo import ares
 from mega_agentrl.algo.kl import AdaptiveKL
 from mega_agentrl.config.enums import AresMode
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.train.ares.bootstrap import (
+    BOOTSTRAP_FILE,
     compute_bootstrap_state,
     format_bootstrap_summary,
     run_bootstrap,
@@ -20,7 +20,8 @@ from mega_agentrl.train.ares.bootstrap import (
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.entropy_stats_file import EntropyStatsFile
 from mega_agentrl.train.controllers import Controllers
-from tests.fakes import FakeGenerator, make_prompt
+from tests.fakes import FakeGenerator, make_context, make_prompt
+from tests.through_json import through_json
 from tests.train.entropy_trees import path, steady, tree
 
 NUM_PROMPTS, CHUNK = 8, 3
@@ -50,21 +51,13 @@ def test_all_prompts_make_one_batch(components, config, prompts):
     before = Controllers(adaptive_kl=AdaptiveKL(coef=0.1, target=0.1, horizon=10))
     after = run_bootstrap(components, config, prompts, before, lambda *at: done.append(at))
     assert done == [(1, 3), (2, 3), (3, 3)] and after.adaptive_kl == before.adaptive_kl
-    trees = components.run_coroutine(
-        collect_rollouts(
-            prompts,
-            components.rubric,
-            make_rollout_context(
-                generator=FakeGenerator(),
-                tools=components.tools,
-                codec=components.codec,
-                config=config.rollout,
-                max_model_len=config.engine.max_model_len,
-                seed=config.seed,
-                step="bootstrap",
-            ),
-        )
+    context = make_context(
+        config.rollout,
+        max_model_len=config.engine.max_model_len,
+        seed=config.seed,
+        step="bootstrap",
     )
+    trees = asyncio.run(collect_rollouts(prompts, components.rubric, context))
     entropy_stats = collect_entropy_stats(trees, None)
     threshold = float(entropy_stats.entropy_p95_B.double().quantile(0.5))
     stats = ares.AresStats(
@@ -76,9 +69,8 @@ def test_all_prompts_make_one_batch(components, config, prompts):
     assert after.ares.threshold == pytest.approx(threshold)
     assert after.ares == replace(ares.update(ares.AresState(), stats), betas=None)
     assert set(after.ares.difficulty_by_prompt) == {prompt.prompt_id for prompt in prompts}
-    assert len(set(after.ares.difficulty_by_prompt.values())) > 1, (
-        "the language has right and wrong answers"
-    )
+    codes = set(after.ares.difficulty_by_prompt.values())
+    assert len(codes) > 1, "the language has right and wrong answers"
     assert set(after.mastery.correct_streaks) == set(after.ares.difficulty_by_prompt)
     assert max(after.mastery.correct_streaks.values(), default=0) <= 1
     assert all(one.released for one in components.tools.sessions)
@@ -87,7 +79,7 @@ def test_all_prompts_make_one_batch(components, config, prompts):
 @pytest.mark.parametrize("num_chunks", [0, 1, 2, 3])
 def test_a_killed_pass_goes_on_behind_its_last_chunk(components, config, prompts, num_chunks):
     expected = run_bootstrap(components, config, prompts, Controllers())
-    file = components.run_dir / "bootstrap.jsonl"
+    file = components.run_dir / BOOTSTRAP_FILE
     file.unlink()
 
     def kill(num_done, num_all):
@@ -97,8 +89,8 @@ def test_a_killed_pass_goes_on_behind_its_last_chunk(components, config, prompts
     if num_chunks:
         with pytest.raises(KilledError):
             run_bootstrap(components, config, prompts, Controllers(), kill)
-        with file.open("a") as cut:
-            cut.write('{"chunk": 7, "ids": ["p')
+        with file.open("ab") as cut:
+            cut.write(file.read_bytes()[:99])
     components.generator = FakeGenerator()
     assert run_bootstrap(components, config, prompts, Controllers()) == expected
     left = prompts[num_chunks * CHUNK :]
@@ -131,16 +123,15 @@ def test_chunks_do_not_matter_and_neither_does_who_failed(tmp_path):
         for cut in cuts:
             file.append(collect_entropy_stats(cut, None))
         ends.append(compute_bootstrap_state(file, ares.PAPER_HYPERPARAMS))
-    assert ends[0]["mastery"]["entropies"] == {"a": 3.0, "b": 3.0, "c": 1.0}
+    assert ends[0].mastery.last_entropies == {"a": 3.0, "b": 3.0, "c": 1.0}
     for end in ends:
-        state = ares.AresState.from_dict(end["ares"])
+        state = end.ares
         assert state.difficulty_by_prompt == {"a": 0, "b": 2, "c": 0} and state.threshold == 3.0
         # Easy are a and c: 4 windows at 3 nats, or none. Nobody was right about b.
         assert state.targets == (2.0, None, None) and state.alphas == (0.5,) * 3
     shown = format_bootstrap_summary(Controllers(ares=state))
-    assert shown == (
-        "bootstrap: 2 easy (target 2.0 windows), 0 medium, 1 hard; threshold 3.000 nats"
-    )
+    for fact in ("2 easy (target 2.0 windows)", "0 medium", "1 hard", "threshold 3.000"):
+        assert fact in shown
 
 
 def test_a_pass_of_failures_leaves_everything_unknown(components, config, prompts):
@@ -148,19 +139,16 @@ def test_a_pass_of_failures_leaves_everything_unknown(components, config, prompt
     after = run_bootstrap(components, config, prompts, Controllers())
     assert after == Controllers()
     assert "threshold none" in format_bootstrap_summary(after)
-    assert json.loads(json.dumps(after.to_dict())) == after.to_dict()
+    assert through_json(after) == after
 
 
 def test_trigger_tokens_are_respected(components, config, prompts):
     everywhere = run_bootstrap(components, config, prompts, Controllers())
-    (components.run_dir / "bootstrap.jsonl").unlink()
+    (components.run_dir / BOOTSTRAP_FILE).unlink()
     components.trigger_ids = frozenset({ord("a")})
     behind_a = run_bootstrap(components, config, prompts, Controllers())
     assert behind_a.ares.threshold == everywhere.ares.threshold
-    known = [
-        (few, many)
-        for few, many in zip(behind_a.ares.targets, everywhere.ares.targets, strict=True)
-        if many is not None
-    ]
+    pairs = zip(behind_a.ares.targets, everywhere.ares.targets, strict=True)
+    known = [(few, many) for few, many in pairs if many is not None]
     assert known and all(few <= many for few, many in known)
     assert sum(few for few, _ in known) < sum(many for _, many in known)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.train.ares.entropy_stats import EntropyStats, collect_entropy_stats
+from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.types.records import StopReason
 from tests.train.entropy_trees import path, steady, tree
 
@@ -31,12 +31,8 @@ def test_windows_percentile_and_mean_by_hand():
     assert entropy_stats.entropy_p95_B.tolist() == [pytest.approx(3.375)]
     assert entropy_stats.mean_entropy_B.tolist() == [4.0]
     assert entropy_stats.is_correct_B.tolist() == [True] and entropy_stats.prompt_ids == ("p",)
-    assert [entropy_stats.hwe_count_B(at).tolist() for at in (-1.0, 2.5, 3.0, 4.0)] == [
-        [2],
-        [2],
-        [1],
-        [0],
-    ]
+    counts = [entropy_stats.hwe_count_B(at).tolist() for at in (-1.0, 2.5, 3.0, 4.0)]
+    assert counts == [[2], [2], [1], [0]]
     assert entropy_stats.hwe_count_B(None).tolist() == [0]
 
 
@@ -48,13 +44,11 @@ def test_a_window_stays_in_its_turn():
 
 def test_what_a_tool_says_is_no_entropy():
     loud, quiet = (path(1, steady(1), steady(2)) for _ in range(2))
-    quiet["entropies"] = [value if value < 50 else 0.0 for value in quiet["entropies"]]
+    quiet.entropies = [value if value < 50 else 0.0 for value in quiet.entropies]
     both = collect_entropy_stats([tree("p", loud, quiet)], None)
     assert known(both.window_entropies[0].tolist()) == known(both.window_entropies[1].tolist())
-    assert both.entropy_p95_B[0] == both.entropy_p95_B[1] and both.mean_entropy_B.tolist() == [
-        3.0,
-        3.0,
-    ]
+    assert both.entropy_p95_B[0] == both.entropy_p95_B[1]
+    assert both.mean_entropy_B.tolist() == [3.0, 3.0]
 
 
 def test_only_triggers_start_windows_where_there_is_a_list():
@@ -63,13 +57,12 @@ def test_only_triggers_start_windows_where_there_is_a_list():
     (everywhere,), (behind_5,) = windows(plain), windows(listed, trigger_ids={5, 6})
     assert known(everywhere) == {0: 3.0, 1: 3.0, 2: 3.0} and known(behind_5) == {0: 3.0, 2: 3.0}
     entropy_stats = [collect_entropy_stats([tree("p", plain)], ids) for ids in (None, {5}, ())]
-    assert len({float(one.entropy_p95_B[0]) for one in entropy_stats}) == 1, (
-        "the percentile is over all windows"
-    )
+    percentiles = {float(one.entropy_p95_B[0]) for one in entropy_stats}
+    assert len(percentiles) == 1, "the percentile is over all windows"
     assert [one.hwe_count_B(3.0).tolist() for one in entropy_stats] == [[3], [2], [0]]
     bare = path(1, steady(3), argmax=())
     assert len(windows(bare)) == 1
-    with pytest.raises(ValueError, match="got 0 argmax_ids for 7 tokens"):
+    with pytest.raises(ValueError, match="0 argmax_ids for 7 tokens"):
         windows(bare, trigger_ids={5})
 
 
@@ -77,10 +70,8 @@ def test_failed_and_unscored_trajectories_are_left_out():
     good, bad = path(1, steady(1)), path(None, steady(5), stop_reason=StopReason.tool_failure)
     trees = [tree("a", bad, good), tree("b", bad, bad), tree("c", path(None, steady(2)), good)]
     entropy_stats = collect_entropy_stats(trees, None)
-    assert entropy_stats.trajectory_ids == (
-        "a/train-1/1",
-        "c/train-1/1",
-    ) and entropy_stats.prompt_ids == ("a", "c")
+    assert entropy_stats.trajectory_ids == ("a/train-1/1", "c/train-1/1")
+    assert entropy_stats.prompt_ids == ("a", "c")
     assert entropy_stats.hwe_count_B(2.0).tolist() == [1, 1]
     nothing = collect_entropy_stats([tree("b", bad)], None)
     assert nothing.trajectory_ids == () and nothing.hwe_count_B(1.0).tolist() == []
@@ -88,10 +79,8 @@ def test_failed_and_unscored_trajectories_are_left_out():
 
 def test_a_trajectory_without_a_sampled_token_has_no_percentile():
     entropy_stats = collect_entropy_stats([tree("p", path(0), path(1, [1.0]))], None)
-    assert entropy_stats.entropy_p95_B.isnan().tolist() == [
-        True,
-        False,
-    ] and entropy_stats.hwe_count_B(-1.0).tolist() == [0, 0]
+    assert entropy_stats.entropy_p95_B.isnan().tolist() == [True, False]
+    assert entropy_stats.hwe_count_B(-1.0).tolist() == [0, 0]
 
 
 lengths = st.lists(
@@ -120,4 +109,3 @@ def test_unequal_lengths_are_refused():
     entropy_stats = collect_entropy_stats([tree("p", path(1, steady(1)))], None)
     with pytest.raises(ValueError, match="'prompt_ids': 2"):
         replace(entropy_stats, prompt_ids=("p", "p"))
-    assert isinstance(entropy_stats, EntropyStats)

@@ -1,12 +1,11 @@
-"""`train.ares.entropy_stats_file`: chunks are read back; cut, foreign and damaged files."""
-
-import json
+"""`train.ares.entropy_stats_file`: chunks are read back; cut, damaged and other runs' files."""
 
 import pytest
 import torch
 
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.entropy_stats_file import EntropyStatsFile
+from mega_agentrl.types.journal import Journal
 from tests.train.entropy_trees import path, steady, tree
 
 SETTINGS = {"seed": 1, "rollout.temperature": 1.0, "reward.rubric": {"default": {"arpo": 1.0}}}
@@ -30,28 +29,29 @@ def same(one, other):
 
 
 def test_statistics_are_read_back_as_written(tmp_path):
-    file = EntropyStatsFile(tmp_path / "run" / "seen.jsonl", SETTINGS, 2)
+    place = tmp_path / "run" / "seen.bin"
+    file = EntropyStatsFile(place, SETTINGS, 2)
     nothing = collect_entropy_stats([tree("r", path(None, [1.0]))], None)
     for entropy_stats in (chunk(1), nothing):
         file.append(entropy_stats)
-    again = EntropyStatsFile(tmp_path / "run" / "seen.jsonl", SETTINGS, 2)
+    again = EntropyStatsFile(place, SETTINGS, 2)
     assert again.num_chunks_done == 2 and again.result is None
     for stored, entropy_stats in zip(again.read_chunks(), (chunk(1), nothing), strict=True):
         same(stored, entropy_stats)
 
 
 def test_the_result_takes_the_place_of_the_chunks(tmp_path):
-    path = tmp_path / "seen.jsonl"
+    path = tmp_path / "seen.bin"
     file = EntropyStatsFile(path, SETTINGS, 1)
     file.append(chunk(0))
     file.finish({"ares": {"threshold": 0.1 + 0.2}})
     assert EntropyStatsFile(path, SETTINGS, 1).result == {"ares": {"threshold": 0.1 + 0.2}}
-    assert len(path.read_text().splitlines()) == 2
+    assert len(list(Journal(path).recover())) == 2
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_line_cut_anywhere_is_written_again(tmp_path):
-    path = tmp_path / "seen.jsonl"
+def test_a_chunk_cut_anywhere_is_written_again(tmp_path):
+    path = tmp_path / "seen.bin"
     file = EntropyStatsFile(path, SETTINGS, 3)
     file.append(chunk(0))
     whole = path.read_bytes()
@@ -66,24 +66,39 @@ def test_a_line_cut_anywhere_is_written_again(tmp_path):
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
-    path = tmp_path / "seen.jsonl"
+    path = tmp_path / "seen.bin"
     EntropyStatsFile(path, SETTINGS, 2)
-    with pytest.raises(ValueError, match=r"made with rollout.temperature=1.0, not 0.7; expected"):
+    with pytest.raises(ValueError, match=r"with rollout.temperature=1.0, not 0.7;"):
         EntropyStatsFile(path, SETTINGS | {"rollout.temperature": 0.7}, 2)
     with pytest.raises(ValueError, match="num_chunks=2, not 3"):
         EntropyStatsFile(path, SETTINGS, 3)
-    path.write_text("")
-    with pytest.raises(ValueError, match="format=None, not 2"):
+    before = path.read_bytes()
+    Journal(path).rewrite([b"{}"])
+    with pytest.raises(ValueError, match="format=None, not 3"):
         EntropyStatsFile(path, SETTINGS, 2)
+    path.write_bytes(before[:-1])
+    assert EntropyStatsFile(path, SETTINGS, 2).num_chunks_done == 0
+    assert path.read_bytes() == before, "without a whole header it is a new file"
 
 
-def test_damage_is_named(tmp_path):
-    path = tmp_path / "seen.jsonl"
-    EntropyStatsFile(path, SETTINGS, 2).append(chunk(0))
-    head, line = path.read_text().splitlines(keepends=True)
-    path.write_text(head + "hello\n" + line)
-    with pytest.raises(ValueError, match=r"seen.jsonl:2: got a line that is no JSON"):
-        EntropyStatsFile(path, SETTINGS, 2)
-    path.write_text(head + json.dumps(json.loads(line) | {"chunk": 1}) + "\n")
-    with pytest.raises(ValueError, match="got chunk 1 after 0 others"):
+def test_chunks_from_a_damaged_one_on_are_made_again(tmp_path):
+    path = tmp_path / "seen.bin"
+    file = EntropyStatsFile(path, SETTINGS, 3)
+    for number in range(3):
+        file.append(chunk(number))
+    data = bytearray(path.read_bytes())
+    second = [offset for offset, _ in Journal(path).recover()][2]
+    data[second + 40] ^= 1
+    path.write_bytes(data)
+    again = EntropyStatsFile(path, SETTINGS, 3)
+    assert again.num_chunks_done == 1
+    same(next(again.read_chunks()), chunk(0))
+
+
+def test_chunks_of_two_writers_are_refused(tmp_path):
+    path = tmp_path / "seen.bin"
+    one, two = (EntropyStatsFile(path, SETTINGS, 2) for _ in range(2))
+    one.append(chunk(0))
+    two.append(chunk(0))
+    with pytest.raises(ValueError, match="got chunk 0 after 1 others"):
         EntropyStatsFile(path, SETTINGS, 2)

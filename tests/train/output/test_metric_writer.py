@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,19 @@ from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer, ThroughputMeter
 from tests.train.entropy_trees import path, steady, tree
+from tests.train.metric_lines import metric_lines
 
 QWEN = Path(__file__).parents[3] / "tools" / "model_configs" / "qwen2.5-7b.json"
 
 
-def test_lines_keep_stage_step_and_values(tmp_path):
-    writer = MetricWriter(tmp_path / "new")
-    writer.write("rl", 1, {"a": 0.5})
-    writer.write("rl", 2, {"a": float("nan")})
-    writer.close()
-    first, second = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(first) == {"stage": "rl", "step": 1, "a": 0.5}
-    assert json.loads(second)["a"] != json.loads(second)["a"]
-
-
-def test_a_second_writer_appends(tmp_path):
-    for step in (1, 2):
-        writer = MetricWriter(tmp_path)
-        writer.write("rl", step, {})
+def test_lines_keep_stage_step_and_values_and_a_second_writer_appends(tmp_path):
+    for step, value in ((1, 0.5), (2, float("nan"))):
+        writer = MetricWriter(tmp_path / "new")
+        writer.write("rl", step, {"a": value})
         writer.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    first, second = metric_lines(tmp_path / "new")
+    assert first == {"stage": "rl", "step": 1, "a": 0.5}
+    assert isnan(second["a"])
 
 
 def test_trackers_get_the_numbers_and_the_file_the_words_too(tmp_path):
@@ -43,7 +37,7 @@ def test_trackers_get_the_numbers_and_the_file_the_words_too(tmp_path):
     writer.write("rl", 1, {"a": 0.5, "gpu/worst": "node-3"})
     writer.close()
     assert [one.said for one in trackers] == [("rl", 1, {"a": 0.5})] * 2
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["gpu/worst"] == "node-3"
+    assert metric_lines(tmp_path)[0]["gpu/worst"] == "node-3"
 
 
 def test_clock_adds_up_by_phase_and_starts_over(monkeypatch):
@@ -71,10 +65,6 @@ def batch():
     return pack_trees([tree("p", path(1, steady(2)), path(0, steady(1)))])
 
 
-def num_tokens(batch):
-    return sum(map(len, batch.prompt_ids)) + int(batch.length_B.sum())
-
-
 def test_tokens_of_responses_over_all_phases(config, batch):
     metrics = ThroughputMeter(config, "").step_metrics(batch, {"rollout": 1.5, "update": 0.5})
     assert metrics == {"perf/tokens_per_s": int(batch.length_B.sum()) / 2}
@@ -87,16 +77,14 @@ def test_there_is_no_mfu_where_the_peak_is_not_known(config, batch, name):
 
 def test_mfu_is_over_all_ranks_and_the_update_alone(config, batch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(QWEN.read_text())))
-    config = replace(
-        config,
-        model=ModelConfig(path=str(tmp_path)),
-        parallel=ParallelConfig(tensor=2, data=2),
+    model, parallel = ModelConfig(path=str(tmp_path)), ParallelConfig(tensor=2, data=2)
+    meter = ThroughputMeter(
+        replace(config, model=model, parallel=parallel), "NVIDIA H100 80GB HBM3"
     )
-    metrics = ThroughputMeter(config, "NVIDIA H100 80GB HBM3").step_metrics(
-        batch, {"rollout": 9.0, "update": 0.5}
-    )
+    metrics = meter.step_metrics(batch, {"rollout": 9.0, "update": 0.5})
     # 6 FLOPs for each of 6.53 billion parameters of the layers a token, and of 0.545 of the output
     # layer a trained one; what attention needs on a few tokens is below 0.1 %.
     layers, output = 6.53e9, 0.545e9
-    flops = 6 * (layers * num_tokens(batch) + output * int(batch.mask_BT.sum()))
+    num_tokens = sum(map(len, batch.prompt_ids)) + int(batch.length_B.sum())
+    flops = 6 * (layers * num_tokens + output * int(batch.mask_BT.sum()))
     assert metrics["perf/mfu"] == pytest.approx(flops / (0.5 * 4 * 989e12), rel=2e-3)

@@ -31,6 +31,10 @@ def blocks_of(path):
     return {name: json.loads(text) for name, text in found}
 
 
+def notes_of(path):
+    return path.read_text().split("<footer>")[1].split("</footer>")[0]
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     folder = tmp_path / "my_run"
@@ -45,9 +49,8 @@ def run_dir(tmp_path):
     OmegaConf.save(config, folder / "config.yaml")
     trees = [nested_tree(), nested_tree()]
     write_trees(folder / "rollouts/step_000002.jsonl", trees, stage="rl", step=2)
-    write_trees(
-        folder / "rollouts/held_out_before.jsonl", trees[:1], stage="held_out_before", step=0
-    )
+    path = folder / "rollouts/held_out_before.jsonl"
+    write_trees(path, trees[:1], stage="held_out_before", step=0)
     return folder
 
 
@@ -63,12 +66,7 @@ def test_the_page_of_a_run(run_dir):
     assert '<th scope="row">optim.lr</th><td>0.125</td>' in page
     assert "run_dir" not in page
     assert "<h1>my_run</h1>" in page and "learning rate 0.125" in page
-    assert not list(run_dir.glob(".report*"))
-
-
-def test_without_a_tokenizer_the_page_says_so(run_dir):
-    page = write_report(run_dir).read_text()
-    assert "No tokenizer.json was found" in page
+    assert not list(run_dir.glob(".report*")) and "tokenizer.json" in notes_of(path)
 
 
 def test_tokens_have_the_texts_of_the_tokenizer(run_dir):
@@ -78,7 +76,7 @@ def test_tokens_have_the_texts_of_the_tokenizer(run_dir):
     own = nested_tree().trajectories[0].token_ids[turn["from"] : turn["to"]]
     assert len(turn["pieces"]) == len(own)
     assert "".join(turn["pieces"]) == HFCodec(model).decode_with_special_tokens(own)
-    assert "tokenizer" not in path.read_text().split("<footer>")[1].split("</footer>")[0]
+    assert "tokenizer" not in notes_of(path)
 
 
 def test_advantages_beside_the_trees(run_dir):
@@ -87,8 +85,7 @@ def test_advantages_beside_the_trees(run_dir):
     tree = blocks_of(write_report(run_dir))["tree-1"]
     assert [path["advantage"] for path in tree["paths"]] == [None, None, None, -0.75]
     beside.write_text("[1]")
-    page = write_report(run_dir).read_text()
-    assert "step_000002.advantages.json: expected numbers by trajectory id" in page
+    assert "step_000002.advantages.json" in notes_of(write_report(run_dir))
 
 
 def test_what_does_not_fit_is_left_out_and_said(run_dir):
@@ -99,8 +96,8 @@ def test_what_does_not_fit_is_left_out_and_said(run_dir):
     sizes = sum(len(json.dumps(blocks[name], separators=(",", ":"))) for name in trees)
     assert 3 <= len(trees) < 43
     assert 30_000 < sizes <= 60_000
-    assert f"{len(trees)} of 43 rollout trees are on this page" in path.read_text()
-    assert "0 of 43 rollout trees" in write_report(run_dir, budget_bytes=0).read_text()
+    assert f"{len(trees)} of 43" in notes_of(path)
+    assert "0 of 43" in notes_of(write_report(run_dir, budget_bytes=0))
 
 
 def test_of_a_file_that_is_too_large_the_first_part_is_read(run_dir, monkeypatch):
@@ -121,12 +118,10 @@ def test_a_killed_run(run_dir, tmp_path):
     (run_dir / "rollouts/step_000002.jsonl").write_text(text[: len(text) * 3 // 4])
     out = tmp_path / "elsewhere/page.html"
     assert write_report(run_dir, out) == out
-    page = out.read_text()
-    assert "Lines of metrics.jsonl that cannot be read: 1." in page
     # The first of its two trees is whole.
     assert [len(file["trees"]) for file in blocks_of(out)["tree-index"]["files"]] == [1, 1]
-    assert "Trees that cannot be read" in page and "is it another program" in page
-    assert "The run folder has no config.yaml" in page
+    assert "Lines of metrics.jsonl that cannot be read: 1." in notes_of(out)
+    assert "step_000002.jsonl:2" in notes_of(out) and "no config.yaml" in out.read_text()
 
 
 def test_a_run_without_trees(run_dir):
@@ -136,7 +131,7 @@ def test_a_run_without_trees(run_dir):
 
 
 def test_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no metrics.jsonl .* expected the folder of a run"):
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
         write_report(tmp_path)
 
 
@@ -145,19 +140,6 @@ def early_dir(tmp_path):
     line = {"stage": "rl", "step": 1, "rollout/reward_unfiltered": 0.25}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     return tmp_path
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    """A page that takes a minute, made by code that gives up at no error."""
-
-    def endless(run_dir):
-        end_s = time.monotonic() + 60
-        while time.monotonic() < end_s:
-            with suppress(Exception):
-                time.sleep(60)
-
-    monkeypatch.setattr(report_page, "write_report", endless)
 
 
 def test_what_there_is_by_then_is_on_the_page(early_dir):
@@ -171,9 +153,8 @@ def test_what_there_is_by_then_is_on_the_page(early_dir):
 
 def test_from_another_thread_too(early_dir):
     found = []
-    thread = threading.Thread(
-        target=lambda: found.append(write_interrupted_report(early_dir, deadline_s=60))
-    )
+    write = lambda: found.append(write_interrupted_report(early_dir, deadline_s=60))  # noqa: E731
+    thread = threading.Thread(target=write)
     thread.start()
     thread.join(60)
     assert found == [True] and (early_dir / "report.html").is_file()
@@ -182,7 +163,7 @@ def test_from_another_thread_too(early_dir):
 def test_a_page_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
     (tmp_path / "report.html").write_text("the one before")
     assert not write_interrupted_report(tmp_path, deadline_s=60)
-    assert "no report page" in caplog.text and "no metrics.jsonl" in caplog.text
+    assert "no metrics.jsonl" in caplog.text
     assert (tmp_path / "report.html").read_text() == "the one before"
 
 
@@ -196,9 +177,17 @@ def test_no_error_of_the_page_is_raised(early_dir, monkeypatch, caplog, error):
     assert type(error).__name__ in caplog.text
 
 
-def test_a_page_that_takes_too_long_is_given_up(early_dir, slow, caplog):
+def test_a_page_that_takes_too_long_is_given_up(early_dir, monkeypatch, caplog):
+    def endless(run_dir):
+        """Take a minute, in code that gives up at no error."""
+        end_s = time.monotonic() + 60
+        while time.monotonic() < end_s:
+            with suppress(Exception):
+                time.sleep(60)
+
+    monkeypatch.setattr(report_page, "write_report", endless)
     assert not write_interrupted_report(early_dir, deadline_s=0.2)
-    assert "not written within 0.2 s" in caplog.text
+    assert "within 0.2 s" in caplog.text
 
 
 def test_ctrl_c_ends_the_page_and_nothing_else(early_dir, monkeypatch, caplog):
@@ -208,4 +197,4 @@ def test_ctrl_c_ends_the_page_and_nothing_else(early_dir, monkeypatch, caplog):
 
     monkeypatch.setattr(report_page, "write_report", interrupted)
     assert not write_interrupted_report(early_dir, deadline_s=60)
-    assert "interrupted while it was written" in caplog.text
+    assert "no report page" in caplog.text

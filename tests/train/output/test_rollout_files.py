@@ -35,19 +35,15 @@ def test_every_so_many_steps_and_the_last(tmp_path, every, chosen):
     assert [step for step in range(1, 8) if files.should_save(step)] == chosen
 
 
-def test_saved_trees_are_read_back(tmp_path):
-    files, tree = _files(tmp_path, 2), nested_tree()
+def test_saved_trees_are_read_back(tmp_path, tree):
+    files = _files(tmp_path, 2)
     batch = pack_trees([tree, tree])
     advantage_BT = batch.mask_BT * batch.reward_B.unsqueeze(1)
     files.save_step(2, [tree, tree], batch.with_fields(advantage_BT=advantage_BT))
     files.save_validation("before", "_greedy", 0, [tree])
     files.save_validation("during", "", 20, [tree])
-    assert [
-        to_rollout_tree(one.tree) for one in read_trees(tmp_path / "rollouts/step_000002.jsonl")
-    ] == [
-        tree,
-        tree,
-    ]
+    stored = read_trees(tmp_path / "rollouts/step_000002.jsonl")
+    assert [to_rollout_tree(one.tree) for one in stored] == [tree, tree]
     kept = read_advantages(tmp_path / "rollouts/step_000002.jsonl")
     rewards = {one.trajectory_id: one.score.value for one in tree.trajectories if not one.failed}
     assert kept == pytest.approx(rewards)
@@ -97,9 +93,9 @@ def test_rows_of_one_trajectory_count_together(tree):
 
 
 def test_a_batch_of_other_trees_is_refused(tree):
-    with pytest.raises(ValueError, match="got no advantages"):
+    with pytest.raises(ValueError, match="no advantages"):
         mean_advantages([tree], pack_trees([tree]))
-    with pytest.raises(ValueError, match=r"got rows of 4, expected .* these 0 trajectories"):
+    with pytest.raises(ValueError, match=r"rows of 4, .* 0 trajectories"):
         mean_advantages([], packed(tree, float))
 
 
@@ -114,5 +110,5 @@ def test_files(tmp_path):
 @pytest.mark.parametrize("text", ["[1]", '{"a": "x"}', '{"a": null}', "{"])
 def test_something_else_is_refused(tmp_path, text):
     (tmp_path / "x.advantages.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x.advantages.json: expected numbers by trajectory id"):
+    with pytest.raises(ValueError, match=r"x\.advantages\.json"):
         read_advantages(tmp_path / "x.jsonl")

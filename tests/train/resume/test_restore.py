@@ -72,16 +72,8 @@ def test_evaluations_within_rl_change_no_step_and_are_made_once(config, tmp_path
     with_them = outcome(made := make(tmp_path / "with", every=1), start(made, Moments()))
     without = outcome(made := make(tmp_path / "without", every=0), start(made, Moments()))
     stages = [(line["stage"], line["step"]) for line in with_them["lines"]]
-    during = [("held_out_during", 1), ("held_out_during", 2)]
-    assert stages == [
-        ("held_out_before", 0),
-        ("rl", 1),
-        during[0],
-        ("rl", 2),
-        during[1],
-        ("rl", 3),
-        ("held_out_after", 3),
-    ]
+    steps = [("rl", 1), ("held_out_during", 1), ("rl", 2), ("held_out_during", 2), ("rl", 3)]
+    assert stages == [("held_out_before", 0), *steps, ("held_out_after", 3)]
     rest = [line for line in with_them["lines"] if line["stage"] != "held_out_during"]
     assert rest == without["lines"]
     assert [with_them[key] == without[key] for key in ("weight", "served")] == [True, True]
@@ -95,7 +87,7 @@ def test_evaluations_within_rl_change_no_step_and_are_made_once(config, tmp_path
 def test_an_evaluation_of_the_start_alone_takes_no_checkpoint(config, tmp_path):
     made, _ = saved_run(config, tmp_path, warm=False, ares=False)
     alone = replace(made, total_steps=0)
-    with pytest.raises(ValueError, match=r"total_steps=0: .* holds the checkpoint step-000002"):
+    with pytest.raises(ValueError, match=r"total_steps=0: .* step-000002"):
         start(alone, Moments())
 
 
@@ -149,21 +141,12 @@ def test_a_queue_that_stops_it_in_every_stage_gets_it_to_its_end(config, tmp_pat
     made, where = make(tmp_path / "stopped"), []
     # In the update or the check of the warm start, behind it, before and in the first step.
     lives = [("sft_step", 1), ("sft_step", 1), ("sync", 2), ("reset_optimizer", 1), ("saved", 1)]
-    lives += [
-        ("generate", 5),
-        ("compute_log_probs", 1),
-        ("update", 1),
-        ("update", 1),
-        ("export_hf", 1),
-    ]
-    for life in lives:
+    lives += [("generate", 5), ("compute_log_probs", 1), ("update", 1), ("update", 1)]
+    for life in [*lives, ("export_hf", 1)]:
         signal_handler = SignalHandler()
+        ask = partial(signal_handler.on_signal, signal.SIGUSR1)
         with pytest.raises(RunInterrupted):
-            start(
-                made,
-                Moments(life, partial(signal_handler.on_signal, signal.SIGUSR1)),
-                signal_handler,
-            )
+            start(made, Moments(life, ask), signal_handler)
         where.append(run_state.valid_checkpoints(tmp_path / "stopped")[0].name)
     assert where[:5] == ["warm-000001", "warm-000002", "warm-000002", "warm-000002", "step-000000"]
     assert where[5:] == ["step-000000"] * 2 + ["step-000001", "step-000002", "step-000003"]
@@ -197,8 +180,8 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning(config, tmp_path, ca
 
 def test_without_the_warm_start_there_is_no_reference_to_go_on_with(config, tmp_path):
     made, _ = saved_run(config, tmp_path, warm=True, ares=False)
-    (Path(made.run_dir) / "start" / "step-000000" / WEIGHT).unlink()
-    with pytest.raises(ValueError, match=r"without a valid one in start/.*resume=false"):
+    (Path(made.run_dir) / "warm_start" / "step-000000" / WEIGHT).unlink()
+    with pytest.raises(ValueError, match=r"without a valid one in warm_start/"):
         start(made, Moments())
 
 
@@ -222,7 +205,7 @@ def test_the_loop_says_so_where_it_goes_on(config, tmp_path, capsys):
     capsys.readouterr()
     start(made, Moments())
     shown = capsys.readouterr().out
-    assert "goes on after RL step 2" in shown
+    assert "continuing after RL step 2" in shown
     assert "RL 3/3" in shown and "RL 1/3" not in shown
 
 
@@ -255,9 +238,8 @@ def test_a_policy_lost_at_any_moment_leaves_a_run_that_ends_as_if_undisturbed(
         settings = make(tmp_path / f"lost-{at}")
         components = start(settings, Moments(at, lose))
         assert components.policy.num_restarts == 1
-        assert outcome(settings, components) == expected, (
-            f"lost at moment {at}, {moments.names[at]}"
-        )
+        found = outcome(settings, components)
+        assert found == expected, f"lost at moment {at}, {moments.names[at]}"
 
 
 def test_a_policy_that_always_dies_at_the_same_place_is_given_up(config, tmp_path, capsys):
@@ -266,7 +248,5 @@ def test_a_policy_that_always_dies_at_the_same_place_is_given_up(config, tmp_pat
     settings = make_config(config, tmp_path / "run", warm=False, ares=False)
     with pytest.raises(RankLostError, match="rank 1 died"):
         start(settings, moments)
-    assert (
-        capsys.readouterr().err.count("restarted from the beginning")
-        == MAX_FAILURES_WITHOUT_PROGRESS - 1
-    )
+    num_restarts = capsys.readouterr().err.count("restarted from the beginning")
+    assert num_restarts == MAX_FAILURES_WITHOUT_PROGRESS - 1

@@ -4,12 +4,7 @@ import pytest
 import yaml
 
 from mega_agentrl.config.override_keys import known_keys
-from mega_agentrl.train.resume.run_dir import (
-    MUTABLE_KEYS,
-    changed_keys,
-    prepare_run_dir,
-    write_atomic,
-)
+from mega_agentrl.train.resume.run_dir import MUTABLE_KEYS, changed_keys, prepare_run_dir
 
 SETTINGS = {
     "total_steps": 10,
@@ -47,7 +42,7 @@ def test_finished_runs_are_numbered_and_kept(tmp_path):
     assert kept == ["run 1", "run 2"]
 
 
-@pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-000004", "start/step-000000"])
+@pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-000004", "warm_start/step-000000"])
 def test_an_unfinished_one_goes_on_in_its_place(tmp_path, checkpoint):
     begun(tmp_path / "run", checkpoint=checkpoint)
     changed = text(total_steps=20, cluster={"ray_address": "10.0.0.1:6379"})
@@ -67,17 +62,15 @@ def test_an_unfinished_one_is_kept_aside_where_that_is_asked_for(tmp_path):
 def test_checkpoints_of_other_settings_are_an_error_that_names_the_keys(tmp_path):
     begun(tmp_path / "run", checkpoint="checkpoints/step-000004")
     changed = text(seed=2, total_steps=20, optim={"lr": 0.1, "micro_batch_tokens": 32})
-    with pytest.raises(ValueError, match=r"other values of optim\.lr, seed than .*resume=false"):
+    with pytest.raises(ValueError, match=r"values of optim\.lr, seed than"):
         prepare_run_dir(tmp_path / "run", changed, resume=True)
     assert (tmp_path / "run" / "config.yaml").read_text() == text()
 
 
 def test_without_a_checkpoint_other_settings_begin_anew(tmp_path):
     begun(tmp_path / "run")
-    assert prepare_run_dir(tmp_path / "run", text(seed=2), resume=True) == (
-        False,
-        tmp_path / "run.1",
-    )
+    prepared = prepare_run_dir(tmp_path / "run", text(seed=2), resume=True)
+    assert prepared == (False, tmp_path / "run.1")
 
 
 def test_a_folder_without_a_run_stays(tmp_path):
@@ -88,29 +81,13 @@ def test_a_folder_without_a_run_stays(tmp_path):
 
 def test_a_setting_that_only_one_side_has_differs():
     assert changed_keys(text(), text(more=None)) == ["more"]
-    assert changed_keys(text(reward={"functions": {"a": "b"}}), text()) == [
-        "reward.functions",
-        "reward.functions.a",
-    ]
+    changed = changed_keys(text(reward={"functions": {"a": "b"}}), text())
+    assert changed == ["reward.functions", "reward.functions.a"]
     assert changed_keys("", text(seed=3)) == ["optim.lr", "reward.functions", "seed"]
 
 
 def test_what_may_differ_are_settings():
     keys = list(known_keys())
     for mutable in MUTABLE_KEYS:
-        assert any(
-            key == mutable or (mutable[-1] == "." and key.startswith(mutable)) for key in keys
-        ), mutable
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomic(path, "old")
-
-    def fail(*args):
-        raise OSError("killed here")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="killed here"):
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
+        is_section = mutable[-1] == "."
+        assert mutable in keys or (is_section and any(key.startswith(mutable) for key in keys))

@@ -3,14 +3,21 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
+from mega_agentrl.algo.ares import AresState
+from mega_agentrl.algo.mastery import MasteryState
 from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.report.reward_curve import EvalPoint, StepPoint
+from mega_agentrl.train.controllers import Controllers
+from mega_agentrl.train.evaluate import EvalResult, ValidationResult
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.run_state import RunState
+from mega_agentrl.train.run_logger import LoggerState
+from mega_agentrl.train.warm_start import WarmStartProgress
+from mega_agentrl.types.serialization import from_builtins, to_builtins
 from tests.fakes import make_prompt
+from tests.through_json import through_json
 from tests.train.file_policy import WEIGHT, FilePolicy
 
 
@@ -21,31 +28,62 @@ def newest(run_dir):
 def state_at(step, **changes):
     values = {
         "step": step,
-        "controller_state": {"beta": 0.1 + 0.2, "seen": {"p1": [0.5, 3]}},
+        "controllers": Controllers(
+            ares=AresState(difficulty_by_prompt={"p1": 2}, alphas=(0.1 + 0.2, 1 / 3, 0.5)),
+            mastery=MasteryState(correct_streaks={"p1": 3}, last_entropies={"p1": 0.1}),
+        ),
         "sampler_state": {"position": 3 * step},
     }
     return RunState(**(values | changes))
 
 
-@given(st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False)))
-def test_json_gives_back_the_same_values(controllers):
-    state = state_at(3, controller_state=controllers)
-    assert RunState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+def save_warm_start(run_dir):
+    options = {"keep": 1, "name": run_state.WARM_START_DIR}
+    run_state.save_checkpoint(FilePolicy(0.0), run_dir, state_at(0), **options)
+
+
+def test_json_gives_back_the_same_values():
+    sampled = EvalResult(
+        num_questions=2,
+        num_samples=4,
+        reward=0.1 + 0.2,
+        reward_se=0.0,
+        success=1 / 3,
+        reward_by_source={"a": -1.5},
+        success_by_source={},
+        metrics={"rollout/x": 5e-324},
+        pass_at_k={"pass@2": 1.0},
+    )
+    state = state_at(
+        3,
+        weight_version=5,
+        logger_state=LoggerState(
+            step_points=(StepPoint(step=1, reward=1 / 3, success=0.0),),
+            eval_points=(EvalPoint(step=1, reward=0.5, success=1.0),),
+            logprob_mismatches=(0.1, float("inf")),
+            stage_s={"RL": 1.5},
+        ),
+        validation_before=ValidationResult(sampled=sampled, greedy=None),
+        warm_start_progress=WarmStartProgress(step=7, loss=0.5, grad_norm=1.0, num_tokens=3),
+        last_validated_step=2,
+    )
+    assert through_json(state) == state
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        (lambda plain: plain.pop("sampler_state"), "got keys .*expected .*'sampler_state'"),
-        (lambda plain: plain.update(more=1), "got keys .*'more'"),
+        (lambda plain: plain.pop("sampler_state"), "missing required field `sampler_state`"),
+        (lambda plain: plain.pop("last_validated_step"), "not .'last_validated_step'."),
+        (lambda plain: plain.update(more=1), "unknown fields .'more'."),
     ],
-    ids=["missing", "unknown"],
+    ids=["missing", "missing default", "unknown"],
 )
-def test_what_is_no_state_is_refused(change, message):
-    plain = state_at(1).to_dict()
+def test_what_is_no_state_is_refused(change, key):
+    plain = to_builtins(state_at(1))
     change(plain)
-    with pytest.raises(ValueError, match=message):
-        RunState.from_dict(plain)
+    with pytest.raises(ValueError, match=key):
+        from_builtins(RunState, plain, "state")
 
 
 def test_the_two_newest_stay_and_the_newest_is_taken_up(tmp_path):
@@ -80,16 +118,10 @@ def test_a_damaged_one_is_passed_over_and_written_anew(tmp_path):
     assert policy.weight == 0.5
 
 
-def test_a_whole_one_is_never_written_over(tmp_path):
-    run_state.save_checkpoint(FilePolicy(0.2), tmp_path, state_at(2))
-    with pytest.raises(ValueError, match="there is a finished checkpoint"):
-        run_state.save_checkpoint(FilePolicy(0.4), tmp_path, state_at(2))
-
-
 def test_a_checkpoint_of_something_else_changes_nothing(tmp_path):
     FilePolicy(0.5).save_checkpoint(tmp_path / "checkpoints" / "other", {"answer": 42})
     policy = FilePolicy(0.0)
-    with pytest.raises(ValueError, match="without a run's state"):
+    with pytest.raises(ValueError, match=r"state of the run in .*/other: .*missing"):
         run_state.load_checkpoint(policy, newest(tmp_path))
     assert policy.weight == 0.0
 
@@ -98,46 +130,53 @@ def test_a_restored_sampler_goes_on_where_it_was(tmp_path):
     prompts = [make_prompt(f"p{number}") for number in range(7)]
     sampler = PromptSampler(prompts, seed=3)
     sampler.ack(sampler.next_prompts(5))
-    run_state.save_checkpoint(
-        FilePolicy(0.0), tmp_path, state_at(1, sampler_state=sampler.state_dict())
-    )
+    state = state_at(1, sampler_state=sampler.state_dict())
+    run_state.save_checkpoint(FilePolicy(0.0), tmp_path, state)
     expected = [one.prompt_id for one in sampler.next_prompts(6)]
     resumed = PromptSampler(prompts, seed=3)
-    resumed.load_state_dict(
-        run_state.load_checkpoint(FilePolicy(0.0), newest(tmp_path)).sampler_state
-    )
+    restored = run_state.load_checkpoint(FilePolicy(0.0), newest(tmp_path))
+    resumed.load_state_dict(restored.sampler_state)
     assert [one.prompt_id for one in resumed.next_prompts(6)] == expected
 
 
-def test_steps_behind_the_checkpoint_are_forgotten(tmp_path):
+@pytest.mark.parametrize(
+    ("lines", "arguments", "num_kept"),
+    [
+        ("sft 9, rl 1, rl 2, rl 3, rl 4", {"step": 2}, 3),
+        ("sft 9, before 0, rl 1, after 1", {"step": 1}, 3),
+        ("sft 9, before 0, rl 1, after 1", {"step": 0}, 2),
+        ("sft 9, before 0, rl 1, after 1", {"step": 0, "has_validation_before": False}, 1),
+        ("rl 2, during 2, rl 4, during 4, rl 5", {"step": 5, "last_validated_step": 4}, 5),
+        ("rl 2, during 2, rl 4, during 4, rl 5", {"step": 4, "last_validated_step": 4}, 4),
+        ("rl 2, during 2, rl 4, during 4, rl 5", {"step": 4, "last_validated_step": 2}, 3),
+        ("rl 2, during 2, rl 4, during 4, rl 5", {"step": 2, "last_validated_step": 2}, 2),
+        ("rl 2, during 2, rl 4, during 4, rl 5", {"step": 2, "last_validated_step": 0}, 1),
+        ("sft 1, sft 2, sft 3", {"step": 0}, 3),
+        ("sft 1, sft 2, sft 3", {"step": 0, "sft_steps": 1}, 1),
+    ],
+)
+def test_metrics_behind_the_checkpoint_are_forgotten(tmp_path, lines, arguments, num_kept):
+    written = []
+    for line in lines.split(", "):
+        stage, number = line.split()
+        stage = stage if stage in ("sft", "rl") else f"held_out_{stage}"
+        written.append(json.dumps({"stage": stage, "step": int(number)}) + "\n")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(written) + '{"stage": "rl", "st')
+    num_removed = len(written) + 1 - num_kept
+    assert run_state.truncate_metrics(tmp_path, **arguments) == num_removed
+    assert path.read_text() == "".join(written[:num_kept])
+    assert run_state.truncate_metrics(tmp_path, **arguments) == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_without_metrics_has_none_to_forget(tmp_path):
     assert run_state.truncate_metrics(tmp_path, 0) == 0
-    records = [{"stage": "sft", "step": 9}, *({"stage": "rl", "step": n} for n in range(1, 5))]
-    path = tmp_path / "metrics.jsonl"
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    path.write_text(text + '{"stage": "rl", "st')
-    assert run_state.truncate_metrics(tmp_path, 2) == 3
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert kept == records[:3]
-    assert run_state.truncate_metrics(tmp_path, 2) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_the_validation_before_rl_is_kept_only_if_the_checkpoint_has_it(tmp_path):
-    stages = [("sft", 9), ("held_out_before", 0), ("rl", 1), ("held_out_after", 1)]
-    text = "".join(json.dumps({"stage": stage, "step": step}) + "\n" for stage, step in stages)
-    path = tmp_path / "metrics.jsonl"
-    for step, is_evaluated, expected in [(1, True, 3), (0, True, 2), (0, False, 1)]:
-        path.write_text(text)
-        assert (
-            run_state.truncate_metrics(tmp_path, step, has_validation_before=is_evaluated)
-            == 4 - expected
-        )
-        assert path.read_text() == "".join(text.splitlines(keepends=True)[:expected])
 
 
 def test_of_the_same_policy_only_the_rest_is_written_anew(tmp_path):
     folder = run_state.save_checkpoint(FilePolicy(0.25), tmp_path, state_at(2))
-    with pytest.raises(ValueError, match="there is a finished checkpoint"):
+    with pytest.raises(ValueError, match="finished checkpoint"):
         run_state.save_checkpoint(FilePolicy(0.5), tmp_path, state_at(2))
     later = state_at(2, last_validated_step=2)
     assert run_state.save_checkpoint(FilePolicy(0.5), tmp_path, later, same_policy=True) == folder
@@ -146,30 +185,14 @@ def test_of_the_same_policy_only_the_rest_is_written_anew(tmp_path):
     assert policy.weight == 0.25
 
 
-def test_validations_within_rl_are_kept_up_to_the_last_of_the_checkpoint(tmp_path):
-    records = [("rl", 2), ("held_out_during", 2), ("rl", 4), ("held_out_during", 4), ("rl", 5)]
-    lines = [json.dumps({"stage": stage, "step": step}) + "\n" for stage, step in records]
-    path = tmp_path / "metrics.jsonl"
-    for step, last_step, expected in [(5, 4, 5), (4, 4, 4), (4, 2, 3), (2, 2, 2), (2, 0, 1)]:
-        path.write_text("".join(lines))
-        run_state.truncate_metrics(tmp_path, step, last_validated_step=last_step)
-        assert path.read_text() == "".join(lines[:expected])
-
-
 def test_the_start_is_the_last_to_go_on_from_and_is_not_removed(tmp_path):
     assert run_state.valid_checkpoints(tmp_path) == []
-    run_state.save_checkpoint(
-        FilePolicy(0.0), tmp_path, state_at(0), keep=1, name=run_state.WARM_START_DIR
-    )
+    save_warm_start(tmp_path)
     for step in (2, 4, 6):
         run_state.save_checkpoint(FilePolicy(step / 10), tmp_path, state_at(step))
-    assert [
-        path.relative_to(tmp_path).as_posix() for path in run_state.valid_checkpoints(tmp_path)
-    ] == [
-        "checkpoints/step-000006",
-        "checkpoints/step-000004",
-        "start/step-000000",
-    ]
+    found = run_state.valid_checkpoints(tmp_path)
+    names = ["checkpoints/step-000006", "checkpoints/step-000004", "warm_start/step-000000"]
+    assert found == [tmp_path / name for name in names]
 
 
 def test_damaged_ones_are_named_and_the_next_is_taken(tmp_path, caplog):
@@ -202,25 +225,12 @@ def test_a_failure_without_damage_condemns_no_checkpoint(tmp_path):
 
 
 def test_an_interrupted_warm_start_has_its_own_name_and_comes_last(tmp_path):
-    progress = {"step": 7, "loss": 0.5, "grad_norm": 1.0, "num_tokens": 3}
+    progress = WarmStartProgress(step=7, loss=0.5, grad_norm=1.0, num_tokens=3)
     stopped = state_at(0, warm_start_progress=progress)
     run_state.save_checkpoint(FilePolicy(0.1), tmp_path, stopped)
     (folder,) = run_state.valid_checkpoints(tmp_path)
     assert folder.name == "warm-000007" and run_state.is_mid_warm_start(folder)
     assert run_state.load_checkpoint(FilePolicy(), folder) == stopped
-    run_state.save_checkpoint(
-        FilePolicy(0.2), tmp_path, state_at(0), keep=1, name=run_state.WARM_START_DIR
-    )
-    assert [path.parent.name for path in run_state.valid_checkpoints(tmp_path)] == [
-        "start",
-        "checkpoints",
-    ]
-
-
-def test_supervised_steps_that_are_repeated_are_removed(tmp_path):
-    records = [{"stage": "sft", "step": step} for step in (1, 2, 3)]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert run_state.truncate_metrics(tmp_path, 0) == 0
-    assert run_state.truncate_metrics(tmp_path, 0, sft_steps=1) == 2
-    assert [json.loads(line) for line in path.read_text().splitlines()] == records[:1]
+    save_warm_start(tmp_path)
+    found = [path.parent.name for path in run_state.valid_checkpoints(tmp_path)]
+    assert found == ["warm_start", "checkpoints"]

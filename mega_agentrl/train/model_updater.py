@@ -1,7 +1,7 @@
-"""Score batches, update the policy and its critic, profile chosen steps, and sync the weights.
+"""Compute log-probs and values, update the models, profile chosen steps, and sync the weights.
 
 In the first `optim.critic_warmup_steps` RL steps only the critic is updated, because advantages
-from an untrained critic would be noise to the policy. Without a critic only the policy is updated.
+from an untrained critic are noise. Without a critic only the policy is updated.
 """
 
 from __future__ import annotations
@@ -9,34 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.types.batch import UpdateStats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.train.algorithm import TrainInputs
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.components import Components
-    from mega_agentrl.types.records import RolloutTree
 
 PROFILE_DIR = "profile"
 
 
-class PolicyTrainer:
+class ModelUpdater:
     """The trained models: the policy, and the critic if there is one."""
 
     def __init__(self, components: Components, config: TrainConfig) -> None:
         self._components = components
         self._config = config
 
-    @staticmethod
-    def pack(trees: Sequence[RolloutTree]) -> TrainBatch:
-        """Return the batch that the models process, without their log-probs and values."""
-        return pack_trees(trees)
-
-    def score(self, batch: TrainBatch) -> TrainBatch:
+    def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Fill log-probs and entropies, and with a critic `value_BT`."""
         batch = self._components.policy.compute_log_probs(batch)
         critic = self._components.critic
@@ -91,7 +84,7 @@ class PolicyTrainer:
 
 
 class Profiler:
-    """Profiles the policy in `report.profile_steps`, on rank 0, from the rollouts to the update.
+    """Profiles log-prob pass and update of the steps in `report.profile_steps`, on rank 0.
 
     The result is a Chrome trace (`chrome://tracing`, https://ui.perfetto.dev) in
     ``profile/step-<n>-rank0.json`` of the run folder. Profiling slows the step down; a step that
@@ -104,11 +97,11 @@ class Profiler:
         self._profile_dir = Path(config.run_dir) / PROFILE_DIR
 
     def start(self, step: int) -> None:
-        """Start the profile if this step is one to profile."""
+        """Start the profile if this step is to be profiled."""
         if step in self._steps:
             self._policy.start_profile()
 
     def stop(self, step: int) -> None:
-        """End the profile if this step is one to profile, and write its file."""
+        """End the profile if this step is to be profiled, and write its file."""
         if step in self._steps:
             self._policy.stop_profile(self._profile_dir / f"step-{step}-rank0.json")

@@ -2,11 +2,11 @@
 
 **Batch.** A batch has B = `data.prompts_per_step` groups; B + `rollout.num_oversampled_prompts` are
 started. Groups are scored and filtered as they finish. As soon as fewer than B accepted groups are
-possible, rejected groups are replaced, up to `MAX_REFILL_ROUNDS` times B in total; then a
+possible, rejected groups are replaced, up to `MAX_REFILL_ROUNDS` times B in total; beyond that a
 `ValueError` reports what was filtered. The batch consists of the first B accepted groups in prompt
 order, and is complete when all groups before its last one have finished. Without a timeout it
-therefore depends on seeds alone, not on timing and not on oversampling, which only saves waiting
-for replacements.
+therefore depends on seeds alone, not on timing and not on oversampling, which only shortens the
+wait for replacements.
 
 **Scores.** With a filter a group finishes when its scores are known. Without one the batch does not
 wait for scores (`RolloutBatch.pending_scores`); `train.rewards` fills them in later.
@@ -25,8 +25,8 @@ carried over, since they count as started.
 **Prompts.** Each prompt is acknowledged (`PromptSource.ack`) or returned (`nack`) exactly once.
 Prompts that were trained on, filtered, or dropped as stragglers are acknowledged. Prompts beyond
 the batch are returned and come first in the next step. Prompts that are carried over stay in
-flight, so that a checkpoint of the source gives them again, as do all prompts of a step that ends
-with an exception.
+flight, so that a restored checkpoint of the source returns them again, as do all prompts of a step
+that ends with an exception.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from mega_agentrl.rollout.groups.group import (
     start_group,
     start_lockstep_groups,
 )
+from mega_agentrl.rollout.groups.scoring import valid_scores
 from mega_agentrl.rollout.metrics.rollout import mean_or_zero
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ class RolloutBatch:
         are older than `version`; `staleness_mean` and `staleness_max` are their lags in versions.
         """
         counts = Counter(self.filter_results)
-        trajectories = [one for tree in self.finished_trees for one in tree.trajectories]
-        scores = [one.score for one in trajectories if not one.failed and one.score is not None]
+        scores = valid_scores(
+            trajectory for tree in self.finished_trees for trajectory in tree.trajectories
+        )
         values: dict[str, float] = {
             **self.group_counts,
             "num_groups_kept": len(self.trees),
@@ -118,8 +120,8 @@ class RolloutBatch:
         lags = [
             self.version - version
             for tree in self.trees
-            for one in tree.trajectories
-            for version, sampled in zip(one.versions, one.loss_mask, strict=True)
+            for trajectory in tree.trajectories
+            for version, sampled in zip(trajectory.versions, trajectory.loss_mask, strict=True)
             if sampled
         ]
         return {
@@ -132,11 +134,7 @@ class RolloutBatch:
 class RolloutCollector:
     """Collects the groups of each step, and holds those that are carried over to the next.
 
-    Args:
-        source: Gives the prompts.
-        context: The context of every step, apart from its `step`.
-        rubric: Scores the trajectories.
-        num_groups: Number of groups in a batch (B).
+    `context` is that of every step, apart from its `step`; a batch has `num_groups` (B) groups.
     """
 
     def __init__(
@@ -163,9 +161,9 @@ class RolloutCollector:
         return batch
 
     def ack(self, batch: RolloutBatch) -> None:
-        """Acknowledge the prompts of a batch, because it is the next one to be trained on.
+        """Acknowledge the prompts of a batch that is about to be trained on.
 
-        Until then a checkpoint of the source gives them again.
+        Before that, a restored checkpoint of the source returns them again.
         """
         self._source.ack(batch.consumed_prompts)
 
@@ -188,21 +186,16 @@ class RolloutCollector:
     async def close(self) -> None:
         """Cancel carried groups and return their prompts; safe to call twice."""
         carried, self._carried = self._carried, []
-        bug = await cancel_groups(carried)
+        error = await cancel_groups(carried)
         self._source.nack([group.prompt for group in carried])
-        if bug is not None:
-            raise bug
+        if error is not None:
+            raise error
 
 
 class _BatchCollector:
-    """Collects the batch of one step; call `collect` once.
+    """Collects the `num_groups` (B) groups of one step; call `collect` once.
 
-    Args:
-        source: Gives the prompts.
-        context: The context of the step.
-        rubric: Scores the trajectories.
-        num_groups: Number of groups in a batch (B).
-        carried: Groups carried over from the step before.
+    `carried` are the groups carried over from the step before.
     """
 
     def __init__(
@@ -267,9 +260,6 @@ class _BatchCollector:
         within, beyond = self._groups[:end], self._groups[end:]
         finished = [group for group in within if group.filter_result is not None]
         stragglers = [group for group in within if group.filter_result is None]
-        filter_results = [
-            group.filter_result for group in finished if group.filter_result is not None
-        ]
         carried = await self._carry_over([*stragglers, *beyond])
         dropped = [group for group in stragglers if group not in carried]
         self._source.nack([group.prompt for group in beyond if group not in carried])
@@ -279,9 +269,11 @@ class _BatchCollector:
         batch = RolloutBatch(
             trees=[group.tree for group in accepted],
             finished_trees=[group.tree for group in finished],
-            filter_results=filter_results,
+            filter_results=[
+                group.filter_result for group in finished if group.filter_result is not None
+            ],
             version=self._context.generator.version,
-            pending_scores=[one for group in finished for one in group.pending_scores],
+            pending_scores=[score for group in finished for score in group.pending_scores],
             consumed_prompts=[group.prompt for group in (*finished, *dropped)],
             group_counts={
                 "num_groups_started": num_started,
@@ -306,9 +298,9 @@ class _BatchCollector:
             await pause_groups(group for group in leftover if group.filter_result is None)
             self._filter_finished_groups()
             carried = [group for group in leftover if group.is_accepted or group.is_paused]
-        bug = await cancel_groups(group for group in leftover if group not in carried)
-        if bug is not None:
-            raise bug
+        error = await cancel_groups(group for group in leftover if group not in carried)
+        if error is not None:
+            raise error
         return carried
 
     def _is_complete(self) -> bool:
@@ -371,10 +363,7 @@ class _BatchCollector:
     def _refill_limit_message(self) -> str:
         config = self._config
         finished = [group for group in self._groups if group.filter_result is not None]
-        num = {
-            result: sum(group.filter_result is result for group in finished)
-            for result in FilterResult
-        }
+        num = Counter(group.filter_result for group in finished)
         means = [group_metric_mean(group.tree, config.filter_metric) for group in finished]
         known = sorted(mean for mean in means if mean is not None)
         spread = (
@@ -382,13 +371,8 @@ class _BatchCollector:
             if known
             else "no group with two trajectories that did not fail"
         )
-        cause = max(
-            (one for one in FilterResult if one is not FilterResult.accepted), key=num.__getitem__
-        )
         causes = {
-            FilterResult.below_range: (
-                "the prompts are too hard for the policy, or the reward never fires"
-            ),
+            FilterResult.below_range: "the prompts are too hard, or the reward is always 0",
             FilterResult.above_range: "the prompts have become too easy for the policy",
             FilterResult.too_few_valid: "engine or tools fail; see their logs",
         }
@@ -396,9 +380,9 @@ class _BatchCollector:
         return (
             f"rollout.filter_metric={config.filter_metric}: got {num[FilterResult.accepted]} "
             f"groups to train on, expected data.prompts_per_step={self._num_groups} after "
-            f"{MAX_REFILL_ROUNDS} rounds of replacements; of "
-            f"{len(finished)} finished groups {num[FilterResult.below_range]} have a mean at or "
-            f"below rollout.filter_range[0]={low:g}, {num[FilterResult.above_range]} at or above "
+            f"{MAX_REFILL_ROUNDS} rounds of replacements; of {len(finished)} finished groups "
+            f"{num[FilterResult.below_range]} have a mean at or below "
+            f"rollout.filter_range[0]={low:g}, {num[FilterResult.above_range]} at or above "
             f"rollout.filter_range[1]={high:g}, {num[FilterResult.too_few_valid]} failed "
-            f"({spread}); probable cause: {causes[cause]}"
+            f"({spread}); probable cause: {causes[max(causes, key=num.__getitem__)]}"
         )

@@ -1,11 +1,11 @@
 """Measure how long other processes have been silent, leaving out pauses of the watcher itself.
 
-A watcher that was stopped or busy sees the signs of life of that time late, so the silence of
-others proves nothing then. A watching loop therefore counts time in rounds: it calls
-`SilenceTracker.begin_round` in each, and a round longer than `MAX_ROUND_S` does not count.
+A watcher that was stopped or busy reads the heartbeats of that time late, so that time must not
+count as silence of the others. A watching loop therefore calls `LivenessTracker.begin_round` in
+each round, and a round longer than `MAX_ROUND_S` does not count.
 
 The ranks' heartbeats, the health checks of engines and sandbox hosts, and the barrier of a save
-all use this rule. How they get signs of life, and what they do about a silent process, differs.
+use this rule.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 NameT = TypeVar("NameT", int, str)
 
 MAX_ROUND_S = 5.0
-"""Seconds above which a round of a watching loop was a pause of the watcher."""
+"""Longest round of a watching loop in seconds; a longer one was a pause of the watcher."""
 
 
-class SilenceTracker(Generic[NameT]):
-    """Knows how long processes have been silent; has no lock of its own."""
+class LivenessTracker(Generic[NameT]):
+    """Measures how long each process has been silent; not thread-safe."""
 
     def __init__(
         self, max_round_s: float = MAX_ROUND_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create a tracker that has heard nobody.
+        """Create a tracker without any process.
 
         Args:
             max_round_s: seconds above which a round does not count; infinite to count every round.
@@ -41,17 +41,17 @@ class SilenceTracker(Generic[NameT]):
         self._heard_at_s: dict[NameT, float] = {}  # on the scale of `_watched_s`
 
     def begin_round(self) -> None:
-        """Begin a round of the watching loop; the one before counts unless it was too long."""
+        """Begin a round of the watching loop; count the previous round unless it was too long."""
         now = self._clock()
         round_s = now - self._round_started_s
         self._round_started_s = now
         if round_s <= self._max_round_s:
             self._watched_s += round_s
 
-    def record_sign_of_life(self, name: NameT) -> None:
-        """Record that a process was heard in this round; the first time starts the watch."""
+    def record_heartbeat(self, name: NameT) -> None:
+        """Record a heartbeat in this round; the first one starts the measurement."""
         self._heard_at_s[name] = self._watched_s
 
-    def silence_s(self, name: NameT) -> float:
-        """Return the seconds of silence up to this round; 0 for a process that was never heard."""
+    def seconds_since_heartbeat(self, name: NameT) -> float:
+        """Return the seconds of silence up to this round; 0 before the first heartbeat."""
         return self._watched_s - self._heard_at_s.get(name, self._watched_s)

@@ -1,6 +1,5 @@
 """Policy and critic in a step: who is updated when, what is shown of it, and what is profiled."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,16 +7,16 @@ import pytest
 import torch
 
 from mega_agentrl.batch.packing import pack_trees
-from mega_agentrl.config.enums import AdvantageEstimator
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import OptimConfig
-from mega_agentrl.train import policy_trainer
+from mega_agentrl.train import trainer
 from mega_agentrl.train.algorithm import TrainInputs
+from mega_agentrl.train.model_updater import ModelUpdater
 from mega_agentrl.train.output import metric_writer
-from mega_agentrl.train.policy_trainer import PolicyTrainer
 from mega_agentrl.train.trainer import train
 from mega_agentrl.types.batch import UpdateStats
 from tests.rollout.grown_trees import nested_tree
+from tests.train.metric_lines import metric_lines
 from tests.train.test_advantages import batch
 
 
@@ -47,10 +46,10 @@ def train_inputs():
 
 
 def test_without_a_critic_it_is_the_policys_update(components, config, train_inputs):
-    policy = PolicyTrainer(components, config)
+    policy = ModelUpdater(components, config)
     stats, metrics = policy.update(train_inputs, 1)
     assert (stats.num_tokens, metrics) == (7, {})
-    scored = policy.score(policy.pack([nested_tree()]))
+    scored = policy.compute_log_probs(pack_trees([nested_tree()]))
     assert scored.old_logp_BT is not None and scored.value_BT is None
 
 
@@ -58,11 +57,11 @@ def test_the_critic_is_updated_first_and_alone_in_its_warm_up(components, config
     components.critic = Critic()
     config = replace(
         config,
-        algo=AlgoConfig(advantage=AdvantageEstimator.gae),
+        algo=AlgoConfig(advantage="gae"),
         optim=OptimConfig(critic_warmup_steps=2, num_minibatches=3),
     )
-    policy = PolicyTrainer(components, config)
-    assert policy.score(policy.pack([nested_tree()])).value_BT.unique().tolist() == [0.5]
+    policy = ModelUpdater(components, config)
+    assert policy.compute_log_probs(pack_trees([nested_tree()])).value_BT.unique().tolist() == [0.5]
     components.policy.calls.clear()
     for step in (1, 2):
         stats, metrics = policy.update(train_inputs, step)
@@ -84,7 +83,6 @@ def test_the_critic_is_updated_first_and_alone_in_its_warm_up(components, config
 
 
 def test_only_chosen_steps_are_traced(components, config):
-    components.open_sft_stream = None
     train(components, replace(config, report=replace(config.report, profile_steps=[2, 9])))
     assert components.policy.calls == [
         "sync 1",
@@ -103,15 +101,14 @@ def test_only_chosen_steps_are_traced(components, config):
 
 @pytest.mark.usefixtures("bare_runs")
 def test_packing_counts_as_part_of_the_rollout(components, config, tmp_path, monkeypatch):
-    components.open_sft_stream, now_s = None, [0.0]
+    now_s = [0.0]
 
     def pack_in_five_seconds(trees):
         now_s[0] += 5.0
         return pack_trees(trees)
 
     monkeypatch.setattr(metric_writer, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    monkeypatch.setattr(policy_trainer, "pack_trees", pack_in_five_seconds)
+    monkeypatch.setattr(trainer, "pack_trees", pack_in_five_seconds)
     train(components, config)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["stage"] == "rl"]
+    steps = metric_lines(tmp_path, "rl")
     assert [(one["time/rollout_s"], one["time/logprob_s"]) for one in steps] == [(5.0, 0.0)] * 2

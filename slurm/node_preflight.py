@@ -11,7 +11,7 @@ Protocol: one TCP connection from each node to the head, one JSON object per lin
     node -> head  {findings}
     head closes                             when all have answered: the listeners may close
 
-`MEGA_AGENTRL_PREFLIGHT_KEY` holds the key that keeps foreign connections out.
+The head accepts only connections with the key in `MEGA_AGENTRL_PREFLIGHT_KEY`.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class PreflightHead:
         """Create the head; `collect` starts listening.
 
         Args:
-            nodes: names of the expected nodes.
-            folder: folder that all nodes share, for the token file.
-            key: key that the nodes must send.
+            nodes: Names of the expected nodes.
+            folder: Folder that all nodes share, for the token file.
+            key: Key that the nodes must send.
         """
         self._node_names = list(nodes)
         self._key = key
@@ -96,10 +96,10 @@ class PreflightHead:
             self._token_file.unlink(missing_ok=True)
         for node in self._node_names:
             status = (
-                "connected, but did not finish" if node in self._peers else "did not reach the head"
+                "did not finish its checks" if node in self._peers else "did not reach the head"
             )
-            silent = Finding("no answer", FAIL, f"{status} at {address}; see its output below")
-            self.findings.setdefault(node, {"tcp": silent})
+            reason = f"the node {status} (at {address}); see its output below"
+            self.findings.setdefault(node, {"tcp": Finding("no answer", FAIL, reason)})
         return self.findings
 
     async def _wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
@@ -255,13 +255,13 @@ def flag_mismatches(findings: Mapping[str, Findings]) -> dict[str, Findings]:
 
 
 def format_table(findings: Mapping[str, Findings]) -> str:
-    """Return the table as text; `!` marks a failure, `?` a warning, and a line below says why."""
+    """Return the table as text; `!` marks a failure and `?` a warning, explained below it."""
     suffix_by_state = {OK: "", WARN: "?", FAIL: "!"}
     columns = [name for name in COLUMNS if any(name in cells for cells in findings.values())]
     rows = [["node", *columns]]
     for node, cells in findings.items():
-        shown = (cells.get(name, Finding("-")) for name in columns)
-        rows.append([node, *(cell.value + suffix_by_state[cell.state] for cell in shown)])
+        row = (cells.get(name, Finding("-")) for name in columns)
+        rows.append([node, *(cell.value + suffix_by_state[cell.state] for cell in row)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     for node, cells in findings.items():

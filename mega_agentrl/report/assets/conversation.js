@@ -1,4 +1,4 @@
-// The conversation of one path, with what it shares with its parents, and the facts of its end.
+// Shows the conversation of a path, including the turns shared with its parents, and its outcome.
 
 function lineage(view, index) {
   const chain = [];
@@ -6,7 +6,7 @@ function lineage(view, index) {
   return chain;
 }
 
-// The head of a turn that a path leaves inside, at token `limit`.
+// Returns the part of a turn before token `limit`, at which a path forks inside the turn.
 function headOf(turn, limit) {
   if (turn.to <= limit) return turn;
   const cutOff = (values) => (Array.isArray(values) ? values.slice(0, limit - turn.from) : values);
@@ -14,7 +14,7 @@ function headOf(turn, limit) {
   return { ...turn, to: limit, ...Object.fromEntries(names.map((name) => [name, cutOff(turn[name])])) };
 }
 
-// Turns of the path in order: of each ancestor those before the next one left it.
+// Returns the turns of a path in order: those of each ancestor up to the next fork on the path.
 function parts(view, index) {
   const chain = lineage(view, index);
   return chain.flatMap((one, position) => {
@@ -25,30 +25,30 @@ function parts(view, index) {
   });
 }
 
-function makeTalk(host, view, index, most, choose) {
-  const talk = el("div", { class: "talk card" });
-  talk.append(el("h3", {}, `Conversation of path ${view.paths[index].name}`));
+function makeConversation(host, view, index, most, choose) {
+  const conversation = el("div", { class: "conversation card" });
+  conversation.append(el("h3", {}, `Conversation of path ${view.paths[index].name}`));
   for (const message of view.question) {
-    talk.append(el("div", { class: "turn prompt" }, el("div", { class: "who" }, el("b", {}, message.role)), el("div", { class: "words" }, message.text)));
+    conversation.append(el("div", { class: "turn prompt" }, el("div", { class: "who" }, el("b", {}, message.role)), el("div", { class: "words" }, message.text)));
   }
   for (const part of parts(view, index)) {
     const asked = [...part.path.decisions];
     for (const turn of part.turns) {
-      while (asked.length && asked[0].at <= turn.from) talk.append(decision(view, asked.shift(), choose));
-      talk.append(spoken(turn, part.own, most));
+      while (asked.length && asked[0].at <= turn.from) conversation.append(decision(view, asked.shift(), choose));
+      conversation.append(spoken(turn, part.own, most));
     }
-    while (asked.length && asked[0].at <= part.limit) talk.append(decision(view, asked.shift(), choose));
-    if (part.next) talk.append(el("div", { class: "event yes" }, el("span", { class: "gem" }, "↳"), `path ${part.next.name} leaves ${part.path.name} here, at token ${part.next.fork}`));
+    while (asked.length && asked[0].at <= part.limit) conversation.append(decision(view, asked.shift(), choose));
+    if (part.next) conversation.append(el("div", { class: "event yes" }, el("span", { class: "gem" }, "↳"), `path ${part.next.name} leaves ${part.path.name} here, at token ${part.next.fork}`));
   }
   const path = view.paths[index];
-  talk.append(el("div", { class: "event" }, el("span", { class: "gem" }, "■"), `ended by ${path.stop.replaceAll("_", " ")}`));
-  talk.addEventListener("pointermove", (event) => {
+  conversation.append(el("div", { class: "event" }, el("span", { class: "gem" }, "■"), `ended by ${path.stop.replaceAll("_", " ")}`));
+  conversation.addEventListener("pointermove", (event) => {
     const token = event.target.closest(".tok");
     if (!token) return hideTip();
     return showTip(event, ...aboutToken(token.parentNode.turn, Number(token.dataset.token)));
   });
-  talk.addEventListener("pointerleave", hideTip);
-  host.replaceChildren(talk, facts(view, path));
+  conversation.addEventListener("pointerleave", hideTip);
+  host.replaceChildren(conversation, facts(view, path));
 }
 
 function spoken(turn, own, most) {

@@ -8,7 +8,7 @@ per rank and layer:
               assigned to the stages in order, as evenly as possible
     rollout   the tensor ranks of one engine, repeated for every engine
 
-This serves simulations; real ranks describe their own shards.
+Only estimates and simulations use this; in a run each rank describes its own shards.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def first_layer_of_each_type(shape: ModelShape) -> list[int]:
 
 def one_layer_per_type(shape: ModelShape) -> ModelShape:
     """Return the shape of a model with one layer of each type."""
-    chosen = first_layer_of_each_type(shape)
+    layers = first_layer_of_each_type(shape)
     moe = shape.moe
     if moe:
         moe = replace(
-            moe, moe_layer_pattern=tuple(moe.moe_layer_pattern[layer] for layer in chosen)
+            moe, moe_layer_pattern=tuple(moe.moe_layer_pattern[layer] for layer in layers)
         )
-    return replace(shape, num_layers=len(chosen), moe=moe)
+    return replace(shape, num_layers=len(layers), moe=moe)
 
 
 def expand_trainer_owners(
@@ -112,9 +112,9 @@ def expand_trainer_owners(
         layer * sizes.pipeline_size // shape.num_layers for layer in range(shape.num_layers)
     ]
     result: RectOwners = {}
-    for layer, name, sampled in _layer_tensor_names(shape, owners):
+    for layer, name, sample_name in _layer_tensor_names(shape, owners):
         shift_ranks = shifters[stage_of[layer]]
-        result[name] = {rect: shift_ranks(ranks) for rect, ranks in owners[sampled].items()}
+        result[name] = {rect: shift_ranks(ranks) for rect, ranks in owners[sample_name].items()}
     for name, stages in ((HF_EMBEDDING, [0]), (HF_FINAL_NORM, [last]), (HF_LM_HEAD, [last])):
         if name == HF_EMBEDDING and shape.tie_word_embeddings and last:
             stages = [0, last]
@@ -134,35 +134,30 @@ def expand_rollout_owners(
     *,
     first_rank: int,
 ) -> RectOwners:
-    """Return the rectangles that the rollout ranks need.
+    """Return the rectangles that the rollout ranks need, with ranks numbered from `first_rank`.
 
-    Args:
-        shape: The full model.
-        engine: Layouts of the `one_layer_per_type` model by tensor rank.
-        num_engines: Number of engines.
-        rank_sets: Cache of rank sets.
-        first_rank: Rank of the first worker of the first engine.
+    `engine` has the layouts of the `one_layer_per_type` model by tensor rank of an engine.
     """
     owners = rect_owners([*engine] * num_engines, rank_sets, first_rank=first_rank)
     result = {name: rects for name, rects in owners.items() if not _LAYER_NAME.match(name)}
-    for _, name, sampled in _layer_tensor_names(shape, owners):
-        result[name] = owners[sampled]
+    for _, name, sample_name in _layer_tensor_names(shape, owners):
+        result[name] = owners[sample_name]
     return result
 
 
 def _layer_tensor_names(shape: ModelShape, owners: RectOwners) -> list[tuple[int, str, str]]:
-    """Return layer, name in the model and name in the sample of every tensor of a layer."""
-    chosen = first_layer_of_each_type(shape)
+    """Return layer, name in the model and name in the sample for every tensor of every layer."""
     names_of: dict[int, list[tuple[str, str]]] = {}
-    for sampled in owners:
-        if match := _LAYER_NAME.match(sampled):
-            rest = sampled[match.end() :]
-            names_of.setdefault(int(match[1]), []).append((sampled, rest))
-    sample_of = {shape.is_moe_layer(layer): index for index, layer in enumerate(chosen)}
+    for sample_name in owners:
+        if match := _LAYER_NAME.match(sample_name):
+            rest = sample_name[match.end() :]
+            names_of.setdefault(int(match[1]), []).append((sample_name, rest))
+    sample_layers = enumerate(first_layer_of_each_type(shape))
+    sample_of = {shape.is_moe_layer(layer): index for index, layer in sample_layers}
     return [
-        (layer, f"model.layers.{layer}.{rest}", sampled)
+        (layer, f"model.layers.{layer}.{rest}", sample_name)
         for layer in range(shape.num_layers)
-        for sampled, rest in names_of[sample_of[shape.is_moe_layer(layer)]]
+        for sample_name, rest in names_of[sample_of[shape.is_moe_layer(layer)]]
     ]
 
 

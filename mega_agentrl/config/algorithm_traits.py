@@ -1,0 +1,90 @@
+"""What the rest of the program must know of an estimator or a loss: the traits it declares.
+
+An estimator is registered in `train/advantages.py`, a loss in `actor/training/losses.py`, and their
+traits are the arguments of the decorators. They are read from the source (`config.declarations`),
+so that checks, memory estimates and the driver know them without importing torch, and so that they
+hold for a user's own function, too. `AlgoConfig.estimator` and `AlgoConfig.loss_traits` return
+them; nothing else compares names of estimators or losses.
+
+To add a trait: a field here, which the decorators take at once, and what follows from it, for
+settings in `config.checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mega_agentrl.config.declarations import CodeSetting
+
+ESTIMATORS = CodeSetting(
+    key="algo.advantage",
+    options_key="algo.advantage_options",
+    expected="a function of (inputs, algo) that returns an AdvantageResult",
+    default_name="advantage",
+    arguments=("inputs", "algo"),
+    decorator="register_advantage",
+    file="train/advantages.py",
+)
+LOSSES = CodeSetting(
+    key="algo.loss",
+    options_key="algo.loss_options",
+    expected="a function of (logp_BT, old_logp_BT, advantage_BT, mask_BT) with the decorator "
+    "mega_agentrl.actor.training.losses.register_loss",
+    default_name="loss",
+    arguments=("logp_BT", "old_logp_BT", "advantage_BT", "mask_BT"),
+    decorator="register_loss",
+    needs_decorator=True,
+    file="actor/training/losses.py",
+)
+BRANCHING_RULES = CodeSetting(
+    key="rollout.branching",
+    options_key="rollout.branching_options",
+    expected="a subclass of BranchPolicy that defines num_forks",
+    default_name="Branching",
+    arguments=("self", "point"),
+    method="num_forks",
+    base="BranchPolicy",
+)
+
+OBJECTIVE_METRICS = (
+    *("loss", "num_tokens", "policy_loss", "entropy", "ref_kl"),
+    *("grad_norm", "lr", "num_skipped_steps"),
+)
+"""Metrics that are logged below `actor/` with every loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorTraits:
+    """What an advantage estimator needs and returns."""
+
+    needs_groups: bool = False
+    """Whether it compares the trajectories of a prompt and learns nothing from a single one."""
+    needs_critic: bool = False
+    """Whether it reads `value_BT`, and returns the critic's targets."""
+    needs_greedy_baseline: bool = False
+    """Whether it reads `baseline_B`, for which a greedy answer is sampled beside each group."""
+    per_trajectory: bool = False
+    """Whether it returns one advantage per trajectory; otherwise there may be one per token."""
+    averages_shared_tokens: bool = False
+    """Whether a token's advantage is then the mean over the trajectories that share the token."""
+    equal_without_kl: bool = False
+    """Whether the tokens of a trajectory have equal advantages unless a KL is in the reward."""
+    supports_kl_in_reward: bool = False
+    """Whether it subtracts the KL from the rewards with `algo.kl_placement=reward`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTraits:
+    """What a policy loss takes and returns."""
+
+    metrics: tuple[str, ...] = ()
+    """Names of its metrics, each a mean over the unmasked positions."""
+    per_trajectory: bool = False
+    """Whether it takes advantages [B], and rows that are whole trajectories, instead of [B, T]."""
+
+    def __post_init__(self) -> None:
+        if taken := sorted(set(self.metrics) & set(OBJECTIVE_METRICS)):
+            raise ValueError(
+                f"metrics has {', '.join(taken)}, expected other names than "
+                f"{', '.join(OBJECTIVE_METRICS)}"
+            )

@@ -1,0 +1,40 @@
+"""A vLLM engine that records the calls it gets, answers them as told, and dies when told."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+NEVER = "never"
+"""In place of an answer: the engine dies and leaves the call unanswered."""
+
+
+class FakeVllm:
+    """`answers` of its workers, in order; an exception is raised and ends the engine."""
+
+    def __init__(self, *answers):
+        self.answers, self.calls = list(answers), []
+        self.errored = self.is_dead = False
+
+    async def collective_rpc(self, method, args=()):
+        self.calls.append(method)
+        answer = self.answers.pop(0) if self.answers else None
+        self.is_dead |= answer is NEVER or isinstance(answer, Exception)
+        if answer is NEVER:
+            self.errored = True
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def pause_generation(self, mode, clear_cache):
+        if self.is_dead:
+            raise EngineDeadError
+        self.calls.append("pause_generation")
+
+    async def sleep(self, level, mode):
+        self.calls.append(f"sleep {level} {mode}")
+
+    async def wake_up(self, tags):
+        self.calls.append(f"wake {' '.join(tags)}")
