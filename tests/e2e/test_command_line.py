@@ -124,7 +124,7 @@ def engine_is_starting(run_dir):
 @pytest.mark.parametrize(
     ("moment", "signal_number"),
     [
-        (engine_is_starting, signal.SIGTERM),
+        pytest.param(engine_is_starting, signal.SIGTERM, marks=pytest.mark.slow(45)),
         pytest.param(in_rl, signal.SIGINT, marks=pytest.mark.slow(60)),
     ],
 )
