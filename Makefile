@@ -6,8 +6,9 @@ ARGS ?=
 RUN ?= runs/smoke
 RUNS ?=
 PART ?=
-# Test files run in two processes, because most of them wait for process starts or timeouts.
-LANES ?= 2
+# Test files run in more processes than there are cores, because most of them wait for processes to
+# start or for timeouts. More than three would need more than 24 GiB at worst.
+LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
 
 .PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
 
@@ -35,7 +36,7 @@ report: env ## write the report page of a run: make report RUN=runs/smoke
 compare: env ## print one table over runs or sweeps: make compare RUNS="runs/a runs/b"
 	@$(PY) tools/compare_runs.py $(RUNS)
 
-test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=2 processes)
+test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=3 processes)
 	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)
 
 test-gpu: env ## run the GPU tests for which there are enough GPUs (lists skipped ones with the reason)
