@@ -7,7 +7,7 @@ RUN ?= runs/smoke
 RUNS ?=
 PART ?=
 # Test files run in more processes than there are cores, because most of them wait for processes to
-# start or for timeouts. More than three would need more than 24 GiB at worst.
+# start or for timeouts. Each process may hold an engine, so there are never more than three.
 LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
 
 .PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
