@@ -22,7 +22,7 @@ ray_on() { # HOST ARGUMENT...: runs `ray` with the arguments on a host
     # Through stdin, because all users of a host can read command lines.
     ssh "$host" bash -s <<END
 export MEGA_AGENTRL_ROOT=${root@Q} RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$RAY_AUTH_TOKEN
-export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_worker_niceness=0
 cd ${root@Q} && source slurm/env.sh && ray ${@@Q} </dev/null
 END
 }

@@ -51,6 +51,7 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 143' TERM INT HUP USR2 # USR2 is how train.sh ends a node
 export MEGA_AGENTRL_NODE_TAG=$tag RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+export RAY_worker_niceness=0 # Ray's own is 15: every other program on the node would go first
 
 host=${address%:*} port=${address##*:}
 if [ "$index" -eq 0 ]; then

@@ -107,6 +107,17 @@ def check_torch_build(num_gpus: int, cuda: str | None) -> None:
         )
 
 
+def set_ray_environment() -> None:
+    """Set the variables that Ray's processes on this machine read when they start.
+
+    Ray would start ranks and engines with niceness 15, so that the code that tools run, which has
+    niceness 0, and every other program on the machine would take most of a core from them.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+
+
 def connect(config: TrainConfig) -> bool:
     """Join or start the Ray cluster and return whether it has GPUs.
 
@@ -120,8 +131,7 @@ def connect(config: TrainConfig) -> bool:
     import ray
     import torch
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ["RAY_DEDUP_LOGS"] = "0"
+    set_ray_environment()
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     num_cores = os.cpu_count() or 1
     if config.cluster.ray_address:

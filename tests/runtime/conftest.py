@@ -9,10 +9,12 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.config.sections.tools import SearchToolConfig, ToolConfig
+from mega_agentrl.runtime.cluster import set_ray_environment
 
 
 @pytest.fixture(scope="session")
 def ray_local():
+    set_ray_environment()
     ray.init(
         num_cpus=4,
         include_dashboard=False,

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import ray
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
@@ -71,3 +72,11 @@ def test_gpu_cluster_needs_a_cuda_build_of_torch():
     check_torch_build(0, None)
     with pytest.raises(ValueError, match="8 GPUs"):
         check_torch_build(8, None)
+
+
+def test_workers_have_the_priority_of_their_driver(ray_local):
+    @ray.remote
+    def niceness():
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert ray.get(niceness.remote(), timeout=300) == os.getpriority(os.PRIO_PROCESS, 0)
