@@ -8,6 +8,7 @@ id and start time of its launcher, so that later launchers can remove the groups
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import time
@@ -36,9 +37,16 @@ class Cgroup:
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
     def add(self, pid: int) -> None:
-        """Move a process into the group; raises `OSError` if it no longer exists."""
+        """Move a process into the group, and read back that it is there.
+
+        Raises:
+            OSError: The process no longer exists, or could not be moved.
+        """
         for procs_file in self.procs_files:
-            Path(procs_file).write_text(str(pid), encoding="ascii")
+            path = Path(procs_file)
+            path.write_text(str(pid), encoding="ascii")
+            if str(pid) not in path.read_text(encoding="ascii").split():
+                raise OSError(errno.ESRCH, f"process {pid} is not in the control group", procs_file)
 
     def close(self) -> None:
         """Remove the group, whose processes must have been killed. Safe to call twice.

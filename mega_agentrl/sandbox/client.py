@@ -1,9 +1,9 @@
 """The host side of one sandbox and its sessions.
 
-It starts the guest program and speaks the protocol that `guest.supervisor` describes. All calls
-block, and each object is used by one thread at a time. Only `Sandbox.kill` and `CancelToken.cancel`
-may be called from any thread; a call that waits then ends at once, with `SandboxLostError` or as
-cancelled.
+It starts the guest program and speaks the protocol that `guest.supervisor` describes; it checks
+every message of the guest against `guest.messages.GUEST_EVENTS`. All calls block, and each object
+is used by one thread at a time. Only `Sandbox.kill` and `CancelToken.cancel` may be called from any
+thread; a call that waits then ends at once, with `SandboxLostError` or as cancelled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.cgroup import create_cgroup
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
+from mega_agentrl.sandbox.guest.messages import GUEST_EVENTS
 from mega_agentrl.sandbox.isolation import isolated_command, pre_exec_command, unisolated_command
 from mega_agentrl.sandbox.process import kill_child, read_log_tail, start_child
 from mega_agentrl.sandbox.uid_lease import lease_uid
@@ -127,7 +128,11 @@ class GuestConnection:
         except (RequestRefusedError, SandboxLostError):
             host_end.close()
             raise
-        return GuestConnection(Channel(host_end))
+        return GuestConnection(_host_channel(host_end))
+
+    def prepare(self) -> None:
+        """Let the session start its first interpreter; raises `SandboxLostError`."""
+        self.send({"order": "prepare"})
 
     def _call_locked(self, code: str, timeout_s: float, cancel_token: CancelToken) -> SandboxResult:
         start_time = time.monotonic()
@@ -139,6 +144,9 @@ class GuestConnection:
             self.send_cancel(self._call_id)
         self.receive(_REPLY_GRACE_S, expected="started", may_have_run=False)
         reply = self.receive(timeout_s + _REPLY_GRACE_S, expected="done", may_have_run=True)
+        if reply["id"] != self._call_id:
+            text = f"got the end of call {reply['id']}, expected {self._call_id}"
+            raise SandboxLostError(text, may_have_run=True)
         status, output = _parse_done_event(reply, timeout_s)
         latency_s = time.monotonic() - start_time
         return _truncate_output(
@@ -179,10 +187,10 @@ class GuestConnection:
             raise SandboxLostError(text, may_have_run=may_have_run) from error
         except CONNECTION_ERRORS as error:
             raise SandboxLostError(str(error), may_have_run=may_have_run) from error
-        if message.get("event") == "failed":
-            raise RequestRefusedError(str(message["error"]))
-        if message.get("event") != expected:
-            text = f"got {message.get('event')}, expected {expected}"
+        if message["event"] == "failed":
+            raise RequestRefusedError(message["error"])
+        if message["event"] != expected:
+            text = f"got {message['event']}, expected {expected}"
             raise SandboxLostError(text, may_have_run=may_have_run)
         return message
 
@@ -228,7 +236,7 @@ class Sandbox:
         self._cgroup = self._create_cgroup() if not settings.stateful else None
         self._log = tempfile.TemporaryFile()
         host_end, guest_end = socket.socketpair()
-        self.connection = GuestConnection(Channel(host_end))
+        self.connection = GuestConnection(_host_channel(host_end))
         try:
             with guest_end:
                 self._child = start_child(
@@ -263,29 +271,37 @@ class Sandbox:
     def open(self) -> tuple[GuestConnection, Cgroup]:
         """Open a session; return its connection and its cgroup.
 
+        The session's supervisor is moved into the cgroup while it has no children, so that
+        everything that it starts later is born there.
+
         Raises:
+            RequestRefusedError: The session cannot be set up; others are unchanged.
             SandboxLostError: The sandbox is dead.
         """
         host_end, guest_end = socket.socketpair()
+        connection = GuestConnection(_host_channel(host_end))
         try:
             with guest_end:
                 self.connection.send({"order": "open"}, (guest_end.fileno(),))
                 self.connection.receive(_FORK_TIMEOUT_S, expected="opened", may_have_run=False)
                 pidfd = self.connection.take_fd()
-        except (RequestRefusedError, SandboxLostError) as error:
-            host_end.close()
-            may_have_run = isinstance(error, SandboxLostError) and error.may_have_run
-            raise self.close_as_lost(
-                SandboxLostError(str(error), may_have_run=may_have_run)
-            ) from error
+        except RequestRefusedError:
+            connection.close()
+            raise
+        except SandboxLostError as error:
+            connection.close()
+            raise self.close_as_lost(error) from error
         cgroup = self._create_cgroup()
         try:
             cgroup.add(_pid_from_pidfd(pidfd))
-        except OSError:
-            pass  # the process has ended or cannot be moved; the per-process limits still apply
+            connection.prepare()
+        except (OSError, SandboxLostError) as error:
+            connection.close()
+            cgroup.close()
+            raise RequestRefusedError(f"a session cannot be set up: {error}") from error
         finally:
             os.close(pidfd)
-        return GuestConnection(Channel(host_end)), cgroup
+        return connection, cgroup
 
     def kill(self) -> None:
         """Kill the sandbox and everything in it. Safe to call twice and from any thread."""
@@ -326,6 +342,10 @@ class Sandbox:
             self._uid_lease.close()
 
 
+def _host_channel(host_end: socket.socket) -> Channel:
+    return Channel(host_end, accepts=GUEST_EVENTS, max_fds=1)
+
+
 def _pid_from_pidfd(pidfd: int) -> int:
     text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
     return int(text.partition("\nPid:")[2].split()[0])
@@ -338,8 +358,8 @@ def _parse_done_event(reply: dict[str, Any], timeout_s: float) -> tuple[ToolStat
         return ToolStatus.timeout, "Timed out: the limit of CPU time was reached."
     if reply["end"] == "cancelled":
         return ToolStatus.infra_error, "The call was cancelled."
-    code = int(reply["code"])
-    stdout, stderr = str(reply["stdout"]).strip(), str(reply["stderr"]).strip()
+    code = reply["code"]
+    stdout, stderr = reply["stdout"].strip(), reply["stderr"].strip()
     if code == 0:
         note = (
             f"\n[{reply['num_dropped_bytes']} more bytes cut]" if reply["num_dropped_bytes"] else ""

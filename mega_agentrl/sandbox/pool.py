@@ -6,9 +6,9 @@ when a sandbox takes the call. The call ends with its reply, its timeout, cancel
 time and talks to its sandbox by blocking reads with deadlines.
 
 A stateless sandbox serves one call at a time. A stateful one serves many sessions, so that an idle
-session costs a few MiB instead of a warm interpreter. Each session has its own namespaces
-(processes, files, network, IPC) and, where control groups are available, its own group, so that a
-session that is killed or exhausts its limits does not affect the others.
+session costs a few MiB instead of a warm interpreter. Each session has its own supervisor, its own
+namespaces (processes, files, network, IPC) and, where control groups are available, its own group,
+so that a session that is killed, lies or exhausts its limits does not affect the others.
 
 A sandbox that dies or does not answer is replaced when the next call needs one. Its call is
 repeated once, and only if the code certainly did not run.
@@ -17,6 +17,7 @@ repeated once, and only if the code certainly did not run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ from mega_agentrl.sandbox.syscall_filter import seccomp_filter_base64
 from mega_agentrl.sandbox.uid_lease import lease_uid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from mega_agentrl.config.sections.tools import PythonToolConfig
 
@@ -202,44 +203,32 @@ class SandboxPool:
         last_error = ""
         for _ in range(_MAX_ATTEMPTS):
             try:
-                sandbox = self._acquire_sandbox()
-            except SandboxLostError as error:
-                last_error = str(error)
-                continue
-            try:
-                result = sandbox.call(code, timeout_s, cancel_token)
+                with self._borrowed_sandbox() as sandbox:
+                    return sandbox.call(code, timeout_s, cancel_token)
             except RequestRefusedError as error:  # cancelled before it began
-                self._release_sandbox(sandbox)
                 return infra_error_result(str(error))
             except SandboxLostError as error:
                 last_error = str(error)
-                self._discard(sandbox)
                 if error.may_have_run:
                     break
-                continue
-            self._release_sandbox(sandbox)
-            return result
         return infra_error_result(last_error)
 
     def _open_blocking(self) -> SandboxSession:
         last_error = SandboxLostError("no sandbox", may_have_run=False)
         for _ in range(_MAX_ATTEMPTS):
             try:
-                sandbox = self._acquire_sandbox()
+                with self._borrowed_sandbox() as sandbox:
+                    connection, cgroup = sandbox.open()
+                    group = SessionGroup(sandbox, cgroup, self._on_group_empty)
+                    with self._lock:
+                        self._session_groups.add(group)
+                        sandbox.num_sessions += 1
+            except RequestRefusedError as error:
+                last_error = SandboxLostError(str(error), may_have_run=False)
+                continue
             except SandboxLostError as error:
                 last_error = error
                 continue
-            try:
-                connection, cgroup = sandbox.open()
-            except SandboxLostError as error:
-                last_error = error
-                self._discard(sandbox)
-                continue
-            group = SessionGroup(sandbox, cgroup, self._on_group_empty)
-            with self._lock:
-                self._session_groups.add(group)
-                sandbox.num_sessions += 1
-            self._release_sandbox(sandbox)
             return SandboxSession(connection, group, self._run_in_thread, self._config.timeout_s)
         raise last_error
 
@@ -254,6 +243,29 @@ class SandboxPool:
         group.close()
         with self._lock:
             self._session_groups.discard(group)
+
+    @contextlib.contextmanager
+    def _borrowed_sandbox(self) -> Iterator[Sandbox]:
+        """Lend a sandbox to this thread; replace it unless the block leaves it in order.
+
+        It is in order after a result or a refused order (`RequestRefusedError`).
+
+        Raises:
+            SandboxLostError: No sandbox can be started.
+        """
+        sandbox = self._acquire_sandbox()
+        in_order = False
+        try:
+            yield sandbox
+            in_order = True
+        except RequestRefusedError:
+            in_order = True
+            raise
+        finally:
+            if in_order:
+                self._release_sandbox(sandbox)
+            else:
+                self._discard(sandbox)
 
     def _acquire_sandbox(self) -> Sandbox:
         with self._lock:

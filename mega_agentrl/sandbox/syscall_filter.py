@@ -3,7 +3,9 @@
 It is a deny list, because an allow list would have to follow every library that the policy may
 import. Like the filters of Docker, Flatpak and bubblewrap's examples, it denies with EPERM: mounts
 and namespaces, tracing and other processes' memory, keys, BPF, performance counters, io_uring,
-modules, clocks, accounting and unusual socket families. clone3 returns ENOSYS, so that the C
+modules, clocks, accounting, inotify (its instances count per user) and unusual families and types
+of sockets. The interpreter adds a second filter against passing descriptors
+(`guest.syscalls.deny_sendmsg`). clone3 returns ENOSYS, so that the C
 library falls back to clone, whose flags a filter can inspect. System calls above
 `_MAX_KNOWN_SYSCALL` and calls of a foreign architecture return ENOSYS. The limits of processes and
 CPU time cannot be changed.
@@ -41,10 +43,13 @@ DENIED_SYSCALLS = (
     *("delete_module", "swapon", "swapoff", "reboot", "acct", "settimeofday", "clock_settime"),
     *("clock_adjtime", "adjtimex", "stime", "open_by_handle_at", "name_to_handle_at"),
     *("fanotify_init", "sethostname", "setdomainname", "syslog", "vhangup", "nfsservctl"),
+    *("inotify_init", "inotify_init1"),
     *("iopl", "ioperm", "modify_ldt", "_sysctl", "uselib", "ustat", "sysfs"),
     *("mbind", "set_mempolicy", "migrate_pages", "move_pages", "set_mempolicy_home_node"),
 )
 _ALLOWED_SOCKET_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+_ALLOWED_SOCKET_TYPES = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)
+_SOCKET_TYPE_MASK = 0xF
 _LOCKED_LIMITS = (resource.RLIMIT_NPROC, resource.RLIMIT_CPU)
 
 
@@ -98,6 +103,9 @@ def _add_argument_rules(seccomp_filter: Any, seccomp: Any, deny_action: int) -> 
         )
         for family in refused_families:
             seccomp_filter.add_rule(deny_action, call, seccomp.Arg(0, seccomp.EQ, family))
+        for kind in set(range(_SOCKET_TYPE_MASK + 1)) - set(_ALLOWED_SOCKET_TYPES):
+            condition = seccomp.Arg(1, seccomp.MASKED_EQ, _SOCKET_TYPE_MASK, kind)
+            seccomp_filter.add_rule(deny_action, call, condition)
     for limit in _LOCKED_LIMITS:
         condition = seccomp.Arg(0, seccomp.MASKED_EQ, _INT_MASK, limit)
         seccomp_filter.add_rule(deny_action, "setrlimit", condition)

@@ -67,12 +67,18 @@ ANYBODY = {
     "personality": ("personality", 0x0040000),
     "name_to_handle_at": ("name_to_handle_at", -100, NOWHERE, "page", "page", 0),
     "perf_event_open": ("perf_event_open", "page", 0, -1, -1, 0),
+    "inotify_init": ("inotify_init", 0),
+    "inotify_init1": ("inotify_init1", 0),
     "socket netlink": ("socket", 16, 3, 0),
     "socket alg": ("socket", 38, 5, 0),
     "socket vsock": ("socket", 40, 1, 0),
     "quotactl": ("quotactl", 0x800001 << 8, NOWHERE, 0, "page"),
 }
 ROOT = {
+    "socket raw": ("socket", 2, 3, 1),
+    "socket raw, nonblocking": ("socket", 2, 3 | 0o4000, 1),
+    "socket raw 6": ("socket", 10, 3, 58),
+    "socket packet by type": ("socket", 2, 10, 768),
     "mount": ("mount", NOWHERE, NOWHERE, "tmpfs", 0, 0),
     "umount2": ("umount2", NOWHERE, 0),
     "pivot_root": ("pivot_root", NOWHERE, NOWHERE),

@@ -64,6 +64,10 @@ async def test_arguments_decide(pool):
         ("socket", [16, 3, 0], errno.EPERM),  # netlink
         ("socket", [40, 1, 0], errno.EPERM),  # vsock
         ("socket", [17, 3, 0], errno.EPERM),  # packet
+        ("socket", [2, 3, 1], errno.EPERM),  # raw
+        ("socket", [2, 10, 768], errno.EPERM),  # packet, by its type
+        ("socket", [2, 3 | 0o2000000, 1], errno.EPERM),  # with a flag
+        ("socket", [1, 5 | 0o2000000, 0], 0),
         ("socket", [1, 1, 0], 0),
         ("socket", [2, 1, 0], 0),
         ("socket", [10, 1, 0], 0),
@@ -74,6 +78,9 @@ async def test_arguments_decide(pool):
         ("setrlimit", [7, 0], errno.EFAULT),
         ("prlimit64", [0, 6, 8, 0], errno.EPERM),
         ("prlimit64", [0, 6, 0, 0], 0),
+        ("sendmsg", [0, 0, 0], errno.EPERM),  # may pass descriptors
+        ("sendmmsg", [0, 0, 0, 0], errno.EPERM),
+        ("recvmsg", [0, 0, 0], errno.ENOTSOCK),
         ("getpid", [], 0),
     ]
     got = await answers(pool, [(number(name), arguments) for name, arguments, _ in table])

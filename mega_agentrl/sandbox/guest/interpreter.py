@@ -16,7 +16,8 @@ To fork, the interpreter clones itself into namespaces nested in its own and is 
 
     <- {"event": "hello"}       -> {"order": "go"}       <- {"event": "ready"}
 
-Between hello and go the supervisor sets up the folders of the fork. Variables and random generators
+Between hello and go the fork is stopped and its namespaces are set up. After `ready` no process of
+an interpreter can pass descriptors (`syscalls.deny_sendmsg`). Variables and random generators
 are unchanged; only the main thread continues, as with any fork.
 
 Code runs like `python -c` (`run_to_exit`), or like the next cell of a notebook (`run_code`).
@@ -27,6 +28,7 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import errno
 import fcntl
 import math
 import os
@@ -41,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.guest import syscalls
 from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.messages import INTERPRETER_ORDERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +55,7 @@ WRITABLE_FOLDERS = ("/tmp", "/dev/shm")
 
 _MIB = 1 << 20
 _MAX_ORDER_BYTES = 1 << 26
+_NUM_FORK_FDS = 3
 _MAX_FD = 1 << 30
 _NUM_RESERVED_FDS = 32
 
@@ -92,6 +96,8 @@ def run_interpreter(
         channel.send({"event": "ready"}, fds)
         for fd in fds:
             os.close(fd)
+        if settings.isolated:
+            syscalls.deny_sendmsg()
         if settings.stateful:
             _serve_orders(channel, settings)
         else:
@@ -121,7 +127,12 @@ def mount_writable_folders(settings: GuestSettings) -> None:
 
 
 def _open_channel(fd: int) -> Channel:
-    return Channel(socket.socket(fileno=fd), max_bytes=_MAX_ORDER_BYTES)
+    return Channel(
+        socket.socket(fileno=fd),
+        accepts=INTERPRETER_ORDERS,
+        max_bytes=_MAX_ORDER_BYTES,
+        max_fds=_NUM_FORK_FDS,
+    )
 
 
 def _apply_limits(settings: GuestSettings) -> None:
@@ -219,14 +230,14 @@ def _reap_children() -> None:
 
 def _serve_fork(channel: Channel, settings: GuestSettings) -> Channel:
     """Clone this process; return the fork's own channel in the fork, else the given one."""
-    fds = channel.take_fds(3)
+    fds = channel.take_fds(_NUM_FORK_FDS)
     flush_output()
     folder = _working_folder()
     restore = _capture_random_state()
     try:
         pid = _fork_process(settings)
     except OSError as error:
-        channel.send({"event": "refused", "errno": error.errno})
+        channel.send({"event": "refused", "errno": error.errno or errno.EPERM})
         pid = -1
     if pid == 0:
         try:
@@ -262,7 +273,7 @@ def _enter_fork(fds: list[int], settings: GuestSettings, folder: str) -> Channel
         os.close(fd)
     channel = _open_channel(control_fd)
     channel.send({"event": "hello"})
-    folder = channel.receive().get("folder", folder)
+    folder = channel.receive()["folder"] or folder
     try:
         os.chdir(folder)
     except OSError:  # the folder does not exist here

@@ -7,6 +7,14 @@ namespace in which its forks are nested, and ends when its last fork and the las
 still fork it are gone. Every session with its state, also the one that had it first, continues in a
 fork of its own. PID and user namespaces nest 32 deep.
 
+**Stopped forks.** Until a fork has been set up it is stopped, and so is its parent, whose other
+children are dead. The set-up enters the fork's PID namespace, so the fork must be the only process
+in it, have one thread and no capabilities in it: an at-fork handler of the policy's code may have
+started a thread before the fork dropped them. Otherwise the fork is refused and killed.
+
+**What is left running.** Processes that a call or a refused fork started are stopped and killed
+from outside. If that fails, the interpreter itself is killed, and all below it with it.
+
 **Permission.** The seccomp filter keeps an interpreter from creating a namespace. The kernel asks
 the supervisor about every clone with namespace flags, and the supervisor allows only the one that
 it has ordered (by the retired interpreter's main thread, with those flags, once). It decides by the
@@ -28,19 +36,31 @@ import signal
 import socket
 import tempfile
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.guest import processes, syscalls
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
 from mega_agentrl.sandbox.guest.interpreter import WRITABLE_FOLDERS, run_interpreter
-from mega_agentrl.sandbox.guest.privileged_helper import copy_tree
+from mega_agentrl.sandbox.guest.messages import INTERPRETER_EVENTS
+from mega_agentrl.sandbox.guest.privileged_helper import copy_tree, set_up_fork
 
 if TYPE_CHECKING:
-    from mega_agentrl.sandbox.guest.privileged_helper import PrivilegedHelper
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
 _SETUP_TIMEOUT_S = 5.0
-_MAX_EVENT_BYTES = 4096
+_FORK_TIMEOUT_S = 8.0
+"""Time for a fork beside the stopping of processes; in all less than the host waits for it."""
+_MAX_EVENT_BYTES = 256
+_NUM_FULL_FORKS = 16
+"""How many forks of an interpreter may have the full number of processes at once.
+
+The kernel counts the processes of nested user namespaces in the outer ones too, against the limit
+that the cloning process had. Therefore an interpreter's limit of processes must be raised, to so
+many times the number, while it is cloned.
+"""
+
+_CAPABILITY_FIELDS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 
 
 class InterpreterProcess:
@@ -114,11 +134,10 @@ class SeccompListener:
 
 
 class InterpreterManager:
-    """Creates and ends the interpreters of one sandbox."""
+    """Creates and ends the interpreters of one supervisor."""
 
-    def __init__(self, settings: GuestSettings, helper: PrivilegedHelper | None) -> None:
+    def __init__(self, settings: GuestSettings) -> None:
         self._settings = settings
-        self._helper = helper
 
     def spawn(self) -> InterpreterProcess:
         """Return a fresh interpreter that waits for orders.
@@ -140,10 +159,11 @@ class InterpreterManager:
                 )
             interpreter = InterpreterProcess(pid, *pipes.detach(), folder)
         try:
-            interpreter.control.receive(timeout_s=_SETUP_TIMEOUT_S)
+            _receive_event(interpreter.control, "ready")
             if self._settings.stateful and self._settings.isolated:
                 interpreter.listener = SeccompListener(interpreter.control.take_fds(1)[0])
                 interpreter.listener.ref_count = 1
+            interpreter.control.refuse_fds()
         except CONNECTION_ERRORS as error:
             os.set_blocking(interpreter.output_fds[1], False)
             with contextlib.suppress(BlockingIOError):
@@ -159,9 +179,12 @@ class InterpreterManager:
         """Return an interpreter that continues from the parent's state; the parent is retired.
 
         Raises:
-            OSError, EOFError, ValueError: The fork failed; the parent is stopped and unchanged.
+            OSError, EOFError, ValueError: The fork failed. The parent is stopped and unchanged, or
+                killed if what it started meanwhile cannot be ended.
         """
+        deadline = time.monotonic() + _FORK_TIMEOUT_S
         with _InterpreterPipes() as pipes:
+            pipes.control.refuse_fds()
             pid = self._request_fork(parent, pipes)
             interpreter = InterpreterProcess(pid, *pipes.detach(), "")
         interpreter.parent, interpreter.listener = parent, parent.listener
@@ -170,9 +193,10 @@ class InterpreterManager:
         if interpreter.listener is not None:
             interpreter.listener.ref_count += 1
         try:
-            self._set_up_fork(interpreter, parent)
+            self._set_up_fork(interpreter, parent, deadline)
         except CONNECTION_ERRORS:
             self.release(interpreter)
+            self._still_parent(parent, spare=parent.fork_pids)
             raise
         parent.retired = True
         return interpreter
@@ -212,16 +236,7 @@ class InterpreterManager:
         """
         interpreter.send_signal(signal.SIGSTOP)
         processes.wait_until_stopped(interpreter.pid)
-        leftovers = [
-            pid
-            for pid in processes.child_pids(interpreter.pid)
-            if processes.process_state(pid) not in "ZX"
-        ]
-        if leftovers and self._helper is not None and not interpreter.fork_pids:
-            self._helper.kill_namespace(interpreter.pid)
-            processes.wait_until_no_descendants(interpreter.pid)
-        elif leftovers:
-            processes.kill_descendants(interpreter.pid, spare=interpreter.fork_pids)
+        processes.kill_descendants(interpreter.pid, spare=interpreter.fork_pids)
 
     def resume(self, interpreter: InterpreterProcess) -> None:
         """Let a stopped interpreter continue."""
@@ -234,36 +249,50 @@ class InterpreterManager:
         return syscalls.clone(syscalls.INTERPRETER_NAMESPACES | network_flag)
 
     def _request_fork(self, parent: InterpreterProcess, pipes: _InterpreterPipes) -> int:
-        """Have the parent clone itself and stop it; return the fork's process id."""
+        """Have the parent clone itself and stop both; return the fork's process id."""
         listener = parent.listener
+        num_processes = self._settings.num_processes
         if listener is not None:
-            # A new namespace's process limit is taken from the parent's limit at the clone.
-            _set_process_limit(parent.pid, None)
+            _set_process_limit(parent.pid, _NUM_FULL_FORKS * num_processes)
             listener.allow_fork(parent.pid)
+        pid = 0
         try:
             fds = (pipes.stdout_pipe[1], pipes.stderr_pipe[1], pipes.peer_socket.fileno())
             parent.control.send({"order": "fork"}, fds, timeout_s=_SETUP_TIMEOUT_S)
             self.resume(parent)
             _wait_for_fork(pipes.control, listener, parent)
-            pipes.control.receive(timeout_s=_SETUP_TIMEOUT_S)
-            return pipes.control.peer_pid
+            new_pids = set(processes.child_pids(parent.pid)) - parent.fork_pids
+            if pipes.control.peer_pid in new_pids:
+                pid = pipes.control.peer_pid
         finally:
             if listener is not None:
                 listener.allow_fork(None)
-                if not parent.fork_pids and not parent.has_exited():
-                    _set_process_limit(parent.pid, self._settings.num_processes)
-            parent.send_signal(signal.SIGSTOP)
-            with contextlib.suppress(TimeoutError):
-                processes.wait_until_stopped(parent.pid)
+            self._still_parent(parent, spare={*parent.fork_pids, pid})
+        if not pid:
+            raise ValueError(_INTERFERED)
+        return pid
 
-    def _set_up_fork(self, interpreter: InterpreterProcess, parent: InterpreterProcess) -> None:
-        order = {"order": "go"}
-        # Processes that a thread started meanwhile must not write to files that are being copied.
-        processes.kill_descendants(parent.pid, spare=parent.fork_pids)
-        if self._helper is not None:
+    def _still_parent(self, parent: InterpreterProcess, spare: set[int]) -> None:
+        """Stop an interpreter after a fork and end all else that it started; or kill it."""
+        try:
+            if parent.listener is not None and not parent.has_exited():
+                _set_process_limit(parent.pid, self._settings.num_processes)
+            parent.send_signal(signal.SIGSTOP)
+            processes.wait_until_stopped(parent.pid)
+            processes.kill_descendants(parent.pid, spare=spare)
+        except OSError:
+            parent.send_signal(signal.SIGKILL)
+            raise
+
+    def _set_up_fork(
+        self, interpreter: InterpreterProcess, parent: InterpreterProcess, deadline: float
+    ) -> None:
+        interpreter.send_signal(signal.SIGSTOP)
+        processes.wait_until_stopped(interpreter.pid)
+        if self._settings.isolated:
             _verify_fork(interpreter, parent)
             _set_process_limit(interpreter.pid, self._settings.num_processes)
-            self._helper.set_up_fork(interpreter.pid, parent.pid)
+            set_up_fork(self._settings, interpreter.pid, parent.pid, deadline=deadline)
         else:
             interpreter.folder = tempfile.mkdtemp(prefix="call-")
             folders = [os.open(path, os.O_RDONLY) for path in (parent.folder, interpreter.folder)]
@@ -272,10 +301,13 @@ class InterpreterManager:
             finally:
                 for fd in folders:
                     os.close(fd)
-            order["folder"] = interpreter.folder
+        self.resume(interpreter)
+        order = {"order": "go", "folder": "" if self._settings.isolated else interpreter.folder}
         interpreter.control.send(order, timeout_s=_SETUP_TIMEOUT_S)
-        interpreter.control.receive(timeout_s=_SETUP_TIMEOUT_S)
+        _receive_event(interpreter.control, "ready", max(0.0, deadline - time.monotonic()))
         self.pause(interpreter)
+        if interpreter.control.has_unread():
+            raise ValueError(_INTERFERED)
 
 
 class _InterpreterPipes:
@@ -283,7 +315,13 @@ class _InterpreterPipes:
 
     def __enter__(self) -> _InterpreterPipes:
         host_end, self.peer_socket = socket.socketpair()
-        self.control = Channel(host_end, max_bytes=_MAX_EVENT_BYTES, credentials=True)
+        self.control = Channel(
+            host_end,
+            accepts=INTERPRETER_EVENTS,
+            max_bytes=_MAX_EVENT_BYTES,
+            max_fds=1,  # the listener
+            credentials=True,
+        )
         self.stdout_pipe = os.pipe()
         self.stderr_pipe = os.pipe()
         self._detached = False
@@ -304,18 +342,27 @@ class _InterpreterPipes:
             os.close(self.stderr_pipe[0])
 
 
-def _set_process_limit(pid: int, number: int | None) -> None:
-    """Set a process's limit of processes; None raises it to the hard limit."""
+def _receive_event(
+    control: Channel, expected: str, timeout_s: float = _SETUP_TIMEOUT_S
+) -> dict[str, Any]:
+    """Wait for one event of an interpreter; raises `ValueError` if it is another one."""
+    event = control.receive(timeout_s=timeout_s)
+    if event["event"] != expected:
+        raise ValueError(f"the interpreter sent {event['event']}, expected {expected}")
+    return event
+
+
+def _set_process_limit(pid: int, number: int) -> None:
+    """Set a process's soft limit of processes, at most to its hard limit."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
-    unlimited = hard == resource.RLIM_INFINITY
-    soft = hard if number is None else number if unlimited else min(number, hard)
+    soft = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
 
 
 def _wait_for_fork(
     control: Channel, listener: SeccompListener | None, parent: InterpreterProcess
 ) -> None:
-    """Answer the filter's notifications until the fork sends its hello; raises `OSError`."""
+    """Answer the filter's notifications until the fork has sent its hello; raises `OSError`."""
     deadline = time.monotonic() + _SETUP_TIMEOUT_S
     poller = select.poll()
     poller.register(control, select.POLLIN)
@@ -324,31 +371,41 @@ def _wait_for_fork(
     if listener is not None:
         poller.register(listener.fd, select.POLLIN)
     while True:
-        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        fds = [fd for fd, _ in ready]
-        if not fds:
+        wait_s = deadline - time.monotonic()
+        fds = [fd for fd, _ in poller.poll(max(0.0, wait_s) * 1000)]
+        if not fds or wait_s < 0:  # notifications may never end
             raise TimeoutError(f"the fork did not start within {_SETUP_TIMEOUT_S:g} s")
         if control.fileno() in fds:
+            _receive_event(control, "hello", wait_s)
             return
         if parent.pidfd in fds:
             raise ProcessLookupError("the interpreter ended while it was being forked")
         if parent.control.fileno() in fds:
-            number = int(parent.control.receive(timeout_s=_SETUP_TIMEOUT_S).get("errno", 0))
+            number = _receive_event(parent.control, "refused")["errno"]
             raise OSError(number, f"clone: {os.strerror(number)}")
         if listener is not None:
             listener.respond()
 
 
+_INTERFERED = "the fork is not the process that was ordered; the policy's code interfered"
+
+
 def _verify_fork(interpreter: InterpreterProcess, parent: InterpreterProcess) -> None:
-    """Raise `ValueError` if the fork has capabilities or does not lead namespace and session."""
-    with open(f"/proc/{interpreter.pid}/status", encoding="ascii", errors="replace") as file:
-        fields = dict(line.split(":", 1) for line in file if ":" in line)
-    capabilities = [int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapBnd")]
+    """Raise `ValueError` unless a stopped fork is what was ordered and harmless.
+
+    It must lead a PID namespace and a session, be alone in that namespace, and have one thread and
+    no capabilities.
+    """
+    threads = os.listdir(f"/proc/{interpreter.pid}/task")
+    status = Path(f"/proc/{interpreter.pid}/status").read_text(encoding="utf-8", errors="replace")
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     own_namespace, parent_namespace = (
         os.readlink(f"/proc/{process.pid}/ns/pid") for process in (interpreter, parent)
     )
     is_leader = fields["NSpid"].split()[-1] == "1" and os.getsid(interpreter.pid) == interpreter.pid
-    if any(capabilities) or not is_leader or own_namespace == parent_namespace:
-        raise ValueError(
-            "the fork is not the process that was ordered; the policy's code interfered"
-        )
+    is_alone = len(threads) == 1 and not processes.child_pids(interpreter.pid)
+    has_capabilities = any(int(fields[name], 16) for name in _CAPABILITY_FIELDS)
+    is_stopped = fields["State"].split()[0] == "T"
+    is_valid = is_leader and is_alone and is_stopped and not has_capabilities
+    if not is_valid or own_namespace == parent_namespace:
+        raise ValueError(_INTERFERED)

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.guest import syscalls
 from mega_agentrl.sandbox.guest.channel import Channel
-from mega_agentrl.sandbox.guest.privileged_helper import PrivilegedHelper
+from mega_agentrl.sandbox.guest.messages import HOST_ORDERS
 from mega_agentrl.sandbox.guest.settings import GuestSettings
 from mega_agentrl.sandbox.guest.supervisor import Supervisor
+from mega_agentrl.sandbox.guest.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,12 +60,16 @@ def main(settings_json: str) -> None:
         raise OSError("kernel without /proc/PID/task/TID/children (CONFIG_PROC_CHILDREN)")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # a session uses six
-    channel = Channel(socket.socket(fileno=os.dup(0)))
+    channel = Channel(socket.socket(fileno=os.dup(0)), accepts=HOST_ORDERS, max_fds=1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)  # the output of imports goes to the log
-    helper = PrivilegedHelper(settings) if settings.stateful and settings.isolated else None
+    if settings.isolated:
+        syscalls.hide_sendmsg()
     warm_up_interpreter(settings.preload_modules)
     sys.stdout.flush()  # else every fork would print the output of the imports again
-    Supervisor(settings, channel, helper).serve()
+    if settings.stateful:
+        Zygote(settings, channel).serve()
+    else:
+        Supervisor(settings, channel).serve_main(channel)
     sys.exit(0)

@@ -1,13 +1,14 @@
-"""A helper process that works inside the namespaces of interpreters.
+"""Sets up the namespaces of a fork, in a process of its own.
 
-It gives a fork its ids, loopback, /proc and a copy of the files, and it kills the processes that a
-call left running. A fork is cloned by an interpreter that is filtered and has no capabilities, so
-another process must set up its new namespaces.
+A fork is cloned by an interpreter that is filtered and has no capabilities, so another process must
+give it its ids, loopback, /proc and a copy of the files. The supervisor is in the parent of all
+interpreters' user namespaces, and a child of it therefore has every capability in them.
 
-The helper is forked before the heavy imports, so that its own forks are cheap. It is in the parent
-of all interpreters' user namespaces and therefore has every capability in them. For each job it
-forks a child that enters the interpreter's namespaces, does the work and exits. The policy's code
-never runs in it.
+For each fork the supervisor starts one helper, which enters the fork's namespaces, does its work
+and exits; its exit status is the answer, so no answer can be taken for that of another job. A
+helper that misses its deadline is killed. **It enters a PID namespace only while no process of the
+policy can run there**: the caller has stopped the fork, which is alone and has one thread. The
+helper's memory is charged to the session's cgroup, and so are the files that it copies.
 
 It copies files (sparse ones stay sparse), folders, symbolic links and pipes, with mode and times.
 Hard links become separate files, sockets are left out.
@@ -18,146 +19,104 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
-import socket
 import stat
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.guest import syscalls
-from mega_agentrl.sandbox.guest.channel import Channel
 from mega_agentrl.sandbox.guest.interpreter import WRITABLE_FOLDERS, mount_writable_folders
 
 if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
-_JOB_TIMEOUT_S = 10.0
 _MAX_FOLDER_DEPTH = 128
+_MAX_ERROR_BYTES = 1000
 
 
-class PrivilegedHelper:
-    """The helper process; create it while the supervisor is still small."""
+def set_up_fork(
+    settings: GuestSettings, fork_pid: int, parent_pid: int, *, deadline: float
+) -> None:
+    """Set up the fork's namespaces and copy the parent's files.
 
-    def __init__(self, settings: GuestSettings) -> None:
-        parent_end, helper_end = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            parent_end.close()
-            try:
-                _serve_jobs(Channel(helper_end), settings)
-            finally:
-                os._exit(1)
-        helper_end.close()
-        self._channel = Channel(parent_end)
+    Both processes must be stopped, and the fork alone in its PID namespace.
 
-    def set_up_fork(self, fork_pid: int, parent_pid: int) -> None:
-        """Set up the fork's namespaces and copy the parent's files; raises `OSError`.
+    Args:
+        settings: Sizes of the writable folders.
+        fork_pid: Process id of the fork.
+        parent_pid: Process id of the interpreter that it was cloned from.
+        deadline: When to give up, in seconds of `time.monotonic`.
 
-        Both processes must stay stopped meanwhile.
-        """
-        self._request(f"set_up_fork {parent_pid} {fork_pid}")
-
-    def kill_namespace(self, pid: int) -> None:
-        """Kill every process in a PID namespace except the first, `pid`; raises `OSError`.
-
-        This is one system call inside the namespace, which no process can escape by forking. It
-        must not be used for an interpreter that has forks.
-        """
-        self._request(f"kill_namespace {pid}")
-
-    def _request(self, job: str) -> None:
-        self._channel.send({"job": job})
-        reply = self._channel.receive(timeout_s=_JOB_TIMEOUT_S)
-        if reply["error"]:
-            raise OSError(
-                f"{job.split()[0]} failed in an interpreter's namespaces: {reply['error']}"
-            )
-
-
-def _serve_jobs(channel: Channel, settings: GuestSettings) -> None:
-    """Serve jobs in forked children, each forked before its job arrives to save time."""
-    while True:
-        jobs_r, jobs_w = os.pipe()
-        errors_r, errors_w = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(jobs_w)
-            _run_job(jobs_r, errors_w, channel, settings)
-        os.close(jobs_r)
+    Raises:
+        OSError: The set-up failed; `TimeoutError` at the deadline.
+    """
+    errors_r, errors_w = os.pipe()
+    with open(errors_r, "rb") as errors:
+        helper_pid = os.fork()
+        if helper_pid == 0:
+            _run_job(errors_w, settings, fork_pid, parent_pid)
         os.close(errors_w)
-        try:
-            job = channel.receive()
-        except EOFError:
-            return  # the waiting child ends with its pipe
-        os.write(jobs_w, job["job"].encode())
-        os.close(jobs_w)
-        _, status = os.waitpid(pid, 0)
+        is_late = not _has_ended(helper_pid, deadline)
+        if is_late:
+            os.kill(helper_pid, signal.SIGKILL)
+        _, status = os.waitpid(helper_pid, 0)
+        if is_late:
+            raise TimeoutError("the fork's files were not copied in time")
         if status:
-            with open(errors_r, encoding="utf-8", errors="replace", closefd=False) as file:
-                error = file.read() or f"the helper ended with status {status}"
-            channel.send({"error": error})
-        os.close(errors_r)
+            os.set_blocking(errors_r, False)
+            text = (errors.read(_MAX_ERROR_BYTES) or b"").decode("utf-8", "replace")
+            raise OSError(f"set-up of a fork failed: {text or f'the helper ended with {status}'}")
 
 
-def _run_job(jobs: int, errors: int, channel: Channel, settings: GuestSettings) -> None:
-    """Do one job; never returns. The job itself reports success."""
+def _has_ended(pid: int, deadline: float) -> bool:
+    """Wait until a child ends; return False at the deadline."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def _run_job(errors: int, settings: GuestSettings, fork_pid: int, parent_pid: int) -> None:
+    """Do the work of one helper; never returns."""
     code = 1
     try:
-        match os.read(jobs, 100).decode().split():
-            case ["set_up_fork", parent_pid, fork_pid]:
-                code = _set_up_fork(parent_pid, fork_pid, channel, settings)
-            case ["kill_namespace", interpreter_pid]:
-                code = _kill_namespace(interpreter_pid, channel)
+        syscalls.die_with_parent()
+        code = _set_up_fork(settings, fork_pid, parent_pid)
     except BaseException:  # noqa: BLE001  the edge of the process
         last = traceback.format_exception_only(*sys.exc_info()[:2])
-        os.write(errors, "".join(last).strip().encode()[:1000])
+        os.write(errors, "".join(last).strip().encode("utf-8", "replace")[:_MAX_ERROR_BYTES])
     finally:
         os._exit(code)
 
 
-def _kill_namespace(interpreter_pid: str, channel: Channel) -> int:
-    namespace_fds = [
-        os.open(f"/proc/{interpreter_pid}/ns/{name}", os.O_RDONLY) for name in ("user", "pid")
-    ]
-    syscalls.setns(namespace_fds[0], syscalls.CLONE_NEWUSER)
-    syscalls.setns(namespace_fds[1], syscalls.CLONE_NEWPID)
-    pid = os.fork()
-    if pid:
-        return _reply_after_exit(pid, channel)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-    return 0
+def _set_up_fork(settings: GuestSettings, fork_pid: int, parent_pid: int) -> int:
+    """Enter the fork's namespaces and set them up; a child in its PID namespace copies files.
 
-
-def _reply_after_exit(pid: int, channel: Channel) -> int:
-    """Report success once process `pid` inside the namespace has ended.
-
-    Until then the interpreter could see it and kill it.
+    Returns:
+        The exit status of the helper, or of its child.
     """
-    _, status = os.waitpid(pid, 0)
-    if status:
-        return 1
-    channel.send({"error": ""})
-    return 0
-
-
-def _set_up_fork(parent_pid: str, fork_pid: str, channel: Channel, settings: GuestSettings) -> int:
-    """Enter the fork's namespaces and set them up; a child in its PID namespace copies files."""
     sources = [
         os.open(f"/proc/{parent_pid}/root{folder}", os.O_RDONLY) for folder in WRITABLE_FOLDERS
     ]
     names = ("user", "net", "pid", "mnt")
     namespace_fds = [os.open(f"/proc/{fork_pid}/ns/{name}", os.O_RDONLY) for name in names]
     syscalls.setns(namespace_fds[0], syscalls.CLONE_NEWUSER)
-    syscalls.map_own_ids(fork_pid)
+    syscalls.map_own_ids(str(fork_pid))
     syscalls.setns(namespace_fds[1], syscalls.CLONE_NEWNET)
     syscalls.bring_up_loopback()
     syscalls.setns(namespace_fds[2], syscalls.CLONE_NEWPID)
     syscalls.setns(namespace_fds[3], syscalls.CLONE_NEWNS)
     pid = os.fork()
     if pid:
-        return _reply_after_exit(pid, channel)
+        _, status = os.waitpid(pid, 0)
+        return 1 if status else 0
+    syscalls.die_with_parent()
     mount_writable_folders(settings)
     for source, folder in zip(sources, WRITABLE_FOLDERS, strict=True):
         copy_tree(source, os.open(folder, os.O_RDONLY))

@@ -69,15 +69,6 @@ def _is_stopped(pid: int) -> bool:
     return all(process_state(pid, int(thread)) in _STOPPED_STATES for thread in threads)
 
 
-def wait_until_no_descendants(pid: int) -> None:
-    """Wait until all descendants of a process have ended; raises `TimeoutError`."""
-    deadline = time.monotonic() + _STOP_TIMEOUT_S
-    while any(map(_is_alive, _descendants(pid, set()))):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes left by {pid} did not end")
-        time.sleep(0.0005)
-
-
 def _is_alive(pid: int) -> bool:
     return process_state(pid) not in "ZX"
 

@@ -1,10 +1,16 @@
 """The supervisor's loop: serves the host's orders with interpreters.
 
-It is one thread. The policy's code cannot block it: it waits only for interpreters that run none of
-that code, and then with a deadline.
+A stateless sandbox has one supervisor, which serves one call after the other. A stateful one has a
+supervisor for each session and its forks, a process that the zygote forks (`zygote`). Whatever the
+policy's code does to its supervisor, no other session has that supervisor.
+
+It is one thread. A turn of its loop reads a bounded number of bytes and messages from each
+descriptor and then checks the deadlines. Everything that it waits for has a deadline. It checks
+every message against a table (`messages`); an interpreter that sends any other, or more than one
+event in a call, is killed.
 
 Protocol, on the main channel (calls of a stateless sandbox, opening sessions) and on one channel
-per session::
+per session. `messages` has the types and bounds of all fields::
 
     <- {"event": "up"}                                     main, once: warm
     -> {"order": "run", "id": n, "code": str, "timeout_s": float}      main or session
@@ -13,7 +19,8 @@ per session::
         "code": int, "stdout": str, "stderr": str, "num_dropped_bytes": int,
         "state_lost": bool, "alive": bool}
     -> {"order": "cancel", "id": n}                        ignored unless call n is running
-    -> {"order": "open"} + channel    <- {"event": "opened"} + pidfd        main
+    -> {"order": "open"} + channel    <- {"event": "opened"} + pidfd        main, to the zygote
+    -> {"order": "prepare"}                                session, once: no answer
     -> {"order": "fork"} + channel    <- {"event": "forked"}                session, idle
     or, in reply to any of them, {"event": "failed", "error": str}: the code did not run
     -> end of the channel                                  the session is closed
@@ -22,8 +29,8 @@ state_lost: the state of earlier calls was lost before this one. alive: this cal
 num_dropped_bytes: bytes cut from the end of stdout and the beginning of stderr, whose last line is
 the one that matters. A negative code is a signal.
 
-To add an order: its messages above, its handler in `Supervisor`, the method that sends it in
-`client`, a test in `tests/sandbox/guest/test_supervisor.py`.
+To add an order: its messages above and in `messages`, its handler in `Supervisor`, the method that
+sends it in `client`, a test in `tests/sandbox/guest/test_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -39,16 +46,20 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.sandbox.guest import processes
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
 from mega_agentrl.sandbox.guest.interpreter_manager import InterpreterManager, InterpreterProcess
+from mega_agentrl.sandbox.guest.messages import HOST_ORDERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mega_agentrl.sandbox.guest.privileged_helper import PrivilegedHelper
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
 _POLL_INTERVAL_S = 0.1
-MAX_DRAIN_BYTES = 1 << 20
-"""Bytes read from a pipe before other events are served."""
+_MAX_ERROR_CHARS = 4000
+_MAX_READS_PER_TURN = 16
+"""Reads of 64 KiB from a pipe before other events are served."""
+
+_MAX_LAST_READS = 256
+"""Reads at a call's end: a pipe holds at most so many parts, which one read may return singly."""
 
 
 class OutputBuffer:
@@ -68,16 +79,15 @@ class OutputBuffer:
         self._keep_end = keep_end
         self._data = bytearray()
 
-    def drain(self, *, num_bytes: int = MAX_DRAIN_BYTES) -> bool:
-        """Read what is available, at most about `num_bytes`; return False at the pipe's end."""
-        while num_bytes > 0:
+    def drain(self, *, num_reads: int = _MAX_READS_PER_TURN) -> bool:
+        """Read what is available with at most `num_reads`; return False at the pipe's end."""
+        for _ in range(num_reads):
             try:
                 chunk = os.read(self.fd, 1 << 16)
             except BlockingIOError:
                 return True
             if not chunk:
                 return False
-            num_bytes -= len(chunk)
             self._data += chunk
             num_extra = len(self._data) - self._max_bytes
             if num_extra > 0:
@@ -114,36 +124,40 @@ class RunningCall:
 class GuestClient:
     """A channel and its state: the main channel, or that of a session with its interpreter."""
 
-    def __init__(self, channel: Channel, *, stateful: bool) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.stateful = stateful
         self.interpreter: InterpreterProcess | None = None
         self.state_lost = False
         self.call: RunningCall | None = None
 
 
 class Supervisor:
-    """Serves all clients of one sandbox."""
+    """Serves the calls of a stateless sandbox, or one session and its forks.
 
-    def __init__(
-        self, settings: GuestSettings, channel: Channel, helper: PrivilegedHelper | None
-    ) -> None:
+    Args:
+        settings: Mode and limits.
+        channel: The main channel, or the session's.
+    """
+
+    def __init__(self, settings: GuestSettings, channel: Channel) -> None:
         self._settings = settings
-        self._interpreters = InterpreterManager(settings, helper)
+        self._interpreters = InterpreterManager(settings)
         self._spare_interpreter: InterpreterProcess | None = None
         self._poller = select.poll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._calls: set[RunningCall] = set()
-        self._main_client = GuestClient(channel, stateful=False)
-        self._serving = True
-        self._sessions: set[GuestClient] = set()
-        self._watch(channel.fileno(), lambda: self._read_orders(self._main_client))
+        self._clients: set[GuestClient] = set()
+        self._add_client(GuestClient(channel))
+
+    def serve_main(self, channel: Channel) -> None:
+        """Prove that interpreters work, say so on the main channel, and serve."""
+        self._spare_interpreter = self._interpreters.spawn()
+        channel.send({"event": "up"})
+        self.serve()
 
     def serve(self) -> None:
-        """Serve until the main channel closes; an error of the first interpreter is passed on."""
-        self._spare_interpreter = self._interpreters.spawn()
-        self._main_client.channel.send({"event": "up"})
-        while self._serving:
+        """Serve until the last client has closed its channel."""
+        while self._clients:
             ready = self._poller.poll(self._poll_timeout_s() * 1000)
             for fd, _ in ready:
                 handler = self._handlers.get(fd)
@@ -151,16 +165,26 @@ class Supervisor:
                     handler()
             for call in tuple(self._calls):
                 self._check_limits(call)
-            if not ready and self._spare_interpreter is None:
-                with contextlib.suppress(*CONNECTION_ERRORS):
-                    self._spare_interpreter = self._interpreters.spawn()
+            if not ready and self._needs_spare():
+                self._prepare()
+        if self._spare_interpreter is not None:
+            self._interpreters.release(self._spare_interpreter)
+
+    def _needs_spare(self) -> bool:
+        return not self._settings.stateful and self._spare_interpreter is None
 
     def _poll_timeout_s(self) -> float:
-        if self._spare_interpreter is None:
+        if self._needs_spare():
             return 0.0
         now = time.monotonic()
         waits = [max(0.0, min(_POLL_INTERVAL_S, call.deadline - now)) for call in self._calls]
         return min(waits, default=3600.0)
+
+    def _prepare(self) -> None:
+        """Start an interpreter ahead of the call that needs it, which tries again if this fails."""
+        if self._spare_interpreter is None:
+            with contextlib.suppress(*CONNECTION_ERRORS):
+                self._spare_interpreter = self._interpreters.spawn()
 
     def _watch(self, fd: int, handler: Callable[[], None], event: int = select.POLLIN) -> None:
         self._handlers[fd] = handler
@@ -186,13 +210,16 @@ class Supervisor:
         try:
             if kind == "run":
                 self._run(client, order)
-            elif kind == "open":
-                self._open(client)
-            else:
+            elif kind == "prepare":
+                self._prepare()
+            elif kind == "fork" and self._settings.stateful:
                 self._fork(client)
+            else:
+                raise ValueError(f"order {kind}, expected one of this channel's")
         except CONNECTION_ERRORS as error:
             notes = " ".join(getattr(error, "__notes__", ()))
-            client.channel.send({"event": "failed", "error": f"{error} {notes}".strip()})
+            text = f"{error} {notes}".strip().encode("utf-8", "replace").decode()
+            client.channel.send({"event": "failed", "error": text[:_MAX_ERROR_CHARS]})
 
     def _disconnect(self, client: GuestClient) -> None:
         """Release the call and the interpreter of a client whose channel has closed."""
@@ -203,41 +230,26 @@ class Supervisor:
             self._release_interpreter(client.interpreter)
             client.interpreter = None
         client.channel.close()
-        self._sessions.discard(client)
-        if client is self._main_client:
-            self._serving = False
-            for session in tuple(self._sessions):
-                self._disconnect(session)
-            if self._spare_interpreter is not None:
-                self._interpreters.release(self._spare_interpreter)
-
-    def _open(self, client: GuestClient) -> None:
-        session = GuestClient(self._receive_channel(client), stateful=True)
-        session.interpreter = self._take_fresh_interpreter()
-        self._interpreters.pause(session.interpreter)
-        self._add_session(session)
-        client.channel.send({"event": "opened"}, (session.interpreter.pidfd,))
+        self._clients.discard(client)
 
     def _fork(self, client: GuestClient) -> None:
-        session = GuestClient(self._receive_channel(client), stateful=True)
+        (fd,) = client.channel.take_fds(1)
+        session = GuestClient(Channel(socket.socket(fileno=fd), accepts=HOST_ORDERS, max_fds=1))
         try:
             if client.interpreter is None:
-                session.state_lost = True
+                session.state_lost = client.state_lost
             else:
                 session.interpreter = self._interpreters.fork(client.interpreter)
                 self._watch_listener(session.interpreter)
         except CONNECTION_ERRORS:
             session.channel.close()
             raise
-        self._add_session(session)
+        self._add_client(session)
         client.channel.send({"event": "forked"})
 
-    def _receive_channel(self, client: GuestClient) -> Channel:
-        return Channel(socket.socket(fileno=client.channel.take_fds(1)[0]))
-
-    def _add_session(self, session: GuestClient) -> None:
-        self._sessions.add(session)
-        self._watch(session.channel.fileno(), lambda: self._read_orders(session))
+    def _add_client(self, client: GuestClient) -> None:
+        self._clients.add(client)
+        self._watch(client.channel.fileno(), lambda: self._read_orders(client))
 
     def _take_fresh_interpreter(self) -> InterpreterProcess:
         interpreter, self._spare_interpreter = self._spare_interpreter, None
@@ -269,7 +281,7 @@ class Supervisor:
             interpreter.control.send_nowait({"order": "run", "code": order["code"]})
         client.call = call
         self._calls.add(call)
-        if client.stateful:
+        if self._settings.stateful:
             self._interpreters.resume(interpreter)
         client.channel.send({"event": "started", "id": call.call_id})
         self._watch(interpreter.pidfd, lambda: self._on_interpreter_exit(call))
@@ -300,7 +312,7 @@ class Supervisor:
             self._watch_listener(fork)
             self._release_interpreter(interpreter)
             interpreter = fork
-        if client.stateful:
+        if self._settings.stateful:
             client.interpreter = interpreter
         return interpreter
 
@@ -324,13 +336,16 @@ class Supervisor:
     def _read_done_event(self, call: RunningCall) -> None:
         try:
             events = call.interpreter.control.receive_available()
-        except CONNECTION_ERRORS:
-            # The interpreter closed the channel or sent an invalid frame.
+        except ValueError:  # no frame that an interpreter of ours sends
+            self._finish_call(call, "exit")
+            return
+        except (EOFError, OSError):  # the interpreter closed the channel; its pidfd reports its end
             self._unwatch(call.interpreter.control.fileno())
             return
-        if events:
-            code = events[0].get("code")
-            self._finish_call(call, "exit", code=code if isinstance(code, int) else 1)
+        if not events:
+            return
+        is_valid = len(events) == 1 and events[0]["event"] == "done"
+        self._finish_call(call, "exit", code=events[0]["code"] if is_valid else None)
 
     def _check_limits(self, call: RunningCall) -> None:
         if time.monotonic() >= call.deadline:
@@ -349,17 +364,19 @@ class Supervisor:
         client.call = None
         for fd in (interpreter.pidfd, interpreter.control.fileno(), *interpreter.output_fds):
             self._unwatch(fd)
-        alive = code is not None and client.stateful
+        alive = code is not None and self._settings.stateful
         if alive:
             try:
                 self._interpreters.pause(interpreter)
+                alive = not interpreter.control.has_unread()  # else it sent more than one event
             except OSError:
                 alive = False
         if not alive:
             code = self._kill_interpreter(interpreter, code)
         for buffer in (call.stdout, call.stderr):
-            buffer.drain()
-        state_lost, client.state_lost = client.state_lost, client.stateful and not alive
+            buffer.drain(num_reads=_MAX_LAST_READS)
+        state_lost = client.state_lost
+        client.state_lost = self._settings.stateful and not alive
         outputs = {"stdout": call.stdout.text(), "stderr": call.stderr.text()}
         event = {
             "event": "done",

@@ -8,6 +8,7 @@ id and runs Python's fork handlers; it does not run handlers of `pthread_atfork`
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -15,6 +16,7 @@ import signal
 import socket
 import struct
 from itertools import starmap
+from typing import Any
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -36,6 +38,7 @@ _MADV_COLLAPSE = 25
 _SIOCSIFFLAGS = 0x8914
 _PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_GET_TID_ADDRESS = 40
 _CAPABILITY_VERSION = 0x20080522
@@ -49,6 +52,9 @@ HOST_IDS = (os.getuid(), os.getgid())
 # Numbers of clone and seccomp; clone's last two arguments swap places on 64-bit ARM.
 _SYSCALL_NUMBERS = {"x86_64": (56, 317), "aarch64": (220, 277)}
 CLONE_NUMBER, _SECCOMP_NUMBER = _SYSCALL_NUMBERS.get(platform.machine(), (-1, -1))
+
+_SENDING_NUMBERS = {"x86_64": (46, 307), "aarch64": (211, 269)}.get(platform.machine(), ())
+"""Numbers of sendmsg and sendmmsg."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 _libpython = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL during calls
@@ -154,6 +160,11 @@ def die_with_parent() -> None:
     check_status(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    check_status(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "adopt orphans")
+
+
 def drop_capabilities() -> None:
     """Give up every capability for good."""
     number = 0
@@ -181,6 +192,40 @@ def install_seccomp_filter(program: bytes, *, listener: bool) -> int:
         _SECCOMP_NUMBER, _SECCOMP_SET_MODE_FILTER, ctypes.c_ulong(flags), ctypes.byref(filled)
     )
     return check_status(status, "install the system call filter")
+
+
+def deny_sendmsg() -> None:
+    """Let sendmsg and sendmmsg, which can pass descriptors, fail with EPERM from now on.
+
+    This is a second filter, because an interpreter passes the listener of the first one to its
+    supervisor. Descriptors in flight count against the limit of the user, whom all sessions of a
+    sandbox share, and a descriptor that the supervisor received could block it when it is closed.
+    The first filter has refused foreign system call tables, so the number alone decides.
+    """
+    instruction = struct.Struct("HBBI")
+    program = [instruction.pack(0x20, 0, 0, 0)]  # load the number
+    for index, number in enumerate(_SENDING_NUMBERS):
+        # If equal, skip the rest and the line that allows.
+        program.append(instruction.pack(0x15, len(_SENDING_NUMBERS) - index, 0, number))
+    program.append(instruction.pack(0x06, 0, 0, 0x7FFF0000))  # allow
+    program.append(instruction.pack(0x06, 0, 0, 0x00050000 | errno.EPERM))
+    install_seccomp_filter(b"".join(program), listener=False)
+
+
+class _Hidden:
+    """An attribute that neither objects nor their class have."""
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__}.sendmsg is not permitted in the sandbox")
+
+
+def hide_sendmsg() -> None:
+    """Hide `socket.socket.sendmsg`, as on a system that lacks it.
+
+    Libraries then use something else: asyncio writes with `send`, and multiprocessing does not
+    offer forkserver, which passes descriptors. Call this before any of them is imported.
+    """
+    socket.socket.sendmsg = _Hidden()  # type: ignore[assignment,method-assign]
 
 
 _NOTIFICATION = struct.Struct("QIIiIQ6Q")

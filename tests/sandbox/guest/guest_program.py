@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mega_agentrl.sandbox.guest import processes
 from mega_agentrl.sandbox.guest.channel import Channel
+from mega_agentrl.sandbox.guest.messages import GUEST_EVENTS
 from mega_agentrl.sandbox.guest.settings import GuestSettings
 from mega_agentrl.sandbox.isolation import isolated_command, pre_exec_command, unisolated_command
 from mega_agentrl.sandbox.process import kill_child, start_child
@@ -28,27 +29,28 @@ class Program:
         self.first = channel.receive(timeout_s=WAIT_S)
 
     def open_session(self):
-        """A session's channel."""
+        """A session's channel; its supervisor may start interpreters."""
         channel = ordered(self.main, "open")
         assert self.main.receive(timeout_s=WAIT_S) == {"event": "opened"}
         os.close(self.main.take_fds(1)[0])
+        channel.send({"order": "prepare"})
         return channel
 
-    def supervisor_pid(self):
-        """Host process id of the supervisor, the parent of all interpreters."""
+    def warm_pid(self):
+        """Host process id of the warm program: the zygote, or the supervisor if stateless."""
         pid = self.child.pid
         while command(pid).split(b"\0")[0].endswith(b"bwrap"):
             (pid,) = processes.child_pids(pid)
         return pid
 
     def guest_pids(self):
-        """Live processes below the supervisor, its helpers included."""
-        found = processes._descendants(self.supervisor_pid(), set())
+        """Live processes below the warm program: supervisors and interpreters."""
+        found = processes._descendants(self.warm_pid(), set())
         return {pid for pid in found if processes.process_state(pid) not in "ZX"}
 
     def num_fds(self):
-        """Descriptors that the supervisor holds."""
-        return len(os.listdir(f"/proc/{self.supervisor_pid()}/fd"))
+        """Descriptors that the warm program holds."""
+        return len(os.listdir(f"/proc/{self.warm_pid()}/fd"))
 
     def log_text(self):
         """The text of its log."""
@@ -75,7 +77,7 @@ def program(**changes):
         with guest_end:
             command_line = pre_exec_command(guest_command, user=user.uid if user else None)
             child = start_child(command_line, stdin=guest_end.fileno(), stderr=log)
-        channel = Channel(host_end)
+        channel = Channel(host_end, accepts=GUEST_EVENTS, max_fds=1)
         try:
             yield Program(child, channel, log)
         finally:
@@ -90,7 +92,7 @@ def ordered(channel, order):
     host_end, guest_end = socket.socketpair()
     with guest_end:
         channel.send({"order": order}, (guest_end.fileno(),))
-    return Channel(host_end)
+    return Channel(host_end, accepts=GUEST_EVENTS)
 
 
 def forked(channel):

@@ -31,7 +31,7 @@ def framed(body):
 def pair():
     """A raw socket and the channel at its other end."""
     raw, end = socket.socketpair()
-    channel = Channel(end, max_bytes=1 << 21)
+    channel = Channel(end, max_bytes=1 << 21, max_fds=8)
     yield raw, channel
     raw.close()
     channel.close()
@@ -127,7 +127,7 @@ def test_too_many_descriptors_are_closed_and_refused(pair, counts):
 
 def test_the_kernel_says_who_sent():
     raw, end = socket.socketpair()
-    channel = Channel(end, credentials=True)
+    channel = Channel(end, max_fds=1, credentials=True)
     code = "import os; os.write(0, b'\\0\\0\\0\\x0d{\"pid\": 1234}')"
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdin=raw)
     assert channel.receive(timeout_s=10) == {"pid": 1234}
@@ -210,7 +210,7 @@ def test_send_waits_for_a_slow_reader(pair):
     sender = threading.Thread(target=channel.send, args=(message, (writing,)))
     sender.start()
     time.sleep(0.05)
-    end = Channel(raw)
+    end = Channel(raw, max_fds=8)
     assert end.receive(timeout_s=5) == message
     sender.join()
     assert len(end.take_fds(1)) == 1

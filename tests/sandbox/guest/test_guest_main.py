@@ -38,11 +38,11 @@ def test_warm_quiet_and_alone(isolated):
 
 def test_ends_well_when_its_channel_closes():
     with program(isolated=False) as one:
-        supervisor_pid, guest_pids = one.supervisor_pid(), one.guest_pids()
+        warm_pid, guest_pids = one.warm_pid(), one.guest_pids()
         one.main.close()
         assert one.child.wait(WAIT_S) == 0
         assert one.log_text() == ""
-        assert not [pid for pid in (supervisor_pid, *guest_pids) if Path(f"/proc/{pid}").exists()]
+        assert not [pid for pid in (warm_pid, *guest_pids) if Path(f"/proc/{pid}").exists()]
 
 
 def test_what_cannot_be_imported_is_told_and_nothing_is_served():

@@ -100,7 +100,6 @@ def test_what_is_gone():
     assert processes.cpu_time_s(child.pid) == 0.0
     assert processes.child_pids(child.pid) == []
     processes.wait_until_stopped(child.pid)
-    processes.wait_until_no_descendants(child.pid)
     processes.kill_descendants(child.pid, spare=set())
 
 
@@ -164,14 +163,3 @@ def test_leftovers_that_go_on_forking_end(tree):
     found = processes._descendants(top, set())
     assert found
     assert {processes.process_state(one) for one in found} <= set("ZX")
-
-
-def test_waiting_until_alone(tree, monkeypatch):
-    top, facts = tree("say(son=child(rest))")
-    monkeypatch.setattr(processes, "_STOP_TIMEOUT_S", 0.1)
-    with pytest.raises(TimeoutError, match=f"processes left by {top} did not end"):
-        processes.wait_until_no_descendants(top)
-    monkeypatch.setattr(processes, "_STOP_TIMEOUT_S", 5.0)
-    os.kill(facts["son"], signal.SIGKILL)
-    processes.wait_until_no_descendants(top)
-    assert processes.process_state(facts["son"]) == "Z"

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,8 @@ from tests.sandbox.guest.guest_program import (
     wait_for,
 )
 
-IDLE = 3
-"""The privileged helper, its next child and the spare interpreter."""
+IDLE = 1
+"""The session's supervisor."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def unisolated():
 
 @pytest.fixture
 def session(isolated):
-    wait_for(lambda: len(isolated.guest_pids()) == IDLE)
+    wait_for(lambda: not isolated.guest_pids())
     made = isolated.open_session()
     yield made
     made.close()
@@ -76,7 +75,7 @@ def test_a_forked_interpreter_stays_until_its_last_fork_ends(isolated, session):
     wait_for(lambda: len(isolated.guest_pids()) == IDLE + 2)
     assert processes.process_state(root) == "T"
     session.close()
-    wait_for(lambda: len(isolated.guest_pids()) == IDLE)
+    wait_for(lambda: not isolated.guest_pids())
     wait_for(lambda: processes.process_state(root) == "X")
 
 
@@ -182,19 +181,16 @@ def test_an_interpreter_killed_while_idle_fails_the_fork(isolated, session):
     assert (answer["stdout"], answer["state_lost"], answer["alive"]) == ("False\n", True, True)
 
 
-def test_a_killed_spare_interpreter_is_replaced(isolated):
-    wait_for(lambda: len(isolated.guest_pids()) == IDLE)
-    time.sleep(0.1)  # an earlier test's interpreter may be ending, the spare one starting
-    wait_for(lambda: len(isolated.guest_pids()) == IDLE)
-    (spare,) = (pid for pid in isolated.guest_pids() if namespace_pid(pid) == 1)
-    os.kill(spare, signal.SIGKILL)
-    wait_for(lambda: processes.process_state(spare) in "ZX")
-    assert output(isolated.main, "print(1)") == "1"
-    wait_for(lambda: len(isolated.guest_pids()) == IDLE)
+def test_a_killed_spare_interpreter_is_replaced():
+    with program() as stateless:
+        (spare,) = (pid for pid in stateless.guest_pids() if namespace_pid(pid) == 1)
+        os.kill(spare, signal.SIGKILL)
+        wait_for(lambda: processes.process_state(spare) in "ZX")
+        assert output(stateless.main, "print(1)") == "1"
 
 
 def test_without_isolation_files_are_copied_and_removed(unisolated):
-    wait_for(lambda: len(unisolated.guest_pids()) == 1)
+    wait_for(lambda: not unisolated.guest_pids())
     session = unisolated.open_session()
     folder = Path(output(session, "import os; open('f', 'w').write('a'); print(os.getcwd())"))
     child = forked(session)
@@ -209,7 +205,7 @@ def test_without_isolation_files_are_copied_and_removed(unisolated):
     child.close()
     session.close()
     wait_for(lambda: not any(one.exists() for one in folders))
-    wait_for(lambda: len(unisolated.guest_pids()) == 1)
+    wait_for(lambda: not unisolated.guest_pids())
 
 
 def test_without_isolation_processes_end_with_their_call(unisolated):

@@ -200,16 +200,19 @@ IN_NAMESPACE = (
 )
 
 HELPER = (
-    "import json, os\n"
-    "from mega_agentrl.sandbox.guest.privileged_helper import PrivilegedHelper\n"
+    "import json, os, time\n"
+    "from mega_agentrl.sandbox.guest import privileged_helper\n"
     "from mega_agentrl.sandbox.guest.settings import GuestSettings\n"
-    "helper = PrivilegedHelper(GuestSettings()); errors = []\n"
-    "def kill(): helper.kill_namespace(2**30)\n"
-    "def fork(): helper.set_up_fork(2**30, os.getpid())\n"
-    "for job in (kill, fork) * 2:\n"
-    "    try: job()\n"
-    "    except OSError as error: errors.append(str(error))\n"
-    "helper._channel.close(); os.waitpid(helper.pid, 0); print(json.dumps(errors))"
+    "errors = []\n"
+    "def attempt(pid, deadline):\n"
+    "    try: privileged_helper.set_up_fork(GuestSettings(), pid, os.getpid(), deadline=deadline)\n"
+    "    except OSError as error: errors.append([type(error).__name__, str(error)])\n"
+    "attempt(2**30, time.monotonic() + 20)\n"
+    "privileged_helper._set_up_fork = lambda *a: time.sleep(60)\n"
+    "attempt(2**30, time.monotonic() + 0.2)\n"
+    "try: os.waitpid(-1, 0)\n"
+    "except ChildProcessError: errors.append(len(os.listdir('/proc/self/fd')))\n"
+    "print(json.dumps(errors))"
 )
 
 
@@ -225,9 +228,10 @@ def test_a_target_too_small_is_told(tmp_path):
     assert json.loads(done.stdout) == [0, errno.ENOSPC, errno.ENOSPC], done.stderr
 
 
-def test_the_helper_reports_failures_and_goes_on():
+def test_a_helper_that_fails_or_is_late_says_so_and_is_gone():
     done = run(HELPER)
-    errors = json.loads(done.stdout)
-    assert len(errors) == 4, done.stderr
-    for text, job in zip(errors, ("kill_namespace", "set_up_fork") * 2, strict=True):
-        assert text.startswith(f"{job} failed in an interpreter's namespaces: FileNotFoundError")
+    failed, late, num_fds = json.loads(done.stdout)
+    assert failed[0] == "OSError"
+    assert "FileNotFoundError" in failed[1]
+    assert late[0] == "TimeoutError"
+    assert num_fds == 4  # three streams, and the folder being listed
