@@ -6,7 +6,7 @@ import torch
 
 from mega_agentrl.actor.training.losses import register_loss
 from mega_agentrl.algo.masking import bounded_exp, masked_log_ratio, masked_mean, zero_masked
-from mega_agentrl.config.declarations import Range
+from mega_agentrl.config.ranges import Range
 
 
 @register_loss("truncated", metrics=("clipfrac", "approx_kl", "importance_ratio"))

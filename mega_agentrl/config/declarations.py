@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.ranges import Range
 from mega_agentrl.config.user_code import find_user_source, is_user_code
 
 if TYPE_CHECKING:
@@ -35,26 +35,6 @@ TraitsT = TypeVar("TraitsT")
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 _CHECKED_TYPES = {"float", "int", "bool", "str", "None"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The range of a number, as an annotation: `Annotated[float, Range(above=0, at_most=1)]`."""
-
-    above: float = -inf
-    """Largest number that is too small."""
-    at_least: float = -inf
-    """Smallest number of the range."""
-    at_most: float = inf
-    """Largest number of the range."""
-
-    def __contains__(self, number: float) -> bool:
-        return self.above < number and self.at_least <= number <= self.at_most
-
-    def __str__(self) -> str:
-        """Return the bounds, such as `above 0, at most 1`; empty without bounds."""
-        bounds = {"above": self.above, "at least": self.at_least, "at most": self.at_most}
-        return ", ".join(f"{name} {bound}" for name, bound in bounds.items() if abs(bound) < inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,9 @@
-"""The error of an invalid setting, and the range checks that raise it."""
+"""The error of an invalid setting."""
 
 from __future__ import annotations
+
+_MAX_SHOWN_CHARS = 500
+"""Length from which a value is abbreviated in a message."""
 
 
 class ConfigError(ValueError):
@@ -26,7 +29,7 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         """Return the message; plain strings are quoted, enumeration members are not."""
-        got = repr(self.got) if type(self.got) is str else str(self.got)
+        got = _abbreviate(self.got)
         cause = f"; probable cause: {self.cause}" if self.cause else ""
         return f"{self.key}={got}: expected {self.expected}{cause}"
 
@@ -37,14 +40,12 @@ def check_range(ok: bool, key: str, got: object, expected: str) -> None:
         raise ConfigError(key, got, expected)
 
 
-def check_minimums(section: object, prefix: str, **minimums: float) -> None:
-    """Raise a `ConfigError` for the first setting of a section that is below its minimum.
-
-    Args:
-        section: the section.
-        prefix: dotted key of the section.
-        **minimums: smallest value by name of the setting.
-    """
-    for name, minimum in minimums.items():
-        value = getattr(section, name)
-        check_range(value >= minimum, f"{prefix}.{name}", value, f"at least {minimum}")
+def _abbreviate(value: object) -> str:
+    """Return the value as text of at most about `_MAX_SHOWN_CHARS`."""
+    try:
+        text = repr(value) if type(value) is str else str(value)
+    except ValueError:  # Python prints no integer of thousands of digits, also not within a list
+        return f"{type(value).__name__} with a number of too many digits"
+    if len(text) <= _MAX_SHOWN_CHARS:
+        return text
+    return f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"

@@ -21,6 +21,7 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.paths import sweep_dir_name
 from mega_agentrl.config.schema import TrainConfig
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _CODE_SETTINGS = (ESTIMATORS, LOSSES, BRANCHING_RULES)
 _HYDRA = "hydra"
+_MAX_SHOWN_CHARS = 500
 _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
 
@@ -142,14 +144,7 @@ def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
         overrides: `a.b=c`, `+a=c`, `++a=c`, `~a`, `group=option` or `group@package=option`.
         config_dirs: folders with config groups.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise ValueError(
-            f"override {error.override!r}: expected key=value, group=option or ~key; probable "
-            "cause: a value with spaces, commas or brackets that the shell or Hydra splits "
-            "(quote it: 'key=\"a, b\"')"
-        ) from error
+    parsed = [_parse_override(text) for text in overrides]
     groups: dict[str, list[str]] = {}
     for folder in config_dirs:
         for group, options in known_groups(folder).items():
@@ -158,12 +153,34 @@ def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
         _check_override(override, groups)
 
 
+def _parse_override(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_overrides([text])[0]
+    except (OverrideParseException, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"override {text[:_MAX_SHOWN_CHARS]!r}: expected key=value, group=option or ~key; "
+            "probable cause: a value with spaces, commas or brackets that the shell or Hydra "
+            "splits (quote it: 'key=\"a, b\"'), or a value that is too long"
+        ) from error
+
+
+def _check_integers(value: Any, key: str) -> None:
+    """Refuse integers that OmegaConf cannot convert to a float, with an `OverflowError`."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(key, value, "a number of at most 64 bits")
+    for item in value if isinstance(value, list) else ():
+        _check_integers(item, key)
+    for name, item in value.items() if isinstance(value, dict) else ():
+        _check_integers(item, f"{key}.{name}")
+
+
 def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None:
     key, shown = str(override.key_or_group), f"override {override.input_line!r}"
     if key.split(".")[0].split("/")[0] == _HYDRA:
         return
     keys, sections = known_keys(), known_sections()
     value = override.value()
+    _check_integers(value, key)
     if key in groups and not isinstance(value, dict):
         _check_options(override, key, groups[key])
     elif key in sections and isinstance(value, dict):

@@ -1,7 +1,8 @@
 """The configuration schema: type, default and meaning of every setting of a run.
 
-Yaml files only set values; the defaults are here. The ranges of a section are checked in its
-`__post_init__` (called by `OmegaConf.to_object`), conditions across sections in `config.checks`.
+Yaml files only set values; the defaults are here. The type of a setting declares its range, which
+`config.ranges` checks when the section is built (by `OmegaConf.to_object`). Conditions on several
+settings of a section are in its `__post_init__`, those across sections in `config.checks`.
 Imports no torch, so that a login node can validate a configuration. Units are in the names: `_s`
 seconds, `_mib` mebibytes, `_gib` gibibytes.
 """
@@ -9,8 +10,9 @@ seconds, `_mib` mebibytes, `_gib` gibibytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.ranges import MAX_STEPS, MAX_TEXT_CHARS, Length, Range, Section
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.policy import (
@@ -32,22 +34,22 @@ from mega_agentrl.config.sections.tools import ToolConfig
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """The whole run.
 
     Without `total_steps`, `total_epochs` and `sft.max_steps` the run is one evaluation of the
     initial weights.
     """
 
-    run_dir: str = "runs/default"
+    run_dir: Annotated[str, Length(at_least=1, at_most=MAX_TEXT_CHARS)] = "runs/default"
     """Folder of the run's files."""
-    seed: int = 1
+    seed: Annotated[int, Range(at_least=0, at_most=2**31 - 1)] = 1
     """Seed of all random streams."""
-    total_steps: int = 100
+    total_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 100
     """Number of RL steps."""
-    total_epochs: int = 0
+    total_epochs: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="epochs")] = 0
     """Passes over the training data; above 0 it replaces `total_steps`."""
-    save_every_steps: int = 20
+    save_every_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 20
     """RL steps between checkpoints; 0 saves only at the end and on a signal."""
     resume: bool = True
     """Continue an unfinished run with the same settings in `run_dir`; false moves it aside and
@@ -69,10 +71,6 @@ class TrainConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
-
-    def __post_init__(self) -> None:
-        for key in ("total_steps", "total_epochs", "save_every_steps"):
-            check_range(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")
 
     @property
     def is_eval_only(self) -> bool:

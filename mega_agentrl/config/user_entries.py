@@ -8,12 +8,13 @@ a `ConfigError` whose key has the file, the number of the entry and the key in i
 from __future__ import annotations
 
 import inspect
+import os.path
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.input_files import read_yaml
+from mega_agentrl.config.ranges import MAX_STEPS, MAX_TIMEOUT_S, FieldType, Range
 from mega_agentrl.config.user_code import load_user_object
 
 if TYPE_CHECKING:
@@ -63,17 +64,13 @@ class UserEntry:
             ) from error
 
     def limit(self, name: str, *, is_whole: bool = False) -> Any:
-        """Return the number `name`, above 0; None if the entry does not have it."""
+        """Return the count or timeout `name`, above 0; None if the entry does not have it."""
         if name not in self.values:
             return None
         value = self.values[name]
-        is_number = isinstance(value, int if is_whole else (int, float))
-        check_range(
-            is_number and not isinstance(value, bool) and value > 0,
-            f"{self.key}, {name}",
-            value,
-            f"a {'whole ' if is_whole else ''}number above 0",
-        )
+        bounds = Range(above=0, at_most=MAX_STEPS if is_whole else MAX_TIMEOUT_S)
+        kind = FieldType(kind=int if is_whole else float, bounds=bounds)
+        kind.check(value, f"{self.key}, {name}")
         return value
 
 
@@ -108,13 +105,9 @@ def read_user_entries(
 
 def _read_list(path: Path, key: str, head: str) -> list[Any]:
     expected = "a non-empty yaml list of entries"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(key, path, expected, "there is no such file")
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        cause = f"not valid yaml: {' '.join(str(error).split())}"
-        raise ConfigError(key, path, expected, cause) from error
+    entries = read_yaml(path, key, expected)
     if isinstance(entries, dict) and set(entries) == {head}:
         entries = entries[head]
     if not isinstance(entries, list) or not entries:

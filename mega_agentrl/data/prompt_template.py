@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import reading
+
 if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
 
@@ -30,6 +33,7 @@ _RENDER_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    RecursionError,
     TypeError,
     ValueError,
 )
@@ -44,18 +48,13 @@ class PromptTemplate:
         environment = ImmutableSandboxedEnvironment(
             loader=FileSystemLoader(self._path.parent), undefined=StrictUndefined
         )
-        try:
-            self._template = environment.get_template(self._path.name)
-        except TemplateSyntaxError as error:
-            raise ValueError(
-                f"data.prompt_template={path} line {error.lineno}: {error.message}; expected a "
-                "Jinja template"
-            ) from error
-        except (TemplateError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"data.prompt_template={path}: {type(error).__name__}: {error}; expected a Jinja "
-                "template in UTF-8; probable cause: no such file"
-            ) from error
+        key, expected = "data.prompt_template", "a Jinja template in UTF-8"
+        with reading(key, path, expected):
+            try:
+                self._template = environment.get_template(self._path.name)
+            except TemplateSyntaxError as error:
+                cause = f"line {error.lineno}: {error.message}"
+                raise ConfigError(key, path, expected, cause) from error
 
     def apply(
         self, messages: tuple[Message, ...], row: Mapping[str, Any], where: str

@@ -19,6 +19,8 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.input_files import reading
+
 if TYPE_CHECKING:
     import fsspec
 
@@ -40,10 +42,13 @@ def fetch_to_cache(url: str, folder: Path, *, key: str) -> Path:
     Raises:
         ValueError: the fsspec URL, which the configuration key `key` sets, cannot be read.
     """
-    import aiohttp
     import fsspec
 
-    try:
+    expected = (
+        "a URL that this machine may read, with the package for it installed, credentials and a "
+        "network connection"
+    )
+    with reading(key, url, expected, "it cannot be read"):
         fs, path = fsspec.url_to_fs(url)
         info = fs.info(path)
         version = [(name, str(info[name])) for name in _VERSION_FIELDS if name in info]
@@ -52,16 +57,6 @@ def fetch_to_cache(url: str, folder: Path, *, key: str) -> Path:
         if not copy.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             _download(fs, path, copy)
-    except ImportError as error:
-        raise ValueError(
-            f"{key}={url}: {error}; expected the package that reads such URLs to be installed"
-        ) from error
-    except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
-        raise ValueError(
-            f"{key}={url}: it cannot be read: {type(error).__name__}: {error}; expected a file "
-            "that this machine may read; probable cause: a mistyped URL, missing credentials, "
-            "or no network connection"
-        ) from error
     return copy
 
 

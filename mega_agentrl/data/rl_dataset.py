@@ -205,8 +205,10 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
         raise ValueError(  # noqa: TRY004
             f"{where}, column {config.reward_fn_key}: got {source!r}, expected a string"
         )
-    extra = drop_nulls(row.values.get("extra_info") or {})
-    tools_kwargs = extra.pop("tools_kwargs", {})
+    extra = drop_nulls(_parse_struct(row.values.get("extra_info"), f"{where}, column extra_info"))
+    tools_kwargs = _parse_struct(extra.pop("tools_kwargs", None), f"{where}, tools_kwargs")
+    for name, kwargs in tools_kwargs.items():
+        _parse_struct(kwargs, f"{where}, tools_kwargs of {name}")
     if extra.get("need_tools_kwargs") and not tools_kwargs:
         _log.warning(
             "%s: no tools_kwargs, expected some; index %s, data source %s",
@@ -279,6 +281,13 @@ def validate_messages(value: Any, where: str) -> tuple[Message, ...]:
                 f"{where}: got message {message!r}, expected string members role and content"
             )
     return tuple(messages)
+
+
+def _parse_struct(cell: Any, where: str) -> dict[str, Any]:
+    """Return the members of a struct, none for null; raise `ValueError` for anything else."""
+    if not isinstance(cell, dict | None):
+        raise ValueError(f"{where}: got {cell!r:.200}, expected a struct")  # noqa: TRY004
+    return cell or {}
 
 
 def _parse_ground_truth(cell: Any, where: str) -> str | tuple[str, ...]:

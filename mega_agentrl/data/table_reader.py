@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
-import json
-import zlib
+import os.path
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
+
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import MAX_DEPTH, parse_json, reading
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
 
@@ -23,21 +27,24 @@ def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[dic
 
     Raises:
         ValueError: the file, which the configuration key `key` names, is missing or unreadable, has
-            no rows, or lacks one of `columns`.
+            no rows, or lacks one of `columns`. The error names the row where only one is damaged.
     """
     file = Path(path)
-    if not str(path) or not file.is_file():
-        raise ValueError(
-            f"{key}={path}: no such file, expected a parquet or JSONL file; is the path relative "
-            "to another folder, or has the data not been created yet?"
+    if not os.path.isfile(path):
+        raise ConfigError(
+            key,
+            str(path),
+            "a parquet or JSONL file",
+            "no such file: the path is relative to another folder, or the data has not been "
+            "created yet",
         )
     rows = (
-        _read_jsonl(file, f"{key}={path}")
+        _read_jsonl(file, key)
         if file.name.endswith(JSONL_SUFFIXES)
-        else _read_parquet(file, f"{key}={path}", columns)
+        else _read_parquet(file, key, columns)
     )
     if not rows:
-        raise ValueError(f"{key}={path}: the table is empty, expected at least one row")
+        raise ConfigError(key, str(path), "at least one row", "the table is empty")
     for number, row in enumerate(rows):
         check_columns(row, columns, f"{key}={path} row {number}")
     return rows
@@ -52,40 +59,57 @@ def check_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
         )
 
 
-def _read_parquet(file: Path, where: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-    try:
+def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+    with reading(key, file, "a complete parquet file", "not a readable parquet file"):
         table = pq.read_table(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{where}: not a readable parquet file: {error}") from error
-    check_columns(dict.fromkeys(table.column_names), columns, where)
-    rows: list[dict[str, Any]] = table.to_pylist()
-    return rows
+        names = table.column_names
+    where = f"{key}={file}"
+    check_columns(dict.fromkeys(names), columns, where)
+    values = [
+        _column_values(column, name, where)
+        for name, column in zip(names, table.columns, strict=True)
+    ]
+    return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def _read_jsonl(file: Path, where: str) -> list[dict[str, Any]]:
+def _column_values(column: pa.ChunkedArray, name: str, where: str) -> list[Any]:
+    """Return the values as Python objects, some of which have a smaller range, such as dates."""
+    expected = "values that Python can represent"
+    with reading(f"{where}, column", name, expected):
+        depth, level = 0, [column.type]
+        while level:
+            depth += 1
+            level = [kind.field(i).type for kind in level for i in range(kind.num_fields)]
+            if depth > MAX_DEPTH:
+                raise ValueError(f"nested more than {MAX_DEPTH} deep")
     try:
+        values: list[Any] = column.to_pylist()
+    except Exception:  # converted below, with the row
+        for number, value in enumerate(column):
+            with reading(f"{where} row {number}, column", name, expected):
+                value.as_py()
+        raise
+    return values
+
+
+def _read_jsonl(file: Path, key: str) -> list[dict[str, Any]]:
+    expected = "a complete JSONL file in UTF-8, compressed with gzip if its name ends in .gz"
+    with reading(key, file, expected, "not a readable JSONL file"):
         content = file.read_bytes()
         text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{where}: not a readable JSONL file: {error}; expected UTF-8, compressed with gzip "
-            "if its name ends in .gz; probable cause: an incomplete download"
-        ) from error
     # Not splitlines: JSON strings may contain characters that it takes for line ends.
     lines = [line for line in text.split("\n") if line.strip()]
+    where = f"{key}={file}"
     return [_parse_json_object(line, f"{where} row {number}") for number, line in enumerate(lines)]
 
 
-def _parse_json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{where}: got {line[:200]!r}, expected JSON ({error}); probable cause: one object "
-            "over several lines, or a file of another kind"
-        ) from error
+def _parse_json_object(text: str, where: str) -> dict[str, Any]:
+    """Return the object in a JSON text; raise a `ConfigError` that names `where` for others."""
+    expected = "JSON, one object per line"
+    with reading(where, text, expected, "not JSON"):
+        value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: got {line[:200]!r}, expected an object")  # noqa: TRY004
+        raise ConfigError(where, text, expected, f"got a {type(value).__name__}")
     return value
 
 

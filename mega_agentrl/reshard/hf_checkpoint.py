@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from mega_agentrl.config.input_files import read_json, reading
 from mega_agentrl.reshard.mapping.model_mapping import HF_LM_HEAD
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 INDEX_FILE_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
+_WEIGHTS = "a complete safetensors file"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -40,8 +42,10 @@ def find_tensor_files(folder: str | Path) -> dict[str, Path]:
     folder = Path(folder)
     index, single = folder / INDEX_FILE_NAME, folder / SINGLE_FILE_NAME
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: folder / file for name, file in weight_map.items()}
+        expected = "the index of a Hugging Face checkpoint, with a weight_map"
+        weight_map = read_json(index, "model.path", expected)
+        with reading("model.path", index, expected):
+            files = {name: folder / file for name, file in weight_map["weight_map"].items()}
         missing = sorted({file.name for file in files.values() if not file.is_file()})
         if missing:
             raise ValueError(
@@ -54,7 +58,7 @@ def find_tensor_files(folder: str | Path) -> dict[str, Path]:
             f"model.path={folder}: expected {SINGLE_FILE_NAME} or {INDEX_FILE_NAME}; found "
             "neither; probable cause: a checkpoint in another format"
         )
-    with safe_open(single, framework="pt") as file:
+    with reading("model.path", single, _WEIGHTS), safe_open(single, framework="pt") as file:
         return {name: single for name in file.keys()}
 
 
@@ -93,7 +97,8 @@ def read_shards(
             for block in shard.blocks:
                 path = files[block.hf_name]
                 if path not in opened:
-                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                    with reading("model.path", path, _WEIGHTS):
+                        opened[path] = stack.enter_context(safe_open(path, framework="pt"))
                 view = opened[path].get_slice(block.hf_name)
                 got, expected = tuple(view.get_shape()), hf_shapes[block.hf_name]
                 if got != expected:

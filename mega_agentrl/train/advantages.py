@@ -44,9 +44,9 @@ from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.kl import apply_kl_penalty, kl_penalty
 from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
 from mega_agentrl.config.algorithm_traits import ESTIMATORS, EstimatorTraits
-from mega_agentrl.config.declarations import Range
 from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.ranges import Range
 from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
 

@@ -11,7 +11,7 @@ from mega_agentrl.config.algorithm_traits import (
     EstimatorTraits,
     LossTraits,
 )
-from mega_agentrl.config.declarations import Range
+from mega_agentrl.config.ranges import Range
 from tests.config.refusals import refused
 
 HEAD = "raise RuntimeError('executed')\n\n\n"
@@ -194,4 +194,8 @@ def test_a_range_is_described_by_its_bounds():
     closed = Range(at_least=0, at_most=1)
     assert [value in closed for value in (0, 1, -0.1, 1.1)] == [True, True, False, False]
     assert str(closed) == "at least 0, at most 1"
-    assert str(Range()) == "" and math.inf in Range()
+    half_open = Range(above=0, below=10, unit="s")
+    assert [value in half_open for value in (0, 1, 9.99, 10)] == [False, True, True, False]
+    assert str(half_open) == "above 0, below 10 s" and str(Range()) == ""
+    assert not any(value in Range() for value in (math.nan, math.inf, -math.inf))
+    assert 10**5000 in Range()

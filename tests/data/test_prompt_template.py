@@ -40,8 +40,11 @@ def test_an_error_of_a_template_names_line_and_row(tmp_path, text, expected):
 
 
 def test_a_file_that_is_no_template_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.prompt_template=.*t\.jinja line 2"):
+    with pytest.raises(ValueError, match=r"data\.prompt_template=.*t\.jinja.* line 2"):
         template(tmp_path, "a\n{% if %}")
+    (tmp_path / "t.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"data\.prompt_template=.*t\.jinja.*UnicodeDecodeError"):
+        PromptTemplate(str(tmp_path / "t.jinja"))
     with pytest.raises(ValueError, match=r"data\.prompt_template=.*absent\.jinja"):
         PromptTemplate(str(tmp_path / "absent.jinja"))
 

@@ -52,16 +52,16 @@ def test_a_failed_fetch_leaves_no_file(memory, tmp_path, monkeypatch):
         raise ConnectionResetError("reset")
 
     monkeypatch.setattr(type(memory), "get_file", breaks)
-    with pytest.raises(ValueError, match=r"k=memory://remote/a\.parquet: .*ConnectionResetError"):
+    with pytest.raises(ValueError, match=r"k='memory://remote/a\.parquet': .*ConnectionResetError"):
         fetch_to_cache("memory://remote/a.parquet", tmp_path, key="k")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, memory):
     memory.pipe("/remote/a", b"")
-    with pytest.raises(ValueError, match=r"data\.train=memory://remote/b"):
+    with pytest.raises(ValueError, match=r"data\.train='memory://remote/b'"):
         fetch_to_cache("memory://remote/b", tmp_path, key="data.train")
-    with pytest.raises(ValueError, match=r"nosuch://x/b: .*Protocol"):
+    with pytest.raises(ValueError, match=r"nosuch://x/b': .*Protocol"):
         fetch_to_cache("nosuch://x/b", tmp_path, key="data.train")
 
 

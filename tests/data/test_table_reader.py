@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_agentrl.data.table_reader import drop_nulls, read_rows
+from tests.config.refusals import refused, refused_setting
 
 
 def write(path, rows):
@@ -21,18 +22,42 @@ def test_rows_are_plain_values(tmp_path):
     assert read_rows(path, key="data.train", columns=("a",)) == rows
 
 
-@pytest.mark.parametrize("name", ["", "absent.parquet"])
+def read(path):
+    return read_rows(path, key="data.train", columns=("a",))
+
+
+@pytest.mark.parametrize("name", ["", "absent.parquet", "x" * 300, "nul\0"])
 def test_a_missing_file_is_refused(tmp_path, name):
     path = tmp_path / name if name else ""
-    with pytest.raises(ValueError, match=r"data\.train=.*no such file"):
-        read_rows(path, key="data.train", columns=())
+    assert refused_setting(read, path) == ("data.train", str(path))
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     path = tmp_path / "t.parquet"
     path.write_text("hello, this is not parquet")
-    with pytest.raises(ValueError, match=r"data\.train=.*t\.parquet: not a readable parquet"):
-        read_rows(path, key="data.train", columns=())
+    assert refused_setting(read, path) == ("data.train", str(path))
+
+
+def test_a_parquet_file_with_a_page_cut_out_is_refused(tmp_path):
+    rows = [{"a": "".join(chr(97 + (i * j) % 26) for j in range(50))} for i in range(500)]
+    path = write(tmp_path / "t.parquet", rows)
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes(len(content) // 2) + content[100 + len(content) // 2 :])
+    error = refused(read, path)
+    assert str(path) in str(error) and error.key.startswith("data.train")
+
+
+def test_a_date_beyond_those_of_python_is_named_by_column_and_row(tmp_path):
+    path = tmp_path / "t.parquet"
+    dates = pa.array([0, 2**60, 1], pa.int64()).cast(pa.timestamp("ms"), safe=False)
+    pq.write_table(pa.table({"a": [1, 2, 3], "when": dates}), path)
+    assert refused_setting(read, path) == (f"data.train={path} row 1, column", "when")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
+    assert refused_setting(read, path) == ("data.train", str(path))
 
 
 def test_a_missing_column_and_an_empty_table_are_refused(tmp_path):
@@ -40,7 +65,7 @@ def test_a_missing_column_and_an_empty_table_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"missing column prompt; got \['a'\]"):
         read_rows(path, key="data.train", columns=("a", "prompt"))
     pq.write_table(pa.table({"a": pa.array([], pa.int64())}), path)
-    with pytest.raises(ValueError, match=r"t\.parquet: the table is empty"):
+    with pytest.raises(ValueError, match=r"t\.parquet.*the table is empty"):
         read_rows(path, key="data.train", columns=("a",))
 
 
@@ -53,27 +78,40 @@ def test_json_lines_compressed_or_not(tmp_path):
         assert read_rows(tmp_path / name, key="data.train", columns=("a",)) == rows
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("t.jsonl", b'{"a": 1}\n{"a":', r"t\.jsonl row 1: got '\{\"a\":', expected JSON"),
-        ("t.jsonl", b'{"a": 1}\n{"b": 1}', r"t\.jsonl row 1: missing column a; got \['b'\]"),
-        ("t.jsonl", b"[1]", r"t\.jsonl row 0: got '\[1\]', expected an object"),
-        ("t.jsonl", b"\xff", r"t\.jsonl: not a readable JSONL file"),
-        ("t.jsonl", b"\n", r"t\.jsonl: the table is empty"),
-        pytest.param(
-            "t.jsonl.gz",
-            gzip.compress(b'{"a": 1}', mtime=0)[:-9],
-            r"t\.jsonl\.gz: not a readable JSONL file",
-            id="cut off",
-        ),
-        ("t.jsonl.gz", b'{"a": 1}', r"t\.jsonl\.gz: not a readable JSONL file"),
-    ],
-)
-def test_damaged_json_lines_are_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"data\.train=.*{message}"):
-        read_rows(tmp_path / name, key="data.train", columns=("a",))
+NESTED = b'{"a": ' + b"[" * 100_000
+DAMAGED_LINES = {
+    "cut line": ("t.jsonl", b'{"a": 1}\n{"a":', " row 1"),
+    "no object": ("t.jsonl", b"[1]", " row 0"),
+    "nested beyond the stack": ("t.jsonl", NESTED, " row 0"),
+    "nested too deeply": ("t.jsonl", b'{"a": ' + b"[" * 80 + b"]" * 80 + b"}", " row 0"),
+    "half a surrogate pair": ("t.jsonl", b'{"a": "\\ud800"}', " row 0"),
+    "number of 5000 digits": ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", " row 0"),
+    "not utf-8": ("t.jsonl", b"\xff", ""),
+    "utf-16": ("t.jsonl", '{"a": 1}'.encode("utf-16"), ""),
+    "empty": ("t.jsonl", b"\n", ""),
+    "gzip cut off": ("t.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], ""),
+    "gzip with a wrong checksum": ("t.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-8] + bytes(8), ""),
+    "not gzip": ("t.jsonl.gz", b'{"a": 1}', ""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_LINES)
+def test_damaged_json_lines_are_refused(tmp_path, damage):
+    name, content, row = DAMAGED_LINES[damage]
+    path = tmp_path / name
+    path.write_bytes(content)
+    error = refused(read, path)
+    if row:
+        assert error.key == f"data.train={path}{row}"
+    else:
+        assert (error.key, error.got) == ("data.train", str(path))
+
+
+def test_a_row_without_a_column_is_refused(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": 1}')
+    with pytest.raises(ValueError, match=r"t\.jsonl row 1: missing column a; got \['b'\]"):
+        read(path)
 
 
 def test_drop_nulls():

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.input_files import read_json
 from mega_agentrl.types.atomic_file import atomic_write, fsync_path
 from mega_agentrl.types.serialization import from_builtins, to_builtins
 
@@ -83,13 +84,7 @@ class CheckpointManifest:
                 f"checkpoint {folder}: expected {MANIFEST_FILE} in it, found none; probable cause: "
                 "the save was cut short, or another kind of folder"
             )
-        try:
-            values = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"checkpoint {folder}: {MANIFEST_FILE} cannot be read ({error!r}); probable cause: "
-                "a damaged file"
-            ) from error
+        values = read_json(path, "checkpoint", "the manifest of a finished checkpoint")
         kind = values.pop("format", None)
         if kind != MANIFEST_FORMAT:
             raise ValueError(

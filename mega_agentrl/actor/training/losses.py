@@ -29,8 +29,8 @@ from mega_agentrl.algo import policy_loss
 from mega_agentrl.algo.masking import masked_mean
 from mega_agentrl.algo.shape_checks import check_same_shape
 from mega_agentrl.config.algorithm_traits import LOSSES, LossTraits
-from mega_agentrl.config.declarations import Range
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.ranges import Range
 from mega_agentrl.config.user_code import load_user_object
 
 if TYPE_CHECKING:

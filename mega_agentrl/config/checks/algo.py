@@ -11,6 +11,7 @@ Unusual settings that may be intended are a `UserWarning`.
 
 from __future__ import annotations
 
+import os.path
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES
 from mega_agentrl.config.enums import AresMode, Branching, KlPlacement, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import reading
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -201,14 +203,16 @@ def _check_ares(algo: AlgoConfig) -> None:
 
 def _check_trigger_words(file: str) -> None:
     expected = "a text file of trigger words, one per line, or empty for every token"
-    if not Path(file).is_file():
+    if not os.path.isfile(file):
         raise ConfigError(
             "algo.ares.trigger_words_file",
             file,
             expected,
             f"the file does not exist below the working folder {Path.cwd()}",
         )
-    if not Path(file).read_text(encoding="utf-8", errors="replace").strip():
+    with reading("algo.ares.trigger_words_file", file, expected):
+        text = Path(file).read_text(encoding="utf-8")
+    if not text.strip():
         raise ConfigError("algo.ares.trigger_words_file", file, expected, "the file is empty")
 
 

@@ -6,6 +6,7 @@ may be anything. Checks that need the tools or the rows of the data are in `rewa
 
 from __future__ import annotations
 
+import os.path
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +47,7 @@ def check_files(config: TrainConfig) -> None:
         needed["rollout.interaction_config_file"] = config.rollout.interaction_config_file
     for key, value in needed.items():
         _check_file_exists(key, value)
-    if Path(config.run_dir).exists() and not Path(config.run_dir).is_dir():
+    if os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
         raise ConfigError(
             "run_dir",
             config.run_dir,
@@ -80,7 +81,7 @@ def check_data(config: TrainConfig) -> None:
 def _check_file_exists(key: str, value: str) -> None:
     if not value:
         raise ConfigError(key, value, "a file", "the setting was left empty")
-    if not Path(value).is_file():
+    if not os.path.isfile(value):  # `Path.is_file` raises an error for a name that is too long
         raise ConfigError(
             key,
             value,
@@ -115,7 +116,7 @@ def check_reward(config: TrainConfig) -> None:
 
 def _check_hosted_reward_model(reward: RewardConfig) -> None:
     folder = reward.model.path_or_url
-    if not (Path(folder) / "config.json").is_file():
+    if not os.path.isfile(Path(folder) / "config.json"):
         raise ConfigError(
             "reward.model.path_or_url",
             folder,

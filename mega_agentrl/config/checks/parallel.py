@@ -8,12 +8,13 @@ memory.
 
 from __future__ import annotations
 
-import json
+import os.path
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import read_json
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -30,7 +31,7 @@ _OTHER_MODEL = "a size chosen for another model"
 def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
     """Read `config.json` of a supported Hugging Face checkpoint folder."""
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             key,
             str(folder),
@@ -38,24 +39,16 @@ def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
             "there is no config.json in it, because it has not been downloaded or created yet "
             "(`make smoke` creates runs/toolqa/model), or the working folder is another",
         )
-    try:
-        model = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            key,
-            str(folder),
-            "a folder with the config.json that transformers writes",
-            f"an interrupted copy: config.json is not valid JSON ({error})",
-        ) from error
-    got = model.get("architectures") if isinstance(model, dict) else None
-    if not isinstance(got, list) or not set(got) & set(SUPPORTED_ARCHITECTURES):
+    model = read_json(path, key, "a folder with the config.json that transformers writes")
+    got = model.get("architectures")
+    if not isinstance(got, list) or not any(name in SUPPORTED_ARCHITECTURES for name in got):
         raise ConfigError(
             key,
             str(folder),
             f"a model with one of the architectures {', '.join(SUPPORTED_ARCHITECTURES)}",
             f"another model family, architectures={got}",
         )
-    return dict(model)
+    return model
 
 
 def read_model_size(config: TrainConfig, model: dict[str, Any], name: str) -> int:

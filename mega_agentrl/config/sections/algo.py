@@ -8,8 +8,7 @@ options, which it declares itself (`config.declarations`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import Any
+from typing import Annotated, Any
 
 from mega_agentrl.config.algorithm_traits import (
     ESTIMATORS,
@@ -26,32 +25,33 @@ from mega_agentrl.config.enums import (
     RolloutCorrection,
 )
 from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.ranges import Length, Range, Section
 from mega_agentrl.config.user_code import is_user_code, parse_choice
 
 
 @dataclass
-class EgpoConfig:
+class EgpoConfig(Section, key="algo.egpo"):
     """EGPO (arXiv 2508.05118): adds lam * clip(H, -|A| / alpha, |A| / alpha) to the advantage A.
 
     H is the mean entropy of the chain of thought.
     """
 
-    lam: float = 0.0
+    lam: Annotated[float, Range(at_least=0, at_most=1000)] = 0.0
     """Weight of the bonus; 0 disables it. At or above `alpha` the bonus may change the sign of an
     advantage."""
-    alpha: float = 2.0
+    alpha: Annotated[float, Range(above=1, at_most=1_000_000)] = 2.0
     """Clip bound of the bonus relative to the advantage."""
-    cot_markers: list[str] = field(default_factory=lambda: ["<think>", "</think>"])
+    cot_markers: Annotated[list[str], Length(at_least=2, at_most=2)] = field(
+        default_factory=lambda: ["<think>", "</think>"]
+    )
     """Strings that open and close the chain of thought."""
     cot_blocks: CotBlocks = CotBlocks.first
     """Parts of a response that count as its chain of thought."""
 
     def __post_init__(self) -> None:
-        lam, alpha = self.lam, self.alpha
-        check_range(isfinite(lam) and lam >= 0, "algo.egpo.lam", lam, "above 0, or 0 for no bonus")
-        check_range(isfinite(alpha) and alpha > 1, "algo.egpo.alpha", alpha, "above 1")
+        super().__post_init__()
         check_range(
-            len(self.cot_markers) == 2 and all(self.cot_markers),
+            all(self.cot_markers),
             "algo.egpo.cot_markers",
             self.cot_markers,
             "two strings, the opening and the closing marker",
@@ -59,7 +59,7 @@ class EgpoConfig:
 
 
 @dataclass
-class AresConfig:
+class AresConfig(Section, key="algo.ares"):
     """ARES (arXiv 2510.08457): rewards and KL weights that depend on the difficulty of a prompt."""
 
     mode: AresMode = AresMode.off
@@ -74,6 +74,7 @@ class AresConfig:
     """Skip prompts that the policy solves with low entropy."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in ("bootstrap", "skip_mastered"):
             check_range(
                 self.mode is not AresMode.off or not getattr(self, key),
@@ -84,7 +85,7 @@ class AresConfig:
 
 
 @dataclass
-class AlgoConfig:
+class AlgoConfig(Section, key="algo"):
     """The training objective: advantages, policy loss and KL penalty."""
 
     advantage: str = "grpo"
@@ -93,7 +94,7 @@ class AlgoConfig:
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Values for options of the estimator in place of their defaults
     (`algo.advantage_options.lam=0.95`)."""
-    entropy_advantage_weight: float = 0.0
+    entropy_advantage_weight: Annotated[float, Range(at_least=0, at_most=1000)] = 0.0
     """AEPO's weight of a token's entropy in its advantage; 0 disables it."""
     loss: str = "clipped"
     """Name of a policy loss, or a user function: `package.module:function` or
@@ -103,20 +104,20 @@ class AlgoConfig:
     (`algo.loss_options.clip_high=0.28`)."""
     loss_aggregation: LossAggregation = LossAggregation.token_mean
     """Reduction of per-token losses to a scalar."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Range(at_least=0, at_most=1000)] = 0.0
     """Coefficient of the entropy bonus."""
     rollout_correction: RolloutCorrection = RolloutCorrection.none
     """Importance weights for the mismatch between the engine's and the policy's log-probs."""
-    rollout_correction_cap: float = 2.0
+    rollout_correction_cap: Annotated[float, Range(at_least=1, at_most=1_000_000)] = 2.0
     """Largest importance weight C."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, Range(at_least=0, at_most=1000)] = 0.0
     """Coefficient of the KL penalty; at 0 the reference log-probs are not computed, except for
     ARES."""
     kl_estimator: KlEstimator = KlEstimator.k3
     """Estimator of the KL divergence from the reference policy."""
     kl_placement: KlPlacement = KlPlacement.loss
     """Whether the KL penalty is part of the loss or of the reward."""
-    kl_target: float | None = None
+    kl_target: Annotated[float | None, Range(above=0, at_most=1000, unit="nats")] = None
     """Target KL in nats per token towards which the coefficient is adapted, by up to 20 % in ten
     thousand optimizer steps; null keeps it fixed."""
     egpo: EgpoConfig = field(default_factory=EgpoConfig)
@@ -125,21 +126,15 @@ class AlgoConfig:
     """ARES shaping."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.advantage = parse_choice(self.advantage, ESTIMATORS.registered(), ESTIMATORS.key)
         self.loss = parse_choice(self.loss, LOSSES.registered(), LOSSES.key)
-        for key in ("entropy_advantage_weight", "entropy_coef", "kl_coef"):
-            value = getattr(self, key)
-            check_range(isfinite(value) and value >= 0, f"algo.{key}", value, "at least 0")
-        cap = self.rollout_correction_cap
-        check_range(isfinite(cap) and cap >= 1, "algo.rollout_correction_cap", cap, "at least 1")
-        if self.kl_target is not None:
-            check_range(self.kl_target > 0, "algo.kl_target", self.kl_target, "above 0, or null")
-            check_range(
-                self.kl_coef > 0,
-                "algo.kl_coef",
-                self.kl_coef,
-                f"above 0 with algo.kl_target={self.kl_target}, which needs an initial coefficient",
-            )
+        check_range(
+            self.kl_target is None or self.kl_coef > 0,
+            "algo.kl_coef",
+            self.kl_coef,
+            f"above 0 with algo.kl_target={self.kl_target}, which needs an initial coefficient",
+        )
 
     @property
     def estimator(self) -> EstimatorTraits:

@@ -14,12 +14,14 @@ no files.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from mega_agentrl.config.enums import PromptOrder, Truncation
-from mega_agentrl.config.errors import ConfigError, check_minimums, check_range
+from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.ranges import MAX_TOKENS, Range, Section
 
 _CLASS_PATH_RE = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 _WEIGHT_RE = re.compile(r"(.+)@(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
@@ -68,8 +70,9 @@ def parse_data_files(value: object, key: str) -> tuple[DataFile, ...]:
         return ()
     files = tuple(_parse_data_file(entry, key) for entry in entries)
     paths = [file.local_path or file.path for file in files]
+    counts = Counter(paths)
     for file, path in zip(files, paths, strict=True):
-        if paths.count(path) > 1:
+        if counts[path] > 1:
             raise ConfigError(
                 key,
                 value,
@@ -93,15 +96,16 @@ def _parse_data_file(entry: str, key: str) -> DataFile:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section, key="data"):
     """Sources of the prompts, their processing and their order."""
 
     train: Any = ""
     """Training files in the RL format, one or a list, optionally with weights:
     `data.train=[a.parquet,b.jsonl@0.5]`. Parquet, JSONL and JSONL.gz; local paths or fsspec URLs
-    (`s3://`, `gs://`, `hf://`, `https://`, ...), which are downloaded to a local cache."""
+    (`s3://`, `gs://`, `hf://`, `https://`, ...), which are downloaded to a local cache.
+    Required."""
     validation: Any = ""
-    """Validation files, as `data.train` but without weights."""
+    """Validation files, as `data.train` but without weights. Required."""
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages, or a string that becomes one user message."""
     reward_fn_key: str = "data_source"
@@ -111,9 +115,9 @@ class DataConfig:
     dataset_class: str = ""
     """User class that provides the rows instead of the files, `package.module:Class` or
     `/folder/file.py:Class`; empty for none."""
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, Range(at_least=1, at_most=1_000_000)] = 32
     """Prompts per RL step."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=MAX_TOKENS, unit="tokens")] = 1024
     """Maximum length of a prompt."""
     truncation: Truncation = Truncation.error
     """Treatment of longer prompts."""
@@ -121,7 +125,7 @@ class DataConfig:
     """Order of the training prompts."""
 
     def __post_init__(self) -> None:
-        check_minimums(self, "data", prompts_per_step=1, max_prompt_tokens=1)
+        super().__post_init__()
         for key in ("prompt_key", "reward_fn_key"):
             column = getattr(self, key)
             check_range(bool(column.strip()), f"data.{key}", column, "the name of a column")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from mega_agentrl.config.enums import Dtype, LrSchedule
-from mega_agentrl.config.errors import check_minimums, check_range
+from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.ranges import MAX_STEPS, MAX_TOKENS, Length, Range, Section
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section, key="model"):
     """The model that is trained and its reference."""
 
     path: str = ""
-    """Folder of the Hugging Face checkpoint that the run starts from."""
+    """Folder of the Hugging Face checkpoint that the run starts from; required."""
     reference_path: str = ""
     """Folder of the reference model of the KL term, of the same shape and vocabulary; empty uses
     the weights at the start of RL."""
@@ -23,22 +25,22 @@ class ModelConfig:
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Section, key="parallel"):
     """Parallel layout of the policy on tensor * context * data * pipeline ranks."""
 
-    tensor: int = 1
+    tensor: Annotated[int, Range(at_least=1, at_most=1024, unit="ranks")] = 1
     """Tensor-parallel size."""
-    pipeline: int = 1
+    pipeline: Annotated[int, Range(at_least=1, at_most=1024, unit="ranks")] = 1
     """Pipeline-parallel size."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: Annotated[int, Range(at_least=1, at_most=1024, unit="stages")] = 1
     """Virtual pipeline stages (model chunks) per pipeline rank; 1 is plain 1F1B."""
-    data: int = 1
+    data: Annotated[int, Range(at_least=1, at_most=65_536, unit="ranks")] = 1
     """Data-parallel size."""
-    context: int = 1
+    context: Annotated[int, Range(at_least=1, at_most=1024, unit="ranks")] = 1
     """Context-parallel size: ranks that share the tokens of a row."""
-    expert: int = 1
+    expert: Annotated[int, Range(at_least=1, at_most=1024, unit="ranks")] = 1
     """Expert-parallel size; it divides tensor * context * data and adds no ranks."""
-    expert_tensor: int | None = None
+    expert_tensor: Annotated[int | None, Range(at_least=1, at_most=1024, unit="ranks")] = None
     """Tensor-parallel size within an expert; null is `parallel.tensor` if `parallel.expert` is 1,
     else 1."""
     sequence_parallel: bool = False
@@ -46,18 +48,6 @@ class ParallelConfig:
     distributed_optimizer: bool = True
     """Shard master weights and optimizer moments over the data ranks instead of replicating
     them."""
-
-    def __post_init__(self) -> None:
-        check_minimums(
-            self, "parallel", tensor=1, pipeline=1, virtual_pipeline=1, data=1, context=1, expert=1
-        )
-        if self.expert_tensor is not None:
-            check_range(
-                self.expert_tensor >= 1,
-                "parallel.expert_tensor",
-                self.expert_tensor,
-                "at least 1, or null",
-            )
 
     @property
     def world_size(self) -> int:
@@ -73,79 +63,55 @@ class ParallelConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Section, key="optim"):
     """Adam optimizer, learning-rate schedule and batching of an update."""
 
-    lr: float = 1e-6
+    lr: Annotated[float, Range(at_least=0, at_most=10)] = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: LrSchedule = LrSchedule.constant
     """Decay from `optim.lr` to `optim.min_lr` at the end of the run."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """Optimizer steps of linear learning-rate warm-up."""
-    min_lr: float = 0.0
+    min_lr: Annotated[float, Range(at_least=0, at_most=10)] = 0.0
     """Learning rate at the end of the decay."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Range(at_least=0, at_most=100)] = 0.01
     """Weight decay."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: Annotated[list[float], Length(at_least=2, at_most=2), Range(at_least=0, below=1)] = (
+        field(default_factory=lambda: [0.9, 0.999])
+    )
     """Decay rates of Adam's moments."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, Range(above=0, at_most=1_000_000_000)] = 1.0
     """Maximum gradient norm."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Annotated[int, Range(at_least=1, at_most=MAX_TOKENS, unit="tokens")] = 16384
     """Token budget of one forward pass on one rank."""
-    num_minibatches: int = 1
+    num_minibatches: Annotated[int, Range(at_least=1, at_most=1_000_000)] = 1
     """Optimizer steps per batch of rollouts."""
-    critic_lr: float = 1e-5
+    critic_lr: Annotated[float, Range(at_least=0, at_most=10)] = 1e-5
     """Constant learning rate of the critic (`algo.advantage=gae`); its other settings are the
     policy's."""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """RL steps at the start in which only the critic is updated."""
 
     def __post_init__(self) -> None:
-        check_minimums(
-            self,
-            "optim",
-            lr=0,
-            lr_warmup_steps=0,
-            critic_lr=0,
-            critic_warmup_steps=0,
-            micro_batch_tokens=1,
-            num_minibatches=1,
-        )
-        check_range(
-            0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"0 to optim.lr={self.lr}"
-        )
-        check_range(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "optim.betas",
-            self.betas,
-            "two numbers in [0, 1)",
-        )
-        check_range(self.grad_clip > 0, "optim.grad_clip", self.grad_clip, "above 0")
+        super().__post_init__()
+        check_range(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"0 to optim.lr={self.lr}")
 
 
 @dataclass
-class SftConfig:
+class SftConfig(Section, key="sft"):
     """Supervised warm start before RL."""
 
-    max_steps: int = 0
+    max_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """Maximum number of steps; 0 skips the warm start."""
     train_data: str = ""
-    """Parquet or JSONL file of chat messages (column `messages`)."""
+    """Parquet or JSONL file of chat messages (column `messages`); required for a warm start."""
     dev_data: str = ""
-    """File in the RL format on which the sampled success is measured."""
-    batch_size: int = 32
+    """File in the RL format on which the sampled success is measured; required for a warm
+    start."""
+    batch_size: Annotated[int, Range(at_least=1, at_most=1_000_000)] = 32
     """Conversations per step."""
-    lr: float = 1e-3
+    lr: Annotated[float, Range(at_least=0, at_most=10)] = 1e-3
     """Learning rate."""
-    target_success_rate: float = 0.3
+    target_success_rate: Annotated[float, Range(above=0, at_most=1)] = 0.3
     """The warm start ends when the success on the first `evaluate.num_questions` dev questions
     reaches this rate and no data source is close to zero."""
-
-    def __post_init__(self) -> None:
-        check_minimums(self, "sft", max_steps=0, batch_size=1)
-        check_range(
-            0 < self.target_success_rate <= 1,
-            "sft.target_success_rate",
-            self.target_success_rate,
-            "(0, 1]",
-        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
+from typing import Annotated
 
 from mega_agentrl.config.enums import FunctionCallMatch
 from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.ranges import MAX_TIMEOUT_S, Range, Section
 
 DEFAULT_SOURCE = "default"
 FUNCTION_CALL_SOURCES = (
@@ -21,19 +22,20 @@ BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PA
 
 
 @dataclass
-class RewardModelConfig:
+class RewardModelConfig(Section, key="reward.model"):
     """The reward part `model`: a learned reward model."""
 
     path_or_url: str = ""
     """Folder of a Hugging Face checkpoint with a score head, which Megatron serves beside the
     policy; or the URL of an OpenAI-compatible server (`http://host:8000/v1`), whose answer is
-    parsed as a number."""
+    parsed as a number. Required with the part."""
     served_model_name: str = ""
-    """Name of the model on that server."""
+    """Name of the model on that server; required with a URL."""
     api_key_env: str = ""
     """Environment variable that holds the server's API key; empty for none."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(
             not self.is_remote or bool(self.served_model_name),
             "reward.model.served_model_name",
@@ -48,7 +50,7 @@ class RewardModelConfig:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Section, key="reward"):
     r"""The reward of a trajectory: a weighted sum of named parts.
 
     Parts are `arpo` (scores the text), `arpo_released` (the published rule), `function_call`,
@@ -56,7 +58,9 @@ class RewardConfig:
     tool, whose step rewards and final reward are added.
     """
 
-    rubric: dict[str, dict[str, float]] = field(default_factory=dict)
+    rubric: Annotated[
+        dict[str, dict[str, float]], Range(at_least=-1_000_000, at_most=1_000_000)
+    ] = field(default_factory=dict)
     """Weight of each part by data source; `default` applies to all other sources
     (`+reward.rubric.default={arpo:1,gsm8k:0.5}`). If empty, `function_call` for data sources of
     function calls and `arpo` for all others. The first part of a source decides whether an answer
@@ -64,13 +68,13 @@ class RewardConfig:
     functions: dict[str, str] = field(default_factory=dict)
     """User functions by part name (`+reward.functions.mine=/folder/file.py:compute_score`, or
     `package.module:compute_score`)."""
-    correct_threshold: float = 1.0
+    correct_threshold: Annotated[float, Range(at_least=-1_000_000_000, at_most=1_000_000_000)] = 1.0
     """Accuracy, or reward of a user function, from which an answer is correct."""
     function_call_match: FunctionCallMatch = FunctionCallMatch.ast
     """Comparison of function calls with the expected ones."""
-    num_workers: int = 2
+    num_workers: Annotated[int, Range(at_least=1, at_most=4096)] = 2
     """Processes that run user functions."""
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 30.0
     """Timeout of a call of a user function or of the reward model."""
     worker_env_vars: list[str] = field(default_factory=list)
     """Environment variables that these processes may see."""
@@ -78,11 +82,10 @@ class RewardConfig:
     """The reward model."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for source, parts in self.rubric.items():
             key = f"reward.rubric.{source}"
             check_range(bool(parts), key, parts, "at least one part with its weight")
-            for name, weight in parts.items():
-                check_range(isfinite(weight), f"{key}.{name}", weight, "a finite number")
         for name in self.functions:
             check_range(
                 name not in BUILT_IN_PARTS,
@@ -90,8 +93,6 @@ class RewardConfig:
                 self.functions[name],
                 f"another name: {', '.join(BUILT_IN_PARTS)} are built in",
             )
-        check_range(self.num_workers >= 1, "reward.num_workers", self.num_workers, "at least 1")
-        check_range(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "above 0")
         check_range(
             MODEL_PART not in self.part_names or bool(self.model.path_or_url),
             "reward.model.path_or_url",

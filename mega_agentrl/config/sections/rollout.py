@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf, isfinite
-from typing import Any
+from typing import Annotated, Any
 
 from mega_agentrl.config.enums import (
     Branching,
@@ -14,12 +13,25 @@ from mega_agentrl.config.enums import (
     InvalidCallAction,
     TemplateCheck,
 )
-from mega_agentrl.config.errors import check_minimums, check_range
+from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.ranges import (
+    MAX_TIMEOUT_S,
+    MAX_TOKENS,
+    Length,
+    Range,
+    Section,
+)
 from mega_agentrl.config.user_code import is_user_code, parse_choice
+
+MAX_GROUP_SIZE = 65_536
+"""Maximum number of trajectories of a prompt."""
+_MAX_LOGPROBS = 20
+"""vLLM's default limit of log-probs per token."""
+_WEIGHT = Range(at_least=-1_000_000, at_most=1_000_000)
 
 
 @dataclass
-class BranchConfig:
+class BranchConfig(Section, key="rollout.branch"):
     """Conditions under which a trajectory forks, and the number of forks.
 
     A trajectory forks when alpha + beta * (H - H_root) > tau (arXiv 2507.19849), where H is the
@@ -27,110 +39,62 @@ class BranchConfig:
     side with a random number instead of tau.
     """
 
-    alpha: float = 0.5
+    alpha: Annotated[float, _WEIGHT] = 0.5
     """Base of the branching probability."""
-    beta: float = 0.2
+    beta: Annotated[float, _WEIGHT] = 0.2
     """Weight of the entropy change."""
-    tau: float = 0.5
+    tau: Annotated[float, _WEIGHT] = 0.5
     """Threshold of the branching probability."""
-    consecutive_penalty: float = 0.05
+    consecutive_penalty: Annotated[float, Range(at_least=0, at_most=1)] = 0.05
     """Fraction by which `rollout.branching=aepo` lowers the probability for every consecutive
     fork."""
-    num_probe_tokens: int = 20
+    num_probe_tokens: Annotated[int, Range(at_least=0, at_most=MAX_TOKENS, unit="tokens")] = 20
     """Tokens sampled after a tool's answer whose mean entropy in nats is H; 0 never forks."""
-    initial_rollouts: int | None = None
+    initial_rollouts: Annotated[int | None, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = None
     """Roots per prompt, N in ARPO; null is half of `rollout.group_size`, or, with aepo, a number
     computed from a first monitored root."""
-    num_forks_per_decision: int = 1
+    num_forks_per_decision: Annotated[int, Range(at_least=0, at_most=MAX_GROUP_SIZE)] = 1
     """Forks per decision, Z in ARPO (beam_size - 1 in the released code)."""
     fork_budget: ForkBudgetMode = ForkBudgetMode.partitioned
     """Distribution of a prompt's forks over its paths; `released` has its own rule."""
-    entropy_estimate_top_k: int = 0
+    entropy_estimate_top_k: Annotated[int, Range(at_least=0, at_most=_MAX_LOGPROBS)] = 0
     """Above 0, also estimate each entropy from the K most probable tokens, as the released code
     does, and report the error. Needs temperature 1."""
 
-    def __post_init__(self) -> None:
-        for key in ("alpha", "beta", "tau"):
-            value = getattr(self, key)
-            check_range(isfinite(value), f"rollout.branch.{key}", value, "a finite number")
-        penalty = self.consecutive_penalty
-        check_range(
-            0 <= penalty <= 1, "rollout.branch.consecutive_penalty", penalty, "between 0 and 1"
-        )
-        check_range(
-            0 <= self.entropy_estimate_top_k <= 20,  # vLLM's limit
-            "rollout.branch.entropy_estimate_top_k",
-            self.entropy_estimate_top_k,
-            "between 0 (off) and 20",
-        )
-        num_tokens = self.num_probe_tokens
-        check_range(
-            num_tokens >= 0,
-            "rollout.branch.num_probe_tokens",
-            num_tokens,
-            "at least 0 (which never forks)",
-        )
-        roots = self.initial_rollouts
-        check_range(
-            roots is None or roots >= 1,
-            "rollout.branch.initial_rollouts",
-            roots,
-            "null, or at least 1",
-        )
-        check_range(
-            self.num_forks_per_decision >= 0,
-            "rollout.branch.num_forks_per_decision",
-            self.num_forks_per_decision,
-            "at least 0 (which never forks)",
-        )
-
 
 @dataclass
-class GroupSelectionConfig:
+class GroupSelectionConfig(Section, key="rollout"):
     """Selection of the groups (all trajectories of a prompt) of a step, and the wait for them."""
 
     filter_metric: FilterMetric = FilterMetric.none
     """Metric by whose group mean groups are filtered; filtered groups are replaced by other
     prompts."""
-    filter_range: list[float] = field(default_factory=lambda: [0.01, 0.99])
+    filter_range: Annotated[
+        list[float],
+        Length(at_least=2, at_most=2),
+        Range(at_least=-1_000_000_000, at_most=1_000_000_000),
+    ] = field(default_factory=lambda: [0.01, 0.99])
     """Open interval of the group mean within which a group is kept."""
-    num_oversampled_prompts: int = 0
+    num_oversampled_prompts: Annotated[int, Range(at_least=0, at_most=1_000_000)] = 0
     """Prompts started in a step beyond `data.prompts_per_step`."""
-    min_finished_fraction: float = 1.0
+    min_finished_fraction: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Fraction of `data.prompts_per_step` groups after which the straggler timeout starts."""
-    straggler_timeout_s: float = 0.0
+    straggler_timeout_s: Annotated[float, Range(at_least=0, at_most=MAX_TIMEOUT_S, unit="s")] = 0.0
     """Time that unfinished groups have after `rollout.min_finished_fraction` is reached; 0 is no
     limit."""
     partial_rollout: bool = False
     """Continue unfinished or surplus groups in the next step, with its weights, instead of dropping
     them."""
-    max_staleness: int = 0
+    max_staleness: Annotated[int, Range(at_least=0, at_most=1000, unit="steps")] = 0
     """Maximum age of a trained token in updates, and number of steps that sampling may be ahead of
     training. 0 is synchronous; 1 trains on a step while the next is sampled; above 1 sampling also
     continues while weights are sent. See `algo.rollout_correction`."""
 
     def __post_init__(self) -> None:
-        check_range(
-            isfinite(self.straggler_timeout_s),
-            "rollout.straggler_timeout_s",
-            self.straggler_timeout_s,
-            "finite",
-        )
+        super().__post_init__()
         ends = self.filter_range
         check_range(
-            len(ends) == 2 and all(map(isfinite, ends)) and ends[0] < ends[1],
-            "rollout.filter_range",
-            ends,
-            "two finite numbers, the lower one first",
-        )
-        check_minimums(
-            self, "rollout", num_oversampled_prompts=0, straggler_timeout_s=0, max_staleness=0
-        )
-        check_range(
-            0 < self.min_finished_fraction <= 1,
-            "rollout.min_finished_fraction",
-            self.min_finished_fraction,
-            "in (0, 1]",
+            ends[0] < ends[1], "rollout.filter_range", ends, "two numbers, the lower one first"
         )
         check_range(
             self.min_finished_fraction == 1 or self.straggler_timeout_s > 0,
@@ -145,7 +109,7 @@ class GroupSelectionConfig:
 class RolloutConfig(GroupSelectionConfig):
     """Sampling of trajectories and selection of the groups to train on (`GroupSelectionConfig`)."""
 
-    group_size: int = 8
+    group_size: Annotated[int, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = 8
     """Trajectories per prompt, M in ARPO."""
     branching: str = "after_result"
     """Rule that decides where a trajectory forks: none, after_result (ARPO's paper), aepo (which
@@ -155,19 +119,19 @@ class RolloutConfig(GroupSelectionConfig):
     """Values for options of a user's rule in place of their defaults."""
     branch: BranchConfig = field(default_factory=BranchConfig)
     """Parameters of all branching rules."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(above=0, at_most=100)] = 1.0
     """Sampling temperature."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling threshold; 1 disables it."""
-    top_k: int = 0
+    top_k: Annotated[int, Range(at_least=0, at_most=1_000_000)] = 0
     """Number of most probable tokens to sample from; 0 disables it."""
-    max_response_tokens: int = 2048
+    max_response_tokens: Annotated[int, Range(at_least=1, at_most=MAX_TOKENS, unit="tokens")] = 2048
     """Maximum number of response tokens of a trajectory, tool answers included."""
-    max_turns: int = 8
+    max_turns: Annotated[int, Range(at_least=1, at_most=100_000)] = 8
     """Maximum number of assistant turns of a trajectory."""
-    max_tool_calls: int = 3
+    max_tool_calls: Annotated[int, Range(at_least=0, at_most=100_000)] = 3
     """Maximum number of tool calls of a trajectory."""
-    trajectory_timeout_s: float = 0.0
+    trajectory_timeout_s: Annotated[float, Range(at_least=0, at_most=MAX_TIMEOUT_S, unit="s")] = 0.0
     """Maximum duration of a trajectory; 0 is no limit. A fork continues its parent's clock."""
     call_protocol: CallProtocol = CallProtocol.tags
     """Syntax of tool calls."""
@@ -184,21 +148,13 @@ class RolloutConfig(GroupSelectionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.branching = parse_choice(self.branching, Branching, "rollout.branching")
-        check_minimums(
-            self, "rollout", group_size=1, max_response_tokens=1, max_turns=1, max_tool_calls=0
-        )
-        check_range(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
         check_range(
             not self.branch.entropy_estimate_top_k or self.temperature == 1,
             "rollout.branch.entropy_estimate_top_k",
             self.branch.entropy_estimate_top_k,
             f"0 unless rollout.temperature={self.temperature} is 1, at which the engine lists them",
         )
-        check_range(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         limit_s = self.trajectory_timeout_s
-        check_range(
-            0 <= limit_s < inf, "rollout.trajectory_timeout_s", limit_s, "seconds, 0 for no limit"
-        )
         check_range(
             not (limit_s and self.partial_rollout),
             "rollout.trajectory_timeout_s",

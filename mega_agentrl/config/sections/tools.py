@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from mega_agentrl.config.enums import PythonMode, SandboxIsolation, SearchBackend
-from mega_agentrl.config.errors import check_minimums, check_range
+from mega_agentrl.config.errors import check_range
+from mega_agentrl.config.ranges import MAX_TIMEOUT_S, MAX_TOKENS, Range, Section
 
 ANY_DOMAIN = "*"
 _MIN_TOKENS_PER_DOCUMENT = 4
@@ -13,7 +15,7 @@ _MIN_TOKENS_PER_DOCUMENT = 4
 
 
 @dataclass
-class PythonToolConfig:
+class PythonToolConfig(Section, key="tool.python"):
     """The sandboxed Python interpreter.
 
     Fixed limits are 4000 characters of output, 64 processes, 256 open files per process, and 64 MiB
@@ -25,24 +27,20 @@ class PythonToolConfig:
     trajectory, which forks with it."""
     isolation: SandboxIsolation = SandboxIsolation.bubblewrap
     """Isolation of sandboxed code from this machine."""
-    num_hosts: int = 0
+    num_hosts: Annotated[int, Range(at_least=0, at_most=65_536)] = 0
     """Ray actors that run sandboxes, spread over the nodes of the cluster; 0 runs them on the
     driver. They use only nodes with the resource `sandbox_host` if there are any (`ray start
     --resources='{"sandbox_host": 1}'`)."""
-    num_workers: int = 2
+    num_workers: Annotated[int, Range(at_least=1, at_most=4096)] = 2
     """Warm sandboxes, and concurrent calls, of each host."""
-    timeout_s: float = 10.0
+    timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 10.0
     """Wall-clock limit of a call; also the CPU-time limit of each of its processes."""
-    memory_limit_mib: int = 512
+    memory_limit_mib: Annotated[int, Range(at_least=64, at_most=16_777_216, unit="MiB")] = 512
     """Address-space limit of a process beyond the warm interpreter. All processes and files of a
     trajectory and its forks are limited to four times as much where a control group can be
     created."""
     preload_modules: list[str] = field(default_factory=lambda: ["numpy", "sympy", "pandas"])
     """Modules imported once in every warm interpreter; more modules make forks slower."""
-
-    def __post_init__(self) -> None:
-        check_range(self.timeout_s > 0, "tool.python.timeout_s", self.timeout_s, "above 0")
-        check_minimums(self, "tool.python", num_hosts=0, num_workers=1, memory_limit_mib=64)
 
     @property
     def total_memory_mib(self) -> int:
@@ -51,7 +49,7 @@ class PythonToolConfig:
 
 
 @dataclass
-class SearchToolConfig:
+class SearchToolConfig(Section, key="tool.search"):
     """Search in a local corpus, a retrieval server or a web-search API."""
 
     backend: SearchBackend = SearchBackend.local
@@ -62,10 +60,11 @@ class SearchToolConfig:
     api_key_env: str = ""
     """Environment variable that holds the API key, which is sent as `X-API-KEY` and as a bearer
     token; empty for none."""
-    top_k: int = 1
+    top_k: Annotated[int, Range(at_least=1, at_most=1000)] = 1
     """Documents per answer."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backend is not SearchBackend.local:
             check_range(
                 self.source.startswith(("http://", "https://")),
@@ -73,7 +72,6 @@ class SearchToolConfig:
                 self.source,
                 f"http://... or https://... with tool.search.backend={self.backend}",
             )
-        check_range(self.top_k >= 1, "tool.search.top_k", self.top_k, "at least 1")
 
     @property
     def is_enabled(self) -> bool:
@@ -82,7 +80,7 @@ class SearchToolConfig:
 
 
 @dataclass
-class BrowseToolConfig:
+class BrowseToolConfig(Section, key="tool.browse"):
     """Read a page of the public web; private addresses are never read."""
 
     allowed_domains: list[str] = field(default_factory=list)
@@ -91,6 +89,7 @@ class BrowseToolConfig:
     """Domains that may not be read; they take precedence."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in ("allowed_domains", "denied_domains"):
             for name in getattr(self, key):
                 is_wildcard = key == "allowed_domains" and self.allowed_domains == [ANY_DOMAIN]
@@ -115,23 +114,18 @@ class BrowseToolConfig:
 
 
 @dataclass
-class WebRequestConfig:
+class WebRequestConfig(Section, key="tool.web"):
     """Limits of search and browse requests; each tool has its own."""
 
-    timeout_s: float = 20.0
+    timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 20.0
     """Timeout of a call, retries included."""
-    max_calls_per_s: float = 10.0
+    max_calls_per_s: Annotated[float, Range(at_least=0, at_most=1_000_000, unit="1/s")] = 10.0
     """Rate limit over all trajectories of the process; 0 is none. Local searches are not
     limited."""
 
-    def __post_init__(self) -> None:
-        check_range(self.timeout_s > 0, "tool.web.timeout_s", self.timeout_s, "above 0")
-        rate = self.max_calls_per_s
-        check_range(rate >= 0, "tool.web.max_calls_per_s", rate, "at least 0")
-
 
 @dataclass
-class ToolCacheConfig:
+class ToolCacheConfig(Section, key="tool.cache"):
     """Cache of web answers in an SQLite file that the processes of a machine share."""
 
     path: str = "runs/tool_cache.sqlite"
@@ -139,12 +133,14 @@ class ToolCacheConfig:
 
 
 @dataclass
-class ToolConfig:
+class ToolConfig(Section, key="tool"):
     """The tools of the run."""
 
     user_tools_file: str = ""
     """Yaml list of user tools; empty for none."""
-    max_response_tokens: int = 1024
+    max_response_tokens: Annotated[int, Range(at_least=16, at_most=MAX_TOKENS, unit="tokens")] = (
+        1024
+    )
     """Maximum length of an answer of search or browse; the documents of a search share it."""
     python: PythonToolConfig = field(default_factory=PythonToolConfig)
     """Python interpreter."""
@@ -158,7 +154,8 @@ class ToolConfig:
     """Cache of web answers."""
 
     def __post_init__(self) -> None:
-        least = max(16, _MIN_TOKENS_PER_DOCUMENT * self.search.top_k)
+        super().__post_init__()
+        least = _MIN_TOKENS_PER_DOCUMENT * self.search.top_k
         check_range(
             self.max_response_tokens >= least,
             "tool.max_response_tokens",

@@ -7,7 +7,6 @@ The same rows give the same bytes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mega_agentrl.config.input_files import parse_json, reading
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.data.table_reader import read_rows
 from mega_agentrl.types.atomic_file import atomic_path
@@ -65,12 +65,8 @@ def _read_file(path: Path) -> list[SourceRow]:
     if path.suffix == ".parquet":
         values = read_rows(path, key="--input", columns=())
         return [SourceRow(str(path), number, row) for number, row in enumerate(values)]
-    try:
+    with reading("--input", path, "a readable file in UTF-8, not compressed"):
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--input {path}: {error.strerror}, expected a readable file") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--input {path}: {error}, expected UTF-8; is it compressed?") from error
     is_list = path.suffix == ".json" and text.lstrip().startswith("[")
     rows = _parse_json(text, str(path), 0) if is_list else _parse_jsonl(text, str(path))
     if not rows:
@@ -96,10 +92,5 @@ def _parse_jsonl(text: str, file: str) -> list[Any]:
 
 
 def _parse_json(text: str, file: str, number: int) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(
-            f"--input {file} row {number}: got {text[:200]!r}, expected JSON ({error}); probable "
-            "cause: an incomplete download, or a file of another format"
-        ) from error
+    with reading(f"--input {file} row {number}", text, "JSON", "not JSON"):
+        return parse_json(text)

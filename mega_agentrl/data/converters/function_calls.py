@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.types.records import Message
 
@@ -61,7 +62,7 @@ def parse_json_call(value: Any, row: SourceRow, field: str) -> dict[str, Any]:
     arguments: Any = next((call[key] for key in _ARGUMENT_KEYS if call.get(key) is not None), {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = parse_json(arguments or "{}")
         except ValueError as error:
             raise row.error(
                 field, arguments, f"arguments of {name} as JSON", "a call that was cut"

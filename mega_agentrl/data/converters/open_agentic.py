@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.data.converters.function_calls import (
     format_calls_json,
     make_system_message,
@@ -139,6 +140,6 @@ def _message_calls(
 
 def _parse_call_json(text: str, row: SourceRow, field: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise row.error(field, text, f"a call as JSON ({error})", "a call that was cut") from error

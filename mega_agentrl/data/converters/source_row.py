@@ -6,12 +6,12 @@ the value expected and the probable cause.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.data.table_reader import drop_nulls
 from mega_agentrl.types.records import Message
 
@@ -77,7 +77,7 @@ class SourceRow:
         if not isinstance(value, str):
             return drop_nulls(value)
         try:
-            return json.loads(value)
+            return parse_json(value)
         except ValueError as error:
             raise self.error(name, value, f"JSON text ({error})", "a row that was cut") from error
 

@@ -9,12 +9,12 @@ special.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega_agentrl.config.input_files import read_json, reading
 from mega_agentrl.types.records import Message
 
 _TOKENIZER_CLASSES = {
@@ -157,7 +157,8 @@ class HFCodec:
                 f"model.path={path}: no tokenizer_config.json there, expected a Hugging Face "
                 "checkpoint folder with its tokenizer; was it copied completely?"
             )
-        self._tokenizer = _load_tokenizer(path)
+        with reading("model.path", path, "a folder with a tokenizer that transformers can load"):
+            self._tokenizer = _load_tokenizer(path)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
                 f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
@@ -258,9 +259,11 @@ def _tokenizer_class_name(folder: Path) -> str | None:
     """Return the tokenizer class of a supported model's folder, or None for any other."""
     if not (folder / "config.json").is_file():
         return None
-    model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    name = _TOKENIZER_CLASSES.get(settings.get("tokenizer_class"))
+    model, settings = (
+        read_json(folder / name, "model.path", "a file of a Hugging Face checkpoint")
+        for name in ("config.json", "tokenizer_config.json")
+    )
+    name = _TOKENIZER_CLASSES.get(str(settings.get("tokenizer_class")))
     if name is None or "auto_map" in settings:
         return None
     match model.get("model_type"):

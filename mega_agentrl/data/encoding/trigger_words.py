@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.algo.ares.entropy_windows import normalize_trigger_token
+from mega_agentrl.config.input_files import reading
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -21,13 +22,8 @@ if TYPE_CHECKING:
 
 def load_trigger_words(path: str) -> frozenset[str]:
     """Return the normalised words of a file; raise `ValueError` if it has none."""
-    try:
+    with reading("algo.ares.trigger_words_file", path, "a text file with one word per line"):
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"algo.ares.trigger_words_file={path!r}: it cannot be read ({error}); expected a text "
-            "file with one word per line; probable cause: a mistyped path"
-        ) from error
     words = frozenset(filter(None, map(normalize_trigger_token, text.splitlines())))
     if not words:
         raise ValueError(

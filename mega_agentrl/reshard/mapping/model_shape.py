@@ -14,12 +14,12 @@ Families differ in their biases and in the norm of queries and keys:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mega_agentrl.config.input_files import read_json
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 
 
@@ -158,7 +158,7 @@ class ModelShape:
                 f"model.path={path}: expected a Hugging Face checkpoint folder with config.json; "
                 f"{'it has none' if Path(path).is_dir() else 'there is no such folder'}"
             )
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, "model.path", "the config.json of a Hugging Face checkpoint")
         architecture = (config.get("architectures") or ["none"])[0]
         known = SUPPORTED_ARCHITECTURES + SCALAR_ARCHITECTURES
         if architecture not in known:

@@ -4,10 +4,7 @@ The call's text is the URL, optionally followed by a query; as a function call, 
 The whole text of a page is cached, so that another query needs no request; the domain lists apply
 to cached pages as well. A page that may not be read, does not exist or fails is an error of the
 policy (`user_error`), which sees the reason. A missed deadline is a timeout; a failing resolver or
-network is an infrastructure error.
-
-The text of an HTML page is trafilatura's main text, or all its text if there is none. Plain text,
-JSON and similar formats are used as they are.
+network is an infrastructure error. `page_text` describes the text of a page.
 """
 
 from __future__ import annotations
@@ -16,14 +13,13 @@ import asyncio
 import errno
 import json
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import trafilatura
 
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.browse.page_fetcher import PageFetcher
+from mega_agentrl.tool.browse.page_text import PageTextExtractor
 from mega_agentrl.tool.browse.url_rules import UrlRules, resolve_host
 from mega_agentrl.tool.snippet import estimate_max_words, text_from_best_window, truncate_to_tokens
 from mega_agentrl.tool.web.request_cache import RequestCache, cache_key
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mega_agentrl.config.sections.tools import BrowseToolConfig, WebRequestConfig
-    from mega_agentrl.tool.browse.page_fetcher import Page
     from mega_agentrl.tool.browse.url_rules import Resolver
     from mega_agentrl.tool.web.disk_cache import DiskCache
     from mega_agentrl.types.protocols import TextCodec
@@ -43,12 +38,8 @@ EMPTY_PAGE_MESSAGE = "The page has no text."
 
 MAX_PAGE_BYTES = 2 << 20
 """The rest of a longer page is not read."""
-MAX_TEXT_CHARS = 1_000_000
-"""Maximum length of a page's text."""
 
-_HTML_MEDIA_TYPES = ("text/html", "application/xhtml+xml")
 _FETCHER_VERSION = 1
-_NUM_EXTRACTOR_THREADS = 2
 _INFRA_ERRNOS = frozenset(
     (errno.ENETUNREACH, errno.ENETDOWN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 )
@@ -103,10 +94,7 @@ class BrowseTool(Tool):
         self._retrier = RequestRetrier(
             timeout_s=web.timeout_s, calls_per_second=web.max_calls_per_s
         )
-        # Separate threads, so that a page that takes long to extract delays only other pages.
-        self._extract_executor = ThreadPoolExecutor(
-            _NUM_EXTRACTOR_THREADS, thread_name_prefix="browse"
-        )
+        self._extractor = PageTextExtractor()
         self.timeout_s = total_timeout_s(web.timeout_s)
 
     async def start(self) -> None:
@@ -115,8 +103,8 @@ class BrowseTool(Tool):
             await asyncio.to_thread(self._cache.open)
 
     def close_now(self) -> None:
-        """Stop the extractor threads and close the cache; pages in progress are still extracted."""
-        self._extract_executor.shutdown(wait=False, cancel_futures=True)
+        """End the processes that parse pages, and close the cache; pages in progress fail."""
+        self._extractor.close()
         if self._cache is not None:
             self._cache.close()
 
@@ -159,8 +147,7 @@ class BrowseTool(Tool):
 
     async def _fetch_and_extract(self, url: str) -> str:
         page = await self._fetcher.fetch(url)
-        loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._extract_executor, extract_page_text, page)
+        text = await self._extractor.extract(page)
         return json.dumps({"hops": page.url_chain, "text": text})
 
 
@@ -172,22 +159,3 @@ def _is_infra_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def extract_page_text(page: Page) -> str:
-    """Return the text of a page, at most `MAX_TEXT_CHARS`; empty if it has none."""
-    source = _decode_body(page)
-    if page.media_type in _HTML_MEDIA_TYPES:
-        text = trafilatura.extract(source, include_comments=False, include_tables=True)
-        text = str(text or trafilatura.html2txt(source) or "")
-    else:
-        text = source if isinstance(source, str) else source.decode("utf-8", "replace")
-    return text.strip()[:MAX_TEXT_CHARS]
-
-
-def _decode_body(page: Page) -> str | bytes:
-    """Decode by the declared charset; return the bytes if there is none or it is wrong."""
-    try:
-        return page.body.decode(page.charset) if page.charset else page.body
-    except (LookupError, UnicodeDecodeError):
-        return page.body

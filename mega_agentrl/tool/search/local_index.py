@@ -15,7 +15,6 @@ Indexes of older corpora are kept.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import tantivy
 from filelock import FileLock, Timeout
 
+from mega_agentrl.config.input_files import parse_json, reading
 from mega_agentrl.types.atomic_file import fsync_path
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def iter_corpus(path: Path) -> Iterator[Document]:
             "probable cause: it was not created or copied yet, or the run started elsewhere"
         )
     found = False
-    with path.open(encoding="utf-8") as file:
+    # Decoded line by line, so that the error of a damaged line has its number.
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 found = True
@@ -176,11 +177,11 @@ def _to_document(entry: dict[str, list[Any]]) -> Document:
     return Document(doc_id=entry["id"][0], title=entry["title"][0], text=entry["text"][0])
 
 
-def _parse_corpus_line(line: str, where: str) -> Document:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}), expected one object per line") from error
+def _parse_corpus_line(line: bytes, where: str) -> Document:
+    with reading(
+        where, line[:200].decode("utf-8", "replace"), "a JSON object in UTF-8", "not JSON"
+    ):
+        row = parse_json(line.decode())
     missing = {"id", "title", "text"} - set(row if isinstance(row, dict) else ())
     if missing:
         raise ValueError(

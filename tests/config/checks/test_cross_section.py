@@ -133,8 +133,10 @@ def test_a_model_of_another_architecture_fails(config, tmp_path):
 
 
 def test_a_damaged_model_config_fails(config, tmp_path):
-    (tmp_path / "model" / "config.json").write_text('{"architectures": [')
-    assert named(config) == ("model.path", config.model.path)
+    path = tmp_path / "model" / "config.json"
+    for damaged in ('{"architectures": [', "[]", "[" * 100_000):
+        path.write_text(damaged)
+        assert named(config) == ("model.path", str(path))
     write_model(tmp_path, num_hidden_layers=None)
     assert "num_hidden_layers" in refused(check_config, config).expected
 

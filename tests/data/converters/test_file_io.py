@@ -42,9 +42,11 @@ def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
     [
         ("a.csv", b"a,b", "expected a file that ends in"),
         ("a.jsonl", b"", "empty"),
-        ("a.jsonl", b'{"a": 1}\n{"a": ', r"row 1: got .* expected JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ', r"row 1=.* expected JSON"),
         ("a.json", b"[1]", "row 0: got 1, expected an object"),
-        ("a.json", b"\xff\xfe", "expected UTF-8"),
+        ("a.json", b"\xff\xfe", "UnicodeDecodeError"),
+        ("a.json", b"[" * 100_000, "row 0=.*nested"),
+        ("a.jsonl", b"[" * 100_000, "row 0=.*nested"),
         ("a.parquet", b"PAR", "not a readable parquet file"),
     ],
 )

@@ -9,9 +9,7 @@ import pytest
 from mega_agentrl.config.sections.tools import BrowseToolConfig, WebRequestConfig
 from mega_agentrl.tool.browse.browse_tool import (
     EMPTY_PAGE_MESSAGE,
-    MAX_TEXT_CHARS,
     BrowseTool,
-    extract_page_text,
 )
 from mega_agentrl.tool.browse.page_fetcher import Page, PageFetcher
 from mega_agentrl.tool.browse.url_rules import PageRefusedError
@@ -135,46 +133,12 @@ async def test_the_policy_is_told_of_a_page_without_text():
         assert (await read(browser(server), server.url)).text == EMPTY_PAGE_MESSAGE
 
 
-ARTICLE = """<html><head><title>T</title><script>evil()</script><style>p {{}}</style></head><body>
-<nav><a href="/">Home</a><a href="/x">Menu</a></nav>
-<article><h1>Otters</h1><p>{0}</p><p>They sleep holding hands in the water, all of them.</p>
-</article>
-<footer>Imprint</footer></body></html>"""
-
-
 def make_page(body, media_type="text/html", charset="", url_chain=("http://x/",)):
     return Page(url_chain=url_chain, media_type=media_type, charset=charset, body=body)
 
 
-def text(*page):
-    return extract_page_text(make_page(*page))
-
-
-def test_the_main_text_without_menus_and_scripts():
-    shown = text(ARTICLE.format("Otters eat many clams and fish every day. " * 8).encode())
-    assert "holding hands" in shown and "evil()" not in shown and "Menu" not in shown
-    # A page without a main text gives what it has.
-    assert "tiny" in text(b"<html><body><div><span>tiny</span></div></body></html>")
-
-
-def test_charsets():
-    umlauts = "Füchse und Bären sind scheu und leben im Wald. " * 8
-    for charset in ("utf-8", "latin-1", "utf-16"):
-        assert "Bären" in text(ARTICLE.format(umlauts).encode(charset), "text/html", charset)
-    for charset in ("no-such-charset", ""):
-        assert "Bären" in text(ARTICLE.format(umlauts).encode(), "text/html", charset)
-
-
-def test_plain_kinds_are_taken_as_they_are():
-    assert text(b" <b>x</b> \n", "text/plain") == "<b>x</b>"
-    assert text(b'{"a": 1}', "application/json", "utf-8") == '{"a": 1}'
-    assert text(b"\xff", "text/plain") == "\ufffd"
-
-
-def test_a_page_without_text_is_empty():
-    for body in (b"", b"   ", b"<html></html>", b"\0\0", b"<!-- -->"):
-        assert text(body).strip("\0") == ""
-
-
-def test_a_text_has_a_limit():
-    assert len(text(b"x " * MAX_TEXT_CHARS, "text/plain")) == MAX_TEXT_CHARS
+async def test_an_html_page_is_parsed_in_another_process():
+    html = b"<html><body><article><p>Otters sleep holding hands.</p></article></body></html>"
+    with serving(lambda _: Reply(html, headers={"Content-Type": "text/html"})) as server:
+        answer = await read(browser(server, timeout_s=60.0), server.url)
+    assert answer.text == "Otters sleep holding hands."

@@ -85,7 +85,8 @@ def test_corpus_is_read(tmp_path):
     [
         ('{"id": 1, "title": "t"}\n', r"line 1: missing \['text'\]"),
         ('{"id": 1, "title": "t", "text": ""}\n[1]\n', "line 2: missing"),
-        ("nonsense\n", "line 1: not JSON"),
+        ("nonsense\n", "line 1=.*not JSON"),
+        ("[" * 100_000 + "\n", "line 1=.*nested"),
         ("\n", "no documents"),
     ],
 )
@@ -93,6 +94,14 @@ def test_bad_corpus_names_file_and_line(tmp_path, content, message):
     path = tmp_path / "c.jsonl"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
+        list(iter_corpus(path))
+
+
+def test_the_line_of_a_wrong_encoding_is_named(tmp_path):
+    path = tmp_path / "c.jsonl"
+    good = b'{"id": 1, "title": "t", "text": "x"}\n'
+    path.write_bytes(good + good.replace(b"x", b"\xe9"))
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 2=.*UnicodeDecodeError"):
         list(iter_corpus(path))
 
 
@@ -195,7 +204,7 @@ def test_a_builder_that_does_not_end_is_waited_for_only_so_long(corpus, tmp_path
 def test_a_bad_corpus_leaves_no_index(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": 1, "title": "t", "text": "x"}\nnonsense\n')
-    with pytest.raises(ValueError, match="line 2: not JSON"):
+    with pytest.raises(ValueError, match=r"line 2=.*not JSON"):
         open_or_build_index(path, tmp_path / "ix")
     assert indexes(tmp_path / "ix") == []
     assert not list((tmp_path / "ix").glob("*.building"))

@@ -1,0 +1,108 @@
+"""Reading of files that a setting names: every failure is a `ConfigError` with setting and file.
+
+    with reading("data.train", path, "a parquet file"):
+        table = pq.read_table(path)
+
+Parsers of damaged files raise errors of many kinds, some of them only for certain bytes, so all
+are converted; the original error is the `__cause__`.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mega_agentrl.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_DEPTH = 64
+"""Maximum nesting of a value; recursive code has room for it on Python's stack."""
+_MAX_YAML_NODES = 100_000
+"""Maximum number of values in a yaml file, counting one that has several aliases several times."""
+
+
+@contextmanager
+def reading(key: str, got: object, expected: str, problem: str = "") -> Iterator[None]:
+    """Convert any error of the block into a `ConfigError`, unless it is one.
+
+    Args:
+        key: dotted key of the setting that names the file, also with the row: `data.train=FILE row
+            3`.
+        got: path of the file, or the part of it that is read.
+        expected: what should be there.
+        problem: what is wrong, such as "not valid yaml"; the original error follows.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        lead = f"{problem}: " if problem else ""
+        cause = " ".join(f"{lead}{type(error).__name__}: {error}".split())
+        raise ConfigError(key, str(got), expected, cause) from error
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: It is not JSON, is nested more than `MAX_DEPTH` deep, or has a text that UTF-8
+            cannot encode.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_size(value, max_nodes=len(text))
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # raises `UnicodeEncodeError`, a ValueError
+    return value
+
+
+def read_json(path: Path, key: str, expected: str) -> dict[str, Any]:
+    """Return the object in a JSON file, which the setting `key` names.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds another value.
+    """
+    with reading(key, path, expected):
+        value = parse_json(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ConfigError(key, str(path), expected, f"it holds a {type(value).__name__}")
+    return value
+
+
+def read_yaml(path: Path, key: str, expected: str) -> Any:
+    """Return the value in a yaml file, which the setting `key` names.
+
+    Raises:
+        ConfigError: The file cannot be read, or its values are too many or nested too deeply.
+    """
+    with reading(key, path, expected, "not valid yaml"):
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _check_size(value, max_nodes=_MAX_YAML_NODES)
+    return value
+
+
+def _check_size(value: Any, *, max_nodes: int) -> None:
+    """Raise `ValueError` for a value that is nested too deeply or has too many members."""
+    level, depth, num_nodes = [value], 0, 1
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict | list):
+                num_nodes += len(one)
+                if num_nodes > max_nodes:
+                    raise ValueError(f"more than {max_nodes} values")
+                below.extend(one.values() if isinstance(one, dict) else one)
+        level = below
