@@ -236,7 +236,7 @@ class Sandbox:
         self._cgroup = self._create_cgroup() if not settings.stateful else None
         self._log = tempfile.TemporaryFile()
         host_end, guest_end = socket.socketpair()
-        self.connection = GuestConnection(_host_channel(host_end))
+        self.connection = GuestConnection(_host_channel(host_end, max_fds=1))
         try:
             with guest_end:
                 self._child = start_child(
@@ -342,8 +342,8 @@ class Sandbox:
             self._uid_lease.close()
 
 
-def _host_channel(host_end: socket.socket) -> Channel:
-    return Channel(host_end, accepts=GUEST_EVENTS, max_fds=1)
+def _host_channel(host_end: socket.socket, *, max_fds: int = 0) -> Channel:
+    return Channel(host_end, accepts=GUEST_EVENTS, max_fds=max_fds)
 
 
 def _pid_from_pidfd(pidfd: int) -> int:

@@ -49,6 +49,12 @@ def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypa
     assert not any(folder.exists() for folder in folders)
 
 
+def test_a_process_that_was_not_moved_is_told(tmp_path):
+    (tmp_path / "cgroup.procs").symlink_to(os.devnull)  # takes every id and has none
+    with pytest.raises(OSError, match=f"process {os.getpid()} is not in the control group"):
+        cgroup.Cgroup([tmp_path]).add(os.getpid())
+
+
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(group):
     parent = Path(group.procs_files[0]).parents[1]
     dead = parent / "mega_agentrl-4000000-1-0"

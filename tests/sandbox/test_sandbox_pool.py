@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.config.enums import PythonMode, SandboxIsolation
-from mega_agentrl.sandbox import client
+from mega_agentrl.sandbox import cgroup, client
 from mega_agentrl.sandbox import pool as pool_module
 from mega_agentrl.types.records import ToolStatus
 from tests.processes import descendants, wait_until_gone
@@ -157,6 +157,40 @@ async def test_lost_sandbox_is_replaced_and_runs_nothing_twice(pool):
     lost = await running
     assert lost.status is ToolStatus.infra_error  # it had started
     assert await is_healthy(pool)
+
+
+async def test_no_error_of_a_call_leaks_its_sandbox(monkeypatch):
+    """Whatever is raised while a thread has a sandbox: the sandbox is replaced and counted."""
+
+    def fail(sandbox, code, timeout_s, cancel_token):
+        raise KeyError(code)
+
+    async with running_pool() as pool:
+        (first,) = pool._sandboxes
+        with monkeypatch.context() as patch:
+            patch.setattr(client.Sandbox, "call", fail)
+            with pytest.raises(KeyError):
+                await pool.run("x")
+        assert (pool._sandboxes, pool.num_replaced) == (set(), 1)
+        assert not wait_until_gone([first.pid])
+        assert (await pool.run("print(1)")).output == "1"
+        assert [*pool._sandboxes] == pool._idle
+
+
+async def test_a_session_that_cannot_join_its_group_costs_no_other(monkeypatch):
+    def refuse(group, pid):
+        raise PermissionError(1, "not moved")
+
+    async with running_pool(mode=PythonMode.stateful) as pool:
+        session = await pool.open()
+        await session.run("x = 5")
+        with monkeypatch.context() as patch:
+            patch.setattr(cgroup.Cgroup, "add", refuse)
+            with pytest.raises(client.SandboxLostError, match="not moved"):
+                await pool.open()
+        assert (await session.run("print(x)")).output == "5"
+        assert pool.num_replaced == 0
+        await session.close()
 
 
 async def test_hung_supervisor_is_infra_error(monkeypatch):

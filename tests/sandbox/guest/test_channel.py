@@ -125,6 +125,63 @@ def test_too_many_descriptors_are_closed_and_refused(pair, counts):
     os.close(reading)
 
 
+@pytest.mark.parametrize("credentials", [False, True], ids=["plain", "credentials"])
+def test_a_reader_without_room_refuses_every_descriptor(credentials):
+    raw, end = socket.socketpair()
+    channel = Channel(end, max_fds=1, credentials=credentials)
+    reading, writing = os.pipe()
+    sender = Channel(raw)
+    sender.send({}, (writing,))
+    channel.receive(timeout_s=1)
+    for fd in channel.take_fds(1):
+        os.close(fd)
+    channel.refuse_fds()
+    sender.send({}, (writing,))
+    os.close(writing)
+    with pytest.raises(ValueError, match="unexpected descriptors, expected at most 0"):
+        channel.receive(timeout_s=1)
+    assert is_closed_everywhere(reading)
+    os.close(reading)
+    raw.close()
+    channel.close()
+
+
+def test_a_peer_that_never_stops_cannot_hold_the_reader():
+    raw, end = socket.socketpair()
+    channel, stop = Channel(end), threading.Event()
+    raw.setblocking(True)
+    raw.settimeout(0.2)
+
+    def flood():
+        while not stop.is_set():
+            try:
+                raw.sendall(framed(b"{}") * 1000)
+            except TimeoutError:
+                return
+
+    writer = threading.Thread(target=flood)
+    writer.start()
+    try:
+        for _ in range(20):
+            # 16 reads of 64 KiB, 6 bytes a frame, and what was left by the turn before.
+            assert len(channel.receive_available()) <= 17 * (1 << 16) // 6
+    finally:
+        stop.set()
+        writer.join(10)
+    assert not writer.is_alive()
+    raw.close()
+    channel.close()
+
+
+def test_unread_frames_and_parts_of_them_are_known(pair):
+    raw, channel = pair
+    assert not channel.has_unread()
+    raw.send(framed(b'{"n": 1}') + b"\0")
+    assert channel.has_unread()
+    assert channel.receive(timeout_s=1) == {"n": 1}
+    assert channel.has_unread()  # the first byte of the next
+
+
 def test_the_kernel_says_who_sent():
     raw, end = socket.socketpair()
     channel = Channel(end, max_fds=1, credentials=True)
