@@ -33,6 +33,7 @@ from mega_agentrl.config.override_keys import (
 )
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.runtime.cluster import ClusterConnection
 from mega_agentrl.train import sweep
 from mega_agentrl.train.resume.run_dir import METRICS_FILE, prepare_run_dir
 from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted, SignalHandler
@@ -103,16 +104,21 @@ def run(composed: DictConfig) -> float:
     _set_up_file_logging(run_dir)
     # Again, because a sweep launcher calls `run` without `__main__`.
     PROCESS_SIGNAL_HANDLER.install()
-    return _train(config, _read_inputs(config, run_dir), run_dir)
+    with ClusterConnection(config) as cluster:
+        inputs = _read_inputs(config, run_dir, cluster)
+        return _train(config, inputs, run_dir, cluster)
 
 
-def _read_inputs(config: TrainConfig, run_dir: Path) -> RunInputs:
-    """Read and check the inputs that the configuration names, without starting any process."""
+def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection) -> RunInputs:
+    """Read and check the inputs that the configuration names.
+
+    Ray starts meanwhile, once the data files have been read.
+    """
     from mega_agentrl.runtime.inputs import read_inputs
 
     try:
         load_user_algorithm(config)
-        return read_inputs(config)
+        return read_inputs(config, cluster.begin)
     except ValueError as error:
         logging.exception("the input is invalid")
         _fail_run(error, EXIT_BAD_INPUT)
@@ -137,7 +143,9 @@ def load_user_algorithm(config: TrainConfig) -> None:
         load_user_branching(config.rollout.branching)
 
 
-def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:
+def _train(
+    config: TrainConfig, inputs: RunInputs, run_dir: Path, cluster: ClusterConnection
+) -> float:
     """Build the run and train; write the report page last if the run ends early."""
     # Ray and torch are imported only after the input has been checked.
     from mega_agentrl.runtime.build import build
@@ -150,7 +158,7 @@ def _train(config: TrainConfig, inputs: RunInputs, run_dir: Path) -> float:
 
     is_built = needs_report = False
     try:
-        with build(config, inputs) as components:
+        with build(config, inputs, cluster) as components:
             is_built = needs_report = True
             reward = train_with_restarts(components, config, PROCESS_SIGNAL_HANDLER)
         needs_report = False

@@ -55,6 +55,20 @@ def test_signal_during_imports_ends_the_process_cleanly(number, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_command_line_creates_a_run_folder_that_only_its_owner_may_enter(tmp_path):
+    arguments = ["experiment=smoke_ci", "data.train=missing.jsonl", f"run_dir={tmp_path}/run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mega_agentrl", *arguments],
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 2 and "data.train" in done.stderr
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
 def test_interruption_message_names_the_checkpoint(tmp_path):
     signal_handler = SignalHandler()
     assert "checkpoints/" not in describe_interruption(tmp_path, signal_handler)
@@ -73,7 +87,7 @@ def started(tmp_path, monkeypatch):
     order = []
 
     @contextmanager
-    def build(config, inputs):
+    def build(config, inputs, cluster):
         try:
             yield None
         finally:
@@ -94,7 +108,7 @@ def started(tmp_path, monkeypatch):
             "mega_agentrl.train.trainer.train_with_restarts",
             lambda *_: ends(signal_handler),
         )
-        return cli._train(TrainConfig(run_dir=str(tmp_path)), None, tmp_path)
+        return cli._train(TrainConfig(run_dir=str(tmp_path)), None, tmp_path, None)
 
     return start, order
 
@@ -141,7 +155,7 @@ def test_finished_or_unbuilt_run_writes_no_interrupted_report(started):
     assert start(lambda _: 0.5) == 0.5
     assert order == ["closed"]
     with pytest.raises(SystemExit) as left:
-        start(lambda _: 0.5, build=lambda config, inputs: raises(ValueError("no such model")))
+        start(lambda _: 0.5, build=lambda *_: raises(ValueError("no such model")))
     assert (left.value.code, order) == (2, ["closed"])
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from mega_agentrl.estimate.memory.engine import MIN_BATCHED_TOKENS
 from mega_agentrl.generator.plugin import WEIGHT_TRANSFER_BACKEND
@@ -44,7 +45,11 @@ def engine_args(
     # A prompt that is split between two steps samples one token too many, and vLLM rewinds the
     # seeded generator of the request. A CPU generator cannot be rewound, and the engine dies.
     options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS, "enable_chunked_prefill": False}
+    # vLLM would replace the name "uni" on a CPU by a process per worker, whose imports make a start
+    # several seconds longer. The environment, which the engine core inherits, sets its threads.
+    single_worker: Any = UniProcExecutor
     if on_gpu:
+        single_worker = None
         options = {
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": colocated,
@@ -56,7 +61,7 @@ def engine_args(
         seed=seed,
         tensor_parallel_size=config.tensor_parallel_size,
         # By default, workers would become Ray actors if the engine is in a placement group.
-        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
+        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else single_worker,
         max_model_len=config.max_model_len,
         max_num_seqs=1 if deterministic else config.max_num_seqs,
         max_num_batched_tokens=max(MIN_BATCHED_TOKENS, config.max_model_len),

@@ -1,28 +1,27 @@
 """Build the components of a run from its configuration and inputs, and close them at the end.
 
-Components that can fail because of the input are opened first: trackers, rubric, tools. Then Ray
-starts, then policy and engines start in parallel; on shared GPUs (`cluster.colocated`) the engines
-start before the policy. If sandboxes run on other nodes (`tool.python.num_hosts`), the tools start
-after Ray and before policy and engines.
+Components that can fail because of the input are opened first: trackers, rubric, tools. Meanwhile
+Ray starts (`cluster.ClusterConnection`). Then policy and engines start in parallel; on shared GPUs
+(`cluster.colocated`) the engines start before the policy. If sandboxes run on other nodes
+(`tool.python.num_hosts`), the tools start after Ray and before policy and engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ray
-
 from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.report.trace_export import open_tracer
 from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.rollout.tracing import RolloutSpans
-from mega_agentrl.runtime.cluster import connect
 from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.runtime.gpu_monitor import ClusterGpuMonitor
@@ -39,22 +38,44 @@ from mega_agentrl.types.monitoring import Monitors
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.runtime.cluster import ClusterConnection
     from mega_agentrl.runtime.inputs import RunInputs
     from mega_agentrl.runtime.workers.rank_group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _RunStart:
+    """What every part of a start needs."""
+
+    config: TrainConfig
+    stack: ExitStack
+    """Closes what has started."""
+    cluster: ClusterConnection
+    progress: StartProgress
+
+    @property
+    def log_folder(self) -> Path:
+        """Folder of the log files of all processes."""
+        return Path(self.config.run_dir) / "logs"
+
 
 _Group = TypeVar("_Group", bound="RankGroup")
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
+def build(
+    config: TrainConfig, inputs: RunInputs, cluster: ClusterConnection
+) -> Iterator[Components]:
     """Build all components; every process is ended on exit, also after an error.
+
+    Ray is the exception: it ends with `cluster`.
 
     Raises:
         ValueError: The input is invalid. Raised before an engine starts and, unless the cluster is
             needed to find the error, before Ray starts.
     """
-    start_s = time.perf_counter()
+    progress = StartProgress(inputs.read_time_s)
     run_dir = Path(config.run_dir)
     tools, has_sandbox_hosts = inputs.tools, config.tool.python.num_hosts > 0
     with ExitStack() as stack:
@@ -67,23 +88,27 @@ def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
         )
         stack.enter_context(runner)
 
+        start = _RunStart(config, stack, cluster, progress)
+
         def start_tools() -> None:
+            progress.begin("tools", "sandboxes and the search index")
             stack.callback(tools.close_now)
             runner.run(tools.start())
 
         if not has_sandbox_hosts:
             start_tools()
         coordinator, policy, generator = _start_policy_and_engines(
-            config, stack, run_dir / "logs", start_tools if has_sandbox_hosts else None
+            start, start_tools if has_sandbox_hosts else None
         )
         reward_model = critic = None
         if config.reward.hosts_reward_model:
-            reward_model = _start_model(RewardModelGroup, config, stack)
+            reward_model = _start_model(RewardModelGroup, start)
         gpu_monitor = ClusterGpuMonitor.launch()
         if gpu_monitor is not None:
             stack.callback(gpu_monitor.close)
         if config.algo.needs_critic and not config.is_eval_only:
-            critic = _start_model(CriticGroup, config, stack)
+            critic = _start_model(CriticGroup, start)
+        progress.finish()
         yield Components(
             run_dir=run_dir,
             policy=coordinator,
@@ -99,7 +124,7 @@ def build(config: TrainConfig, inputs: RunInputs) -> Iterator[Components]:
             validation_prompts=inputs.validation,
             dev_prompts=inputs.dev,
             make_demonstration_batches=inputs.demonstrations,
-            startup_s=inputs.read_time_s + time.perf_counter() - start_s,
+            startup_s=progress.elapsed_s,
             run_coroutine=runner.run,
             interactions=inputs.interactions,
             cot_marker_ids=inputs.cot_markers,
@@ -126,41 +151,53 @@ def _open_spans(config: TrainConfig) -> Iterator[RolloutSpans | None]:
 
 
 def _start_policy_and_engines(
-    config: TrainConfig,
-    stack: ExitStack,
-    log_folder: Path,
-    start_tools: Callable[[], None] | None,
+    start: _RunStart, start_tools: Callable[[], None] | None
 ) -> tuple[Coordinator, PolicyGroup, GeneratorGroup]:
-    on_gpu = connect(config)
-    stack.callback(ray.shutdown)
+    config = start.config
+    start.progress.begin("Ray")
+    on_gpu = start.cluster.wait()
     if start_tools is not None:
         start_tools()
     launch = _launch_colocated if config.cluster.colocated else _launch_disaggregated
-    policy, generator = launch(config, stack, on_gpu, log_folder)
+    policy, generator = launch(start, on_gpu)
+    start.progress.begin("weight transfer", "layouts and links of all ranks")
     weight_sync = WeightSynchronizer(
         policy, generator, config, dtype="bfloat16" if on_gpu else "float32"
     )
     traffic = weight_sync.connect(generator.routable_engines)
-    (log_folder / "weights.txt").write_text(traffic.summary() + "\n")
+    (start.log_folder / "weights.txt").write_text(traffic.summary() + "\n")
     gpus = GpuTimeSharing(policy, generator) if config.cluster.colocated else None
     coordinator = Coordinator(policy, generator, weight_sync, gpus)
-    stack.callback(coordinator.close)
+    start.stack.callback(coordinator.close)
     coordinator.start()
     return coordinator, policy, generator
 
 
-def _launch_disaggregated(
-    config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
-) -> tuple[PolicyGroup, GeneratorGroup]:
+def _launch_disaggregated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, GeneratorGroup]:
     """Start policy and engines in parallel, each on GPUs of their own."""
-    generator = GeneratorGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
-    stack.callback(generator.close)
-    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
-    stack.callback(policy.close)
+    _begin_policy_stage(start)
+    generator = GeneratorGroup.launch(start.config, on_gpu=on_gpu, log_folder=start.log_folder)
+    start.stack.callback(generator.close)
     starting = generator.submit_start()
+    policy = PolicyGroup.launch(start.config, on_gpu=on_gpu, log_folder=start.log_folder)
+    start.stack.callback(policy.close)
     _start_policy(policy)
+    start.progress.begin("engines", _engine_imports(start.config))
     _wait_for_engines(generator, starting)
     return policy, generator
+
+
+def _begin_policy_stage(start: _RunStart) -> None:
+    """Say that the policy is waited for, and that its ranks share cores if they do."""
+    num_ranks, num_cores = start.config.parallel.world_size, len(os.sched_getaffinity(0))
+    sharing = f" on {num_cores} cores" if num_ranks > num_cores else ""
+    subject = "1 rank imports" if num_ranks == 1 else f"{num_ranks} ranks import"
+    start.progress.begin("policy", f"{subject} PyTorch and Megatron{sharing}")
+
+
+def _engine_imports(config: TrainConfig) -> str:
+    count = config.cluster.num_engines
+    return "1 engine imports vLLM" if count == 1 else f"{count} engines import vLLM"
 
 
 def _start_policy(policy: PolicyGroup) -> None:
@@ -183,25 +220,30 @@ def _wait_for_engines(generator: GeneratorGroup, starting: dict[str, Any]) -> No
         generator.enable_routing(index)
 
 
-def _launch_colocated(
-    config: TrainConfig, stack: ExitStack, on_gpu: bool, log_folder: Path
-) -> tuple[PolicyGroup, GeneratorGroup]:
+def _launch_colocated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, GeneratorGroup]:
     """Start the engines on the ranks' GPUs and put them to sleep, then load the policy."""
-    policy = PolicyGroup.launch(config, on_gpu=on_gpu, log_folder=log_folder)
-    stack.callback(policy.close)
+    start.progress.begin("engines", _engine_imports(start.config))
+    policy = PolicyGroup.launch(start.config, on_gpu=on_gpu, log_folder=start.log_folder)
+    start.stack.callback(policy.close)
     generator = GeneratorGroup.launch(
-        config, on_gpu=on_gpu, log_folder=log_folder, engine_placement=policy.placement_for_engine
+        start.config,
+        on_gpu=on_gpu,
+        log_folder=start.log_folder,
+        engine_placement=policy.placement_for_engine,
     )
-    stack.callback(generator.close)
+    start.stack.callback(generator.close)
     _wait_for_engines(generator, generator.submit_start())
+    _begin_policy_stage(start)
     _start_policy(policy)
     return policy, generator
 
 
-def _start_model(group_class: type[_Group], config: TrainConfig, stack: ExitStack) -> _Group:
+def _start_model(group_class: type[_Group], start: _RunStart) -> _Group:
     """Start all ranks of the critic or the reward model."""
-    on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    group = group_class.launch(config, on_gpu=on_gpu, log_folder=Path(config.run_dir) / "logs")
-    stack.callback(group.close)
+    start.progress.begin(group_class.model_name, "its ranks import PyTorch and Megatron")
+    group = group_class.launch(
+        start.config, on_gpu=start.cluster.wait(), log_folder=start.log_folder
+    )
+    start.stack.callback(group.close)
     group.start()
     return group

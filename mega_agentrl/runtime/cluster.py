@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
+import secrets
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
     from mega_agentrl.config.schema import TrainConfig
 
 MAX_RANKS_PER_CORE = 4
@@ -21,6 +25,10 @@ MAX_RANKS_PER_CORE = 4
 
 NVIDIA_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver, on Linux and on WSL."""
+
+_CLOSE_S, _JOINED_CLOSE_S = 60.0, 5.0
+"""Maximum time in seconds that the end of a run waits for a cluster of its own, which may still be
+starting, and for one that it has joined, whose head may not answer."""
 
 _logger = logging.getLogger(__name__)
 
@@ -118,11 +126,78 @@ def set_ray_environment() -> None:
     os.environ["RAY_DEDUP_LOGS"] = "0"
 
 
-def connect(config: TrainConfig) -> bool:
+class ClusterConnection:
+    """The Ray cluster of a run, which a thread joins or starts while the inputs are read.
+
+    A context manager: at its end the run leaves the cluster, or a local one is shut down. Signals
+    interrupt the main thread only, so they never leave a half-started cluster behind. The thread
+    lives as long as the connection, because Linux ends Ray's processes with the thread that started
+    them.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._is_settled, self._is_closed = threading.Event(), threading.Event()
+        self._has_gpus = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ray-cluster", daemon=True)
+        if not config.cluster.ray_address and "ray" not in sys.modules:
+            # Ray reads these once, when it is imported.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_closed.set()
+        if self._thread.ident is not None:
+            # Where the wait is too short, the end of this process ends what Ray has started.
+            self._thread.join(_JOINED_CLOSE_S if self._config.cluster.ray_address else _CLOSE_S)
+
+    def begin(self) -> None:
+        """Begin to connect, unless that has been called before; returns at once."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def wait(self) -> bool:
+        """Wait until the run is connected; return whether the cluster has GPUs.
+
+        Raises:
+            ValueError: The layout does not fit the joined cluster, or this environment cannot use
+                its GPUs.
+            Exception: Ray could not start or be joined.
+        """
+        self.begin()
+        self._is_settled.wait()
+        if self._error is not None:
+            raise self._error
+        return self._has_gpus
+
+    def _run(self) -> None:
+        import ray
+
+        try:
+            self._has_gpus = _connect(self._config)
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`
+            self._error = error
+        finally:
+            self._is_settled.set()
+        self._is_closed.wait()
+        ray.shutdown()
+
+
+def _connect(config: TrainConfig) -> bool:
     """Join or start the Ray cluster and return whether it has GPUs.
 
     A local cluster gets the GPUs that torch can use here; `check_local_size` has already checked
-    that the layout fits them.
+    that the layout fits them. Whoever reaches a cluster may run code as its user, so a local one
+    listens on the loopback address only and asks other users of this machine for a token.
 
     Raises:
         ValueError: The layout does not fit the joined cluster, or this environment cannot use its
@@ -130,15 +205,17 @@ def connect(config: TrainConfig) -> bool:
     """
     import ray
     import torch
+    from ray._private import ray_constants
 
     set_ray_environment()
-    sigterm_handler = signal.getsignal(signal.SIGTERM)
     num_cores = os.cpu_count() or 1
     if config.cluster.ray_address:
         ray.init(
             address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR
         )
     else:
+        # Otherwise Ray replaces loopback addresses by one that other machines can reach.
+        ray_constants.ENABLE_RAY_CLUSTER = False
         ranks = config.parallel.world_size + config.cluster.num_engines
         ranks += config.parallel.world_size * len(_auxiliary_models(config))
         ray.init(
@@ -149,9 +226,6 @@ def connect(config: TrainConfig) -> bool:
             logging_level=logging.ERROR,
             object_store_memory=512 * 1024**2,
         )
-    # Restore the handler: Ray's own ends the process at once.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, sigterm_handler)
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
     if config.cluster.ray_address:

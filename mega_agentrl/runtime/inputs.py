@@ -32,6 +32,7 @@ from mega_agentrl.data.sft_dataset import (
     encode_demonstrations,
     read_conversations,
 )
+from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.rollout.interaction.session import load_interaction_registry
 from mega_agentrl.runtime.cluster import check_local_size
@@ -87,16 +88,20 @@ class _DataTables:
     demonstrations: Sequence[Conversation]
 
 
-def read_inputs(config: TrainConfig) -> RunInputs:
+def read_inputs(config: TrainConfig, on_files_read: Callable[[], None] | None = None) -> RunInputs:
     """Read and check all inputs; with `config.total_epochs`, also set `config.total_steps`.
 
     Cheap checks come first: the layout size (unless a cluster is joined), then the rows of the data
     files, then everything that needs the tokenizer, whose import is slow.
+    `on_files_read` is called before that.
     """
     start_s = time.perf_counter()
+    StartProgress().begin("inputs", "data files, tokenizer, tools")
     if not config.cluster.ray_address:
         check_local_size(config)
     tables = _read_tables(config)
+    if on_files_read is not None:
+        on_files_read()
     # Imported here, because it imports sympy, which takes most of a second.
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
 

@@ -133,7 +133,6 @@ class RunLogger:
     def log_startup(self, seconds: float) -> None:
         """Record how long the start took."""
         self._stage_s["start"] = self._stage_s.get("start", 0.0) + seconds
-        self.print_line(f"start of policy, engines and tools took {format_duration(seconds)}")
 
     @contextmanager
     def stage(self, title: str, num_steps: int, *, num_done: int = 0) -> Iterator[None]:

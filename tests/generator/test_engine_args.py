@@ -1,6 +1,7 @@
 """Arguments that decide on the numbers."""
 
 import torch
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.engine_args import engine_args
@@ -23,7 +24,13 @@ def test_an_engine_can_sleep_where_it_shares_a_gpu(monkeypatch):
     assert not engine_args(config, "model", **kinds).enable_sleep_mode
 
 
-def test_workers_are_processes_of_the_engine_wherever_it_runs():
-    for tensor, backend in ((1, None), (2, "mp")):
+def test_a_single_worker_runs_in_the_engine_core_and_several_in_its_own_processes(monkeypatch):
+    for is_gpu, tensor, backend in (
+        (False, 1, UniProcExecutor),
+        (False, 2, "mp"),
+        (True, 1, None),  # vLLM's own choice is the same
+        (True, 2, "mp"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
         args = engine_args(EngineConfig(tensor_parallel_size=tensor), "model", seed=1, dtype=None)
         assert args.distributed_executor_backend == backend

@@ -11,6 +11,7 @@ import pytest
 from mega_agentrl.config.enums import Branching, CallProtocol
 from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
@@ -46,8 +47,26 @@ def groups(monkeypatch):
     return made
 
 
-def build_run(config):
-    return module.build(config, read_inputs(config))
+class FakeCluster:
+    """Stands in for the connection to a Ray cluster without GPUs; records the waits for it."""
+
+    def __init__(self, events=None):
+        self.events = [] if events is None else events
+
+    def wait(self):
+        self.events.append("cluster")
+        return False
+
+
+def build_run(config, events=None):
+    return module.build(config, read_inputs(config), FakeCluster(events))
+
+
+def start_of(config, stack, run_dir):
+    """What the parts of a start share."""
+    config.run_dir = str(run_dir)
+    (run_dir / "logs").mkdir()
+    return module._RunStart(config, stack, FakeCluster(), StartProgress())
 
 
 @pytest.fixture
@@ -97,7 +116,7 @@ def test_tool_output_is_escaped_except_with_released_branching(config, build, br
 
 
 @pytest.mark.parametrize("num_hosts", [0, 1])
-def test_tools_start_before_ray_unless_their_sandboxes_run_on_it(config, monkeypatch, num_hosts):
+def test_tools_wait_for_ray_only_if_their_sandboxes_run_on_it(config, monkeypatch, num_hosts):
     """All that has started is closed where the next part does not start."""
     config.tool.python.num_hosts = num_hosts
     events = []
@@ -111,15 +130,13 @@ def test_tools_start_before_ray_unless_their_sandboxes_run_on_it(config, monkeyp
 
     monkeypatch.setattr(ToolKit, "start", start)
     monkeypatch.setattr(ToolKit, "close_now", lambda _: events.append("close"))
-    monkeypatch.setattr(module, "connect", lambda _: events.append("connect"))
-    monkeypatch.setattr(module.ray, "shutdown", lambda: events.append("shutdown"))
     monkeypatch.setattr(module.GeneratorGroup, "launch", fail)
-    with pytest.raises(RuntimeError, match="far enough"), build_run(config):
+    with pytest.raises(RuntimeError, match="far enough"), build_run(config, events):
         pass
     if num_hosts:
-        assert events == ["connect", "tools", "engines", "close", "shutdown"]
+        assert events == ["cluster", "tools", "engines", "close"]
     else:
-        assert events == ["tools", "connect", "engines", "shutdown", "close"]
+        assert events == ["tools", "cluster", "engines", "close"]
 
 
 def test_json_tool_calls_need_schemas_in_the_chat_template(config, build, monkeypatch):
@@ -178,7 +195,7 @@ def test_colocated_engines_start_before_the_model_is_loaded(
     monkeypatch.setattr(module.GeneratorGroup, "launch", launch)
     start = module._launch_colocated if colocated else module._launch_disaggregated
     with ExitStack() as stack:
-        start(config, stack, False, tmp_path)
+        start(start_of(config, stack, tmp_path), False)
     assert has_placement == [colocated]
     if colocated:
         order = ["engines wait_started", "policy start", "engines close", "policy close"]
@@ -199,18 +216,16 @@ def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, coloca
     groups = RecordingGroup([], "policy"), RecordingGroup([], "engines")
     traffic = SimpleNamespace(summary=lambda: "0 bytes")
     weight_sync = SimpleNamespace(connect=lambda engines: traffic)
-    monkeypatch.setattr(module, "connect", lambda _: False)
-    monkeypatch.setattr(module.ray, "shutdown", lambda: None)
     monkeypatch.setattr(module, "_launch_colocated", lambda *_: groups)
     monkeypatch.setattr(module, "_launch_disaggregated", lambda *_: groups)
     monkeypatch.setattr(module, "WeightSynchronizer", lambda *_, **__: weight_sync)
     monkeypatch.setattr(module, "Coordinator", coordinate)
     with ExitStack() as stack:
-        module._start_policy_and_engines(config, stack, tmp_path, None)
+        module._start_policy_and_engines(start_of(config, stack, tmp_path), None)
     ((*parts, gpus),) = coordinated
     assert parts == [*groups, weight_sync]
     assert isinstance(gpus, GpuTimeSharing) is colocated
-    assert (tmp_path / "weights.txt").read_text() == "0 bytes\n"
+    assert (tmp_path / "logs" / "weights.txt").read_text() == "0 bytes\n"
 
 
 class FlakyPolicy:

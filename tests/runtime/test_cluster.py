@@ -1,7 +1,14 @@
 """Checks that a parallel layout fits the cores and GPUs."""
 
 import os
+import re
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -11,7 +18,12 @@ from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from mega_agentrl.runtime import cluster
-from mega_agentrl.runtime.cluster import check_cluster_size, check_local_size, check_torch_build
+from mega_agentrl.runtime.cluster import (
+    ClusterConnection,
+    check_cluster_size,
+    check_local_size,
+    check_torch_build,
+)
 
 TWO_RANKS = ParallelConfig(tensor=2)
 CRITIC = AlgoConfig(advantage="gae")
@@ -80,3 +92,95 @@ def test_workers_have_the_priority_of_their_driver(ray_local):
         return os.getpriority(os.PRIO_PROCESS, 0)
 
     assert ray.get(niceness.remote(), timeout=300) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1 in the kernel's tables of IPv4 and IPv6 sockets."""
+LISTENER = """
+import sys
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.runtime.cluster import ClusterConnection
+
+with ClusterConnection(TrainConfig()) as cluster:
+    cluster.begin()
+    assert cluster.wait() is False
+    import ray
+
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+
+
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+"""Another user of the machine, who has no token."""
+
+
+def listening_hosts(pids):
+    """Addresses that these processes accept TCP connections on, as the kernel prints them."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+    hosts = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                hosts.add(fields[1].split(":")[0])
+    return hosts
+
+
+def test_a_cluster_of_ones_own_is_closed_to_other_machines_and_ends_with_the_run():
+    """Ray asks for no password: whoever reaches it may run code as its user."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", LISTENER],
+        cwd=Path(__file__).resolve().parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        address = child.stdout.readline().strip()
+        assert address.startswith("127.0.0.1:")
+        members = psutil.Process(child.pid).children(recursive=True)
+        hosts = listening_hosts([child.pid, *(member.pid for member in members)])
+        assert len(members) >= 2 and hosts and hosts <= LOOPBACK
+        stranger = subprocess.run(
+            [sys.executable, "-c", STRANGER, address],
+            env={name: value for name, value in os.environ.items() if "RAY_AUTH" not in name},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert stranger.stdout.startswith("AuthenticationError")
+        child.communicate("end", timeout=120)
+        assert child.returncode == 0
+        _, alive = psutil.wait_procs(members, timeout=60)
+        assert not alive
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_needed(monkeypatch):
+    def fail(config):
+        raise ValueError("cluster.ray_address=nowhere")
+
+    monkeypatch.setattr(cluster, "_connect", fail)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with ClusterConnection(make_config()) as connection:
+        connection.begin()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="nowhere"):
+                connection.wait()
+    assert "ray-cluster" not in {thread.name for thread in threading.enumerate()}

@@ -80,6 +80,9 @@ class ReportConfig(Section, key="report"):
     """Metrics backends beside `metrics.jsonl`."""
     prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
     """Port of a Prometheus endpoint on the driver with the latest metrics; 0 for none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that the endpoint listens on. It has no password: by default only processes of the
+    driver's machine reach it; 0.0.0.0 opens it on all interfaces."""
     trace_destination: str = ""
     """Destination of the trajectories' OpenTelemetry spans: an OTLP endpoint (`http://...`) or a
     file; empty for none."""
@@ -103,3 +106,5 @@ class ReportConfig(Section, key="report"):
             self.trace_destination,
             "http://..., https://..., a file, or nothing",
         )
+        host = self.prometheus_host
+        check_range(bool(host.strip()), "report.prometheus_host", host, "an address of the driver")

@@ -36,6 +36,8 @@ class ChartGroup:
     """Whether the group is collapsed at first."""
     num_omitted: int = 0
     """Number of charts beyond the limit."""
+    has_small_charts: bool = False
+    """Whether the charts are drawn small, because they are read beside each other."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -82,7 +84,6 @@ _LEARNING_SPECS = (
         unit="share",
         is_stacked=True,
     ),
-    _ChartSpec(title="Parts of the reward", metric_patterns=("reward/*",)),
 )
 _BRANCHING_SPECS = (
     _ChartSpec(
@@ -155,6 +156,7 @@ _SPEED_SPECS = (
         unit="s",
     ),
 )
+_REWARD_PARTS_TITLE, _REWARD_PART_PREFIX = "Parts of the reward", "reward/"
 _ARES_BUCKET_METRICS = ("share", "accuracy", "hwe", "target", "alpha", "beta", "lambda", "kl")
 
 
@@ -163,6 +165,7 @@ def chart_groups(log: MetricLog) -> list[ChartGroup]:
     used = set(_REWARD_NAMES)
     groups = [
         ("Learning", [*_outcome_charts(log), *_charts_from_specs(log, _LEARNING_SPECS, used)]),
+        (_REWARD_PARTS_TITLE, _charts_from_specs(log, _reward_part_specs(log), used)),
         ("Branching", _charts_from_specs(log, _BRANCHING_SPECS, used)),
         ("Tools", _charts_from_specs(log, _tool_specs(log), used)),
         ("Update", _charts_from_specs(log, _UPDATE_SPECS, used)),
@@ -170,7 +173,11 @@ def chart_groups(log: MetricLog) -> list[ChartGroup]:
         ("Speed", _charts_from_specs(log, _SPEED_SPECS, used)),
         ("Warm start", _sft_charts(log)),
     ]
-    found = [ChartGroup(title=title, charts=charts) for title, charts in groups if charts]
+    found = [
+        ChartGroup(title=title, charts=charts, has_small_charts=title == _REWARD_PARTS_TITLE)
+        for title, charts in groups
+        if charts
+    ]
     rest = [
         group for stage in _other_stages(log) if (group := _remaining_charts(log, stage, set()))
     ]
@@ -295,6 +302,15 @@ def _series_label(name: str, patterns: Sequence[str]) -> str:
             rest = name.removeprefix(head).removesuffix(tail)
             return rest.removesuffix("_s") if head == "time/" else rest
     return name.rsplit("/", 1)[-1].removeprefix("num_")
+
+
+def _reward_part_specs(log: MetricLog) -> list[_ChartSpec]:
+    """Return a chart for each part of the reward: a common axis would flatten the small ones."""
+    return [
+        _ChartSpec(title=name.removeprefix(_REWARD_PART_PREFIX), metric_patterns=(name,))
+        for name in sorted(log.metric_names(RL_STAGE))
+        if name.startswith(_REWARD_PART_PREFIX)
+    ]
 
 
 def _tool_specs(log: MetricLog) -> list[_ChartSpec]:

@@ -54,7 +54,7 @@ def open_trackers(run_dir: Path, config: ReportConfig) -> Iterator[Sequence[Trac
     with ExitStack() as stack:
         trackers: list[Tracker] = []
         if config.prometheus_port:
-            trackers.append(PrometheusTracker(config.prometheus_port))
+            trackers.append(PrometheusTracker(config.prometheus_host, config.prometheus_port))
             stack.callback(trackers[-1].close)
         for name, package in packages.items():
             tracker = _open_tracker(name, package, run_dir, run_ids.get(name.value, ""))

@@ -1,4 +1,7 @@
-"""A Prometheus endpoint on the driver: ``http://<driver>:<port>/metrics``.
+"""A Prometheus endpoint on the driver: ``http://<host>:<port>/metrics``.
+
+The endpoint has no password, so by default it listens on the loopback address, where only processes
+of the same machine reach it.
 
 Each metric is a gauge with the latest value, named ``mega_agentrl_<name>`` with a label for the
 stage; invalid characters become ``_`` (``rollout/reward_mean`` is
@@ -9,6 +12,7 @@ stage; invalid characters become ``_`` (``rollout/reward_mean`` is
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import TYPE_CHECKING
 
@@ -28,13 +32,17 @@ _INVALID_LABEL_CHARS = re.compile(r"[^a-zA-Z0-9_]")
 class PrometheusTracker:
     """Serves the latest metrics over HTTP.
 
+    Args:
+        host: address to listen on; 0.0.0.0 and :: listen on all interfaces.
+        port: TCP port; 0 lets the system choose.
+
     Raises:
-        ValueError: the port cannot be bound.
+        ValueError: the address cannot be bound.
     """
 
     run_id = ""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._steps = Counter(
@@ -50,13 +58,17 @@ class PrometheusTracker:
             registry=self._registry,
         )
         try:
-            self._server, self._thread = start_http_server(port, registry=self._registry)
+            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except OSError as error:
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise ValueError(
-                f"report.prometheus_port={port}: cannot listen there ({error.strerror}); expected "
-                "a free port above 1023; probable cause: another run or service on this machine "
-                "uses it"
+                _port_message(port, error) if is_port else _host_message(host, error)
             ) from error
+
+    @property
+    def host(self) -> str:
+        """Address of the endpoint."""
+        return str(self._server.server_address[0])
 
     @property
     def port(self) -> int:
@@ -94,3 +106,18 @@ class PrometheusTracker:
             shown = f"{valid}_now" if is_counter else valid
             self._gauges[valid] = Gauge(shown, name, ["stage"], registry=self._registry)
         return self._gauges[valid]
+
+
+def _port_message(port: int, error: OSError) -> str:
+    return (
+        f"report.prometheus_port={port}: cannot listen there ({error.strerror}); expected a free "
+        "port above 1023; probable cause: another run or service on this machine uses it"
+    )
+
+
+def _host_message(host: str, error: OSError) -> str:
+    return (
+        f"report.prometheus_host={host}: cannot listen there ({error.strerror}); expected an "
+        "address of the driver's machine, or 0.0.0.0 for all of them; probable cause: the address "
+        "of another machine"
+    )

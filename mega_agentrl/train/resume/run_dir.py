@@ -11,18 +11,29 @@ An unfinished run continues if its settings are the same, except for those that 
 how long it computes (`MUTABLE_KEYS`). Any other run in the folder is renamed and kept beside it. An
 unfinished run with a checkpoint and other settings is an error instead, because a run of weeks
 should not be moved out of the way by a typing mistake.
+
+A folder that is created here can be entered by its owner only, because rollouts, settings and logs
+may hold private data. A folder that exists keeps its mode, also when its run is moved aside: who
+shares runs with a group creates the folder first.
 """
 
 from __future__ import annotations
 
 import itertools
+import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
+from hydra.experimental.callback import Callback
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
 from mega_agentrl.report.config_diff import flatten_config
 from mega_agentrl.types.atomic_file import atomic_write
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.yaml", "metrics.jsonl", "summary.json"
 CHECKPOINTS_DIR, WARM_START_DIR, CRITIC_DIR = "checkpoints", "warm_start", "critic"
@@ -48,6 +59,33 @@ MUTABLE_KEYS = (
 """Settings that may change when a run continues: keys, and sections with a dot at the end."""
 
 
+class PrivateFolderCallback(Callback):  # type: ignore[misc]
+    """Creates the folder of a run or a sweep before Hydra does; set in `configs/train.yaml`.
+
+    If the folder cannot be created, Hydra's own attempt, which follows, reports it.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Create the run folder."""
+        with suppress(OSError):
+            create_private_folder(Path(str(config.hydra.run.dir)))
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Create the folder of the sweep, which holds those of its runs."""
+        with suppress(OSError):
+            create_private_folder(Path(str(config.hydra.sweep.dir)))
+
+
+def create_private_folder(folder: Path) -> None:
+    """Create a folder that only its owner may enter; an existing one keeps its mode.
+
+    Missing parents get the usual mode.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+
+
 def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[bool, Path | None]:
     """Prepare `run_dir`.
 
@@ -67,7 +105,9 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[b
     if (run_dir / METRICS_FILE).exists():
         is_resumed = resume and _is_resumable(run_dir, config_yaml)
         moved_to = None if is_resumed else _move_aside(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    create_private_folder(run_dir)
+    if moved_to is not None:
+        run_dir.chmod(stat.S_IMODE(moved_to.stat().st_mode))
     atomic_write(run_dir / CONFIG_FILE, config_yaml)
     return is_resumed, moved_to
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from mega_agentrl.report.metrics_file import parse_metrics
 from mega_agentrl.report.page.chart_groups import MAX_OTHER_CHARTS, chart_groups
+from mega_agentrl.report.page.svg_charts import render_svg
 
 
 def log_of(*lines):
@@ -20,6 +22,11 @@ def rl(step=1, **values):
 
 def charts(log):
     return {chart.title: chart for group in chart_groups(log) for chart in group.charts}
+
+
+def axis_labels(plot):
+    """The numbers beside the value axis of a drawn chart."""
+    return [float(text) for text in re.findall(r'class="y">([-0-9.e]+)</text>', plot)]
 
 
 def test_reward_with_its_mean_and_the_evaluations():
@@ -39,6 +46,24 @@ def test_reward_with_its_mean_and_the_evaluations():
 
 def test_the_reward_after_filtering_is_shown_if_there_is_no_other():
     assert charts(log_of(rl(**{"rollout/reward_mean": 7.0})))["Reward"].series[0].points == [(1, 7)]
+
+
+def test_each_part_of_the_reward_has_a_scale_of_its_own():
+    """On a common axis a part of 0.01 would be a flat line below one of 100."""
+    log = log_of(
+        rl(1, **{"reward/big": 90.0, "reward/small": 0.01, "reward/small/length": 7.0}),
+        rl(2, **{"reward/big": 100.0, "reward/small": 0.02, "reward/failed_fraction": 0.5}),
+    )
+    (parts,) = [group for group in chart_groups(log) if group.has_small_charts]
+    points = {chart.title: [line.points for line in chart.series] for chart in parts.charts}
+    assert points == {
+        "big": [[(1, 90.0), (2, 100.0)]],
+        "failed_fraction": [[(2, 0.5)]],
+        "small": [[(1, 0.01), (2, 0.02)]],
+        "small/length": [[(1, 7.0)]],
+    }
+    tops = {chart.title: max(axis_labels(render_svg(chart))) for chart in parts.charts}
+    assert tops["big"] > 50 and tops["small"] < 0.05
 
 
 @pytest.mark.parametrize(

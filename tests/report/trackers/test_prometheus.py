@@ -1,12 +1,15 @@
 """The endpoint, scraped over HTTP."""
 
 import socket
+from pathlib import Path
 from socketserver import BaseServer
 from urllib.request import urlopen
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mega_agentrl.config.sections.runtime import ReportConfig
+from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.report.trackers.prometheus import PrometheusTracker
 
 
@@ -25,7 +28,7 @@ def port():
 
 @pytest.fixture
 def tracker(port):
-    tracker = PrometheusTracker(port)
+    tracker = PrometheusTracker("127.0.0.1", port)
     yield tracker
     tracker.close()
 
@@ -70,10 +73,30 @@ def test_a_metric_named_like_a_counter_has_a_gauge_of_its_own(tracker, port, nam
 
 def test_a_port_in_use_is_an_error_that_names_it(tracker, port):
     with pytest.raises(ValueError, match=f"report.prometheus_port={port}: "):
-        PrometheusTracker(port)
+        PrometheusTracker("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"report\.prometheus_host=192\.0\.2\.77: "):
+        PrometheusTracker("192.0.2.77", 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "is_open"),
+    [({}, "127.0.0.1", False), ({"prometheus_host": "0.0.0.0"}, "0.0.0.0", True)],
+    ids=["default", "all_interfaces"],
+)
+def test_other_machines_reach_the_endpoint_only_if_that_is_set(
+    tmp_path, port, settings, address, is_open
+):
+    config = ReportConfig(prometheus_port=port, trackers=[], **settings)
+    with open_trackers(tmp_path, config) as (tracker,):
+        assert tracker.host == address
+        listening = Path("/proc/net/tcp").read_text().split()
+        assert (f"00000000:{port:04X}" in listening) is is_open
 
 
 def test_a_closed_endpoint_frees_its_port(port):
     for _ in range(2):
-        tracker = PrometheusTracker(port)
+        tracker = PrometheusTracker("127.0.0.1", port)
         tracker.close()

@@ -1,10 +1,18 @@
 """An earlier run is never overwritten, never mixed with another one, and goes on where it can."""
 
+import stat
+
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from mega_agentrl.config.override_keys import known_keys
-from mega_agentrl.train.resume.run_dir import MUTABLE_KEYS, changed_keys, prepare_run_dir
+from mega_agentrl.train.resume.run_dir import (
+    MUTABLE_KEYS,
+    PrivateFolderCallback,
+    changed_keys,
+    prepare_run_dir,
+)
 
 SETTINGS = {
     "total_steps": 10,
@@ -28,6 +36,39 @@ def begun(run_dir, *, checkpoint=None, finished=False):
         (run_dir / checkpoint / "manifest.json").write_text("{}")
     if finished:
         (run_dir / "summary.json").write_text("{}")
+
+
+def mode_of(folder):
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def test_a_new_folder_is_its_owners_alone_and_its_parents_are_as_usual(tmp_path):
+    (tmp_path / "usual").mkdir()
+    prepare_run_dir(tmp_path / "runs" / "mine", text(), resume=True)
+    assert mode_of(tmp_path / "runs" / "mine") == 0o700
+    assert mode_of(tmp_path / "runs") == mode_of(tmp_path / "usual")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o2770], ids=["readable", "shared_group"])
+def test_a_folder_of_the_users_own_keeps_its_mode(tmp_path, mode):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(mode)
+    begun(run_dir, finished=True)
+    assert mode_of(run_dir) == mode
+    _, moved = prepare_run_dir(run_dir, text(), resume=True)
+    assert mode_of(moved) == mode_of(run_dir) == mode
+
+
+@pytest.mark.parametrize("event", ["on_run_start", "on_multirun_start"], ids=["run", "sweep"])
+def test_the_folder_is_private_before_hydra_creates_it(tmp_path, event):
+    folder = tmp_path / "runs" / "mine"
+    config = OmegaConf.create({"hydra": {"run": {"dir": folder}, "sweep": {"dir": folder}}})
+    getattr(PrivateFolderCallback(), event)(config)
+    assert mode_of(folder) == 0o700
+    folder.chmod(0o750)
+    getattr(PrivateFolderCallback(), event)(config)
+    assert mode_of(folder) == 0o750
 
 
 def test_finished_runs_are_numbered_and_kept(tmp_path):
