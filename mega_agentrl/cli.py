@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, NoReturn
@@ -25,7 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mega_agentrl.config.checks.cross_section import check_config
+from mega_agentrl.config.checks.inputs import check_run_dir
+from mega_agentrl.config.help_text import help_text
 from mega_agentrl.config.override_keys import (
+    CommandLine,
     check_overrides,
     check_yaml_keys,
     parse_command_line,
@@ -33,9 +37,10 @@ from mega_agentrl.config.override_keys import (
 )
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sweep_overrides import without_swept
 from mega_agentrl.runtime.cluster import ClusterConnection
 from mega_agentrl.train import sweep
-from mega_agentrl.train.resume.run_dir import METRICS_FILE, prepare_run_dir
+from mega_agentrl.train.resume.run_dir import METRICS_FILE, create_run_dir, prepare_run_dir
 from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted, SignalHandler
 from mega_agentrl.types.errors import AuxiliaryModelLostError
 
@@ -117,14 +122,16 @@ def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection)
     from mega_agentrl.runtime.inputs import read_inputs
 
     try:
+        inputs = read_inputs(config, cluster.begin)
+        # After the data and the tools, because it imports torch.
         load_user_algorithm(config)
-        return read_inputs(config, cluster.begin)
     except ValueError as error:
         logging.exception("the input is invalid")
         _fail_run(error, EXIT_BAD_INPUT)
     except (RuntimeError, OSError) as error:
         logging.exception("the input cannot be read")
         _fail_run(f"{error}\n{_log_hint(run_dir)}", EXIT_FAILED)
+    return inputs
 
 
 def load_user_algorithm(config: TrainConfig) -> None:
@@ -147,18 +154,15 @@ def _train(
     config: TrainConfig, inputs: RunInputs, run_dir: Path, cluster: ClusterConnection
 ) -> float:
     """Build the run and train; write the report page last if the run ends early."""
-    # Ray and torch are imported only after the input has been checked.
-    from mega_agentrl.runtime.build import build
-    from mega_agentrl.train.output.report_page import (
-        FAILED_TIMEOUT_S,
-        INTERRUPTED_TIMEOUT_S,
-        write_interrupted_report,
-    )
-    from mega_agentrl.train.trainer import train_with_restarts
-
     is_built = needs_report = False
     try:
-        with build(config, inputs, cluster) as components:
+        with ExitStack() as stack:
+            with PROCESS_SIGNAL_HANDLER.limit_start():
+                # Ray and torch are imported only after the input has been checked.
+                from mega_agentrl.runtime.build import build
+                from mega_agentrl.train.trainer import train_with_restarts
+
+                components = stack.enter_context(build(config, inputs, cluster))
             is_built = needs_report = True
             reward = train_with_restarts(components, config, PROCESS_SIGNAL_HANDLER)
         needs_report = False
@@ -176,6 +180,12 @@ def _train(
         _fail_run(f"{message}\n{_log_hint(run_dir)}", code)
     finally:
         if needs_report:
+            from mega_agentrl.train.output.report_page import (
+                FAILED_TIMEOUT_S,
+                INTERRUPTED_TIMEOUT_S,
+                write_interrupted_report,
+            )
+
             deadline_s = (
                 FAILED_TIMEOUT_S
                 if PROCESS_SIGNAL_HANDLER.received_signal is None
@@ -214,29 +224,47 @@ def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:
     return f"{message} Metrics so far: {run_dir / METRICS_FILE}"
 
 
-def _check_command_line(folder: Path) -> None:
-    """Check the names of overrides, then their values.
+def _check_command_line(line: CommandLine, folder: Path) -> None:
+    """Check the names of overrides, then their values, and create the folder of the run or sweep.
 
     Hydra's own errors say less and exit with code 1.
     """
-    overrides, extra_folders = parse_command_line(sys.argv[1:])
     check_yaml_keys(folder)
-    check_overrides(overrides, folder, *extra_folders)
-    if {"-m", "--multirun", "--help", "-h", "--hydra-help", "--info", "-i"} & set(sys.argv):
-        return
+    check_overrides(line.overrides, folder, *line.config_dirs)
+    # Hydra composes each job of a sweep, and reports what is wrong with the values in it.
+    overrides = without_swept(line.overrides) if line.is_sweep else line.overrides
     with initialize_config_dir(str(folder), version_base="1.3"):
-        compose("train", overrides)
+        composed = compose("train", overrides)
+    if line.starts_run:
+        _check_run_dir(composed)
+
+
+def _check_run_dir(composed: DictConfig) -> None:
+    """Create the folder of the run or sweep, which Hydra would do with a traceback if it fails.
+
+    A path with an interpolation is only checked, because Hydra may resolve it to another one (the
+    time of day) or alone can (`${hydra.job.num}`).
+    """
+    if not OmegaConf.is_interpolation(composed, "run_dir"):
+        create_run_dir(Path(composed.run_dir))
+        return
+    with suppress(OmegaConfBaseException):
+        check_run_dir(composed.run_dir)
 
 
 def main() -> None:
     """Check the command line, then run the configuration that Hydra composes from it."""
-    register_schema()
-    folder = find_config_dir()
+    line = parse_command_line(sys.argv[1:])
     try:
-        _check_command_line(folder)
+        folder = find_config_dir()
+        if line.asks_help:
+            print(help_text(line.overrides, folder, *line.config_dirs))
+            return
+        register_schema()
+        _check_command_line(line, folder)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
-        cause = f": {error.__cause__}" if isinstance(error, HydraException) else ""
-        _fail(f"{error}{cause}", EXIT_BAD_INPUT)
+        cause = error.__cause__ if isinstance(error, HydraException) else None
+        _fail(f"{error}: {cause}" if cause else error, EXIT_BAD_INPUT)
     try:
         hydra.main(version_base="1.3", config_path=str(folder), config_name="train")(run)()
     finally:

@@ -10,24 +10,21 @@ options. `--check` writes nothing and ends with 1 if the file is not current.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import difflib
 import inspect
-import itertools
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES  # noqa: E402
+from mega_agentrl.config.field_docs import field_docs, format_value, type_name  # noqa: E402
 from mega_agentrl.config.override_keys import known_keys, yaml_keys  # noqa: E402
 from mega_agentrl.config.paths import find_config_dir  # noqa: E402
 from mega_agentrl.config.ranges import (  # noqa: E402
@@ -95,23 +92,6 @@ def setting_rows(path: str, section: type, users: Mapping[str, list[str]]) -> It
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring under each field or enumeration member of a class, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not base.__module__.startswith("mega_agentrl."):
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        body = tree.body[0].body
-        for node, following in itertools.pairwise(body):
-            if not isinstance(node, ast.Assign | ast.AnnAssign):
-                continue
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                docs[target.id] = " ".join(str(following.value.value).split())
-    return docs
-
-
 def format_file_names(files: list[str]) -> list[str]:
     """Return the files by name, except for experiments: only their number."""
     groups = [f"`{file}`" for file in files if not file.startswith("experiment/")]
@@ -148,21 +128,6 @@ def enum_tables() -> Iterator[str]:
         yield "\n".join(f"* `{choice.name}`: {docs[choice.name]}" for choice in enum) + "\n"
 
 
-def type_name(kind: Any) -> str:
-    """Return the name of a type for users; the names of the choices for an enumeration."""
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return ", ".join(f"`{choice.name}`" for choice in kind)
-    origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        return " or ".join(type_name(member) for member in get_args(kind))
-    if origin in (list, tuple):
-        return f"list of {type_name(get_args(kind)[0])}"
-    if origin is dict:
-        of_values = get_args(kind)[1]
-        return "names with values" if of_values is Any else f"names with {type_name(of_values)}"
-    return "none" if kind is NoneType else getattr(kind, "__name__", str(kind))
-
-
 def range_text(declared: FieldType) -> str:
     """Return the declared range of a setting; empty if all values of the type are valid."""
     noun = "characters" if declared.kind is str else "items"
@@ -170,19 +135,6 @@ def range_text(declared: FieldType) -> str:
     if str(declared.bounds):  # of the numbers within, for a list or a mapping
         parts.append(str(declared.bounds))
     return "; ".join(parts)
-
-
-def format_value(value: Any) -> str:
-    """Return the value as it is written on the command line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list) and any(isinstance(item, Enum) for item in value):
-        return f"[{', '.join(format_value(item) for item in value)}]"
-    return str(value) if value != "" else '""'
 
 
 def files_that_set() -> dict[str, list[str]]:

@@ -29,6 +29,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mega_agentrl.config.errors import ConfigError  # noqa: E402
 from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
 from mega_agentrl.estimate.preflight.report import PreflightProblem, run_preflight  # noqa: E402
 from mega_agentrl.estimate.weight_transfer import estimate_transfer  # noqa: E402
@@ -89,6 +90,8 @@ def _config_error_problem(error: Exception) -> PreflightProblem:
 
     The key is in OmegaConf's error, in quotes in Hydra's message, or at the start of any other.
     """
+    if isinstance(error, ConfigError):
+        return PreflightProblem(error.key, error.problem, tuple(filter(None, [error.overrides])))
     message, cause = str(error), error.__cause__
     if isinstance(error, HydraException) and cause is not None:
         message = f"{message}: {cause}"
@@ -97,13 +100,24 @@ def _config_error_problem(error: Exception) -> PreflightProblem:
     return PreflightProblem(key or re.split(r"[=:' ]", first, maxsplit=1)[0], message)
 
 
+class _AmbiguousFlag(argparse.Action):
+    """`--gpu`, which is short for two flags."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(
+            "--gpu: expected --gpus N, the number of available GPUs, or --gpu-gib GIB, the memory "
+            "of one"
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("overrides", nargs="*", help="as for python -m mega_agentrl")
     parser.add_argument("--model-config", type=Path, help="a config.json instead of model.path")
     parser.add_argument("--gpu-gib", type=float, default=80.0, help="memory of a GPU")
+    parser.add_argument("--gpu", action=_AmbiguousFlag, help=argparse.SUPPRESS)
     parser.add_argument("--cpu", action="store_true", help="a run on CPUs, without a memory limit")
-    parser.add_argument("--gpus", type=int, help="number of available GPUs")
+    parser.add_argument("--gpus", type=int, help="number of available GPUs (default: unknown)")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs per node")
     parser.add_argument("--reserve", type=float, default=0.04, help="fraction of a GPU left free")
     parser.add_argument(

@@ -316,6 +316,87 @@ def _read_class_options(
     return options
 
 
+def check_keyword_function(
+    reference: str, key: str, expected: str, *, default_name: str, keywords: tuple[str, ...]
+) -> None:
+    """Check a user's function that is called by keyword, as far as its source shows it.
+
+    What the source does not show passes, such as a function that is imported from elsewhere or
+    changed by a decorator: the processes that load the function check it again.
+
+    Args:
+        reference: `FILE.py`, `FILE.py:NAME` or `package.module:NAME`.
+        key: Dotted key of the setting, for errors.
+        expected: What the function should be, for errors.
+        default_name: Name of the function if the reference has none.
+        keywords: Names of the arguments that it is called with.
+
+    Raises:
+        ConfigError: There is no such file, module or function, or it takes other arguments.
+    """
+    try:
+        file, name = find_user_source(reference, default_name, allow_compiled=True)
+        if file.suffix != ".py":
+            return
+        module = _parse(file)
+    except (OSError, ImportError, SyntaxError, ValueError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(key, reference, expected, cause) from error
+    functions = [
+        statement
+        for statement in module.body
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == name
+    ]
+    cause = ""
+    if not functions:
+        names = _bound_names(module)
+        if name not in names and "*" not in names:
+            near = get_close_matches(name, names, n=1, cutoff=0.0)
+            cause = f"{file} has no {name}" + (f", the nearest name is {near[0]}" if near else "")
+    elif isinstance(functions[-1], ast.AsyncFunctionDef):
+        cause = f"{name} is an async function"
+    elif not functions[-1].decorator_list:
+        cause = _mismatched_keywords(functions[-1], keywords)
+    if cause:
+        raise ConfigError(key, reference, expected, cause)
+
+
+def _bound_names(module: ast.Module) -> set[str]:
+    """Return all names that a module may define; `*` is among them if there may be any others."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add("*" if node.name == "__getattr__" else node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and node.id in ("globals", "setattr", "exec"):
+            names.add("*")
+    return names
+
+
+def _mismatched_keywords(function: ast.FunctionDef, keywords: tuple[str, ...]) -> str:
+    """Return why the function cannot be called with these keywords; empty if it can."""
+    spec = function.args
+    positional = [*spec.posonlyargs, *spec.args]
+    required = {one.arg for one in positional[: len(positional) - len(spec.defaults)]}
+    required |= {
+        one.arg
+        for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+        if default is None
+    }
+    accepted = {one.arg for one in (*spec.args, *spec.kwonlyargs)}
+    missing = [] if spec.kwarg else [name for name in keywords if name not in accepted]
+    other = sorted(required - set(keywords) | (required & {one.arg for one in spec.posonlyargs}))
+    reasons = [
+        f"does not accept {', '.join(missing)}" if missing else "",
+        f"also needs {', '.join(other)}" if other else "",
+    ]
+    text = " and ".join(reason for reason in reasons if reason)
+    return f"the arguments of {function.name} are ({ast.unparse(spec)}): it {text}" if text else ""
+
+
 def _read_option(
     name: str, annotation: ast.expr | None, default_node: ast.expr | None, doc: str
 ) -> Option:

@@ -7,7 +7,7 @@ of values are checked by Hydra and the schema.
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.config.paths import sweep_dir_name
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sweep_overrides import sweep_dir_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ def register_schema() -> None:
     for setting in _CODE_SETTINGS:
         OmegaConf.set_struct(OmegaConf.select(schema, setting.options_key), False)
     ConfigStore.instance().store(name="schema", node=schema)
-    OmegaConf.register_new_resolver("folder_name", sweep_dir_name, replace=True)
+    OmegaConf.register_new_resolver("sweep_dir_name", sweep_dir_name, replace=True)
 
 
 def known_options() -> set[str]:
@@ -126,13 +126,35 @@ def _suggest_names(name: str, names: Iterable[str]) -> str:
     return " or ".join(map(repr, _with_same_leaf(name, pool) or [nearest_name(name, pool)]))
 
 
-def parse_command_line(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Return the overrides and the `--config-dir` folders among Hydra's arguments, `sys.argv[1:]`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """The arguments of `python -m mega_agentrl`, which are Hydra's."""
+
+    overrides: list[str]
+    """Overrides, or with `--help` the names to explain."""
+    config_dirs: list[Path]
+    """Folder of `--config-dir`, if it is given."""
+    asks_help: bool
+    is_sweep: bool
+    starts_run: bool
+    """Whether a run or a sweep starts; otherwise Hydra prints something and ends."""
+
+
+def parse_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Return the arguments of `sys.argv[1:]` by meaning.
 
     Exits with Hydra's usage text for an unknown flag.
     """
     parsed = get_args_parser().parse_args(list(arguments))
-    return list(parsed.overrides), [Path(parsed.config_dir)] if parsed.config_dir else []
+    return CommandLine(
+        overrides=list(parsed.overrides),
+        config_dirs=[Path(parsed.config_dir)] if parsed.config_dir else [],
+        asks_help=parsed.help,
+        is_sweep=parsed.multirun,
+        starts_run=not (
+            parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.shell_completion
+        ),
+    )
 
 
 def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
@@ -151,6 +173,23 @@ def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
             groups[group] = sorted({*groups.get(group, []), *options})
     for override in parsed:
         _check_override(override, groups)
+    _check_single_choices(parsed, groups)
+
+
+def _check_single_choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> None:
+    """Check that no config group is chosen twice, for which Hydra's error gives no cause."""
+    chosen: dict[tuple[str, str | None], Override] = {}
+    for override in overrides:
+        group = str(override.key_or_group)
+        if group not in groups or override.is_delete() or isinstance(override.value(), dict):
+            continue
+        first = chosen.setdefault((group, override.package), override)
+        if first is not override:
+            raise ValueError(
+                f"override {override.input_line!r}: the config group {group} is already chosen by "
+                f"{first.input_line!r}, expected one choice; probable cause: a script that has one "
+                "of them"
+            )
 
 
 def _parse_override(text: str) -> Override:

@@ -95,12 +95,15 @@ def load_user_object(
     return getattr(module, name)
 
 
-def find_user_source(reference: str, default_name: str) -> tuple[Path, str]:
+def find_user_source(
+    reference: str, default_name: str, *, allow_compiled: bool = False
+) -> tuple[Path, str]:
     """Return the source file and the name that a reference names, without importing anything.
 
     Args:
         reference: `FILE.py`, `FILE.py:NAME` or `package.module:NAME`.
         default_name: Name of the object if the reference has none.
+        allow_compiled: Whether the module may have no Python source.
 
     Raises:
         ImportError: There is no such module, or it is not a Python file.
@@ -108,7 +111,7 @@ def find_user_source(reference: str, default_name: str) -> tuple[Path, str]:
     """
     module, _, name = _split_reference(reference)
     file = Path(module) if _is_file(module) else _find_module_file(module)
-    if file.suffix != ".py":
+    if file.suffix != ".py" and (_is_file(module) or not allow_compiled):
         raise ImportError(f"{file} does not end in .py")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")

@@ -153,7 +153,7 @@ def encode_prompts(
         )
         for prompt, names, ids in zip(prompts, tools, encoded, strict=True)
     ]
-    return _apply_length_limit(full, [item.file_weight for item in unencoded], codec, config, key)
+    return _apply_length_limit(full, unencoded, codec, config, key)
 
 
 def _prompt_tool_names(prompt: Prompt, schemas: Mapping[str, Any]) -> tuple[str, ...]:
@@ -195,7 +195,13 @@ def _resolve_local_path(file: DataFile, key: str, cache_folder: Path | None) -> 
 
 def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate | None) -> Prompt:
     cell, where = row.values[config.prompt_key], row.location
-    if isinstance(cell, str) and cell:
+    if isinstance(cell, str):
+        if not cell.strip():
+            raise ValueError(
+                f"{where}, column {config.prompt_key}: got an empty text, expected a question or "
+                "chat messages; probable cause: a row without a prompt, or another column is meant "
+                "(data.prompt_key)"
+            )
         cell = [{"role": "user", "content": cell}]
     messages = validate_messages(cell, f"{where}, column {config.prompt_key}")
     if template is not None:
@@ -227,20 +233,22 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
 
 def _apply_length_limit(
     full: Sequence[Prompt],
-    weights: Sequence[float],
+    unencoded: Sequence[UnencodedPrompt],
     codec: ChatCodec,
     config: DataConfig,
     key: str,
 ) -> PromptDataset:
     """Drop or truncate prompts that are longer than `data.max_prompt_tokens`."""
+    weights = [item.file_weight for item in unencoded]
     limit, truncation = config.max_prompt_tokens, config.truncation
     long = [prompt for prompt in full if len(prompt.token_ids) > limit]
     drops = truncation in (Truncation.error, Truncation.drop)
     if long and (truncation is Truncation.error or (drops and len(long) == len(full))):
-        longest = max(len(prompt.token_ids) for prompt in long)
+        longest = max(range(len(full)), key=lambda row: len(full[row].token_ids))
         raise ValueError(
             f"{key}: {len(long)} of {len(full)} prompts are longer than "
-            f"data.max_prompt_tokens={limit} (the longest has {longest} tokens); raise it"
+            f"data.max_prompt_tokens={limit} (the longest has {len(full[longest].token_ids)} "
+            f"tokens, {unencoded[longest].location}); raise it"
             + (", or set data.truncation=drop" if len(long) < len(full) else "")
         )
     if drops:

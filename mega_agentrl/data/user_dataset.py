@@ -12,6 +12,7 @@ items works. Iterable-only datasets do not: resuming and shuffling need rows by 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,8 @@ def load_dataset_class(reference: str) -> type[Any]:
     """Load the class that `data.dataset_class` names.
 
     Raises:
-        ConfigError: there is no such class, or it has no `__len__` or no `__getitem__`.
+        ConfigError: there is no such class, it has no `__len__` or no `__getitem__`, or it cannot
+            be created with `paths` and `key`.
     """
     found = load_user_object(reference, _KEY, _EXPECTED_CLASS)
     if not isinstance(found, type):
@@ -53,7 +55,21 @@ def load_dataset_class(reference: str) -> type[Any]:
     if missing:
         cause = f"got a class ({_format_mro(found)}) without {' and '.join(missing)}"
         raise ConfigError(_KEY, reference, _EXPECTED_CLASS, cause)
+    _check_constructor(found, reference)
     return found
+
+
+def _check_constructor(dataset_class: type[Any], reference: str) -> None:
+    try:
+        signature = inspect.signature(dataset_class)
+    except ValueError:
+        return  # a compiled class may have none to read
+    try:
+        signature.bind(paths=[], key="")
+    except TypeError as error:
+        cause = f"its arguments are {signature}: {error}"
+        expected = f"{_EXPECTED_CLASS}, and that is created with paths and key"
+        raise ConfigError(_KEY, reference, expected, cause) from error
 
 
 def iter_user_rows(

@@ -22,6 +22,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.reward import (
+    FUNCTION_ARGUMENTS,
+    FUNCTION_EXPECTED,
+    FUNCTION_NAME,
+)
 from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.sandbox.worker_main import to_json
 from mega_agentrl.sandbox.worker_pool import WorkerCall, WorkerCallError, make_worker_call
@@ -32,11 +37,8 @@ if TYPE_CHECKING:
 
     from mega_agentrl.sandbox.worker_pool import WorkerPool
 
-DEFAULT_FUNCTION_NAME = "compute_score"
-ARGUMENT_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 _MODULE = __name__
 _KEY = "reward.functions"
-_EXPECTED = f"a plain function that is called with {', '.join(ARGUMENT_NAMES)}"
 
 
 class UserRewardError(RewardError):
@@ -89,7 +91,7 @@ class UserRewardFunction:
         values = (data_source, solution, ground_truth, dict(extra_info))
         call_future = self._pool.submit(
             f"{_MODULE}:run",
-            {"path": self._path, "values": dict(zip(ARGUMENT_NAMES, values, strict=True))},
+            {"path": self._path, "values": dict(zip(FUNCTION_ARGUMENTS, values, strict=True))},
         )
         scored: Future[UserRewardResult] = Future()
         scored.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
@@ -156,11 +158,11 @@ def _finite_score(path: str, value: object) -> float:
 
 @cache
 def _load_function(path: str) -> Callable[..., object]:
-    function = load_user_object(path, _KEY, _EXPECTED, default_name=DEFAULT_FUNCTION_NAME)
+    function = load_user_object(path, _KEY, FUNCTION_EXPECTED, default_name=FUNCTION_NAME)
     if not callable(function):
-        raise ConfigError(_KEY, path, _EXPECTED, f"got {function!r}")
+        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, f"got {function!r}")
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(_KEY, path, _EXPECTED, "got an async function")
+        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, "got an async function")
     _check_signature(path, function)
     return function  # type: ignore[no-any-return]
 
@@ -171,10 +173,10 @@ def _check_signature(path: str, function: Callable[..., object]) -> None:
     except ValueError:
         return  # a compiled function may have none to read
     try:
-        signature.bind(**dict.fromkeys(ARGUMENT_NAMES))
+        signature.bind(**dict.fromkeys(FUNCTION_ARGUMENTS))
     except TypeError as error:
         cause = f"its arguments are {signature}: {error}"
-        raise ConfigError(_KEY, path, _EXPECTED, cause) from error
+        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, cause) from error
 
 
 def _resolve_future(path: str, scored: Future[UserRewardResult], call_future: Future[Any]) -> None:

@@ -6,15 +6,19 @@ any slow import.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
+import signal
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
     from typing import Self
 
@@ -29,6 +33,9 @@ NVIDIA_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _CLOSE_S, _JOINED_CLOSE_S = 60.0, 5.0
 """Maximum time in seconds that the end of a run waits for a cluster of its own, which may still be
 starting, and for one that it has joined, whose head may not answer."""
+
+_SIGACTION_BYTES = 512
+"""More than the size of C's `struct sigaction` on any machine."""
 
 _logger = logging.getLogger(__name__)
 
@@ -53,8 +60,8 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
 
     On GPUs, every rank of policy, engines, critic and reward model needs its own GPU, except that
     with `cluster.colocated` the engines use the policy's. On CPUs the models take turns, and up to
-    `MAX_RANKS_PER_CORE` ranks may share a core, with a warning. A joined cluster must have one core
-    per actor, because Ray would wait for a missing core forever.
+    `MAX_RANKS_PER_CORE` ranks may share a core, with a line on the terminal and in the log. A
+    joined cluster must have one core per actor, because Ray would wait for a missing core forever.
     """
     layout = config.parallel
     policy_ranks = layout.world_size
@@ -94,7 +101,14 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
             "layout that was made for a cluster (cluster.ray_address)"
         )
     if max_ranks > num_cores:
-        _logger.warning("%s: they share %d cores, which is slow", layout_text, num_cores)
+        num_processes = policy_ranks + engine_ranks + other_ranks
+        message = (
+            f"{layout_text}: {num_processes} processes share {num_cores} cores; importing their "
+            f"libraries and every step take about {num_processes / num_cores:.1f} times as long as "
+            "with a core for each"
+        )
+        _logger.warning("%s", message)
+        print(f"mega_agentrl: {message}", file=sys.stderr)
 
 
 def check_torch_build(num_gpus: int, cuda: str | None) -> None:
@@ -209,29 +223,51 @@ def _connect(config: TrainConfig) -> bool:
 
     set_ray_environment()
     num_cores = os.cpu_count() or 1
-    if config.cluster.ray_address:
-        ray.init(
-            address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR
-        )
-    else:
-        # Otherwise Ray replaces loopback addresses by one that other machines can reach.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        ranks = config.parallel.world_size + config.cluster.num_engines
-        ranks += config.parallel.world_size * len(_auxiliary_models(config))
-        ray.init(
-            num_cpus=max(num_cores, ranks),
-            num_gpus=num_local_gpus(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=512 * 1024**2,
-        )
+    with _own_sigterm_handler():
+        if config.cluster.ray_address:
+            ray.init(
+                address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR
+            )
+        else:
+            # Otherwise Ray replaces loopback addresses by one that other machines can reach.
+            ray_constants.ENABLE_RAY_CLUSTER = False
+            ranks = config.parallel.world_size + config.cluster.num_engines
+            ranks += config.parallel.world_size * len(_auxiliary_models(config))
+            ray.init(
+                num_cpus=max(num_cores, ranks),
+                num_gpus=num_local_gpus(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=512 * 1024**2,
+            )
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))
     if config.cluster.ray_address:
         check_torch_build(num_gpus, torch.version.cuda)
         check_cluster_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
     return num_gpus > 0
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM while Ray starts.
+
+    Ray's handler in Python ends its servers and exits with code 1, after the shutdown has waited a
+    minute for the servers that it ended. Ray's handler in C, which it sets last, aborts.
+    """
+    import ray._private.utils as ray_utils  # private; checked with Ray 2.60
+
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
+    libc.sigaction(signal.SIGTERM, None, action)
+    set_handler = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = set_handler
+        # Python's own function could do this in the main thread only.
+        libc.sigaction(signal.SIGTERM, action, None)
 
 
 def _auxiliary_models(config: TrainConfig) -> list[str]:

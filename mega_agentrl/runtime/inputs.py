@@ -104,7 +104,9 @@ def read_inputs(config: TrainConfig, on_files_read: Callable[[], None] | None = 
         on_files_read()
     # Imported here, because it imports sympy, which takes most of a second.
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
+    from mega_agentrl.runtime.rubric import check_reward_environment
 
+    check_reward_environment(config.reward)
     codec = HFCodec(config.model.path)
     tools = _build_toolkit(config, codec)
     _check_tag_tokens(codec, tools.call_markers)

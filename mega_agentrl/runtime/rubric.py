@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.reward import RewardConfig
 
 
+def check_reward_environment(config: RewardConfig) -> None:
+    """Raise `ValueError` if an environment variable that the reward needs is not set."""
+    for name in config.worker_env_vars:
+        _require_env("worker_env_vars", name)
+    if MODEL_PART in config.part_names and config.model.is_remote and config.model.api_key_env:
+        _require_env("model.api_key_env", config.model.api_key_env)
+
+
 @contextmanager
 def open_rubric(config: RewardConfig) -> Iterator[WeightedRubric]:
     """Open the rubric; its processes are ended on exit.

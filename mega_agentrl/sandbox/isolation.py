@@ -11,8 +11,8 @@ the total memory of several processes where no control group can be written, sin
 per process; disk bandwidth and CPU share of other users; writes of a fork to files that its parent
 had open; the kernel's counts per user, which the sessions of one sandbox share, beside those of
 processes (namespaces limit them), inotify instances and descriptors in flight (the filters deny
-both): pages of pipes, queued signals, epoll watches. `check_isolation` reports containers in which sandboxes cannot run, because they forbid
-user namespaces or mounting proc.
+both): pages of pipes, queued signals, epoll watches. `check_isolation` reports containers in which
+sandboxes cannot run, because they forbid user namespaces or mounting proc.
 """
 
 from __future__ import annotations

@@ -282,9 +282,10 @@ class RunLogger:
             f"{name} {format_duration(value)}" for name, value in self._stage_s.items()
         )
         self._console.print(f"time: {times}", highlight=False)
-        self._console.print(f"run folder: {self.run_dir}", highlight=False, soft_wrap=True)
-        page = write_report(self.run_dir)
-        self._console.print(f"report: {page}", highlight=False, soft_wrap=True)
+        # A URL opens in a browser whatever characters the folder's name has.
+        page = write_report(self.run_dir).resolve().as_uri()
+        for line in (f"run folder: {self.run_dir}", f"report: {page}"):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _print_rollouts(self) -> None:
         trajectories = [t for tree in self._last_trees for t in tree.trajectories]

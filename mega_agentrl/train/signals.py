@@ -16,7 +16,10 @@ anything else. `checkpoints` decides what is saved.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -39,6 +42,10 @@ SAVE_TIMEOUTS_S: dict[int, float] = {
 
 Slurm sends USR1 120 s before the time limit (`slurm/train.sh`), and usually KILL 30 s after TERM.
 """
+
+
+START_TIMEOUT_S = 10.0
+"""Seconds from a signal to the end of the process if it is received while the run starts."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -152,6 +159,36 @@ class SignalHandler:
 
         return run
 
+    @contextmanager
+    def limit_start(self, timeout_s: float = START_TIMEOUT_S) -> Iterator[None]:
+        """End the process `timeout_s` seconds after a signal, unless it has ended by then.
+
+        For the start of a run, where there is nothing to save. A library that waits in C for its
+        servers, which the same signal may have ended, lets no handler run, and may wait for a
+        minute; one that swallows the exception of the handler goes on. The limit stays in force
+        after the body if a signal was received in it, because libraries also wait at exit. Does
+        nothing outside the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        has_ended = threading.Event()
+        watcher = threading.Thread(
+            target=_end_after_signal, args=(receiver, has_ended, timeout_s), daemon=True
+        )
+        earlier = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        watcher.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(earlier)
+            if self.received_signal is None:
+                has_ended.set()
+                sender.close()
+                watcher.join()
+
     def enable_save_timeout(self) -> None:
         """Limit the time of the save that a signal starts."""
         self._has_save_timeout = True
@@ -179,6 +216,26 @@ class SignalHandler:
         )
         self._save_timer.daemon = True
         self._save_timer.start()
+
+
+def _end_after_signal(
+    receiver: socket.socket, has_ended: threading.Event, timeout_s: float
+) -> None:
+    """Wait for the number of a signal; end the process unless `has_ended` is set in time."""
+    with receiver:
+        number = 0
+        while number not in EXIT_CODES:
+            if not (received := receiver.recv(1)):
+                return
+            number = received[0]
+    if not has_ended.wait(timeout_s):
+        print(
+            f"mega_agentrl: interrupted ({signal.Signals(number).name}) while the run was "
+            f"starting, and ended {timeout_s:g} s later, because a library was still waiting",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_CODES[number])
 
 
 PROCESS_SIGNAL_HANDLER = SignalHandler()

@@ -15,6 +15,14 @@ def test_the_message_and_the_attributes_survive_pickling():
     assert str(ConfigError("k", KlPlacement.loss, "reward")) == "k=loss: expected reward"
 
 
+def test_values_that_fit_end_the_message():
+    error = ConfigError("a.b", 3, "2 or 4", "a typo", {"a.b": 2, "a.c": 1})
+    error = pickle.loads(pickle.dumps(error))
+    assert error.solution == {"a.b": 2, "a.c": 1}
+    assert error.overrides == "a.b=2 a.c=1"
+    assert str(error) == f"{error.problem}; these values fit: a.b=2 a.c=1"
+
+
 def test_only_a_broken_range_raises():
     check_range(True, "a.b", 1, "at least 1")
     with pytest.raises(ConfigError) as caught:

@@ -135,10 +135,35 @@ def test_groups_of_a_second_folder_count(folder, tmp_path_factory):
     check_overrides(["algo=mine", "experiment=smoke"], folder, extra)
 
 
+def test_a_config_group_has_one_choice(folder):
+    check_overrides(["seed=1", "seed=2", "algo=grpo", "algo@algo=grpo"], folder)
+    check_overrides(["algo=grpo", "algo={kl_coef: 0.1}", "algo={kl_target: null}"], folder)
+    with pytest.raises(ValueError, match=r"'algo=arpo': .* already chosen by 'algo=grpo'"):
+        check_overrides(["algo=grpo", "seed=1", "algo=arpo"], folder)
+
+
 def test_the_command_line_has_overrides_and_folders():
     arguments = ["-m", "--cfg", "job", "--config-dir", "my/configs", "seed=1,2", "algo=grpo"]
-    assert parse_command_line(arguments) == (["seed=1,2", "algo=grpo"], [Path("my/configs")])
-    assert parse_command_line(["--help"]) == ([], [])
+    line = parse_command_line(arguments)
+    assert line.overrides == ["seed=1,2", "algo=grpo"]
+    assert line.config_dirs == [Path("my/configs")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks_help", "is_sweep", "starts_run"),
+    [
+        (["seed=1"], False, False, True),
+        (["-m", "seed=1,2"], False, True, True),
+        (["--help", "optim"], True, False, False),
+        (["--cfg", "job"], False, False, False),
+        (["--hydra-help"], False, False, False),
+        (["--info", "plugins"], False, False, False),
+    ],
+    ids=["run", "sweep", "help", "configuration", "hydra_help", "info"],
+)
+def test_the_command_line_says_what_starts(arguments, asks_help, is_sweep, starts_run):
+    line = parse_command_line(arguments)
+    assert (line.asks_help, line.is_sweep, line.starts_run) == (asks_help, is_sweep, starts_run)
 
 
 def test_only_options_are_added_without_a_plus():

@@ -113,7 +113,7 @@ def numbered(*texts):
 
 def test_overlong_prompts_are_an_error_that_counts_them(tmp_path):
     rows = numbered("a b c", "a b c d", "a b c d e")
-    with pytest.raises(ValueError, match=r"2 of 3 prompts .*=3 .* 5 tokens"):
+    with pytest.raises(ValueError, match=r"2 of 3 prompts .*=3 .* 5 tokens, .*parquet row 2\)"):
         load(tmp_path, rows)
 
 
@@ -135,7 +135,9 @@ def test_two_rows_with_one_id_are_refused(tmp_path):
     [
         ({"reward_model": {"style": "rule"}}, "row 0, column reward_model"),
         ({"reward_model": {"ground_truth": 4}}, "row 0, column reward_model"),
-        ({"prompt": ""}, "row 0, column prompt: got ''"),
+        ({"prompt": ""}, "row 0, column prompt: got an empty text"),
+        ({"prompt": " \n"}, "row 0, column prompt: got an empty text"),
+        ({"prompt": []}, "row 0, column prompt: got .*, expected a non-empty list"),
         ({"prompt": 3}, "row 0, column prompt: got 3"),
         ({"prompt": [{"role": "user"}]}, "row 0, column prompt: got message"),
         ({"data_source": 3}, "row 0, column data_source"),

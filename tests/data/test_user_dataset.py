@@ -47,10 +47,15 @@ class NoItems(Dataset):
         return 1
 
 
+class NoKey(Sequence):
+    def __init__(self, paths):
+        super().__init__(paths, "")
+
+
 @pytest.fixture(autouse=True)
 def module(monkeypatch):
     made = ModuleType("my_rows")
-    for kind in (Torch, Sequence, Endless, NoLength, NoItems):
+    for kind in (Torch, Sequence, Endless, NoLength, NoItems, NoKey):
         setattr(made, kind.__name__, kind)
     made.function = lambda paths, key: []
     monkeypatch.setitem(sys.modules, "my_rows", made)
@@ -67,6 +72,7 @@ def test_torch_datasets_and_classes_with_their_methods_are_accepted():
     ("reference", "cause"),
     [
         ("my_rows:function", "got a function"),
+        ("my_rows:NoKey", "its arguments are (paths)"),
         ("my_rows:Endless", "got an IterableDataset"),
         ("my_rows:NoLength", "without __len__"),
         ("my_rows:NoItems", "without __getitem__"),

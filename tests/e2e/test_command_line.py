@@ -54,17 +54,36 @@ def rule_without_a_decision(assets, tmp_path):
     return f"rollout.branching={file}"
 
 
+def reward_of_one_argument(assets, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("import torch\n\n\ndef compute_score(text):\n    return 1.0\n")
+    return f"+reward.functions.mine={file} +reward.rubric.default={{mine:1}}"
+
+
+def run_folder_below_a_file(assets, tmp_path):
+    (tmp_path / "file").touch()
+    return f"run_dir={tmp_path}/file/run"
+
+
+def parquet_without_truth_with_an_own_loss(assets, tmp_path):
+    return f"{parquet_without_truth(assets, tmp_path)} algo.loss={ROOT}/examples/my_loss.py"
+
+
 # One for each stage, in the order in which the stages come.
 CASES = {
     "name of a key": (lambda a, t: "rollout.branchin=none", "'rollout.branching'"),
+    "group given twice": (lambda a, t: "algo=grpo algo=ppo", "'algo=ppo': the config group algo"),
     "type of a value": (lambda a, t: "optim.lr=fast", "optim.lr"),
+    "run folder": (run_folder_below_a_file, "file is a file"),
     "range of a value": (lambda a, t: "rollout.top_p=1.5", "rollout.top_p=1.5"),
     "model folder": (other_architecture, "MambaForCausalLM"),
     "own branching rule": (rule_without_a_decision, "Branching does not define num_forks"),
     "own loss": (loss_of_one_argument, "the arguments of loss are (logp_BT)"),
     "option": (lambda a, t: "algo.loss_options.clip_hihg=0.3", "the nearest is clip_high"),
+    "own reward": (reward_of_one_argument, "the arguments of compute_score are (text)"),
     "host size": (lambda a, t: "parallel.data=64", "more ranks than"),
     "data": (parquet_without_truth, "reward_model"),
+    "data with an own loss": (parquet_without_truth_with_an_own_loss, "reward_model"),
     "tokenizer": (lambda a, t: "data.max_prompt_tokens=17", "data.truncation=drop"),
 }
 
@@ -75,7 +94,7 @@ def test_bad_input_is_one_screen_and_exit_code_2_before_slow_imports(stage, asse
     code, output = run(
         "experiment=smoke_ci",
         *asset_overrides(assets, tmp_path / "run"),
-        change(assets, tmp_path),
+        *change(assets, tmp_path).split(),
         program=("-c", LOADED),
     )
     assert code == 2, output
@@ -93,11 +112,21 @@ def test_missing_bubblewrap_is_named(assets, tmp_path, monkeypatch):
     assert "bubblewrap" in output
 
 
-def test_help_lists_groups_and_keys(tmp_path):
-    code, output = run("--help", cwd=ROOT)
-    assert code == 0
-    for piece in ("experiment=NAME", "algo: aepo, ares, arpo, ", "branching: after_result"):
-        assert piece in output
+@pytest.mark.parametrize(
+    ("names", "code", "facts"),
+    [
+        ([], 0, ("experiment=NAME", "smoke_ci  ", "rollout.branch  ", "seed=1  ")),
+        (["optim", "rollout.branch"], 0, ("optim.lr=1e-06  ", "rollout.branch.tau=0.5  ")),
+        (["optm"], 2, ("nearest is optim",)),
+    ],
+    ids=["overview", "sections", "unknown"],
+)
+def test_help_imports_nothing_slow(names, code, facts):
+    got, output = run("--help", *names, program=("-c", LOADED))
+    assert got == code
+    assert output.endswith("loaded: []\n")
+    for fact in facts:
+        assert fact in output
 
 
 def test_a_sweep_goes_on_after_a_job_that_failed_and_ends_with_its_table(assets, tmp_path):
@@ -106,41 +135,52 @@ def test_a_sweep_goes_on_after_a_job_that_failed_and_ends_with_its_table(assets,
     assert code == 1, output
     table = (tmp_path / "sweep" / "comparison.md").read_text()
     assert table in output
+    assert {path.name for path in (tmp_path / "sweep").glob("*/")} == {"0-lr-1", "1-lr-2"}
     for lr in (1, 2):
         assert f"| optim.lr=-{lr} | 0 of 1 |" in table
         assert f"failed: optim.lr=-{lr}.0: expected" in table
     assert "Traceback" not in output
 
 
-def in_rl(run_dir):
+def in_rl(run_dir, find_titles):
     metrics = run_dir / "metrics.jsonl"
     return metrics.exists() and '"rl"' in metrics.read_text()
 
 
-def engine_is_starting(run_dir):
+def engine_is_starting(run_dir, find_titles):
     return (run_dir / "logs" / "engine0.log").exists()
 
 
+def ray_is_starting(run_dir, find_titles):
+    return any("gcs_server" in title for title in find_titles())
+
+
 @pytest.mark.parametrize(
-    ("moment", "signal_number"),
+    ("moment", "signal_number", "send"),
     [
-        pytest.param(engine_is_starting, signal.SIGTERM, marks=pytest.mark.slow(45)),
-        pytest.param(in_rl, signal.SIGINT, marks=pytest.mark.slow(60)),
+        pytest.param(engine_is_starting, signal.SIGTERM, os.kill, marks=pytest.mark.slow(45)),
+        (ray_is_starting, signal.SIGTERM, os.killpg),
+        pytest.param(in_rl, signal.SIGINT, os.kill, marks=pytest.mark.slow(60)),
     ],
+    ids=["engine_starts", "ray_starts_group", "in_rl"],
 )
-def test_a_signal_ends_every_process(moment, signal_number, assets, tmp_path, monkeypatch):
+def test_a_signal_ends_every_process(moment, signal_number, send, assets, tmp_path, monkeypatch):
     marker = f"MEGA_AGENTRL_TEST_RUN={tmp_path}"
     monkeypatch.setenv(*marker.split("=", 1))
     run_dir = tmp_path / "run"
     length = ("sft.max_steps=4", "total_steps=1000")
     child = start("experiment=smoke_ci", *length, *asset_overrides(assets, run_dir))
+
+    def find_titles():
+        return [title_of(process) for process in processes_of(child, marker)]
+
     try:
-        wait_until(lambda: moment(run_dir), 400)
+        wait_until(lambda: moment(run_dir, find_titles), 400)
         if moment is in_rl:
-            titles = [title_of(process) for process in processes_of(child, marker)]
+            titles = find_titles()
             assert any("EngineCore" in title for title in titles), titles
         before = processes_of(child, marker)
-        os.kill(child.pid, signal_number)
+        send(child.pid, signal_number)
         # Ten seconds are promised; a busy machine gets more.
         wait_until(lambda: not any(map(is_alive, before)) and not processes_of(child, marker), 120)
         code, output = finish(child, 120)
@@ -148,11 +188,11 @@ def test_a_signal_ends_every_process(moment, signal_number, assets, tmp_path, mo
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
     assert code == EXIT_CODES[signal_number], output[-2000:]
+    assert signal.Signals(signal_number).name in output
     if moment is in_rl:
         newest = run_state.valid_checkpoints(run_dir)[0]
         assert newest.parent.name == "checkpoints"
         assert str(newest) in output
     else:
         assert not run_state.valid_checkpoints(run_dir)
-        assert "no checkpoint" in output
     assert "Traceback" not in output

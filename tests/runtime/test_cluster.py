@@ -1,7 +1,9 @@
 """Checks that a parallel layout fits the cores and GPUs."""
 
+import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -38,10 +40,11 @@ def test_policy_and_engine_share_cpu_cores():
     check_cluster_size(make_config(), num_cores=2, num_gpus=0)
 
 
-def test_more_ranks_than_cores_warn_or_fail(caplog):
+def test_more_ranks_than_cores_warn_or_fail(caplog, capsys):
     wide = make_config(ParallelConfig(tensor=2, pipeline=2))
     check_cluster_size(wide, num_cores=2, num_gpus=0)
-    assert "4 policy ranks" in caplog.text and "2 cores" in caplog.text
+    for said in (caplog.text, capsys.readouterr().err):
+        assert "4 policy ranks" in said and "5 processes share 2 cores" in said
     check_cluster_size(make_config(ParallelConfig(data=8)), num_cores=2, num_gpus=0)
     with pytest.raises(ValueError, match=r"parallel.data=9.*more ranks than 4 to each of the 2"):
         check_cluster_size(make_config(ParallelConfig(data=9)), num_cores=2, num_gpus=0)
@@ -184,3 +187,24 @@ def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_neede
             with pytest.raises(ValueError, match="nowhere"):
                 connection.wait()
     assert "ray-cluster" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_ray_does_not_replace_the_handler_of_sigterm():
+    import ray._private.utils as ray_utils
+
+    def replace(*_):
+        pytest.fail("Ray's handler was called")
+
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append("own"))
+    try:
+        with cluster._own_sigterm_handler():
+            ray_utils.set_sigterm_handler(replace)
+            # As Ray's library does, without asking Python.
+            ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == ["own"]
+        ray_utils.set_sigterm_handler(replace)
+        assert signal.getsignal(signal.SIGTERM) is replace, "only while Ray starts"
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,7 @@ import pytest
 
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.runtime import rubric as module
-from mega_agentrl.runtime.rubric import open_rubric
+from mega_agentrl.runtime.rubric import check_reward_environment, open_rubric
 from tests.fakes import make_trajectory
 
 MINE = """
@@ -55,6 +55,22 @@ def test_errors_are_found_at_the_start(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=named), open_rubric(config):
             pass
+
+
+def test_missing_variables_are_found_without_starting_anything(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WorkerPool", lambda *_, **__: pytest.fail("started"))
+    judge = RewardModelConfig(path_or_url="http://a", served_model_name="b", api_key_env="KEY")
+    configs = {
+        "MINE_KEY": mine(tmp_path),
+        "KEY": RewardConfig(rubric={"default": {"model": 1.0}}, model=judge),
+    }
+    for name, config in configs.items():
+        monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ValueError, match=f" {name} is not set"):
+            check_reward_environment(config)
+        monkeypatch.setenv(name, "secret")
+        check_reward_environment(config)
+    check_reward_environment(RewardConfig(model=judge))
 
 
 def test_judge_gets_its_key_and_is_closed(monkeypatch):

@@ -97,6 +97,43 @@ def test_a_model_must_be_named(capsys):
     assert problem["config_key"] == "model.path"
 
 
+def test_all_lengths_are_solved_at_once(capsys):
+    lengths = ("data.max_prompt_tokens=9000", "optim.micro_batch_tokens=512")
+    code, found = run("qwen2_5_7b_8gpu", *lengths, capsys=capsys)
+    (problem,) = found["problems"]
+    assert (code, problem["config_key"]) == (1, "engine.max_model_len")
+    assert "optim.micro_batch_tokens=512" in problem["message"]
+    code, found = run(
+        "qwen2_5_7b_8gpu", *lengths, *problem["suggestions"][0].split(), capsys=capsys
+    )
+    assert not any(one["config_key"] == "engine.max_model_len" for one in found["problems"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["experiment=qwen3_32b_64gpu"],
+        ["experiment=qwen3_32b_64gpu", "parallel.tensor=3", "--model-config", "--no-files"],
+    ],
+    ids=["no_model", "divisors"],
+)
+def test_what_was_not_searched_for_was_not_found_missing(arguments, capsys):
+    if "--model-config" in arguments:
+        config = ROOT / "tools" / "model_configs" / "qwen3-32b.json"
+        arguments.insert(arguments.index("--model-config") + 1, str(config))
+    assert preflight.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "cannot run" in printed and "no solution" not in printed
+
+
+def test_an_ambiguous_flag_names_both_that_it_may_mean(capsys):
+    with pytest.raises(SystemExit) as left:
+        preflight.main(["experiment=smoke", "--gpu", "8"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert "--gpus N" in said and "--gpu-gib GIB" in said
+
+
 def smoke(assets, *arguments):
     """Arguments of the smoke run's preflight."""
     paths = {
@@ -134,6 +171,20 @@ def test_prompts_that_are_too_long_are_refused(assets, capsys):
     assert problem["config_key"] == "data.max_prompt_tokens"
     longest = found["prompts"][0]["max_prompt_tokens"]
     assert problem["suggestions"][0] == f"data.max_prompt_tokens={longest} (from 5)"
+
+
+def test_a_longer_prompt_comes_with_the_other_lengths_that_it_needs(assets, capsys):
+    lengths = ("data.max_prompt_tokens=5", "engine.max_model_len=101")
+    assert preflight.main(smoke(assets, *lengths, "--json")) == 1
+    found = json.loads(capsys.readouterr().out)
+    longest = found["prompts"][0]["max_prompt_tokens"]
+    offered = found["problems"][0]["suggestions"][0].split(" with ")
+    changes = [change.split()[0] for change in offered]
+    assert changes == [
+        f"data.max_prompt_tokens={longest}",
+        f"engine.max_model_len={longest + 96}",  # rollout.max_response_tokens
+    ]
+    assert preflight.main(smoke(assets, *changes, "--json")) == 0
 
 
 def test_a_growing_conversation_is_compared_with_the_template(assets, capsys):

@@ -186,3 +186,51 @@ def test_inside_a_deferral_a_body_may_allow_signals(place, passed):
         handler.on_signal(signal.SIGTERM)
         reached.append("behind")
     assert reached == passed
+
+
+START = """
+import atexit, ctypes, sys, time
+from mega_agentrl.train.signals import SignalHandler
+handler = SignalHandler()
+handler.install()
+c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+c.pthread_mutex_lock(mutex)
+with handler.limit_start(timeout_s=0.5):
+    try:
+        print("ready", flush=True)
+        {wait}
+    except BaseException:
+        {then}
+"""
+WAITS = {
+    # Handlers of Python run only after the call of C, which never returns: the mutex is locked.
+    "in_c": ("c.pthread_mutex_lock(mutex)", "c.pthread_mutex_lock(mutex)"),
+    "after_the_exception": ("time.sleep(600)", "time.sleep(600)"),
+    "at_exit": ("time.sleep(600)", "atexit.register(time.sleep, 600); raise"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_signal_while_a_run_starts_ends_it_even_if_a_library_waits(wait):
+    text = START.format(wait=WAITS[wait][0], then=WAITS[wait][1])
+    child = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        _, said = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == EXIT_CODES[signal.SIGTERM]
+    assert "SIGTERM" in said
+
+
+def test_after_the_start_a_signal_has_no_limit():
+    signal_handler = SignalHandler()
+    num_threads = threading.active_count()
+    with signal_handler.limit_start(timeout_s=0.0):
+        pass
+    assert threading.active_count() == num_threads
+    with pytest.raises(RunInterrupted):
+        signal_handler.on_signal(signal.SIGTERM)

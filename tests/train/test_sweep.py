@@ -14,8 +14,23 @@ from mega_agentrl.train.sweep import (
 )
 
 
-def start(folder):
-    SweepCallback().on_multirun_start(OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}}))
+def start(folder, *overrides, params=None):
+    """Start a sweep as Hydra does; return the overrides of Hydra's settings in its jobs."""
+    hydra = {
+        "sweep": {"dir": str(folder)},
+        "overrides": {"task": list(overrides), "hydra": []},
+        "sweeper": {"params": params},
+    }
+    config = OmegaConf.create({"hydra": hydra})
+    OmegaConf.set_readonly(config.hydra, True)
+    SweepCallback().on_multirun_start(config)
+    return list(config.hydra.overrides.hydra)
+
+
+def test_jobs_are_composed_with_the_swept_keys(tmp_path):
+    (given,) = start(tmp_path, "algo=grpo,arpo", "optim.lr=1", params={"+seed": "1,2"})
+    assert given == "hydra.callbacks.sweep.swept_keys=[algo,seed]"
+    sweep._pending_sweep_dirs.clear()
 
 
 def test_a_job_says_what_it_is_and_forgets_an_earlier_failure(tmp_path):

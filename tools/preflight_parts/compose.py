@@ -77,7 +77,8 @@ def make_config_check(folder: Path, *, files: bool) -> Callable[[TrainConfig], N
 
     Args:
         folder: folder for an empty stand-in file.
-        files: whether the files that the configuration names, and bubblewrap, must exist.
+        files: whether the files that the configuration names, and bubblewrap, must exist, and
+            `run_dir` be writable.
     """
     if files:
         return check_config
@@ -86,6 +87,7 @@ def make_config_check(folder: Path, *, files: bool) -> Callable[[TrainConfig], N
 
     def check_rest(config: TrainConfig) -> None:
         stand_ins = dict.fromkeys(_FILES, str(empty)) | dict.fromkeys(_OPTIONAL_FILES, "")
+        stand_ins["run_dir"] = str(folder)
         if config.tool.search.backend is SearchBackend.local:
             stand_ins["tool.search.source"] = ""
         check_config(with_overrides(config, stand_ins | {"tool.python.num_hosts": 1}))

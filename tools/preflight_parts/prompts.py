@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.checks.parallel import read_model_config, read_model_size
+from mega_agentrl.config.checks.rollout import fitting_lengths
 from mega_agentrl.config.enums import CallProtocol, TemplateCheck, Truncation
 from mega_agentrl.config.sections.data import DataFile, parse_data_files
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.estimate.preflight.report import PreflightProblem
-from mega_agentrl.estimate.preflight.suggestions import with_overrides
+from mega_agentrl.estimate.preflight.suggestions import get_setting, with_overrides
 from mega_agentrl.rollout.conversation.messages import template_drift, tool_message
 from mega_agentrl.tool.toolkit import build_toolkit
 from mega_agentrl.types.records import Prompt, Role, ToolOutcome, ToolStatus, Turn
@@ -36,6 +38,8 @@ class PromptFile:
     num_prompts: int
     max_prompt_tokens: int
     """Number of tokens of the longest prompt."""
+    longest_prompt_id: str
+    """Id of that prompt: its data source and index or row number."""
     num_too_long: int
     """Number of prompts above `data.max_prompt_tokens`."""
 
@@ -72,8 +76,9 @@ def inspect_prompts(
             continue
         sample = sample or loaded.prompts[0]
         lengths = [len(prompt.token_ids) for prompt in loaded.prompts]
-        limit = config.data.max_prompt_tokens
-        found.append(PromptFile(key, len(lengths), max(lengths), sum(n > limit for n in lengths)))
+        longest = loaded.prompts[lengths.index(max(lengths))].prompt_id
+        num_too_long = sum(length > config.data.max_prompt_tokens for length in lengths)
+        found.append(PromptFile(key, len(lengths), max(lengths), longest, num_too_long))
     problems += _too_long(config, found)
     notes = _template_notes(config, codec, sample) if sample else []
     return found, problems, remote_notes + notes
@@ -103,12 +108,25 @@ def _too_long(config: TrainConfig, files: list[PromptFile]) -> list[PreflightPro
         PreflightProblem(
             key,
             f"{file.key}: {file.num_too_long} of {file.num_prompts} prompts are longer than "
-            f"{key}={limit}, the longest has {file.max_prompt_tokens} tokens",
-            (f"{key}={file.max_prompt_tokens} (from {limit})", "data.truncation=drop (from error)"),
+            f"{key}={limit}; the longest, {file.longest_prompt_id}, has {file.max_prompt_tokens} "
+            "tokens",
+            (*_longer_prompts(config, file), "data.truncation=drop (from error)"),
         )
         for file in files
         if file.num_too_long and _is_refused(config.data.truncation, file)
     ]
+
+
+def _longer_prompts(config: TrainConfig, file: PromptFile) -> list[str]:
+    """Return the changes with which the longest prompt fits; none if the model is too short."""
+    key, length = "data.max_prompt_tokens", file.max_prompt_tokens
+    model = read_model_config(Path(config.model.path))
+    longer = with_overrides(config, {key: length})
+    others = fitting_lengths(longer, read_model_size(config, model, "max_position_embeddings"))
+    if key in others:
+        return []
+    changes = {key: length, **others}
+    return [" with ".join(f"{k}={v} (from {get_setting(config, k)})" for k, v in changes.items())]
 
 
 def _is_refused(truncation: Truncation, file: PromptFile) -> bool:

@@ -118,7 +118,7 @@ def print_report(found: PreflightFindings, console: Console) -> None:
         console.print(f"  {problem.message}", markup=False)
         for number, change in enumerate(problem.suggestions):
             console.print(f"  {'solution' if not number else '      or'}: {change}", markup=False)
-        if not problem.suggestions:
+        if problem.is_searched and not problem.suggestions:
             console.print("  no solution with a few changed keys was found", markup=False)
     if not found.problems:
         num = found.report.num_gpus if found.report else 0

@@ -6,12 +6,14 @@ may be anything. Checks that need the tools or the rows of the data are in `rewa
 
 from __future__ import annotations
 
+import os
 import os.path
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.declarations import check_keyword_function
 from mega_agentrl.config.enums import (
     FilterMetric,
     SandboxIsolation,
@@ -21,7 +23,12 @@ from mega_agentrl.config.enums import (
 )
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.data import parse_data_files
-from mega_agentrl.config.sections.reward import MODEL_PART
+from mega_agentrl.config.sections.reward import (
+    FUNCTION_ARGUMENTS,
+    FUNCTION_EXPECTED,
+    FUNCTION_NAME,
+    MODEL_PART,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -47,13 +54,7 @@ def check_files(config: TrainConfig) -> None:
         needed["rollout.interaction_config_file"] = config.rollout.interaction_config_file
     for key, value in needed.items():
         _check_file_exists(key, value)
-    if os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
-        raise ConfigError(
-            "run_dir",
-            config.run_dir,
-            "a new or existing folder",
-            "a mistyped path, because it is a file",
-        )
+    check_run_dir(config.run_dir)
 
 
 def check_data(config: TrainConfig) -> None:
@@ -76,6 +77,19 @@ def check_data(config: TrainConfig) -> None:
             "messages at every turn",
             "only one of the two was changed",
         )
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise a `ConfigError` unless the folder of the run exists or can be created."""
+    path = Path(run_dir)
+    # `os.path` and not `Path`, whose `exists` raises for a folder that may not be read.
+    existing = next((one for one in (path, *path.parents) if os.path.lexists(one)), Path())
+    expected = "a new or existing folder in which files can be created"
+    if not os.path.isdir(existing):
+        raise ConfigError("run_dir", run_dir, expected, f"a mistyped path: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        cause = f"{existing} is not yours to write in, or on a read-only file system"
+        raise ConfigError("run_dir", run_dir, expected, cause)
 
 
 def _check_file_exists(key: str, value: str) -> None:
@@ -102,6 +116,13 @@ def check_reward(config: TrainConfig) -> None:
                 f"a part of reward.rubric ({', '.join(reward.part_names)}) as its name",
                 "a mistyped name or a missing weight",
             )
+        check_keyword_function(
+            path,
+            f"reward.functions.{name}",
+            FUNCTION_EXPECTED,
+            default_name=FUNCTION_NAME,
+            keywords=FUNCTION_ARGUMENTS,
+        )
     if reward.worker_env_vars and not reward.functions:
         raise ConfigError(
             "reward.worker_env_vars",

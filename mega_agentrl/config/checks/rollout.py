@@ -28,34 +28,94 @@ _ONE_OF_TWO = "only one of the two was changed"
 
 
 def check_lengths(config: TrainConfig, max_positions: int) -> None:
-    """Raise a `ConfigError` unless the longest trajectory fits engine, micro-batch and model."""
+    """Raise a `ConfigError` unless the longest trajectory fits engine, micro-batch and model.
+
+    The error describes all conflicts, and values of the settings that solve them together.
+    """
+    conflicts = _length_conflicts(config, max_positions)
+    if not conflicts:
+        return
+    first = conflicts[0]
+    others = [
+        f"{'' if error.key == first.key else f'{error.key}={error.got}: '}{error.expected}"
+        for error in conflicts[1:]
+    ]
+    raise ConfigError(
+        first.key,
+        first.got,
+        "; and ".join([first.expected, *others]),
+        "lengths chosen for another model or task" if others else first.cause,
+        fitting_lengths(config, max_positions),
+    )
+
+
+def _length_conflicts(config: TrainConfig, max_positions: int) -> list[ConfigError]:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest = f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}"
-    limit = config.engine.max_model_len
+    limit, budget = config.engine.max_model_len, config.optim.micro_batch_tokens
+    context = config.parallel.context
+    shared = f", shared by parallel.context={context} ranks" if context > 1 else ""
+    conflicts = []
     if prompt + response > limit:
-        raise ConfigError(
-            "engine.max_model_len",
-            limit,
-            f"at least {prompt + response} = {longest}",
-            "only one of the three was raised",
+        conflicts.append(
+            ConfigError(
+                "engine.max_model_len",
+                limit,
+                f"at least {prompt + response} = {longest}",
+                "only one of the three was raised",
+            )
         )
-    budget, context = config.optim.micro_batch_tokens, config.parallel.context
-    if prompt + response > budget * context:
-        shared = f", shared by parallel.context={context} ranks" if context > 1 else ""
-        raise ConfigError(
-            "optim.micro_batch_tokens",
-            budget,
-            f"at least {ceil((prompt + response) / context)} = {longest}, the longest "
-            f"trajectory{shared}",
-            "a budget chosen for shorter trajectories",
+    if limit > max_positions or prompt + response > max_positions:
+        conflicts.append(
+            ConfigError(
+                "engine.max_model_len",
+                limit,
+                f"at most {max_positions}, the model's max_position_embeddings",
+                "a length chosen for another model",
+            )
         )
-    if limit > max_positions:
-        raise ConfigError(
-            "engine.max_model_len",
-            limit,
-            f"at most {max_positions}, the model's max_position_embeddings",
-            "a length chosen for another model",
+    row, what = prompt + response, f"{longest}, the longest trajectory{shared}"
+    if config.rollout.use_inference_chat_template:
+        row = max(row, limit)
+        what = (
+            f"engine.max_model_len={row}{shared} with "
+            "rollout.use_inference_chat_template=True, whose sequences may be that long"
         )
+    if row > budget * context:
+        conflicts.append(
+            ConfigError(
+                "optim.micro_batch_tokens",
+                budget,
+                f"at least {ceil(row / context)} = {what}",
+                "a budget chosen for shorter trajectories",
+            )
+        )
+    return conflicts
+
+
+def fitting_lengths(config: TrainConfig, max_positions: int) -> dict[str, int]:
+    """Return the lengths to change, with values that fit each other and the model.
+
+    Prompts and responses are shortened only if the model cannot read both: the longer one if the
+    other has at most half of the positions, else both by the same factor.
+    """
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if prompt + response > max_positions:
+        if min(prompt, response) > max_positions // 2:
+            prompt = max_positions * prompt // (prompt + response)
+        elif prompt > response:
+            prompt = max_positions - response
+        response = max_positions - prompt
+    limit = min(max(config.engine.max_model_len, prompt + response), max_positions)
+    row = limit if config.rollout.use_inference_chat_template else prompt + response
+    budget = max(config.optim.micro_batch_tokens, ceil(row / config.parallel.context))
+    fitting = {
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, prompt),
+        "rollout.max_response_tokens": (config.rollout.max_response_tokens, response),
+        "engine.max_model_len": (config.engine.max_model_len, limit),
+        "optim.micro_batch_tokens": (config.optim.micro_batch_tokens, budget),
+    }
+    return {key: new for key, (old, new) in fitting.items() if new != old}
 
 
 def check_groups(config: TrainConfig) -> None:
@@ -148,8 +208,8 @@ def check_branching(config: TrainConfig) -> None:
 def check_inference_template(config: TrainConfig) -> None:
     """Raise a `ConfigError` for settings that exclude trajectories whose turns are separate rows.
 
-    A row may be as long as the engine's context, and a mean over rows would weight a trajectory by
-    its number of turns.
+    A mean over rows would weight a trajectory by its number of turns. `check_lengths` checks that
+    a micro-batch holds such a row, which may be as long as the engine's context.
     """
     if not config.rollout.use_inference_chat_template:
         return
@@ -160,15 +220,6 @@ def check_inference_template(config: TrainConfig) -> None:
             "token_mean with rollout.use_inference_chat_template=True, where a trajectory is "
             "several sequences",
             _ONE_OF_TWO,
-        )
-    budget, limit = config.optim.micro_batch_tokens, config.engine.max_model_len
-    if budget * config.parallel.context < limit:
-        raise ConfigError(
-            "optim.micro_batch_tokens",
-            budget,
-            f"at least engine.max_model_len={limit} with "
-            "rollout.use_inference_chat_template=True, whose sequences may be that long",
-            "a budget chosen for shorter sequences",
         )
 
 

@@ -19,6 +19,12 @@ FUNCTION_CALL_SOURCES = (
 """Data sources whose answers are function calls."""
 MODEL_PART = "model"
 BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PART)
+FUNCTION_NAME = "compute_score"
+"""Name of a user function whose reference has none."""
+FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Keyword arguments that a user function is called with."""
+FUNCTION_EXPECTED = f"a plain function that is called with {', '.join(FUNCTION_ARGUMENTS)}"
+"""Description of a user function, for errors."""
 
 
 @dataclass

@@ -45,6 +45,8 @@ class PreflightProblem:
     """What was estimated and what is expected."""
     suggestions: tuple[str, ...] = ()
     """Descriptions of changes that solve the problem."""
+    is_searched: bool = False
+    """Whether changes were searched for; if there are then no suggestions, none was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +195,7 @@ def _policy_problem(
     key = max(parts, key=lambda name: parts[name])
     if changes:
         key = next(iter(changes[0].new_values))
-    return PreflightProblem(key, message, tuple(map(str, changes)))
+    return PreflightProblem(key, message, tuple(map(str, changes)), is_searched=True)
 
 
 def _colocated_note(num_bytes: int, owner: str) -> str:
@@ -226,7 +228,7 @@ def _engine_problems(
         return []
     changes = suggest_engine_changes(config, shape, device, check)
     key = next(iter(changes[0].new_values)) if changes else "engine.gpu_memory_utilization"
-    return [PreflightProblem(key, "; ".join(messages), tuple(map(str, changes)))]
+    return [PreflightProblem(key, "; ".join(messages), tuple(map(str, changes)), is_searched=True)]
 
 
 def _notes(config: TrainConfig, memory: EngineMemory) -> list[str]:

@@ -1,6 +1,6 @@
 """Read the result of a run, in whatever state, from its folder.
 
-    summary.json    of a finished run: held-out reward before and after, seconds
+    summary.json    of a finished run: seconds, fraction of failed trajectories
     sweep_job.json  of a sweep's job: its overrides, and the reason if it failed
     metrics.jsonl   tokens, tool calls and held-out evaluations during training
     config.yaml     the settings
@@ -54,6 +54,8 @@ class RunResult:
     """Tool calls in training."""
     train_s: float
     """Seconds of training."""
+    failed_fraction: float = math.nan
+    """Failed trajectories as a fraction of all; nan if the summary does not have it."""
 
 
 def read_run_result(folder: Path) -> RunResult:
@@ -84,6 +86,7 @@ def read_run_result(folder: Path) -> RunResult:
         num_tokens=sum(map(_num_tokens, steps)),
         num_tool_calls=sum(map(_num_tool_calls, steps)),
         train_s=float(summary.get("train_seconds") or sum(line.duration_s for line in steps)),
+        failed_fraction=_number(summary.get("failed_fraction")),
     )
 
 
@@ -121,6 +124,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
     return found if isinstance(found, dict) else {}
+
+
+def _number(value: object) -> float:
+    """Return a number of a summary; nan for null or any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value)
 
 
 def _seed(config: Mapping[str, Any], overrides: tuple[str, ...]) -> int:

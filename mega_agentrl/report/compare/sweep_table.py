@@ -1,9 +1,9 @@
 """Compare runs in a table, as Markdown and JSON, and in a plot.
 
 Runs that differ only in their seed are one row: means over the finished runs, and the sample
-standard deviation of the reward for two or more. A row is named by the overrides (or settings, for
-runs outside of a sweep) that differ from the other rows. Failed and unfinished runs are not part of
-the means and are listed with the reason.
+standard deviations of reward and success for two or more. A row is named by the overrides (or
+settings, for runs outside of a sweep) that differ from the other rows. Failed and unfinished runs
+are not part of the means and are listed with the reason.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_SETTINGS_IN_NAME = 4
 """Maximum number of settings in the name of a row without overrides."""
 
 _SWEEP_HEADINGS = (
-    "settings", "runs", "reward before", "reward after", "success after", "tokens", "tool calls",
-    "minutes",
+    "settings", "runs", "reward before", "reward after", "success before", "success after",
+    "failed", "tokens", "tool calls", "minutes",
 )  # fmt: skip
 
 
@@ -56,8 +56,16 @@ class SweepRow:
     """Held-out reward after training."""
     reward_after_std: float | None
     """Sample standard deviation over runs; None for fewer than two."""
+    success_before: float
+    """Held-out success before training."""
+    success_before_std: float | None
+    """Sample standard deviation over runs; None for fewer than two."""
     success_after: float
     """Held-out success after training."""
+    success_after_std: float | None
+    """Sample standard deviation over runs; None for fewer than two."""
+    failed_fraction: float
+    """Failed trajectories as a fraction of all."""
     num_tokens: float
     """Tokens sampled in training."""
     num_tool_calls: float
@@ -177,7 +185,11 @@ def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
         reward_before_std=sample_std([point.reward for point in before]),
         reward_after=_mean([point.reward for point in after]),
         reward_after_std=sample_std([point.reward for point in after]),
+        success_before=_mean([point.success for point in before]),
+        success_before_std=_finite_std([point.success for point in before]),
         success_after=_mean([point.success for point in after]),
+        success_after_std=_finite_std([point.success for point in after]),
+        failed_fraction=_mean([run.failed_fraction for run in done]),
         num_tokens=_mean([run.num_tokens for run in done]),
         num_tool_calls=_mean([run.num_tool_calls for run in done]),
         minutes=_mean([run.train_s / 60 for run in done]),
@@ -186,6 +198,11 @@ def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else math.nan
+
+
+def _finite_std(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation of values of which some may be missing (nan)."""
+    return sample_std([value for value in values if math.isfinite(value)])
 
 
 def _sweep_cells(row: SweepRow) -> list[str]:
@@ -197,7 +214,9 @@ def _sweep_cells(row: SweepRow) -> list[str]:
         count,
         _format_with_std(row.reward_before, row.reward_before_std),
         _format_with_std(row.reward_after, row.reward_after_std),
-        _format_or_missing(row.success_after, ".3f"),
+        _format_with_std(row.success_before, row.success_before_std),
+        _format_with_std(row.success_after, row.success_after_std),
+        _format_or_missing(row.failed_fraction, ".1%"),
         _format_or_missing(row.num_tokens, ",.0f"),
         _format_or_missing(row.num_tool_calls, ",.0f"),
         _format_or_missing(row.minutes, ".1f"),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _MAX_ENGINE_LOSSES_PER_REQUEST = 3
 """Number of engines that may die during a request; it then fails, because it may be the cause."""
 
+_CLOSE_TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
 
 
@@ -119,6 +120,7 @@ class GeneratorGroup:
         self._version = 0
         self._num_running: Counter[int] = Counter()
         self._is_closed = False
+        self._has_started = False
         self._engine_of_prompt: dict[str, int] = {}
         self._engine_of_request: dict[str, int] = {}
 
@@ -177,6 +179,7 @@ class GeneratorGroup:
     def wait_started(self, calls: dict[str, Any], watch: Callable[[], None] | None = None) -> None:
         """Wait for the start calls of `submit_start` or `respawn_engine`; see `gather`."""
         gather(calls, "start of the engines", self._config.cluster.call_timeout_s, watch)
+        self._has_started = True
 
     def sleep(self) -> None:
         """Put all engines to sleep; those that fail are lost."""
@@ -314,11 +317,10 @@ class GeneratorGroup:
         self.registry.close()
         for index in self.routable_engines:
             self.registry.disable_routing(index)
+        if self._has_started:  # an engine that is starting would answer only after its start
+            calls = [actor.call.remote("close") for actor in self._actors]
+            ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT_S)
         for actor in self._actors:
-            try:
-                ray.get(actor.call.remote("close"), timeout=5)
-            except (ray.exceptions.RayError, AttributeError):
-                pass  # the engine never started or is stuck
             ray.kill(actor, no_restart=True)
 
     def _route(self, request_id: str) -> int | None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ import yaml
 from hydra.experimental.callback import Callback
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
+from mega_agentrl.config.checks.inputs import check_run_dir
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.report.config_diff import flatten_config
 from mega_agentrl.types.atomic_file import atomic_write
 
@@ -84,6 +87,26 @@ def create_private_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+
+
+def create_run_dir(run_dir: Path) -> None:
+    """Create the folder of a run or a sweep, unless it exists.
+
+    Raises:
+        ConfigError: It cannot be created, or no file can be created in it.
+    """
+    check_run_dir(str(run_dir))
+    try:
+        create_private_folder(run_dir)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "run_dir",
+            str(run_dir),
+            "a folder in which files can be created",
+            f"{error.strerror} ({error.filename or run_dir})",
+        ) from error
 
 
 def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[bool, Path | None]:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from mega_agentrl.config.checks import inputs
-from mega_agentrl.config.checks.inputs import check_data, check_report, check_reward
+from mega_agentrl.config.checks.inputs import check_data, check_report, check_reward, check_run_dir
 from mega_agentrl.config.enums import FilterMetric, TrackerName, Truncation
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.data import DataConfig
@@ -70,10 +70,93 @@ def test_every_filter_passes_without_a_reward_model():
         check_reward(reward_settings(key))
 
 
-def test_functions_have_a_weight_and_worker_env_vars_have_functions():
+@pytest.fixture
+def reward_file(tmp_path):
+    """Write a file with the given text and return its path."""
+
+    def write(text):
+        file = tmp_path / "reward.py"
+        file.write_text(text + "\n")
+        return str(file)
+
+    return write
+
+
+FOUR = "data_source, solution_str, ground_truth, extra_info"
+
+
+def check_own_reward(reference):
+    rubric = {"default": {"mine": 1.0}}
+    check_reward(reward_settings(functions={"mine": reference}, rubric=rubric))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"def compute_score({FOUR}): ...",
+        f"def compute_score({FOUR}=None, *, scale=2.0): ...",
+        "def compute_score(solution_str, **rest): ...",
+        "from elsewhere import compute_score",
+        "compute_score = make()",
+        "@wrap\ndef compute_score(): ...",
+        "if True:\n    def compute_score(): ...",
+        "from elsewhere import *",
+    ],
+    ids=["four", "options", "rest", "import", "assigned", "decorated", "nested", "star"],
+)
+def test_a_reward_that_may_work_passes(reward_file, text):
+    check_own_reward(reward_file(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "def compute_scores(): ...",
+            "the nearest name is compute_scores",
+        ),
+        ("def compute_score(text): ...", "does not accept data_source"),
+        (f"def compute_score({FOUR}, scale): ...", "also needs scale"),
+        (f"def compute_score({FOUR}, /): ...", "does not accept data_source"),
+        (f"async def compute_score({FOUR}): ...", "async"),
+        ("def compute_score(:", "SyntaxError"),
+    ],
+    ids=["name", "too_few", "too_many", "positional", "async", "syntax"],
+)
+def test_a_reward_that_cannot_work_is_refused_without_importing_it(reward_file, text, cause):
+    reference = reward_file(f"import a_missing_package\n{text}")
+    error = refused(check_own_reward, reference)
+    assert (error.key, error.got) == ("reward.functions.mine", reference)
+    assert cause in error.cause
+
+
+@pytest.mark.parametrize("reference", ["nowhere/reward.py", "nowhere.reward:score"])
+def test_a_reward_in_a_missing_file_is_refused(reference):
+    assert refused_setting(check_own_reward, reference) == ("reward.functions.mine", reference)
+
+
+def test_the_run_folder_can_be_created(tmp_path):
+    (tmp_path / "file").touch()
+    check_run_dir(str(tmp_path))
+    check_run_dir(str(tmp_path / "new" / "run"))
+    for name in ("file", "file/run", "file/runs/run"):
+        error = refused(check_run_dir, str(tmp_path / name))
+        assert (error.key, error.got) == ("run_dir", str(tmp_path / name))
+        assert f"{tmp_path}/file is a file" in error.cause
+
+
+def test_the_run_folder_is_in_a_folder_that_may_be_written(tmp_path, monkeypatch):
+    # The tests may run as root, who may write everywhere.
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    error = refused(check_run_dir, str(tmp_path / "a" / "run"))
+    assert error.key == "run_dir" and str(tmp_path) in error.cause
+
+
+def test_functions_have_a_weight_and_worker_env_vars_have_functions(reward_file):
     mine = {"functions": {"mine": "m:f"}}
     unweighted = refused_setting(check_reward, reward_settings(**mine))
     assert unweighted == ("reward.functions.mine", "m:f")
+    mine = {"functions": {"mine": reward_file("def compute_score(**values): ...")}}
     used = mine | {"rubric": {"default": {"arpo": 1.0, "mine": 1.0}}, "worker_env_vars": ["KEY"]}
     check_reward(reward_settings(FilterMetric.reward, **used))
     unread = refused_setting(check_reward, reward_settings(worker_env_vars=["KEY"]))

@@ -322,6 +322,7 @@ def test_turns_as_separate_sequences(config):
     error = refused(check_config, config)
     assert (error.key, error.got) == ("optim.micro_batch_tokens", 256)
     assert "engine.max_model_len=257" in error.expected
+    config.engine.max_model_len -= 1
     config.algo.loss_aggregation = LossAggregation.seq_mean_token_mean
     aggregation = ("algo.loss_aggregation", LossAggregation.seq_mean_token_mean)
     assert named(config) == aggregation

@@ -1,6 +1,7 @@
 """One run read back: finished, failed before it began, killed."""
 
 import json
+import math
 
 import pytest
 
@@ -61,6 +62,17 @@ def test_a_finished_run(folder):
         (0, 0, 0.25),
         (240, 12, 0.75),
     ]
+
+
+@pytest.mark.parametrize(
+    ("summary", "fraction"),
+    [({"failed_fraction": 0.25}, 0.25), ({"failed_fraction": None}, None), ({}, None)],
+    ids=["number", "null", "missing"],
+)
+def test_the_fraction_of_failed_trajectories_is_nan_if_unknown(folder, summary, fraction):
+    (folder / "summary.json").write_text(json.dumps(summary))
+    found = read_run_result(folder).failed_fraction
+    assert math.isnan(found) if fraction is None else found == fraction
 
 
 def test_a_killed_run_has_what_it_wrote(folder):

@@ -1,16 +1,19 @@
 """An earlier run is never overwritten, never mixed with another one, and goes on where it can."""
 
+import errno
 import stat
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.override_keys import known_keys
 from mega_agentrl.train.resume.run_dir import (
     MUTABLE_KEYS,
     PrivateFolderCallback,
     changed_keys,
+    create_run_dir,
     prepare_run_dir,
 )
 
@@ -132,3 +135,25 @@ def test_what_may_differ_are_settings():
     for mutable in MUTABLE_KEYS:
         is_section = mutable[-1] == "."
         assert mutable in keys or (is_section and any(key.startswith(mutable) for key in keys))
+
+
+def test_the_run_folder_is_created_and_tried(tmp_path):
+    create_run_dir(tmp_path / "a" / "run")
+    create_run_dir(tmp_path / "a" / "run")
+    assert list((tmp_path / "a" / "run").iterdir()) == []
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "run", tmp_path / ("n" * 300)):
+        with pytest.raises(ConfigError) as caught:
+            create_run_dir(folder)
+        assert (caught.value.key, caught.value.got) == ("run_dir", str(folder))
+
+
+def test_a_run_folder_without_room_for_a_file_is_refused(tmp_path, monkeypatch):
+    def fail(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", fail)
+    with pytest.raises(ConfigError) as caught:
+        create_run_dir(tmp_path / "run")
+    assert caught.value.key == "run_dir"
+    assert "No space left" in caught.value.cause
