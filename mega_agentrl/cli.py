@@ -117,7 +117,7 @@ def run(composed: DictConfig) -> float:
 def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection) -> RunInputs:
     """Read and check the inputs that the configuration names.
 
-    Ray starts meanwhile, once the data files have been read.
+    Ray starts meanwhile, once the prompts are valid.
     """
     from mega_agentrl.runtime.inputs import read_inputs
 

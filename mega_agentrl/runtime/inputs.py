@@ -88,20 +88,21 @@ class _DataTables:
     demonstrations: Sequence[Conversation]
 
 
-def read_inputs(config: TrainConfig, on_files_read: Callable[[], None] | None = None) -> RunInputs:
+def read_inputs(
+    config: TrainConfig, on_prompts_read: Callable[[], None] | None = None
+) -> RunInputs:
     """Read and check all inputs; with `config.total_epochs`, also set `config.total_steps`.
 
     Cheap checks come first: the layout size (unless a cluster is joined), then the rows of the data
     files, then everything that needs the tokenizer, whose import is slow.
-    `on_files_read` is called before that.
+    `on_prompts_read` is called when the prompts are valid, before the demonstrations are encoded,
+    which takes longest.
     """
     start_s = time.perf_counter()
     StartProgress().begin("inputs", "data files, tokenizer, tools")
     if not config.cluster.ray_address:
         check_local_size(config)
     tables = _read_tables(config)
-    if on_files_read is not None:
-        on_files_read()
     # Imported here, because it imports sympy, which takes most of a second.
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
     from mega_agentrl.runtime.rubric import check_reward_environment
@@ -121,6 +122,8 @@ def read_inputs(config: TrainConfig, on_files_read: Callable[[], None] | None = 
             config.total_epochs * sum(train.weights) / config.data.prompts_per_step
         )
     dev = _encode_prompts(tables.dev, config, "sft.dev_data", codec, schemas)
+    if on_prompts_read is not None:
+        on_prompts_read()
     demonstrations = _encode_demonstrations(tables.demonstrations, config, codec)
     prompts = (*train.prompts, *validation.prompts, *dev.prompts)
     for provider in (tools, interactions):

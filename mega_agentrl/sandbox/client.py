@@ -35,9 +35,11 @@ MAX_OUTPUT_CHARS = 4000
 """Longer output is cut with a note: about 1,000 tokens, more than a policy reads."""
 
 _REPLY_GRACE_S = 5.0
-"""Time on top of a call's own timeout, for forking, killing and the reply."""
+"""Time on top of a call's own timeout, for killing and the reply."""
 
 _FORK_TIMEOUT_S = 20.0
+"""Time for a fork; longer than all deadlines of `guest.interpreter_manager` together."""
+
 _NUM_GUEST_PROCESSES = 32
 
 
@@ -142,7 +144,8 @@ class GuestConnection:
         self.send({"order": "run", "id": self._call_id, "code": code, "timeout_s": timeout_s})
         if cancel_token.cancelled:  # its cancel message may have preceded the order
             self.send_cancel(self._call_id)
-        self.receive(_REPLY_GRACE_S, expected="started", may_have_run=False)
+        # A session that was forked continues in a fork of its own, which is made now.
+        self.receive(_FORK_TIMEOUT_S, expected="started", may_have_run=False)
         reply = self.receive(timeout_s + _REPLY_GRACE_S, expected="done", may_have_run=True)
         if reply["id"] != self._call_id:
             text = f"got the end of call {reply['id']}, expected {self._call_id}"

@@ -142,7 +142,7 @@ def read_all(channel):
         return [], True
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("name", TABLES)
 def test_what_is_read_is_in_the_table(name):
     table, draw = TABLES[name], random.Random(f"frames {name}")
@@ -229,7 +229,7 @@ def attack_a_session(stateful, draw):
         session.close()
 
 
-@pytest.mark.slow(120)
+@pytest.mark.slow(60)
 def test_a_real_guest_survives_and_a_neighbour_does_not_notice():
     draw = random.Random(18)
     with program(stateful=True) as stateful:

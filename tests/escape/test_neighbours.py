@@ -203,7 +203,7 @@ LOUD = {
     "flood of ends": flood_of(event="done", code=0),
     "packets of a byte": PACKETS,
     "processes that stop others": STOP_THE_NEXT,
-    "a thread that cannot be stopped": VFORK,
+    "unstoppable thread": VFORK,
     "a socket that lingers": CHANNEL + LINGER,
 }
 

@@ -1,6 +1,8 @@
 """What is shown: lines of progress, the closing table, rollouts of different questions."""
 
 import io
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from rich.console import Console
 
@@ -36,6 +38,8 @@ def test_the_screen_shows_steps_and_the_end_before_and_after_side_by_side(compon
     assert f"{before.sampled.reward:.3f}" in step and f"{after.sampled.reward:.3f}" in end
     for piece in ("before", "after", "change", "response tokens", "question p", "run folder"):
         assert piece in end
+    url = urlsplit(end.rpartition("report: ")[2].strip())
+    assert url.scheme == "file" and Path(unquote(url.path)).is_file()
 
 
 class FakeMonitors:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.checks.parallel import read_model_config, read_model_size
 from mega_agentrl.config.checks.rollout import fitting_lengths
 from mega_agentrl.config.enums import CallProtocol, TemplateCheck, Truncation
+from mega_agentrl.config.ranges import MAX_TOKENS
 from mega_agentrl.config.sections.data import DataFile, parse_data_files
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.estimate.preflight.report import PreflightProblem
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.data.encoding.codec import HFCodec
 
-_NO_LIMIT = 2**31
 _ASSISTANT_TEXT, _ANSWER = "One moment.", "42"
 
 
@@ -58,7 +58,7 @@ def inspect_prompts(
     codec = HFCodec(config.model.path)
     schemas = _schemas(config, codec)
     found, problems, remote_notes, sample = [], [], [], None
-    unlimited = replace(config.data, max_prompt_tokens=_NO_LIMIT, truncation=Truncation.error)
+    unlimited = replace(config.data, max_prompt_tokens=MAX_TOKENS, truncation=Truncation.error)
     for key in ("data.train", "data.validation", "sft.dev_data"):
         files = _files(config, key)
         paths = [file.local_path for file in files if file.local_path is not None]

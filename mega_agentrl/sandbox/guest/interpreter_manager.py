@@ -106,12 +106,17 @@ class SeccompListener:
         """Allow this process one fork; None withdraws the permission."""
         self._allowed_pid = pid
 
-    def respond(self) -> None:
-        """Answer one notification, if there is one and its caller still exists."""
+    def respond(self) -> bool:
+        """Answer one notification, if there is one and its caller still exists.
+
+        Returns:
+            False if every process that has the filter has ended.
+        """
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        if not any(event & select.POLLIN for _, event in poller.poll(0)):
-            return
+        events = sum(event for _, event in poller.poll(0))
+        if not events & select.POLLIN:
+            return not events & select.POLLHUP
         buffer = bytearray(syscalls.NOTIFICATION_BYTES)
         try:
             fcntl.ioctl(self.fd, syscalls.SECCOMP_NOTIF_RECV, buffer)
@@ -131,6 +136,7 @@ class SeccompListener:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EINTR):
                 raise
+        return True
 
 
 class InterpreterManager:

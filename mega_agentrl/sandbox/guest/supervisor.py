@@ -45,7 +45,11 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.guest import processes
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
-from mega_agentrl.sandbox.guest.interpreter_manager import InterpreterManager, InterpreterProcess
+from mega_agentrl.sandbox.guest.interpreter_manager import (
+    InterpreterManager,
+    InterpreterProcess,
+    SeccompListener,
+)
 from mega_agentrl.sandbox.guest.messages import HOST_ORDERS
 
 if TYPE_CHECKING:
@@ -264,7 +268,11 @@ class Supervisor:
         """Start to answer the filter's notifications; forks share the listener of their parent."""
         listener = interpreter.listener
         if listener is not None and listener.fd not in self._handlers:
-            self._watch(listener.fd, listener.respond)
+            self._watch(listener.fd, lambda: self._respond(listener))
+
+    def _respond(self, listener: SeccompListener) -> None:
+        if not listener.respond():
+            self._unwatch(listener.fd)
 
     def _release_interpreter(self, interpreter: InterpreterProcess) -> None:
         listener = interpreter.listener
@@ -272,7 +280,7 @@ class Supervisor:
             self._unwatch(listener.fd)
         self._interpreters.release(interpreter)
         if listener is not None and listener.ref_count:
-            self._watch(listener.fd, listener.respond)
+            self._watch(listener.fd, lambda: self._respond(listener))
 
     def _run(self, client: GuestClient, order: dict[str, Any]) -> None:
         interpreter = self._interpreter_for(client)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,17 @@ def test_a_killed_spare_interpreter_is_replaced():
         os.kill(spare, signal.SIGKILL)
         wait_for(lambda: processes.process_state(spare) in "ZX")
         assert output(stateless.main, "print(1)") == "1"
+
+
+def test_a_supervisor_whose_interpreter_died_while_idle_rests(isolated, session):
+    run(session, "x = 1")
+    (supervisor_pid,) = processes.child_pids(isolated.warm_pid())
+    pid = interpreter_pid(isolated, session)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: processes.process_state(pid) in "ZX")
+    before = processes.cpu_time_s(supervisor_pid)
+    time.sleep(0.5)
+    assert processes.cpu_time_s(supervisor_pid) - before < 0.2
 
 
 def test_without_isolation_files_are_copied_and_removed(unisolated):
