@@ -38,11 +38,12 @@ from mega_agentrl.config.override_keys import (
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sweep_overrides import without_swept
+from mega_agentrl.report.terminal_warnings import TerminalWarnings
 from mega_agentrl.runtime.cluster import ClusterConnection
 from mega_agentrl.train import sweep
 from mega_agentrl.train.resume.run_dir import METRICS_FILE, create_run_dir, prepare_run_dir
 from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted, SignalHandler
-from mega_agentrl.types.errors import AuxiliaryModelLostError
+from mega_agentrl.types.errors import AuxiliaryModelLostError, RunStoppedError
 
 if TYPE_CHECKING:
     from mega_agentrl.runtime.inputs import RunInputs
@@ -79,7 +80,7 @@ def _to_config(composed: DictConfig) -> TrainConfig:
 
 
 def _set_up_file_logging(run_dir: Path) -> None:
-    """Send the driver's log messages to a file; the screen shows progress only."""
+    """Send the driver's log messages to a file; the screen shows progress and warnings."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     logging.basicConfig(
         filename=run_dir / "logs" / "driver.log",
@@ -88,6 +89,8 @@ def _set_up_file_logging(run_dir: Path) -> None:
         force=True,
     )
     logging.captureWarnings(True)
+    # In a sweep this process may run several jobs.
+    logging.getLogger("mega_agentrl").handlers = [TerminalWarnings()]
 
 
 def run(composed: DictConfig) -> float:
@@ -155,6 +158,7 @@ def _train(
 ) -> float:
     """Build the run and train; write the report page last if the run ends early."""
     is_built = needs_report = False
+    failure = ""
     try:
         with ExitStack() as stack:
             with PROCESS_SIGNAL_HANDLER.limit_start():
@@ -172,8 +176,9 @@ def _train(
         _fail(
             describe_interruption(run_dir, PROCESS_SIGNAL_HANDLER), PROCESS_SIGNAL_HANDLER.exit_code
         )
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, RunStoppedError) as error:
         logging.exception("the run failed")
+        failure = str(error)
         if isinstance(error, ValueError) and not is_built:
             _fail_run(error, EXIT_BAD_INPUT)
         message, code = describe_failure(error, run_dir)
@@ -191,7 +196,7 @@ def _train(
                 if PROCESS_SIGNAL_HANDLER.received_signal is None
                 else INTERRUPTED_TIMEOUT_S
             )
-            write_interrupted_report(run_dir, deadline_s=deadline_s)
+            write_interrupted_report(run_dir, deadline_s=deadline_s, failure=failure)
     return reward
 
 
@@ -203,11 +208,11 @@ def describe_failure(error: Exception, run_dir: Path) -> tuple[str, int]:
     """Return the message and the exit code of a failed run."""
     from mega_agentrl.train.resume.run_state import valid_checkpoints
 
-    if not isinstance(error, AuxiliaryModelLostError) or not (
-        folders := valid_checkpoints(run_dir)
-    ):
+    can_resume = isinstance(error, AuxiliaryModelLostError | RunStoppedError)
+    if not can_resume or not (folders := valid_checkpoints(run_dir)):
         return str(error), EXIT_FAILED
-    return f"{error}\nThe same command resumes the run from {folders[0]}.", EXIT_RESTART
+    code = EXIT_FAILED if isinstance(error, RunStoppedError) else EXIT_RESTART
+    return f"{error}\nThe same command resumes the run from {folders[0]}.", code
 
 
 def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:

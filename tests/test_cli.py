@@ -18,6 +18,7 @@ from mega_agentrl.train.output.report_page import FAILED_TIMEOUT_S, INTERRUPTED_
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.run_state import RunState
 from mega_agentrl.train.signals import EXIT_CODES, RunInterrupted, SignalHandler
+from mega_agentrl.types.errors import FirstCallsFailedError
 from tests.train.file_policy import FilePolicy
 
 LIMIT_S = 120
@@ -93,8 +94,8 @@ def started(tmp_path, monkeypatch):
         finally:
             order.append("closed")
 
-    def page(run_dir, *, deadline_s):
-        order.append(("page", run_dir, deadline_s))
+    def page(run_dir, *, deadline_s, failure):
+        order.append(("page", run_dir, deadline_s, failure))
 
     signal_handler = SignalHandler()
     monkeypatch.setattr(cli, "PROCESS_SIGNAL_HANDLER", signal_handler)
@@ -123,7 +124,7 @@ def test_interrupted_run_writes_its_report_last(started, tmp_path, number, capsy
     with pytest.raises(SystemExit) as left:
         start(lambda signal_handler: signal_handler.on_signal(number))
     assert left.value.code == EXIT_CODES[number]
-    assert order == ["closed", ("page", tmp_path, INTERRUPTED_TIMEOUT_S)]
+    assert order == ["closed", ("page", tmp_path, INTERRUPTED_TIMEOUT_S, "")]
     assert signal.Signals(number).name in capsys.readouterr().err
 
 
@@ -140,13 +141,23 @@ def test_second_signal_skips_the_report(started):
     assert (left.value.code, order) == (EXIT_CODES[signal.SIGTERM], ["closed"])
 
 
-@pytest.mark.parametrize("error", [ValueError("bug"), RuntimeError("bug"), KeyError("bug")])
+STOPPED = FirstCallsFailedError(
+    name="tool notes", source="notes.py", num_calls=8, error="KeyError: 'a'", location="notes.py:3"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bug"), RuntimeError("bug"), KeyError("bug"), STOPPED],
+    ids=["value", "runtime", "unexpected", "stopped"],
+)
 def test_failed_run_writes_its_report_and_keeps_the_error(started, tmp_path, error):
     start, order = started
     expected = KeyError if isinstance(error, KeyError) else SystemExit
     with pytest.raises(expected) as left:
         start(lambda _: raises(error))
-    assert order == ["closed", ("page", tmp_path, FAILED_TIMEOUT_S)]
+    message = "" if isinstance(error, KeyError) else str(error)
+    assert order == ["closed", ("page", tmp_path, FAILED_TIMEOUT_S, message)]
     assert left.value is error or (left.value.code, left.value.__context__) == (1, error)
 
 
@@ -168,3 +179,12 @@ def test_lost_critic_restarts_the_job_only_with_a_checkpoint(tmp_path):
     assert str(lost) in message and f"{tmp_path}/checkpoints/step-000002" in message
     for other in (ProcessDiedError("engine 0 died", "engine 0"), ValueError("optim.lr=-1")):
         assert describe_failure(other, tmp_path) == (str(other), EXIT_FAILED)
+
+
+def test_stopped_run_has_code_1_and_names_its_checkpoint(tmp_path):
+    assert describe_failure(STOPPED, tmp_path) == (str(STOPPED), EXIT_FAILED)
+    run_state.save_checkpoint(FilePolicy(), tmp_path, RunState(step=2, sampler_state={}))
+    message, code = describe_failure(STOPPED, tmp_path)
+    assert code == EXIT_FAILED
+    for piece in ("tool notes", "notes.py:3", "KeyError: 'a'", "step-000002"):
+        assert piece in message

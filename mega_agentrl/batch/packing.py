@@ -156,7 +156,7 @@ def _mask_failed_rows(
     if not bool(mask_BT.any()):
         reasons = dict(
             Counter(
-                trajectory.reward_error[:200] or trajectory.stop_reason.value
+                trajectory.failure_reason[:200] or trajectory.stop_reason.value
                 for trajectory in trajectories
             )
         )

@@ -52,6 +52,16 @@ class ShuffledIndexStream:
         self._order = self._epoch_order(0)
 
     @property
+    def num_epochs(self) -> float:
+        """Indices returned so far, in epochs: 1.5 is the middle of the second one."""
+        return self._epoch + self._position / len(self._order)
+
+    @property
+    def epoch_size(self) -> int:
+        """Number of indices of the current epoch."""
+        return len(self._order)
+
+    @property
     def epoch(self) -> int:
         """Epoch of the last index returned, 0 before the first."""
         return self._epoch

@@ -121,6 +121,13 @@ class PromptSampler:
         """Epoch of the last prompt from the stream, counted from 0."""
         return self._stream.epoch
 
+    @property
+    def num_epochs(self) -> float:
+        """Prompts that are done, as a number of epochs; those outstanding do not count."""
+        with self._lock:
+            num_outstanding = len(self._requeued) + len(self._in_flight)
+            return self._stream.num_epochs - num_outstanding / self._stream.epoch_size
+
     def exclude(self, rule: ExclusionRule | None) -> None:
         """Skip the prompts that `rule` names from now on; None skips none.
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MetricSeries = list[tuple[int, float]]
 """Pairs of step and value, in ascending order of steps."""
 
+FIRST_FAILURE_METRIC = "rollout/first_failure"
+"""Text of a line: why its first failed trajectory failed; left out if none did."""
+
 VALIDATION_METRICS = ("sampled/reward", "greedy/reward")
 """Metrics that mark a line as an evaluation on held-out prompts."""
 
@@ -30,6 +33,8 @@ class MetricLine:
     stage: str
     step: int
     values: Mapping[str, float]
+    first_failure: str = ""
+    """Why the first failed trajectory failed; empty if none did."""
 
     @property
     def is_validation(self) -> bool:
@@ -125,4 +130,10 @@ def _parse_line(text: bytes | str) -> MetricLine | None:
         for name, value in record.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return MetricLine(stage=stage, step=step, values=values)
+    reason = record.get(FIRST_FAILURE_METRIC)
+    return MetricLine(
+        stage=stage,
+        step=step,
+        values=values,
+        first_failure=reason if isinstance(reason, str) else "",
+    )

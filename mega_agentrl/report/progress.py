@@ -2,8 +2,8 @@
 
 A stage (warm start, evaluation, RL) has a known number of steps. After each step its owner calls
 `update` with a `StepSummary`, which redraws the bar; there is no refresh thread. Without a terminal
-lines are printed at the start and the end of the stage, for the first and the last step, and at
-most every `plain_every_s` seconds in between.
+lines are printed at the start and the end of the stage, for the first and the last step, for the
+first step with a warning, and at most every `plain_every_s` seconds in between.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class StepSummary:
     """Seconds by phase, in order."""
     tokens_per_s: float | None = None
     """Throughput of the whole step; None is not shown."""
+    warning: str = ""
+    """What the user should look at, at the end of the line; empty for nothing."""
 
     def headline(self) -> str:
         """Return the metrics as one line."""
@@ -109,6 +111,7 @@ class StageProgress:
         self._start_s = clock()
         self._last_summary: StepSummary | None = None
         self._last_line_s: float | None = None
+        self._has_warned = False
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -142,17 +145,21 @@ class StageProgress:
         eta = f"eta {format_duration(self._eta_estimator.update(summary.step))}"
         if self._live is not None:
             self._live.update(self._render(summary, eta), refresh=True)
-        elif self._should_print(summary.step):
+        elif self._should_print(summary):
             self._last_line_s = self._clock()
+            self._has_warned |= summary.warning != ""
             line = f"{self._title} {summary.step}/{self._num_steps}  {summary.headline()}  {eta}"
-            self.print_line(f"{line}  {summary.details()}".rstrip())
+            parts = (line, summary.details(), summary.warning)
+            self.print_line("  ".join(part for part in parts if part))
 
     def print_line(self, text: str) -> None:
         """Print a line, above the bar on a terminal."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _should_print(self, step: int) -> bool:
-        if self._last_line_s is None or step >= self._num_steps:
+    def _should_print(self, summary: StepSummary) -> bool:
+        if self._last_line_s is None or summary.step >= self._num_steps:
+            return True
+        if summary.warning and not self._has_warned:
             return True
         return self._clock() - self._last_line_s >= self._plain_every_s
 
@@ -165,8 +172,12 @@ class StageProgress:
             cells.append(ProgressBar(total=total, completed=summary.step, width=_BAR_WIDTH))
             cells += [Text(f"{summary.step}/{self._num_steps}"), Text(summary.headline())]
         row.add_row(*cells, Text(times or "...", style="dim"))
-        details = summary.details() if summary else ""
-        return Group(row, Text(f"  {details}", style="dim")) if details else Group(row)
+        lines: list[RenderableType] = [row]
+        if summary and (details := summary.details()):
+            lines.append(Text(f"  {details}", style="dim"))
+        if summary and summary.warning:
+            lines.append(Text(f"  {summary.warning}", style="red"))
+        return Group(*lines)
 
 
 def format_duration(seconds: float) -> str:

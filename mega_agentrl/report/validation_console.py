@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class ScoredCount:
+    """Number of answers that a mean is about, of all answers."""
+
+    num_scored: int
+    num_answers: int
+
+    def __str__(self) -> str:
+        """Return the count where answers are missing, else nothing."""
+        if self.num_scored == self.num_answers:
+            return ""
+        return f"{self.num_scored} of {self.num_answers} scored"
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class EvalSummary:
     """Means of a held-out evaluation over all sampled answers."""
 
@@ -36,6 +50,12 @@ class EvalSummary:
     """Success by data source."""
     calls_by_tool: Mapping[str, float] = field(default_factory=dict)
     """Calls per answer, by tool."""
+    scored: ScoredCount | None = None
+    """Answers that the means are about; None if unknown."""
+    scored_by_source: Mapping[str, ScoredCount] = field(default_factory=dict)
+    """The same by data source, also for a source without a scored answer."""
+    first_failure: str = ""
+    """Why the first answer failed; empty if none did."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -54,6 +74,10 @@ class EvalComparisonRow:
     """Standard error of `before`."""
     after_se: float | None = None
     """Standard error of `after`."""
+    before_scored: ScoredCount | None = None
+    """Answers that `before` is about; None if unknown."""
+    after_scored: ScoredCount | None = None
+    """Answers that `after` is about; None if unknown."""
 
     @property
     def change(self) -> float | None:
@@ -72,12 +96,32 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
             after=after.reward,
             before_se=before.reward_se,
             after_se=after.reward_se,
+            before_scored=before.scored,
+            after_scored=after.scored,
         ),
-        EvalComparisonRow(label="success", before=before.success, after=after.success),
+        EvalComparisonRow(
+            label="success",
+            before=before.success,
+            after=after.success,
+            before_scored=before.scored,
+            after_scored=after.scored,
+        ),
     ]
-    for source in _sorted_names(before.success_by_source, after.success_by_source):
-        old, new = before.success_by_source.get(source), after.success_by_source.get(source)
-        rows.append(EvalComparisonRow(label=f"  {source}", before=old, after=new))
+    for source in _sorted_names(
+        before.success_by_source,
+        after.success_by_source,
+        before.scored_by_source,
+        after.scored_by_source,
+    ):
+        rows.append(
+            EvalComparisonRow(
+                label=f"  {source}",
+                before=before.success_by_source.get(source),
+                after=after.success_by_source.get(source),
+                before_scored=before.scored_by_source.get(source),
+                after_scored=after.scored_by_source.get(source),
+            )
+        )
     if before.greedy_success is not None or after.greedy_success is not None:
         old, new = before.greedy_success, after.greedy_success
         rows.append(EvalComparisonRow(label="success, greedy", before=old, after=new))
@@ -98,7 +142,7 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
     return rows
 
 
-def _sorted_names(*maps: Mapping[str, float]) -> Iterator[str]:
+def _sorted_names(*maps: Mapping[str, object]) -> Iterator[str]:
     yield from sorted({name for values in maps for name in values})
 
 
@@ -114,8 +158,8 @@ def eval_comparison_table(before: EvalSummary, after: EvalSummary) -> Table:
     for row in eval_comparison_rows(before, after):
         table.add_row(
             Text(row.label),
-            _console_cell(row.before, row.digits, row.before_se),
-            _console_cell(row.after, row.digits, row.after_se),
+            _console_cell(row.before, row.digits, row.before_se, row.before_scored),
+            _console_cell(row.after, row.digits, row.after_se, row.after_scored),
             _console_change_cell(row),
         )
     return table
@@ -125,7 +169,9 @@ def print_eval_comparison(
     before: EvalSummary, after: EvalSummary, console: Console | None = None
 ) -> None:
     """Print the table; plain text without a terminal."""
-    (console or Console()).print(eval_comparison_table(before, after))
+    console = console or Console()
+    console.print(eval_comparison_table(before, after))
+    _print_failures(console, before=before, after=after)
 
 
 def print_evaluation(summary: EvalSummary, console: Console | None = None) -> None:
@@ -137,14 +183,36 @@ def print_evaluation(summary: EvalSummary, console: Console | None = None) -> No
     table.add_column("")
     table.add_column("held out", justify="right")
     for row in eval_comparison_rows(summary, summary):
-        table.add_row(Text(row.label), _console_cell(row.before, row.digits, row.before_se))
-    (console or Console()).print(table)
+        cell = _console_cell(row.before, row.digits, row.before_se, row.before_scored)
+        table.add_row(Text(row.label), cell)
+    console = console or Console()
+    console.print(table)
+    _print_failures(console, evaluation=summary)
 
 
-def _console_cell(value: float | None, digits: int, error: float | None) -> str:
+def _print_failures(console: Console, **summaries: EvalSummary) -> None:
+    """Print for each evaluation how many answers failed, and why the first one did."""
+    for when, summary in summaries.items():
+        if summary.first_failure and summary.scored is not None:
+            num_failed = summary.scored.num_answers - summary.scored.num_scored
+            text = (
+                f"held out, {when}: {num_failed} of {summary.scored.num_answers} answers failed "
+                f"and are in no mean; the first: {summary.first_failure}"
+            )
+            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _console_cell(
+    value: float | None, digits: int, error: float | None, scored: ScoredCount | None
+) -> str:
     if value is None:
-        return "-"
-    return f"{value:.{digits}f}" if error is None else f"{value:.{digits}f} ± {error:.{digits}f}"
+        text = "-"
+    elif error is None:
+        text = f"{value:.{digits}f}"
+    else:
+        text = f"{value:.{digits}f} ± {error:.{digits}f}"
+    # On a line of its own, so that narrow terminals do not break it.
+    return f"{text}\n{scored or ''}".rstrip()
 
 
 def _console_change_cell(row: EvalComparisonRow) -> Text:

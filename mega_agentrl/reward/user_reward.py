@@ -29,8 +29,15 @@ from mega_agentrl.config.sections.reward import (
 )
 from mega_agentrl.config.user_code import load_user_object
 from mega_agentrl.sandbox.worker_main import to_json
-from mega_agentrl.sandbox.worker_pool import WorkerCall, WorkerCallError, make_worker_call
-from mega_agentrl.types.errors import RewardError
+from mega_agentrl.sandbox.worker_pool import (
+    FunctionFailedError,
+    WorkerCall,
+    WorkerCallError,
+    WorkerTimeoutError,
+    make_worker_call,
+)
+from mega_agentrl.types.errors import FirstCallsFailedError, RewardError
+from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,11 +72,18 @@ class UserRewardResult:
 
 
 class UserRewardFunction:
-    """A user function behind a worker pool that the caller starts and closes."""
+    """A user function behind a worker pool that the caller starts and closes.
 
-    def __init__(self, pool: WorkerPool, path: str) -> None:
+    Args:
+        pool: runs the function.
+        path: its file or module and its name.
+        first_calls: watches its first calls; None watches none.
+    """
+
+    def __init__(self, pool: WorkerPool, path: str, first_calls: FirstCalls | None = None) -> None:
         self._pool = pool
         self._path = path
+        self._first_calls = first_calls or FirstCalls("", path, 0)
 
     def submit(
         self,
@@ -83,7 +97,8 @@ class UserRewardFunction:
 
         Returns:
             The future of the result. It raises `UserRewardError` if the function raised, timed out,
-            crashed or did not return a score.
+            crashed or did not return a score, and `FirstCallsFailedError` if it raised, timed out
+            or returned no score in all of its first calls.
 
         Raises:
             ValueError: `extra_info` cannot be converted to JSON.
@@ -95,8 +110,38 @@ class UserRewardFunction:
         )
         scored: Future[UserRewardResult] = Future()
         scored.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
-        call_future.add_done_callback(partial(_resolve_future, self._path, scored))
+        call = self._first_calls.start()
+        call_future.add_done_callback(partial(self._resolve_future, scored, call))
         return scored
+
+    def _resolve_future(
+        self, scored: Future[UserRewardResult], call: int, call_future: Future[Any]
+    ) -> None:
+        if not scored.set_running_or_notify_cancel():
+            self._first_calls.record_no_outcome(call)
+            return
+        try:
+            result = call_future.result()
+        except (WorkerCallError, CancelledError) as error:
+            scored.set_exception(self._to_reward_error(call, error))
+        else:
+            self._first_calls.record_success()
+            scored.set_result(UserRewardResult(value=result["score"], fields=result["fields"]))
+
+    def _to_reward_error(self, call: int, error: Exception) -> Exception:
+        """Record a failed call; return the error that its future raises."""
+        text = str(error).removeprefix(f"{_MODULE}:run: ")
+        reward_error = UserRewardError(f"reward function {self._path}: {text}")
+        reward_error.__cause__ = error
+        if not isinstance(error, FunctionFailedError | WorkerTimeoutError):
+            # The worker was lost or the call cancelled, perhaps through no fault of the function.
+            self._first_calls.record_no_outcome(call)
+            return reward_error
+        try:
+            self._first_calls.record_failure(call, text, _last_location(error))
+        except FirstCallsFailedError as first_calls_error:
+            return first_calls_error
+        return reward_error
 
 
 def warm_up_call(path: str) -> WorkerCall:
@@ -179,15 +224,9 @@ def _check_signature(path: str, function: Callable[..., object]) -> None:
         raise ConfigError(_KEY, path, FUNCTION_EXPECTED, cause) from error
 
 
-def _resolve_future(path: str, scored: Future[UserRewardResult], call_future: Future[Any]) -> None:
-    if not scored.set_running_or_notify_cancel():
-        return
-    try:
-        result = call_future.result()
-    except (WorkerCallError, CancelledError) as error:
-        text = str(error).removeprefix(f"{_MODULE}:run: ")
-        reward_error = UserRewardError(f"reward function {path}: {text}")
-        reward_error.__cause__ = error
-        scored.set_exception(reward_error)
-    else:
-        scored.set_result(UserRewardResult(value=result["score"], fields=result["fields"]))
+def _last_location(error: Exception) -> str:
+    """Return the last line of the worker's traceback that names a file; empty without one."""
+    if not isinstance(error, FunctionFailedError):
+        return ""
+    lines = [line.strip() for line in error.traceback.splitlines()]
+    return next((line for line in reversed(lines) if line.startswith("File ")), "")

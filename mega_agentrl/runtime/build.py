@@ -81,7 +81,9 @@ def build(
     with ExitStack() as stack:
         trackers = stack.enter_context(open_trackers(run_dir, config.report))
         spans = stack.enter_context(_open_spans(config))
-        rubric = stack.enter_context(open_rubric(config.reward))
+        rubric = stack.enter_context(
+            open_rubric(config.reward, max_failed_first_calls=config.rollout.max_failed_first_calls)
+        )
         # One event loop for the whole run.
         runner: asyncio.Runner | EventLoopThread = (
             EventLoopThread() if config.rollout.max_staleness else asyncio.Runner()

@@ -148,9 +148,9 @@ def read_inputs(
 def _read_tables(config: TrainConfig) -> _DataTables:
     read = partial(read_prompts, config=config.data, cache_folder=data_cache_folder())
     train = read(parse_data_files(config.data.train, "data.train"), key="data.train")
-    validation = read(
-        parse_data_files(config.data.validation, "data.validation"), key="data.validation"
-    )
+    validation: Sequence[UnencodedPrompt] = ()
+    if validation_files := parse_data_files(config.data.validation, "data.validation"):
+        validation = read(validation_files, key="data.validation")
     dev: Sequence[UnencodedPrompt] = ()
     demonstrations: Sequence[Conversation] = ()
     if config.sft.max_steps:
@@ -230,6 +230,7 @@ def _build_toolkit(config: TrainConfig, codec: HFCodec) -> ToolKit:
         sandboxes=sandboxes,
         escapes=config.rollout.branching is not Branching.released,
         protocol=config.rollout.call_protocol,
+        max_failed_first_calls=config.rollout.max_failed_first_calls,
     )
 
 

@@ -16,6 +16,7 @@ from mega_agentrl.reward.llm_judge import LLMJudge
 from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.reward.user_reward import UserRewardFunction, warm_up_call
 from mega_agentrl.sandbox.worker_pool import WorkerPool
+from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.reward import RewardConfig
@@ -30,8 +31,15 @@ def check_reward_environment(config: RewardConfig) -> None:
 
 
 @contextmanager
-def open_rubric(config: RewardConfig) -> Iterator[WeightedRubric]:
+def open_rubric(
+    config: RewardConfig, *, max_failed_first_calls: int = 0
+) -> Iterator[WeightedRubric]:
     """Open the rubric; its processes are ended on exit.
+
+    Args:
+        config: Section `reward`.
+        max_failed_first_calls: Number of first calls of a user function of which one must succeed;
+            0 watches none.
 
     Raises:
         ValueError: A reward function cannot be loaded or called, or an environment variable is
@@ -51,7 +59,12 @@ def open_rubric(config: RewardConfig) -> Iterator[WeightedRubric]:
             )
             stack.callback(pool.close)
             pool.start()
-            functions = {name: UserRewardFunction(pool, path) for name, path in used.items()}
+            functions = {
+                name: UserRewardFunction(
+                    pool, path, FirstCalls(f"reward function {name}", path, max_failed_first_calls)
+                )
+                for name, path in used.items()
+            }
         judge = None
         if MODEL_PART in config.part_names and config.model.is_remote:
             key = config.model.api_key_env

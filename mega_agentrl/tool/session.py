@@ -6,6 +6,8 @@ become outcomes only here: arguments that do not fit the schema and `ValueError`
 policy (`user_error`), a missed deadline is a `timeout`, anything else is an `infra_error`. Nothing
 is run twice. A tool's text is untrusted and is escaped here.
 
+If all first calls of a method of a user's tool raise, the run ends (`types.first_calls`).
+
 `create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_timeout_s` for each tool and
 raise `ToolSessionError` if one fails. States created before a failure or cancellation are released,
 and so is a state that arrives too late. Sessions are independent. Calls of one session may run
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mega_agentrl.tool.base import ToolResponse
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.types.errors import ToolSessionError
+from mega_agentrl.types.first_calls import FirstCalls, last_traceback_line
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
 if TYPE_CHECKING:
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
     from mega_agentrl.tool.function_schema import FunctionSchema
 
 ResultT = TypeVar("ResultT")
+
+METHODS = ("create", "execute", "fork", "calc_reward", "release")
+"""Methods of a tool that a session calls."""
+
+_UNWATCHED = FirstCalls("", "", 0)
 
 MAX_METRICS = 32
 MAX_RESPONSE_CHARS = 1 << 20
@@ -59,6 +67,13 @@ class RegisteredTool:
     """Its validated schema."""
     slots: asyncio.Semaphore
     """One slot for each concurrent execution; first come, first served."""
+    first_calls: Mapping[str, FirstCalls]
+    """Watches each method of `METHODS` of a user's tool; empty for a built-in tool, whose failures
+    are those of sandboxes and services."""
+
+    def watch(self, method: str) -> FirstCalls:
+        """Return what watches a method's calls."""
+        return self.first_calls.get(method) or _UNWATCHED
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -243,34 +258,53 @@ class TrajectoryToolSession:
         undo: Callable[[ResultT], Awaitable[None]] | None = None,
     ) -> ResultT:
         start = time.monotonic()
+        first_calls = self._tools[name].watch(step)
+        call = first_calls.start()
         try:
-            return await run_with_deadline(work, self._limits.lifecycle_timeout_s, undo=undo)
+            result = await run_with_deadline(work, self._limits.lifecycle_timeout_s, undo=undo)
         except DeadlineExceededError as error:
+            first_calls.record_no_outcome(call)
             raise _tool_fault(name, step, str(error), time.monotonic() - start) from error
+        except asyncio.CancelledError:
+            first_calls.record_no_outcome(call)
+            raise
         except Exception as error:  # a tool may raise anything: its failure is data
             _log.warning("tool %s: %s failed", name, step, exc_info=error)
             text = f"{type(error).__name__}: {error}"
+            first_calls.record_failure(call, text, last_traceback_line(error))
             raise _tool_fault(name, step, text, time.monotonic() - start) from error
+        first_calls.record_success()
+        return result
 
     async def _execute_tool(
         self, registered: RegisteredTool, state: Any, arguments: Mapping[str, Any]
     ) -> ToolResponse:
         tool = registered.tool
         work = tool.execute(state, arguments, self._kwargs_for(tool.name, "execute_kwargs"))
+        first_calls = registered.watch("execute")
+        call = first_calls.start()
         try:
-            response = await run_with_deadline(
-                work, tool.timeout_s, on_end=registered.slots.release
+            response = _validate_response(
+                await run_with_deadline(work, tool.timeout_s, on_end=registered.slots.release),
+                tool.name,
             )
-            return _validate_response(response, tool.name)
         except DeadlineExceededError:
+            first_calls.record_no_outcome(call)
             text = f"Timed out after {tool.timeout_s:g} s."
             return ToolResponse(text=text, status=ToolStatus.timeout)
         except ValueError as error:
+            first_calls.record_no_outcome(call)
             return ToolResponse(text=str(error), status=ToolStatus.user_error)
+        except asyncio.CancelledError:
+            first_calls.record_no_outcome(call)
+            raise
         except Exception as error:  # noqa: BLE001  a tool may raise anything: its failure is data
             _log.warning("tool %s: execute failed", tool.name, exc_info=error)
             text = f"{type(error).__name__}: {error}"
+            first_calls.record_failure(call, text, last_traceback_line(error))
             return ToolResponse(text=text, status=ToolStatus.infra_error)
+        first_calls.record_success()
+        return response
 
 
 def check_tools_kwargs(

@@ -8,6 +8,7 @@ holds over all sessions of a toolkit, which belong to one event loop. User tools
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any, assert_never
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.tool.call_protocol.tags import TagProtocol
+from mega_agentrl.tool.function import FunctionTool
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
 from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.tool.search.search_tool import SearchTool
 from mega_agentrl.tool.session import (
+    METHODS,
     RegisteredTool,
     SessionLimits,
     TrajectoryToolSession,
@@ -27,9 +30,10 @@ from mega_agentrl.tool.session import (
 )
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.tool.web.disk_cache import CACHE_TTL_S, MAX_CACHE_BYTES, DiskCache
+from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from mega_agentrl.config.sections.tools import ToolConfig
     from mega_agentrl.tool.base import Tool
@@ -49,6 +53,8 @@ class ToolKit:
         control_tokens: special tokens of the model's tokenizer, which are escaped in tool output.
         protocol: how calls are written.
         escapes: False, for the tag protocol only, passes tool output on without escaping.
+        watched: names of the user's tools, whose first calls are watched (`types.first_calls`).
+        max_failed_first_calls: number of first calls of which one must succeed; 0 watches none.
     """
 
     def __init__(
@@ -59,11 +65,16 @@ class ToolKit:
         control_tokens: Iterable[str] = (),
         protocol: CallProtocol = CallProtocol.tags,
         escapes: bool = True,
+        watched: Collection[str] = (),
+        max_failed_first_calls: int = 0,
     ) -> None:
         names = [tool.name for tool in tools]
         if len(set(names)) != len(names):
             raise ValueError(f"tools: names {names}, expected each name once")
-        self._tools = {tool.name: _register_tool(tool) for tool in tools}
+        self._tools = {
+            tool.name: _register_tool(tool, max_failed_first_calls if tool.name in watched else 0)
+            for tool in tools
+        }
         self._limits = limits or SessionLimits()
         self._call_protocol = _make_call_protocol(protocol, tools, control_tokens, escapes=escapes)
         if not escapes:
@@ -157,6 +168,7 @@ def build_toolkit(
     sandboxes: SandboxProvider | None = None,
     protocol: CallProtocol = CallProtocol.tags,
     escapes: bool = True,
+    max_failed_first_calls: int = 0,
 ) -> ToolKit:
     """Return the configured tools: Python, then search and browse if enabled, then user tools.
 
@@ -170,6 +182,7 @@ def build_toolkit(
         sandboxes: where Python code runs; None for a pool in this process.
         protocol: how calls are written.
         escapes: see `ToolKit`.
+        max_failed_first_calls: see `ToolKit`; holds for user tools.
 
     Raises:
         ValueError: user tools cannot be loaded.
@@ -205,9 +218,15 @@ def build_toolkit(
                 cache=cache,
             )
         )
-    if config.user_tools_file:
-        tools += load_user_tools(config.user_tools_file)
-    return ToolKit(tools, control_tokens=control_tokens, protocol=protocol, escapes=escapes)
+    user_tools = load_user_tools(config.user_tools_file) if config.user_tools_file else []
+    return ToolKit(
+        [*tools, *user_tools],
+        control_tokens=control_tokens,
+        protocol=protocol,
+        escapes=escapes,
+        watched=[tool.name for tool in user_tools],
+        max_failed_first_calls=max_failed_first_calls,
+    )
 
 
 def _make_call_protocol(
@@ -227,7 +246,7 @@ def _make_call_protocol(
             assert_never(protocol)
 
 
-def _register_tool(tool: Tool) -> RegisteredTool:
+def _register_tool(tool: Tool, max_failed_first_calls: int) -> RegisteredTool:
     where = f"tool {tool.name}"
     schema = FunctionSchema(tool.schema(), where)
     if schema.name != tool.name:
@@ -243,4 +262,21 @@ def _register_tool(tool: Tool) -> RegisteredTool:
             f"{where}: max_concurrent={limit}: expected at least 1, or None for no limit"
         )
     slots = asyncio.Semaphore(sys.maxsize if limit is None else limit)
-    return RegisteredTool(tool=tool, schema=schema, slots=slots)
+    first_calls = {}
+    if max_failed_first_calls:
+        first_calls = {
+            method: FirstCalls(
+                f"tool {tool.name}, {method}", _source_file(tool), max_failed_first_calls
+            )
+            for method in METHODS
+        }
+    return RegisteredTool(tool=tool, schema=schema, slots=slots, first_calls=first_calls)
+
+
+def _source_file(tool: Tool) -> str:
+    """Return the file of a tool's class or function, or the name of its module without one."""
+    found = tool.function if isinstance(tool, FunctionTool) else type(tool)
+    try:
+        return inspect.getfile(found)
+    except (TypeError, OSError):
+        return found.__module__

@@ -104,7 +104,8 @@ class Algorithm:
 
         Prompts are excluded at the end, because the next weight sync may start rollouts.
         """
-        algo, metrics = self._config.algo, dict[str, float]()
+        algo = self._config.algo
+        metrics = {"data/epoch": self._components.prompt_source.num_epochs}
         if algo.ares.skip_mastered:
             metrics["data/num_excluded"] = float(self._components.prompt_source.num_excluded)
         num_steps = self._config.optim.num_minibatches - stats.num_skipped_steps

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.context import make_rollout_context
+from mega_agentrl.rollout.metrics.failures import FailureCounts, count_failures
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.train.rewards import add_reward_model_scores, warn_missing_rewards
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Means over all answers of an evaluation."""
+    """Means over all scored answers of an evaluation."""
 
     num_questions: int
     num_samples: int
@@ -50,6 +51,10 @@ class EvalResult:
     """Rollout metrics by name."""
     pass_at_k: Mapping[str, float] = field(default_factory=dict)
     """pass@k and mean@k by name, also by data source: `pass@4/bfcl`."""
+    failures: FailureCounts = field(default_factory=FailureCounts)
+    """All answers and the failed ones, which are in no mean."""
+    failures_by_source: Mapping[str, FailureCounts] = field(default_factory=dict)
+    """The same by data source, also for a source without any scored answer."""
 
     def to_metrics(self, prefix: str) -> dict[str, float]:
         """Return flat metrics, named with a prefix."""
@@ -57,6 +62,12 @@ class EvalResult:
         flat |= {f"reward/{source}": value for source, value in self.reward_by_source.items()}
         flat |= {f"success/{source}": value for source, value in self.success_by_source.items()}
         flat |= self.pass_at_k
+        for suffix, counts in [
+            ("", self.failures),
+            *((f"/{source}", counts) for source, counts in self.failures_by_source.items()),
+        ]:
+            flat[f"num_answers{suffix}"] = float(counts.num_trajectories)
+            flat[f"num_scored{suffix}"] = float(counts.num_scored)
         # Parts of the reward may have the names of data sources.
         flat |= {_with_rollout_prefix(name): value for name, value in self.metrics.items()}
         return {f"{prefix}/{name}": value for name, value in flat.items()}
@@ -180,7 +191,10 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
     success: defaultdict[str, list[float]] = defaultdict(list)
     all_scores: list[tuple[float, float]] = []
     correct_by_question: defaultdict[str, list[list[bool]]] = defaultdict(list)
+    failures_by_source: defaultdict[str, FailureCounts] = defaultdict(FailureCounts)
     for tree in trees:
+        for name in _source_names(tree.prompt):
+            failures_by_source[name] += count_failures([tree])
         scores = [t.score for t in tree.trajectories if t.score is not None]
         if not scores:
             continue
@@ -207,6 +221,8 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
             for source, questions in sorted(correct_by_question.items())
             for measure, value in pass_at_k_metrics(questions, num_samples).items()
         },
+        failures=count_failures(trees),
+        failures_by_source=dict(sorted(failures_by_source.items())),
     )
 
 

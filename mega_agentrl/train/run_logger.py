@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mega_agentrl.batch.micro_batching import minibatch_row_lengths, token_imbalance
+from mega_agentrl.report.metrics_file import FIRST_FAILURE_METRIC
 from mega_agentrl.report.progress import StageProgress, StepSummary, format_duration
 from mega_agentrl.report.reward_curve import EvalPoint, StepPoint, write_reward_curve
 from mega_agentrl.report.validation_console import (
     EvalSummary,
+    ScoredCount,
     print_eval_comparison,
     print_evaluation,
 )
 from mega_agentrl.rollout.io.render import render_trajectory
 from mega_agentrl.rollout.metrics.entropy import EntropyCurves, collect_entropy_curves
+from mega_agentrl.rollout.metrics.failures import FailureCounts, count_failures
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.train.advantages import mismatch_metrics
 from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer, ThroughputMeter
@@ -66,6 +69,8 @@ class LoggerState:
     """`mismatch/logp_mean_abs` of each RL step."""
     entropy_curves: EntropyCurves = field(default_factory=EntropyCurves)
     """Sum of all RL steps."""
+    failures: FailureCounts = field(default_factory=FailureCounts)
+    """Failed trajectories of all RL steps."""
     stage_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage, including the one that is running."""
 
@@ -93,6 +98,7 @@ class RunLogger:
         self._logprob_mismatches: list[float] = []
         self._rollout_writer = RolloutWriter(run_dir, config)
         self._entropy_curves = EntropyCurves()
+        self._failures = FailureCounts()
         self._last_trees: Sequence[RolloutTree] = ()
         self._stage_s: dict[str, float] = {}
         self._running_stage: tuple[str, float] | None = None
@@ -119,6 +125,7 @@ class RunLogger:
             eval_points=tuple(self._eval_points),
             logprob_mismatches=tuple(self._logprob_mismatches),
             entropy_curves=self._entropy_curves,
+            failures=self._failures,
             stage_s=stage_s,
         )
 
@@ -128,6 +135,7 @@ class RunLogger:
         self._eval_points = list(state.eval_points)
         self._logprob_mismatches = list(state.logprob_mismatches)
         self._entropy_curves = state.entropy_curves
+        self._failures = state.failures
         self._stage_s = dict(state.stage_s)
 
     def log_startup(self, seconds: float) -> None:
@@ -187,9 +195,11 @@ class RunLogger:
         phase_s = self.phase_timer.pop_seconds()
         group_metrics = rollout_batch.metrics()
         mismatch = mismatch_metrics(batch)
+        failures = count_failures(rollout_batch.finished_trees)
         metrics: dict[str, float | str] = {
             **rollout_metrics(trees),
             **group_metrics,
+            **_first_failure_metric(failures),
             **mismatch,
             **extra_metrics,
             "actor/loss": stats.loss,
@@ -219,10 +229,13 @@ class RunLogger:
             [trajectory for tree in trees for trajectory in tree.trajectories]
         )
         self._last_trees = trees
+        self._failures += failures
         displayed = {"reward": reward, "success": success}
         if self._eval_points:
             displayed["held out"] = self._eval_points[-1].reward
-        self._show_progress(step, displayed, phase_s, num_tokens)
+        if failures.num_failed:
+            displayed["failed"] = failures.failed_fraction
+        self._show_progress(step, displayed, phase_s, num_tokens, failures.describe())
 
     def save_validation_rollouts(
         self, when: str, suffix: str, trees: Sequence[RolloutTree]
@@ -233,9 +246,9 @@ class RunLogger:
     def log_validation(self, when: str, result: ValidationResult) -> ValidationResult:
         """Write and print a validation before, during or after RL, and return it."""
         step = len(self._step_points)
-        self._write_metrics(
-            f"held_out_{when}", step, result.to_metrics(), self.phase_timer.pop_seconds()
-        )
+        failures = result.sampled.failures
+        metrics: dict[str, float | str] = {**result.to_metrics(), **_first_failure_metric(failures)}
+        self._write_metrics(f"held_out_{when}", step, metrics, self.phase_timer.pop_seconds())
         if when == "during":
             self._eval_points.append(_eval_point(step, result))
             when = f"at step {step} of"
@@ -245,28 +258,34 @@ class RunLogger:
             f"{result.sampled.num_samples} samples)",
             highlight=False,
         )
+        if failures.num_failed:
+            self._print_failures(f"held out {when} RL", failures)
         return result
 
-    def finish(self, before: ValidationResult, after: ValidationResult) -> None:
+    def finish(self, before: ValidationResult | None, after: ValidationResult | None) -> None:
         """Print the final table and rollouts, and write the summary, the curve and the report.
 
-        `after` is `before` itself if there was no RL in between.
+        `after` is `before` itself if there was no RL in between. Either is None if it was not made.
         """
         last = len(self._step_points)
         self._print_rollouts()
-        if after is before:
-            print_evaluation(_eval_view(before), self._console)
-        else:
+        if before is not None and after is not None and after is not before:
             print_eval_comparison(_eval_view(before), _eval_view(after), self._console)
-        points = [_eval_point(0, before), *self._eval_points]
-        if last:
+        elif (single := after or before) is not None:
+            print_evaluation(_eval_view(single), self._console)
+        if self._failures.num_failed:
+            self._print_failures("in training", self._failures)
+        points = list(self._eval_points)
+        if before is not None:
+            points.insert(0, _eval_point(0, before))
+        if last and after is not None:
             points.append(_eval_point(last, after))
         write_reward_curve(self.run_dir / "reward.png", self._step_points, points)
         summary = {
-            "reward_before": before.sampled.reward,
-            "reward_after": after.sampled.reward,
-            "success_before": before.sampled.success,
-            "success_after": after.sampled.success,
+            "reward_before": before.sampled.reward if before else None,
+            "reward_after": after.sampled.reward if after else None,
+            "success_before": before.sampled.success if before else None,
+            "success_after": after.sampled.success if after else None,
             "num_steps": last,
             "train_seconds": sum(self._stage_s.get(name, 0.0) for name in TRAINING_STAGES),
             "seed": self._config.seed,
@@ -274,8 +293,13 @@ class RunLogger:
             "stage_seconds": self._stage_s,
             "entropy_by_offset": self._entropy_curves.to_summary(),
             "held_out": to_builtins(points),
-            "before": before.to_metrics(),
-            "after": after.to_metrics(),
+            "before": before.to_metrics() if before else None,
+            "after": after.to_metrics() if after else None,
+            "failed": {
+                "training": _failure_summary(self._failures),
+                "before": _failure_summary(before.sampled.failures) if before else None,
+                "after": _failure_summary(after.sampled.failures) if after else None,
+            },
         }
         atomic_write(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
         times = ", ".join(
@@ -286,6 +310,10 @@ class RunLogger:
         page = write_report(self.run_dir).resolve().as_uri()
         for line in (f"run folder: {self.run_dir}", f"report: {page}"):
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_failures(self, where: str, failures: FailureCounts) -> None:
+        text = f"{where}: {failures.describe()}"
+        self._console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
     def _print_rollouts(self) -> None:
         trajectories = [t for tree in self._last_trees for t in tree.trajectories]
@@ -308,7 +336,12 @@ class RunLogger:
         self._writer.write(stage, step, {**metrics, **times})
 
     def _show_progress(
-        self, step: int, values: Mapping[str, float], phase_s: Mapping[str, float], num_tokens: int
+        self,
+        step: int,
+        values: Mapping[str, float],
+        phase_s: Mapping[str, float],
+        num_tokens: int,
+        warning: str = "",
     ) -> None:
         assert self._progress is not None, "steps are reported inside a stage"
         self._progress.update(
@@ -317,12 +350,31 @@ class RunLogger:
                 metrics=values,
                 phase_s=phase_s,
                 tokens_per_s=num_tokens / max(1e-9, sum(phase_s.values())),
+                warning=warning,
             )
         )
 
 
 def _eval_point(step: int, result: ValidationResult) -> EvalPoint:
     return EvalPoint(step=step, reward=result.sampled.reward, success=result.sampled.success)
+
+
+def _first_failure_metric(failures: FailureCounts) -> dict[str, str]:
+    """Return the reason of the first failure as a metric for `metrics.jsonl`; empty without one."""
+    return {FIRST_FAILURE_METRIC: failures.first_reason} if failures.num_failed else {}
+
+
+def _failure_summary(failures: FailureCounts) -> dict[str, float | int | str | None]:
+    return {
+        "fraction": failures.failed_fraction,
+        "num_failed": failures.num_failed,
+        "num_trajectories": failures.num_trajectories,
+        "first_reason": failures.first_reason or None,
+    }
+
+
+def _scored_count(failures: FailureCounts) -> ScoredCount:
+    return ScoredCount(num_scored=failures.num_scored, num_answers=failures.num_trajectories)
 
 
 def _eval_view(result: ValidationResult) -> EvalSummary:
@@ -343,4 +395,9 @@ def _eval_view(result: ValidationResult) -> EvalSummary:
         response_tokens_mean=metrics["rollout/response_tokens_mean"],
         num_questions=sampled.num_questions,
         num_answers=sampled.num_questions * sampled.num_samples,
+        scored=_scored_count(sampled.failures),
+        scored_by_source={
+            source: _scored_count(counts) for source, counts in sampled.failures_by_source.items()
+        },
+        first_failure=sampled.failures.first_reason,
     )

@@ -11,6 +11,7 @@ older (`scheduler`).
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mega_agentrl.batch.packing import pack_trees
+from mega_agentrl.rollout.metrics.failures import count_failures
 from mega_agentrl.train.algorithm import Algorithm, bootstrap_controllers
 from mega_agentrl.train.checkpoints import CheckpointManager
 from mega_agentrl.train.evaluate import ValidationResult, evaluate_validation_set
+from mega_agentrl.train.failure_guard import FailureGuard
 from mega_agentrl.train.model_updater import ModelUpdater, Profiler
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.restore import restore
@@ -66,6 +69,8 @@ class Trainer:
     """Profiles the steps of `report.profile_steps`."""
     logger: RunLogger
     """Writes and shows the metrics of the step."""
+    failure_guard: FailureGuard
+    """Stops the run if most trajectories fail."""
     signal_handler: SignalHandler
     """Interrupts a step only inside `_interruptible`, if the caller defers signals."""
 
@@ -76,6 +81,7 @@ class Trainer:
         batch = self._interruptible("rollout", pack_trees, rollouts.trees)
         batch = self._interruptible("logprob", self.policy.compute_log_probs, batch)
         batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
+        self.failure_guard.check_step(step, count_failures(rollouts.finished_trees))
         compute_advantages = self.algorithm.compute_advantages
         inputs = self._interruptible("advantage", compute_advantages, rollouts, batch)
         stats, critic_metrics = self._timed("update", self.policy.update, inputs, step)
@@ -140,6 +146,7 @@ def open_trainer(
             rewards=RewardResolver(components),
             algorithm=algorithm,
             profiler=Profiler(components, config),
+            failure_guard=FailureGuard(config.rollout.max_failed_fraction),
             logger=logger,
             signal_handler=signal_handler,
         )
@@ -150,7 +157,10 @@ def train(
 ) -> float:
     """Run the training, or the rest of it, and return the final validation reward.
 
+    The reward is NaN without `data.validation`.
+
     Raises:
+        RunStoppedError: Most trajectories fail, or a tool or a reward function does.
         RunInterrupted: The process received a signal; the run has been saved.
     """
     signal_handler = signal_handler or SignalHandler()
@@ -170,7 +180,8 @@ def train(
         if not checkpoints.warm_start_done:
             initialize_policy(components, config, logger, checkpoints)
             checkpoints.record_warm_start_done()
-        if (before := checkpoints.validation_before) is None:
+        before = checkpoints.validation_before
+        if before is None and is_evaluated_before(components, config):
             with logger.stage("held out before", 1):
                 before = checkpoints.record_validation_before(
                     _run_validation(components, config, logger, "before")
@@ -181,7 +192,13 @@ def train(
         if not config.is_eval_only:
             components.policy.export_hf(logger.run_dir / "model")
         logger.finish(before, after)
-    return after.sampled.reward
+    return math.nan if after is None else after.sampled.reward
+
+
+def is_evaluated_before(components: Components, config: TrainConfig) -> bool:
+    """Return whether there is an evaluation before RL; without RL it is the only one."""
+    is_wanted = config.evaluate.before_training or not config.total_steps
+    return bool(components.validation_prompts) and is_wanted
 
 
 def initialize_policy(
@@ -196,8 +213,8 @@ def initialize_policy(
 
 def run_rl_steps(
     components: Components, config: TrainConfig, logger: RunLogger, checkpoints: CheckpointManager
-) -> ValidationResult:
-    """Run the remaining RL steps and the final validation.
+) -> ValidationResult | None:
+    """Run the remaining RL steps and the final validation, None without `data.validation`.
 
     A signal interrupts a step only before its update. After that it waits until the boundary is
     recorded, because the models then belong to neither of the two boundaries.
@@ -216,12 +233,14 @@ def run_rl_steps(
         ) as trainer,
     ):
         for step in range(checkpoints.step + 1, config.total_steps + 1):
-            if checkpoints.is_validation_due:
+            if components.validation_prompts and checkpoints.is_validation_due:
                 _run_validation(components, config, logger, "during")
                 checkpoints.record_validation()
             with checkpoints.signal_handler.defer_signals():
                 trainer.step(step)
                 checkpoints.record_step(step, trainer.algorithm.controllers)
+    if not components.validation_prompts:
+        return None
     with logger.stage("held out after", 1):
         return _run_validation(components, config, logger, "after")
 
@@ -233,7 +252,10 @@ def _run_validation(
         held_out = evaluate_validation_set(
             components, config, partial(logger.save_validation_rollouts, when)
         )
-    return logger.log_validation(when, held_out)
+    result = logger.log_validation(when, held_out)
+    failure_guard = FailureGuard(config.rollout.max_failed_fraction)
+    failure_guard.check_evaluation(when, result.sampled.failures)
+    return result
 
 
 def train_with_restarts(

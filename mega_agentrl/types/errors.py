@@ -37,3 +37,69 @@ class AuxiliaryModelLostError(RuntimeError):
 
 class EngineLostError(RuntimeError):
     """An engine no longer responds, although its process may still exist."""
+
+
+class RunStoppedError(Exception):
+    """The run stops, because going on would hide that most of it fails.
+
+    No `RuntimeError`, which an engine or a tool may raise at the cost of one trajectory alone.
+    Checkpoints stay valid.
+    """
+
+
+class FirstCallsFailedError(RunStoppedError):
+    """A tool or a reward function failed on all of its first calls (`types.first_calls`)."""
+
+    def __init__(
+        self, *, name: str, source: str, num_calls: int, error: str, location: str
+    ) -> None:
+        super().__init__(name, source, num_calls, error, location)
+        self.name = name
+        """What was called, for example `tool notes`."""
+        self.source = source
+        """File or import path of its code."""
+        self.num_calls = num_calls
+        """Number of first calls, all of which failed."""
+        self.error = error
+        """Type and text of the last exception."""
+        self.location = location
+        """Last line of its traceback; empty if there is none."""
+
+    def __str__(self) -> str:
+        """Return the message, with the setting that changes the bound."""
+        where = f", raised at {self.location}" if self.location else ""
+        return (
+            f"{self.name} ({self.source}): all of its first {self.num_calls} calls failed, "
+            f"expected at least one to succeed; the last error: {self.error}{where}. Probable "
+            "cause: an error in its code, or something that it needs is missing. Mend it and start "
+            "the same command again. rollout.max_failed_first_calls sets the number of calls (0: "
+            "never stop)"
+        )
+
+
+class TooManyFailedError(RunStoppedError):
+    """More trajectories failed than `rollout.max_failed_fraction` allows."""
+
+    def __init__(
+        self, *, where: str, num_failed: int, num_trajectories: int, bound: float, reason: str
+    ) -> None:
+        super().__init__(where, num_failed, num_trajectories, bound, reason)
+        self.where = where
+        """Part of the run, for example `RL step 3`."""
+        self.num_failed = num_failed
+        self.num_trajectories = num_trajectories
+        self.bound = bound
+        """`rollout.max_failed_fraction`."""
+        self.reason = reason
+        """Why the first of them failed."""
+
+    def __str__(self) -> str:
+        """Return the message, with the setting that changes the bound."""
+        return (
+            f"{self.where}: {self.num_failed} of {self.num_trajectories} trajectories failed, "
+            f"expected at most a share of rollout.max_failed_fraction={self.bound:g}; the first "
+            f"one: {self.reason}. Failed trajectories are in no mean and are not trained on, so "
+            "the numbers would be those of the rest. Probable cause: a tool or a reward function "
+            "that fails or is too slow; logs/driver.log names each failure. Mend it and start the "
+            "same command again, or raise the bound (1: never stop)"
+        )

@@ -389,6 +389,10 @@ class PromptSource(Stateful, Protocol):
         """All prompts in the order of the dataset."""
 
     @property
+    def num_epochs(self) -> float:
+        """Prompts that are done, as a number of passes over the dataset."""
+
+    @property
     def num_excluded(self) -> int:
         """Number of times that a prompt was skipped so far."""
 

@@ -391,6 +391,18 @@ class Trajectory:
         return self.stop_reason.is_failure or self.reward_error != ""
 
     @property
+    def failure_reason(self) -> str:
+        """Why the trajectory failed, for people; empty if it did not."""
+        if self.reward_error:
+            return self.reward_error
+        if not self.stop_reason.is_failure:
+            return ""
+        for turn in reversed(self.turns):
+            if turn.outcome is not None and turn.outcome.status is ToolStatus.infra_error:
+                return f"{self.stop_reason.value}: {turn.outcome.tool}: {turn.outcome.answer}"
+        return self.stop_reason.value
+
+    @property
     def num_invalid_calls(self) -> int:
         """Number of invalid calls: malformed JSON, an unknown tool or wrong arguments."""
         return sum(turn.outcome is not None and turn.outcome.is_invalid_call for turn in self.turns)

@@ -289,3 +289,16 @@ def test_accuracies_nearer_to_one_half_weigh_no_less(one, other):
     weights = learnability_weights([1.0, 1.0], {0: one, 1: other})
     if abs(one - 0.5) <= abs(other - 0.5):
         assert weights[0] >= weights[1] * (1 - 1e-9)
+
+
+def test_done_prompts_are_counted_in_epochs():
+    sampler = PromptSampler(prompts(4), seed=1)
+    assert sampler.num_epochs == 0.0
+    drawn = sampler.next_prompts(3)
+    assert sampler.num_epochs == 0.0, "outstanding prompts are not done"
+    sampler.ack(drawn[:2])
+    sampler.nack(drawn[2:])
+    assert sampler.num_epochs == 0.5
+    for _ in range(2):
+        sampler.ack(sampler.next_prompts(4))
+    assert sampler.num_epochs == 2.5

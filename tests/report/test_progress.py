@@ -142,3 +142,24 @@ def test_the_bar_of_an_rl_step_fits_80_columns():
         "reward 0.412  success 0.500" in line and "eta" in line
         for line in out.getvalue().splitlines()
     )
+
+
+def test_a_warning_ends_the_line_and_is_shown_at_once():
+    out, console = plain()
+    with StageProgress("RL", 9, console=console, plain_every_s=60.0, clock=Clock()) as stage:
+        stage.update(view(1))
+        stage.update(view(2))
+        for step in (3, 4):
+            warned = StepSummary(step=step, metrics={"loss": 1.0}, warning="2 of 6 failed")
+            stage.update(warned)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("RL ")]
+    assert [line.split()[1] for line in lines[1:-1]] == ["1/9", "3/9"]
+    assert lines[2].endswith("2 of 6 failed")
+
+
+def test_a_warning_is_below_the_bar_on_a_terminal():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60)
+    with StageProgress("RL", 9, console=console) as stage:
+        stage.update(StepSummary(step=1, metrics={}, warning="2 of 6 failed"))
+    assert "2 of 6 failed" in out.getvalue()

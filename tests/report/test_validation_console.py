@@ -1,11 +1,13 @@
 """Tables of evaluations before and after training."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from mega_agentrl.report.validation_console import (
     EvalSummary,
+    ScoredCount,
     eval_comparison_rows,
     print_eval_comparison,
     print_evaluation,
@@ -78,3 +80,25 @@ def test_a_single_evaluation_has_one_column():
     shown = console.file.getvalue()
     assert "300 questions, 600 answers" in shown and "0.600" in shown
     assert "change" not in shown and "before" not in shown
+
+
+def test_counts_stand_beside_the_means_where_answers_failed():
+    summary = replace(
+        AFTER,
+        scored=ScoredCount(num_scored=2, num_answers=6),
+        scored_by_source={
+            "toolqa_both": ScoredCount(num_scored=2, num_answers=2),
+            "toolqa_lost": ScoredCount(num_scored=0, num_answers=4),
+        },
+        first_failure="tool_failure: notes: KeyError",
+    )
+    rows = {row.label.strip(): row for row in eval_comparison_rows(summary, summary)}
+    assert rows["toolqa_lost"].before is None
+    assert str(rows["toolqa_lost"].before_scored) == "0 of 4 scored"
+    assert str(rows["success"].after_scored) == "2 of 6 scored"
+    assert str(rows["toolqa_both"].after_scored) == "", "nothing is missing"
+    out = io.StringIO()
+    print_evaluation(summary, Console(file=out, width=100, force_terminal=False))
+    shown = out.getvalue()
+    assert "2 of 6 scored" in shown and "0 of 4 scored" in shown
+    assert "4 of 6 answers failed" in shown and "notes: KeyError" in shown

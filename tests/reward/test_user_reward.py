@@ -27,6 +27,8 @@ from mega_agentrl.sandbox.worker_pool import (
     WorkerPool,
     WorkerTimeoutError,
 )
+from mega_agentrl.types.errors import FirstCallsFailedError
+from mega_agentrl.types.first_calls import FirstCalls
 from tests.config.refusals import refused
 
 WAIT_S = 120.0
@@ -74,12 +76,13 @@ def general(tmp_path_factory):
 
 
 @contextmanager
-def started(reference, *, num_workers=1, timeout_s=120.0):
+def started(reference, *, num_workers=1, timeout_s=120.0, max_failed_first_calls=0):
     """The reward function over a pool of its own."""
+    first_calls = FirstCalls("reward function mine", reference, max_failed_first_calls)
     pool = WorkerPool(num_workers, timeout_s, warm_up=[warm_up_call(reference)])
     pool.start()
     try:
-        yield UserRewardFunction(pool, reference)
+        yield UserRewardFunction(pool, reference, first_calls)
     finally:
         pool.close()
 
@@ -244,3 +247,36 @@ def test_fields_survive_json_and_metrics_are_the_finite_numbers(score, fields):
         for name, value in fields.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+FIRST_CALL_CASES = {
+    "none": "    return None\n",
+    "nan": "    return float('nan')\n",
+    "raises": "    return extra_info['missing']\n",
+    "too_slow": "    import time\n    time.sleep(600)\n",
+}
+
+
+@pytest.mark.parametrize("case", FIRST_CALL_CASES)
+def test_a_function_that_fails_on_all_its_first_calls_ends_the_run(file, case):
+    path = file(HEAD + FIRST_CALL_CASES[case])
+    timeout_s = 1.0 if case == "too_slow" else 120.0
+    with started(path, timeout_s=timeout_s, max_failed_first_calls=2) as function:
+        first, second = ask(function, "a"), ask(function, "b")
+        with pytest.raises(UserRewardError):
+            first.result(WAIT_S)
+        with pytest.raises(FirstCallsFailedError) as caught:
+            second.result(WAIT_S)
+    assert (caught.value.name, caught.value.source) == ("reward function mine", path)
+    assert caught.value.num_calls == 2
+    if case == "raises":
+        assert "KeyError: 'missing'" in caught.value.error
+        assert path in caught.value.location
+
+
+def test_a_function_that_works_sometimes_costs_only_those_calls(general):
+    with started(general, max_failed_first_calls=2) as function:
+        for _ in range(3):
+            with pytest.raises(UserRewardError):
+                ask(function, "nan").result(WAIT_S)
+            assert ask(function, "4").result(WAIT_S).value == 0.5

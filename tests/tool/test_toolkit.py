@@ -1,9 +1,11 @@
 """The toolkit end to end: parse, run in the sandbox, render."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from mega_agentrl.config.enums import PythonMode
 from mega_agentrl.config.sections.tools import (
     BrowseToolConfig,
     PythonToolConfig,
@@ -14,6 +16,7 @@ from mega_agentrl.sandbox.client import SandboxResult
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.gsm8k import Gsm8kTool
 from mega_agentrl.tool.toolkit import ToolKit, build_toolkit
+from mega_agentrl.types.errors import FirstCallsFailedError, ToolSessionError
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.fakes import CharCodec, make_prompt
 
@@ -33,6 +36,80 @@ class Broken(Tool):
 
     async def execute(self, state, arguments, kwargs):
         return ToolResponse(text="")
+
+
+BROKEN_TOOL = """
+from mega_agentrl.tool.base import Tool, ToolResponse
+
+class Notes(Tool):
+    name = "notes"
+    description = "Keeps notes."
+    text_argument = "text"
+
+    async def execute(self, state, arguments, kwargs):
+        if arguments["text"] == "fine":
+            return ToolResponse(text="ok")
+        if arguments["text"] == "bad":
+            raise ValueError("no such note")
+        return ToolResponse(text=self.table[arguments["text"]])
+"""
+
+
+@pytest.fixture
+def notes_kit(tmp_path):
+    """A toolkit with a user's tool, one of whose first three calls must succeed."""
+    (tmp_path / "notes.py").write_text(BROKEN_TOOL)
+    (tmp_path / "tools.yaml").write_text("- class_name: notes.py:Notes\n")
+    config = ToolConfig(python=PYTHON, user_tools_file=str(tmp_path / "tools.yaml"))
+    toolkit = build_toolkit(config, CharCodec(), max_failed_first_calls=3)
+    yield toolkit
+    toolkit.close_now()
+
+
+async def test_a_users_tool_that_always_raises_ends_the_run(notes_kit, tmp_path):
+    session = notes_kit.open_session()
+    await session.create({"notes": {}})
+    statuses = [(await session.execute("notes", {"text": text})).status for text in ("bad", "x")]
+    assert statuses == [ToolStatus.user_error, ToolStatus.infra_error]
+    await session.execute("notes", {"text": "x"})
+    with pytest.raises(FirstCallsFailedError) as caught:
+        await session.execute("notes", {"text": "x"})
+    error = caught.value
+    assert error.name == "tool notes, execute" and error.source == str(tmp_path / "notes.py")
+    assert error.error.startswith("AttributeError") and "notes.py:14 in execute" in error.location
+    await session.release()
+
+
+async def test_a_users_tool_that_works_once_may_fail_later(notes_kit):
+    session = notes_kit.open_session()
+    await session.create({"notes": {}})
+    assert (await session.execute("notes", {"text": "fine"})).status is ToolStatus.ok
+    for _ in range(5):
+        assert (await session.execute("notes", {"text": "x"})).status is ToolStatus.infra_error
+    await session.release()
+
+
+class NoSandboxes:
+    """Sandboxes that are lost whenever one is needed."""
+
+    async def open(self):
+        raise RuntimeError("no host is left")
+
+    def close_now(self):
+        pass
+
+
+async def test_lost_sandboxes_are_no_error_of_a_users_code():
+    toolkit = build_toolkit(
+        ToolConfig(python=replace(PYTHON, mode=PythonMode.stateful)),
+        CharCodec(),
+        sandboxes=NoSandboxes(),
+        max_failed_first_calls=2,
+    )
+    for _ in range(5):
+        with pytest.raises(ToolSessionError):
+            await toolkit.open_session().create({})
+    toolkit.close_now()
 
 
 async def test_a_turn_becomes_an_answer(tmp_path):

@@ -88,6 +88,10 @@ class Stream:
     def ack(self, prompts):
         pass
 
+    @property
+    def num_epochs(self):
+        return self.at / len(self.prompts)
+
     def record_accuracies(self, accuracies):
         self.accuracies = accuracies
 

@@ -44,7 +44,7 @@ def test_without_ares_and_a_target_nothing_moves(components, config):
     batch, train_inputs, after, shown = one_step(components, config, Controllers())
     assert train_inputs.kl_weight_BT is None and train_inputs.ares_step is None
     assert torch.equal(train_inputs.batch.reward_B, batch.reward_B)
-    assert after == Controllers() and shown == {}
+    assert after == Controllers() and shown == {"data/epoch": 0.5}
     assert set(components.prompt_source.accuracies) == {"p0", "p1", "p2"}
 
 

@@ -146,3 +146,14 @@ def test_questions_with_too_few_answers_are_left_out_of_pass_at_k():
     assert found == {"pass@1": 0.5, "pass@2": 0.0, "mean@2": 0.5}
     assert pass_at_k_metrics([[True]], 1) == {}
     assert pass_at_k_metrics([[]], 4) == {}
+
+
+def test_answers_that_failed_are_counted_also_for_a_source_without_any_score():
+    trees = [tree("a", "easy", 1.0, None), tree("b", "hard", None, None)]
+    result = through_json(compute_eval_result(trees, num_samples=2))
+    assert result.success_by_source == {"easy": 1.0}
+    metrics = result.to_metrics("sampled")
+    names = ("", "/easy", "/hard")
+    assert [metrics[f"sampled/num_answers{name}"] for name in names] == [4, 2, 2]
+    assert [metrics[f"sampled/num_scored{name}"] for name in names] == [1, 1, 0]
+    assert result.failures.first_reason == "aborted"

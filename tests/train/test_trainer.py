@@ -1,8 +1,10 @@
 """The training run: order of calls, files, result."""
 
 import json
+import math
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
@@ -204,3 +206,39 @@ def test_on_shared_gpus_a_run_goes_on_after_the_policy_died(components, config, 
     assert calls[at + 1 : at + 6] == syncs(0)
     assert calls[-1] == "export_hf"
     assert calls.count("update") == 2
+
+
+def summary_of(config):
+    return json.loads((Path(config.run_dir) / "summary.json").read_text())
+
+
+def test_without_validation_data_there_is_no_evaluation(components, config, capsys):
+    components.validation_prompts = []
+    assert math.isnan(train(components, config))
+    assert [line["stage"] for line in metric_lines(components.run_dir)] == ["rl", "rl"]
+    summary = summary_of(config)
+    for key in ("reward_before", "reward_after", "success_before", "before", "after"):
+        assert summary[key] is None
+    assert summary["held_out"] == [] and summary["num_steps"] == 2
+    assert summary["failed"]["before"] is None
+    assert "held out" not in capsys.readouterr().out
+    assert (components.run_dir / "report.html").stat().st_size > 1000
+
+
+def test_the_evaluation_before_training_can_be_left_out(components, config, capsys):
+    config.evaluate.before_training = False
+    reward = train(components, config)
+    stages = [line["stage"] for line in metric_lines(components.run_dir)]
+    assert stages == ["rl", "rl", "held_out_after"]
+    summary = summary_of(config)
+    assert summary["reward_before"] is None and summary["reward_after"] == reward
+    assert [point["step"] for point in summary["held_out"]] == [2]
+    assert "change" not in capsys.readouterr().out
+
+
+def test_a_run_without_steps_is_evaluated_once_whatever_is_left_out(components, config):
+    config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
+    config.evaluate.before_training = False
+    reward = train(components, config)
+    assert [line["stage"] for line in metric_lines(components.run_dir)] == ["held_out_before"]
+    assert summary_of(config)["reward_after"] == reward

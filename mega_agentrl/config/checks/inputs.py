@@ -62,11 +62,22 @@ def check_data(config: TrainConfig) -> None:
     data = config.data
     for key, value in (("data.train", data.train), ("data.validation", data.validation)):
         files = parse_data_files(value, key)
-        if not files:
+        if not files and key == "data.train":
             _check_file_exists(key, "")
         for file in files:
             if file.local_path is not None and not data.dataset_class:
                 _check_file_exists(key, file.local_path)
+    needs_questions = config.is_eval_only or config.evaluate.every_steps > 0
+    if needs_questions and not parse_data_files(data.validation, "data.validation"):
+        raise ConfigError(
+            "data.validation",
+            data.validation,
+            "a file with the questions of the evaluation, because nothing is trained"
+            if config.is_eval_only
+            else f"a file with questions, or evaluate.every_steps={config.evaluate.every_steps} "
+            "set to 0",
+            "the setting was left empty",
+        )
     if data.prompt_template:
         _check_file_exists("data.prompt_template", data.prompt_template)
     if data.truncation in _CUTTING_MODES and config.rollout.use_inference_chat_template:

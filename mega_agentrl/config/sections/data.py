@@ -105,7 +105,7 @@ class DataConfig(Section, key="data"):
     (`s3://`, `gs://`, `hf://`, `https://`, ...), which are downloaded to a local cache.
     Required."""
     validation: Any = ""
-    """Validation files, as `data.train` but without weights. Required."""
+    """Validation files, as `data.train` but without weights; empty for no held-out evaluation."""
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages, or a string that becomes one user message."""
     reward_fn_key: str = "data_source"

@@ -144,6 +144,13 @@ class RolloutConfig(GroupSelectionConfig):
     chat templates that drop earlier reasoning."""
     interaction_config_file: str = ""
     """Yaml list of simulated users; empty for none."""
+    max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
+    """Share of failed trajectories above which the run stops, because means over the rest would
+    mislead: at once in a held-out evaluation, after two steps in a row in training. Trajectories
+    that the engines aborted do not count. 1 never stops."""
+    max_failed_first_calls: Annotated[int, Range(at_least=0, at_most=1_000_000)] = 8
+    """Stop the run if this many first calls of a user's tool or reward function all fail; 0 never
+    stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

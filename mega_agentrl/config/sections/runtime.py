@@ -30,7 +30,7 @@ class EngineConfig(Section, key="engine"):
 
 @dataclass
 class EvaluateConfig(Section, key="evaluate"):
-    """Held-out evaluation on `data.validation` before, during and after RL."""
+    """Held-out evaluation on `data.validation` before, during and after RL; none without it."""
 
     every_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """RL steps between evaluations; 0 evaluates only before and after RL."""
@@ -42,6 +42,10 @@ class EvaluateConfig(Section, key="evaluate"):
     """Sampling temperature of the evaluation."""
     greedy: bool = False
     """Also sample one greedy answer per question."""
+    before_training: bool = True
+    """Evaluate before RL, too. False starts with the first step; `reward_before` in `summary.json`
+    is then null, and the final table shows the last evaluation alone. A run without RL steps is
+    evaluated once in either case."""
 
 
 @dataclass

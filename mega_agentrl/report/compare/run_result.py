@@ -55,7 +55,7 @@ class RunResult:
     train_s: float
     """Seconds of training."""
     failed_fraction: float = math.nan
-    """Failed trajectories as a fraction of all; nan if the summary does not have it."""
+    """Trajectories that failed in training, as a fraction of all; nan if it is unknown."""
 
 
 def read_run_result(folder: Path) -> RunResult:
@@ -86,7 +86,7 @@ def read_run_result(folder: Path) -> RunResult:
         num_tokens=sum(map(_num_tokens, steps)),
         num_tool_calls=sum(map(_num_tool_calls, steps)),
         train_s=float(summary.get("train_seconds") or sum(line.duration_s for line in steps)),
-        failed_fraction=_number(summary.get("failed_fraction")),
+        failed_fraction=_failed_fraction(summary),
     )
 
 
@@ -126,11 +126,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _number(value: object) -> float:
-    """Return a number of a summary; nan for null or any other value."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value)
+def _failed_fraction(summary: Mapping[str, Any]) -> float:
+    """Return the share of trajectories that failed in training; nan if the summary lacks it."""
+    failed = summary.get("failed")
+    training = failed.get("training") if isinstance(failed, dict) else None
+    fraction = training.get("fraction") if isinstance(training, dict) else None
+    return float(fraction) if isinstance(fraction, int | float) else math.nan
 
 
 def _seed(config: Mapping[str, Any], overrides: tuple[str, ...]) -> int:

@@ -175,7 +175,8 @@ def _settings_key(run: RunResult) -> tuple[str, ...]:
 def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
     done = [run for run in group if run.state == STATE_DONE]
     evaluated = [run for run in done if run.eval_points]
-    before = [run.eval_points[0] for run in evaluated]
+    # Without `evaluate.before_training` the first evaluation has some training behind it.
+    before = [run.eval_points[0] for run in evaluated if not run.eval_points[0].num_tokens]
     after = [run.eval_points[-1] for run in evaluated]
     return SweepRow(
         name=name,

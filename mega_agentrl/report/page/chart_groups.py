@@ -65,10 +65,32 @@ _LEARNING_SPECS = (
     ),
     _ChartSpec(
         title="Response length",
-        metric_patterns=("rollout/response_tokens_mean", "rollout/sampled_tokens_mean"),
+        metric_patterns=(
+            "rollout/response_tokens_mean",
+            "rollout/sampled_tokens_mean",
+            "rollout/response_tokens_min",
+            "rollout/response_tokens_max",
+        ),
         unit="tokens",
         note="response: including tool answers; sampled: only the policy's tokens",
     ),
+    _ChartSpec(
+        title="Prompt length",
+        metric_patterns=("rollout/prompt_tokens_mean", "rollout/prompt_tokens_max"),
+        unit="tokens",
+    ),
+    _ChartSpec(
+        title="Range of the reward",
+        metric_patterns=("rollout/reward_min", "rollout/reward_max"),
+        note="lowest and highest reward of a trajectory that is trained on",
+    ),
+    _ChartSpec(
+        title="Failed trajectories",
+        metric_patterns=("rollout/failed_fraction", "reward/failed_fraction"),
+        unit="share",
+        note="of all trajectories; reward: those whose reward could not be computed",
+    ),
+    _ChartSpec(title="Passes over the data", metric_patterns=("data/epoch",), unit="epochs"),
     _ChartSpec(
         title="Turns and calls",
         metric_patterns=(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from mega_agentrl.report.page.chart_groups import chart_groups
+from mega_agentrl.report.page.failure_banner import failure_lines
 from mega_agentrl.report.page.html import json_for_script, json_script_element, render_template
 from mega_agentrl.report.page.summary_tiles import render_tiles, summary_tiles
 from mega_agentrl.report.page.svg_charts import chart_data, render_figure
@@ -53,6 +54,8 @@ class ReportPage:
     """Entropy in nats at which the colour scale of tokens ends."""
     notes: Sequence[str] = field(default_factory=tuple)
     """Sentences about missing content."""
+    failure: str = ""
+    """Why the run has failed; empty if it has not."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -79,6 +82,7 @@ def render_page(page: ReportPage) -> str:
         policy=_content_security_policy(style, script),
         style=Markup(style),
         script=Markup(script),
+        failures=[*([page.failure] if page.failure else []), *failure_lines(page.log)],
         tiles=render_tiles(summary_tiles(page.log)),
         sections=sections,
         chart_blocks=chart_blocks,

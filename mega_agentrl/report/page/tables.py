@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.report.page.chart_groups import RL_STAGE, tool_names
 from mega_agentrl.report.page.html import render_template
-from mega_agentrl.report.validation_console import EvalComparisonRow
+from mega_agentrl.report.validation_console import EvalComparisonRow, ScoredCount
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def validation_rows(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> list[EvalComparisonRow]:
     """Return rows of the metrics of either evaluation, except for unlabelled rollout metrics."""
-    names = list(dict.fromkeys([*before, *after]))
+    names = list(dict.fromkeys([*before, *after, *_sources_without_score(before, after)]))
     chosen = [(name, label) for name, label in _LABELLED_METRICS if name in names]
     for head in _BY_SOURCE_PREFIXES:
         kind, measure, _ = head.split("/")
@@ -61,7 +61,7 @@ def validation_rows(
     known = {name for name, _ in chosen}
     for name in names:
         is_rest = name not in known and "/rollout/" not in name and not name.startswith("time/")
-        if is_rest and not name.endswith(_STANDARD_ERROR_SUFFIX):
+        if is_rest and not name.endswith(_STANDARD_ERROR_SUFFIX) and not _is_count(name):
             chosen.append((name, name.removeprefix("sampled/")))
     return [
         EvalComparisonRow(
@@ -70,9 +70,33 @@ def validation_rows(
             after=after.get(name),
             before_se=before.get(name + _STANDARD_ERROR_SUFFIX),
             after_se=after.get(name + _STANDARD_ERROR_SUFFIX),
+            before_scored=_scored_count(before, name),
+            after_scored=_scored_count(after, name),
         )
         for name, label in chosen
     ]
+
+
+def _is_count(name: str) -> bool:
+    return name.split("/")[1:2] in (["num_scored"], ["num_answers"])
+
+
+def _sources_without_score(*evaluations: Mapping[str, float]) -> list[str]:
+    """Return the names of the means that a data source without a scored answer does not have."""
+    head = "sampled/num_answers/"
+    sources = [name.removeprefix(head) for one in evaluations for name in one if head in name]
+    return [f"sampled/success/{source}" for source in sources]
+
+
+def _scored_count(values: Mapping[str, float], name: str) -> ScoredCount | None:
+    """Return the answers that a mean is about; None if it is no reward and no success."""
+    kind, _, rest = name.partition("/")
+    measure, slash, source = rest.partition("/")
+    num_answers = values.get(f"{kind}/num_answers{slash}{source}")
+    if measure not in ("reward", "success") or num_answers is None:
+        return None
+    num_scored = values.get(f"{kind}/num_scored{slash}{source}", 0.0)
+    return ScoredCount(num_scored=round(num_scored), num_answers=round(num_answers))
 
 
 def validation_table(lines: Sequence[MetricLine]) -> Markup:

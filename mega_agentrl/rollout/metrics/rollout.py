@@ -47,7 +47,9 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     values = {
         "reward_mean": mean_or_zero(score.value for score in scores),
         "success": mean_or_zero(float(score.correct) for score in scores),
-        "response_tokens_mean": mean_or_zero(len(trajectory.token_ids) for trajectory in valid),
+        "reward_min": min((score.value for score in scores), default=0.0),
+        "reward_max": max((score.value for score in scores), default=0.0),
+        **_length_metrics(trees, valid),
         "sampled_tokens_mean": mean_or_zero(sum(trajectory.loss_mask) for trajectory in valid),
         "num_turns_mean": mean_or_zero(_num_assistant_turns(trajectory) for trajectory in valid),
         "failed_fraction": mean_or_zero(float(trajectory.failed) for trajectory in trajectories),
@@ -68,6 +70,19 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     }
     named = {f"rollout/{name}": value for name, value in values.items()}
     return named | reward_metrics(trajectories)
+
+
+def _length_metrics(trees: Sequence[RolloutTree], valid: Sequence[Trajectory]) -> dict[str, float]:
+    """Return lengths in tokens of the valid responses and of the prompts of all trees."""
+    response_lengths = [len(trajectory.token_ids) for trajectory in valid]
+    prompt_lengths = [len(tree.prompt.token_ids) for tree in trees]
+    return {
+        "response_tokens_mean": mean_or_zero(response_lengths),
+        "response_tokens_min": float(min(response_lengths, default=0)),
+        "response_tokens_max": float(max(response_lengths, default=0)),
+        "prompt_tokens_mean": mean_or_zero(prompt_lengths),
+        "prompt_tokens_max": float(max(prompt_lengths, default=0)),
+    }
 
 
 def _stop_reason_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:

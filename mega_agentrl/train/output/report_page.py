@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -59,7 +60,11 @@ _logger = logging.getLogger(__name__)
 
 
 def write_report(
-    run_dir: Path, out: Path | None = None, *, budget_bytes: int = MAX_PAGE_TREE_BYTES
+    run_dir: Path,
+    out: Path | None = None,
+    *,
+    budget_bytes: int = MAX_PAGE_TREE_BYTES,
+    failure: str = "",
 ) -> Path:
     """Write the page and return its path.
 
@@ -67,12 +72,13 @@ def write_report(
         run_dir: Folder of the run.
         out: The page; by default `report.html` in the run folder.
         budget_bytes: Upper limit on the size of all trees on the page.
+        failure: Why the run has failed; empty if it has not.
 
     Raises:
         ValueError: The folder has neither metrics nor trees.
     """
     path = out or run_dir / REPORT_FILE
-    text = render_page(_load_page(run_dir, budget_bytes))
+    text = render_page(replace(_load_page(run_dir, budget_bytes), failure=failure))
     atomic_write(path, text)
     return path
 
@@ -238,17 +244,18 @@ class _ReportTimeout(BaseException):
     """The time limit is over. A `BaseException`, so that the report code does not catch it."""
 
 
-def write_interrupted_report(run_dir: Path, *, deadline_s: float) -> bool:
+def write_interrupted_report(run_dir: Path, *, deadline_s: float, failure: str = "") -> bool:
     """Write the page of a run that was stopped or has failed; return whether it was written.
 
     Call it last, after the run is saved, its processes have ended and its error is printed: the
     process may be killed soon after the signal. An alarm in the main thread stops the report after
     `deadline_s`. Nothing is raised, not even at Ctrl-C, so that the run's own error and exit code
-    remain. If no page was written, a line in `logs/driver.log` says why.
+    remain. If no page was written, a line in `logs/driver.log` says why. The page begins with
+    `failure`, the message of the error.
     """
     try:
         with _time_limit(deadline_s):
-            write_report(run_dir)
+            write_report(run_dir, failure=failure)
     except _ReportTimeout:
         _logger.warning("no report page: it was not written within %g s", deadline_s)
     except KeyboardInterrupt:

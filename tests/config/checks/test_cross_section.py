@@ -81,8 +81,23 @@ def test_a_reference_has_the_same_architecture_and_is_used(config, tmp_path):
 def test_data_files_must_exist(config, key):
     setattr(config.data, key, "nowhere.parquet")
     assert named(config) == (f"data.{key}", "nowhere.parquet")
-    setattr(config.data, key, "")
-    assert named(config) == (f"data.{key}", "")
+
+
+def test_training_data_are_needed_and_validation_data_are_not(config):
+    config.data.validation = ""
+    check_config(config)
+    config.data.train = ""
+    assert named(config) == ("data.train", "")
+
+
+@pytest.mark.parametrize("case", ["evaluation_only", "evaluation_during_training"])
+def test_an_evaluation_that_is_asked_for_needs_validation_data(config, case):
+    config.data.validation = ""
+    if case == "evaluation_only":
+        config.total_steps = 0
+    else:
+        config.evaluate.every_steps = 2
+    assert named(config) == ("data.validation", "")
 
 
 def test_a_missing_corpus_fails_and_no_corpus_passes(config):

@@ -66,7 +66,11 @@ def test_a_finished_run(folder):
 
 @pytest.mark.parametrize(
     ("summary", "fraction"),
-    [({"failed_fraction": 0.25}, 0.25), ({"failed_fraction": None}, None), ({}, None)],
+    [
+        ({"failed": {"training": {"fraction": 0.25}}}, 0.25),
+        ({"failed": {"training": None}}, None),
+        ({}, None),
+    ],
     ids=["number", "null", "missing"],
 )
 def test_the_fraction_of_failed_trajectories_is_nan_if_unknown(folder, summary, fraction):

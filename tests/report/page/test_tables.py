@@ -95,3 +95,22 @@ def test_a_single_evaluation_has_no_change():
 def test_the_validation_table_escapes_names_and_shows_nan():
     drawn = validation_table([line(0, {"sampled/reward/<i>": math.nan}), line(1, {})])
     assert "<i>" not in drawn and "nan" in drawn
+
+
+def test_counts_stand_beside_the_means_also_of_a_source_without_a_score():
+    values = {
+        "sampled/reward": 0.5,
+        "sampled/num_answers": 6.0,
+        "sampled/num_scored": 2.0,
+        "sampled/success/easy": 1.0,
+        "sampled/num_answers/easy": 2.0,
+        "sampled/num_scored/easy": 2.0,
+        "sampled/num_answers/hard": 4.0,
+        "sampled/num_scored/hard": 0.0,
+    }
+    rows = {row.label: row for row in validation_rows(values, {})}
+    assert list(rows) == ["reward", "success on easy", "success on hard"]
+    assert rows["success on hard"].before is None
+    assert str(rows["success on hard"].before_scored) == "0 of 4 scored"
+    table = validation_table([line(0, values)])
+    assert "2 of 6 scored" in table and "0 of 4 scored" in table and "2 of 2" not in table

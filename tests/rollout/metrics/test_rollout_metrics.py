@@ -56,7 +56,13 @@ def test_by_hand():
     expected = {
         "reward_mean": 0.75,
         "success": 0.5,
+        "reward_min": 0.5,
+        "reward_max": 1.0,
         "response_tokens_mean": 5,
+        "response_tokens_min": 5,
+        "response_tokens_max": 5,
+        "prompt_tokens_mean": len(PROMPT.token_ids),
+        "prompt_tokens_max": len(PROMPT.token_ids),
         "sampled_tokens_mean": 4,
         "num_turns_mean": 2,
         "failed_fraction": 1 / 3,
@@ -98,6 +104,19 @@ def test_the_window_bounds_the_entropies_of_a_turn():
     tree = RolloutTree(prompt=PROMPT, trajectories=[one])
     got = rollout_metrics([tree])
     assert got["rollout/entropy_root"] == 1.5 and got["rollout/entropy"] == 60 / 21
+
+
+def test_lengths_of_prompts_and_valid_responses_by_hand():
+    short, long = make_trajectory((0,), [(AGENT, 2)]), make_trajectory((1,), [(AGENT, 7)])
+    failed = make_trajectory((2,), [(AGENT, 90)], stop_reason=StopReason.aborted)
+    trees = [
+        RolloutTree(prompt=make_prompt(token_ids=(1,) * 4), trajectories=[short, failed]),
+        RolloutTree(prompt=make_prompt(token_ids=(1,) * 10), trajectories=[long]),
+    ]
+    got = rollout_metrics(trees)
+    lengths = [got[f"rollout/response_tokens_{name}"] for name in ("min", "mean", "max")]
+    assert lengths == [2, 4.5, 7]
+    assert [got[f"rollout/prompt_tokens_{name}"] for name in ("mean", "max")] == [7, 10]
 
 
 def test_nothing_gives_zeros():

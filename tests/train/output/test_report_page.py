@@ -169,7 +169,7 @@ def test_a_page_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), MemoryError(), KeyError("x")])
 def test_no_error_of_the_page_is_raised(early_dir, monkeypatch, caplog, error):
-    def fails(run_dir):
+    def fails(run_dir, failure):
         raise error
 
     monkeypatch.setattr(report_page, "write_report", fails)
@@ -178,7 +178,7 @@ def test_no_error_of_the_page_is_raised(early_dir, monkeypatch, caplog, error):
 
 
 def test_a_page_that_takes_too_long_is_given_up(early_dir, monkeypatch, caplog):
-    def endless(run_dir):
+    def endless(run_dir, failure):
         """Take a minute, in code that gives up at no error."""
         end_s = time.monotonic() + 60
         while time.monotonic() < end_s:
@@ -191,7 +191,7 @@ def test_a_page_that_takes_too_long_is_given_up(early_dir, monkeypatch, caplog):
 
 
 def test_ctrl_c_ends_the_page_and_nothing_else(early_dir, monkeypatch, caplog):
-    def interrupted(run_dir):
+    def interrupted(run_dir, failure):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 

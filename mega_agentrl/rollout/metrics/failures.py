@@ -1,0 +1,79 @@
+"""Counts of failed trajectories and the reason of the first one.
+
+A failed trajectory is in no mean over scores and is not trained on, so every table that shows a
+mean shows beside it how many trajectories the mean is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mega_agentrl.types.records import StopReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mega_agentrl.types.records import RolloutTree
+
+MAX_REASON_CHARS = 500
+"""Longer reasons are cut; the log of the driver has them whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCounts:
+    """Numbers of trajectories of a pass, or of several."""
+
+    num_trajectories: int = 0
+    num_failed: int = 0
+    """Trajectories without a usable end or without a reward."""
+    num_aborted: int = 0
+    """Those of them that an engine aborted, which the run rides out."""
+    first_reason: str = ""
+    """Why the first of them failed, on one line; empty if none did."""
+
+    def __add__(self, other: FailureCounts) -> FailureCounts:
+        """Return the counts of both, with the earlier reason."""
+        return FailureCounts(
+            num_trajectories=self.num_trajectories + other.num_trajectories,
+            num_failed=self.num_failed + other.num_failed,
+            num_aborted=self.num_aborted + other.num_aborted,
+            first_reason=self.first_reason or other.first_reason,
+        )
+
+    @property
+    def num_scored(self) -> int:
+        """Trajectories that have a score and did not fail."""
+        return self.num_trajectories - self.num_failed
+
+    @property
+    def failed_fraction(self) -> float:
+        """Share of failed trajectories; 0 without any trajectory."""
+        return self.num_failed / self.num_trajectories if self.num_trajectories else 0.0
+
+    def exceeds(self, bound: float) -> bool:
+        """Return whether a larger share failed than `bound`, engine aborts left out."""
+        return self.num_failed - self.num_aborted > bound * self.num_trajectories
+
+    def describe(self) -> str:
+        """Return the counts and the reason on one line; empty if none failed."""
+        if not self.num_failed:
+            return ""
+        counts = f"{self.num_failed} of {self.num_trajectories} trajectories failed"
+        return f"{counts}; the first: {self.first_reason}"
+
+
+def count_failures(trees: Iterable[RolloutTree]) -> FailureCounts:
+    """Return the counts of all trajectories of the trees, greedy ones left out."""
+    trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+    failed = [trajectory for trajectory in trajectories if trajectory.failed]
+    # A reason that the user can mend comes before an abort by an engine.
+    mendable = [one for one in failed if one.stop_reason is not StopReason.aborted]
+    first = next(iter(mendable or failed), None)
+    reason = "" if first is None else " ".join(first.failure_reason.split())
+    return FailureCounts(
+        num_trajectories=len(trajectories),
+        num_failed=len(failed),
+        num_aborted=len(failed) - len(mendable),
+        first_reason=reason[:MAX_REASON_CHARS],
+    )
