@@ -62,10 +62,10 @@ def test_its_files_exist():
 def test_the_keys_and_values_of_its_runs_are_accepted(words):
     register_schema()
     folder = find_config_dir()
-    overrides, _ = parse_command_line(words)
-    overrides = [one for one in overrides if not one.endswith("=...")]
+    command = parse_command_line(words)
+    overrides = [one for one in command.overrides if not one.endswith("=...")]
     check_overrides(overrides, folder)
-    if "--help" in words or "-m" in words:
+    if command.asks_help or command.is_sweep:
         return
     with initialize_config_dir(str(folder), version_base="1.3"):
         compose("train", overrides)

@@ -89,14 +89,6 @@ def test_gpu_cluster_needs_a_cuda_build_of_torch():
         check_torch_build(8, None)
 
 
-def test_workers_have_the_priority_of_their_driver(ray_local):
-    @ray.remote
-    def niceness():
-        return os.getpriority(os.PRIO_PROCESS, 0)
-
-    assert ray.get(niceness.remote(), timeout=300) == os.getpriority(os.PRIO_PROCESS, 0)
-
-
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 """127.0.0.1 in the kernel's tables of IPv4 and IPv6 sockets."""
 LISTENER = """
@@ -180,6 +172,7 @@ def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_neede
         raise ValueError("cluster.ray_address=nowhere")
 
     monkeypatch.setattr(cluster, "_connect", fail)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests use this process's Ray
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with ClusterConnection(make_config()) as connection:
         connection.begin()
@@ -208,3 +201,11 @@ def test_ray_does_not_replace_the_handler_of_sigterm():
         assert signal.getsignal(signal.SIGTERM) is replace, "only while Ray starts"
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_workers_have_the_priority_of_their_driver(ray_local):
+    @ray.remote
+    def niceness():
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert ray.get(niceness.remote(), timeout=300) == os.getpriority(os.PRIO_PROCESS, 0)

@@ -58,7 +58,6 @@ def test_each_part_of_the_reward_has_a_scale_of_its_own():
     points = {chart.title: [line.points for line in chart.series] for chart in parts.charts}
     assert points == {
         "big": [[(1, 90.0), (2, 100.0)]],
-        "failed_fraction": [[(2, 0.5)]],
         "small": [[(1, 0.01), (2, 0.02)]],
         "small/length": [[(1, 7.0)]],
     }
