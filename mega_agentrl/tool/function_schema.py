@@ -124,10 +124,10 @@ def _validate_function(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: function.parameters of {name} is not a JSON schema: "
             f"{_truncate(error.message)}"
         ) from error
-    if parameters.get("type", "object") != "object":
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise ValueError(
-            f"{where}: function.parameters.type of {name} is {parameters['type']!r}, "
-            "expected object; a call has named arguments"
+            f"{where}: function.parameters of {name} is {_truncate(repr(parameters))}, expected "
+            "the JSON schema of an object; a call has named arguments"
         )
     description = str(function.get("description", ""))
     return {"name": name, "description": description, "parameters": dict(parameters)}

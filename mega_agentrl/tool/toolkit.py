@@ -18,7 +18,7 @@ from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.tool.call_protocol.tags import TagProtocol
 from mega_agentrl.tool.function import FunctionTool
-from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
+from mega_agentrl.tool.interface_check import validated_schema
 from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.tool.search.search_tool import SearchTool
 from mega_agentrl.tool.session import (
@@ -248,14 +248,7 @@ def _make_call_protocol(
 
 def _register_tool(tool: Tool, max_failed_first_calls: int) -> RegisteredTool:
     where = f"tool {tool.name}"
-    schema = FunctionSchema(tool.schema(), where)
-    if schema.name != tool.name:
-        raise ValueError(f"{where}: its schema is named {schema.name!r}, expected the same name")
-    if tool.text_argument != ALL_ARGUMENTS_AS_JSON and not schema.has_parameter(tool.text_argument):
-        raise ValueError(
-            f"{where}: its text_argument={tool.text_argument!r} is not among the schema's "
-            f"properties {sorted(schema.parameters.get('properties', {}))}"
-        )
+    schema = validated_schema(tool, where)
     limit = tool.max_concurrent
     if limit is not None and limit < 1:
         raise ValueError(

@@ -11,13 +11,17 @@ The file is a list of entries::
         function: {name: notes, description: Keeps a note, parameters: {...}}
 
 `class_name` names a subclass of `base.Tool` or a function decorated with `function.tool`. One class
-may occur several times under different names. Loading imports the user's code and creates the
-objects, but starts nothing; every error names file, entry and key.
+may occur several times under different names. As in verl, the list may stand below the key `tools`,
+and `config` may have `type: native`; verl's classes themselves are refused. Loading imports the
+user's code, creates the objects and checks their methods and schemas (`interface_check`), but
+starts nothing; every error names file, entry and key.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +30,7 @@ from mega_agentrl.config.user_entries import read_user_entries
 from mega_agentrl.tool.base import Tool
 from mega_agentrl.tool.function import FunctionTool
 from mega_agentrl.tool.function_schema import FunctionSchema
+from mega_agentrl.tool.interface_check import check_methods, validated_schema
 
 if TYPE_CHECKING:
     from mega_agentrl.config.user_entries import UserEntry
@@ -34,17 +39,26 @@ _EXPECTED_CLASS = (
     "a class derived from mega_agentrl.tool.base.Tool or a function decorated with "
     "mega_agentrl.tool.function.tool"
 )
+_VERL_PARAMETER = "instance_id"
+_VERL_CAUSE = (
+    "it is a tool of verl. Derive it from Tool and take the keys of config as arguments of "
+    "__init__; let create(kwargs) return the data that verl keeps under instance_id, and "
+    "fork(state) copy it; let execute(state, arguments, kwargs) return ToolResponse(text=..., "
+    "step_reward=..., metrics=...) instead of a tuple; see 'Tools written for verl' in "
+    "docs/own_tool.md"
+)
 
 
 def load_user_tools(path: str | Path) -> list[Tool]:
     """Return the tools of the file in order; raises `ValueError` for any mistake in it."""
     own_keys = ("timeout_s", "max_concurrent", "tool_schema")
-    entries = read_user_entries(Path(path), "tool.user_tools_file", own_keys)
+    entries = read_user_entries(Path(path), "tool.user_tools_file", own_keys, head="tools")
     return [_make_tool(entry) for entry in entries]
 
 
 def _make_tool(entry: UserEntry) -> Tool:
-    found = entry.load(_EXPECTED_CLASS)
+    found = _load(entry)
+    entry = _without_verl_type(entry, found)
     if isinstance(found, FunctionTool):
         if entry.arguments:
             raise ConfigError(f"{entry.key}, config", entry.arguments, "none for a function")
@@ -66,7 +80,33 @@ def _make_tool(entry: UserEntry) -> Tool:
                 + (", or the name in tool_schema" if name == "name" else ""),
                 f"it has no {name}",
             )
+    check_methods(tool, entry.key)
+    validated_schema(tool, f"{entry.key}, {tool.name}")
     return tool
+
+
+def _load(entry: UserEntry) -> Any:
+    """Return the class or function of the entry; refuse a class of verl."""
+    name = entry.values["class_name"]
+    key = f"{entry.key}, class_name"
+    if name.startswith("verl."):
+        raise ConfigError(key, name, _EXPECTED_CLASS, _VERL_CAUSE)
+    found = entry.load(_EXPECTED_CLASS)
+    if isinstance(found, type) and not issubclass(found, Tool):
+        execute = getattr(found, "execute", None)
+        if callable(execute) and _VERL_PARAMETER in inspect.signature(execute).parameters:
+            raise ConfigError(key, name, _EXPECTED_CLASS, _VERL_CAUSE)
+    return found
+
+
+def _without_verl_type(entry: UserEntry, found: Any) -> UserEntry:
+    """Return the entry without verl's `type: native` unless the class has such an argument."""
+    if entry.arguments.get("type") != "native":
+        return entry
+    if isinstance(found, type) and "type" in inspect.signature(found).parameters:
+        return entry
+    arguments = {key: value for key, value in entry.arguments.items() if key != "type"}
+    return replace(entry, values={**entry.values, "config": arguments})
 
 
 def _set_schema(tool: Tool, raw: Any, where: str) -> None:

@@ -39,6 +39,59 @@ class Unfinished(Tool):
     text_argument = "x"
 
 
+class Blocking(Notes):
+    def execute(self, state, arguments, kwargs):
+        return ToolResponse(text="")
+
+
+class TwoArguments(Notes):
+    async def execute(self, state, arguments):
+        return ToolResponse(text="")
+
+
+class Fourth(Notes):
+    async def release(self, state, kwargs, reason):
+        pass
+
+
+class Late(Notes):
+    async def check_kwargs(self, kwargs):
+        pass
+
+
+class Constant(Notes):
+    calc_reward = 1.0
+
+
+class OtherArgument(Notes):
+    text_argument = "note"
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+
+
+class NoMapping(Notes):
+    parameters = 3
+
+
+class Impossible(Notes):
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text", "note"],
+        "additionalProperties": False,
+    }
+
+
+class OfVerl:
+    def __init__(self, config, tool_schema):
+        pass
+
+    async def create(self, instance_id=None, **kwargs):
+        return instance_id, None
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return "", 0.0, {}
+
+
 @tool
 def double(x: int) -> int:
     """Twice."""
@@ -137,6 +190,78 @@ def test_a_mistake_is_refused_with_file_and_entry(load, text, key, cause):
     assert setting == "tool.user_tools_file"
     assert rest.partition("tools.yaml")[2] == key
     assert cause in error.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "expected"),
+    [
+        ("Blocking", "execute", "async def execute(self, state, arguments, kwargs)"),
+        ("TwoArguments", "execute", "async def execute(self, state, arguments, kwargs)"),
+        ("Fourth", "release", "async def release(self, state, kwargs)"),
+        ("Late", "check_kwargs", "def check_kwargs(self, kwargs)"),
+        ("Constant", "calc_reward", "async def calc_reward(self, state, kwargs)"),
+    ],
+    ids=["not_async", "too_few", "too_many", "async", "no_method"],
+)
+def test_a_method_that_would_fail_at_each_call_is_refused(load, name, method, expected):
+    error = refused(load, f"- {{class_name: 'mine.py:{name}', config: {{prefix: a}}}}")
+    assert error.key.endswith(f"tools.yaml, entry 1, {name}.{method}")
+    assert error.expected == expected
+    assert name == "Constant" or "mine.py, line " in error.cause
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("class_name: 'mine.py:OtherArgument', config: {prefix: a}", "text_argument='note'"),
+        (
+            f"{DOUBLE}, tool_schema: {{type: function, function: {{name: double, description: d, "
+            "parameters: {type: object, properties: {x: {type: integer}, y: {type: integer}}}}}",
+            r"\['y'\].*mine.py, line",
+        ),
+        ("class_name: 'mine.py:NoMapping', config: {prefix: a}", "NoMapping.schema=3: .*TypeError"),
+        ("class_name: 'mine.py:Impossible', config: {prefix: a}", r"\['note'\]"),
+        (
+            f"{DOUBLE}, tool_schema: {{type: function, function: {{name: double, description: d, "
+            "parameters: true}}",
+            "parameters of double is True",
+        ),
+    ],
+    ids=["class", "function", "no_mapping", "impossible", "boolean"],
+)
+def test_a_schema_that_fits_no_call_is_refused(load, entry, named):
+    with pytest.raises(ValueError, match=rf"tools\.yaml, entry 1, .*{named}"):
+        load(f"- {{{entry}}}")
+
+
+def test_the_form_of_verls_files_is_accepted(load):
+    (tool,) = load("""
+tools:
+  - class_name: mine.py:Notes
+    config: {type: native, prefix: "a:"}
+    tool_schema:
+      type: function
+      function:
+        name: notes
+        description: Keeps a note.
+        parameters:
+          type: object
+          properties: {text: {type: string, description: The note}}
+          required: [text]
+        strict: false
+""")
+    assert (tool.name, tool.prefix, tool.description) == ("notes", "a:", "Keeps a note.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mine.py:OfVerl", "verl.tools.gsm8k_tool.Gsm8kTool"],
+    ids=["signature", "package"],
+)
+def test_a_class_of_verl_is_refused_with_what_to_change(load, name):
+    error = refused(load, f"tools: [{{class_name: '{name}', config: {{type: native}}}}]")
+    assert error.key.endswith("tools.yaml, entry 1, class_name") and error.got == name
+    assert "execute(state, arguments, kwargs)" in error.cause and "own_tool.md" in error.cause
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""Checks the class and the schema of a tool before anything starts.
+
+A method that is not `async`, or takes other parameters than the base class says, would otherwise
+fail at every call of the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.tool.base import Tool
+from mega_agentrl.tool.function import FunctionTool
+from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_METHODS = (
+    "create",
+    "execute",
+    "fork",
+    "calc_reward",
+    "release",
+    "start",
+    "close",
+    "close_now",
+    "check_kwargs",
+    "schema",
+)
+"""Methods of `Tool` that a subclass may override."""
+
+
+def check_methods(tool: Tool, key: str) -> None:
+    """Check that the methods of a tool's class are called as those of `Tool`.
+
+    Args:
+        tool: the tool.
+        key: names its origin in errors, such as a file and an entry.
+
+    Raises:
+        ConfigError: a method is no function, is `async` where `Tool`'s is not or the reverse, or
+            cannot be called with the arguments of `Tool`'s. Its key ends in `CLASS.METHOD`, its
+            cause has file and line.
+    """
+    for name in _METHODS:
+        given, base = getattr(tool, name), getattr(Tool, name)
+        if getattr(given, "__func__", None) is base:
+            continue
+        place = f"{key}, {type(tool).__name__}.{name}"
+        is_async = inspect.iscoroutinefunction(base)
+        parameters = list(inspect.signature(base).parameters)
+        shown = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
+        if not callable(given):
+            raise ConfigError(place, given, shown)
+        got = _described(given, name)
+        if inspect.iscoroutinefunction(inspect.unwrap(given)) is not is_async:
+            problem = "the method is not async" if is_async else "the method is async"
+            raise ConfigError(place, got, shown, f"{problem} ({_location(given)})")
+        try:
+            inspect.signature(given).bind(*parameters[1:])
+        except TypeError as error:
+            cause = f"a call with {len(parameters) - 1} positional arguments: {error}"
+            raise ConfigError(place, got, shown, f"{cause} ({_location(given)})") from error
+
+
+def validated_schema(tool: Tool, where: str) -> FunctionSchema:
+    """Return the validated schema of a tool.
+
+    Args:
+        tool: the tool.
+        where: names its origin in errors.
+
+    Raises:
+        ValueError: the schema is invalid, or fits no call, or does not fit the tool's name, its
+            `text_argument` or, for a function, its parameters.
+    """
+    try:
+        given = tool.schema()
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(
+            f"{where}, {type(tool).__name__}.schema",
+            tool.parameters,
+            "a JSON schema of an object as parameters, or a method that returns the schema",
+            f"{type(error).__name__}: {error}",
+        ) from error
+    schema = FunctionSchema(given, where)
+    if schema.name != tool.name:
+        raise ValueError(f"{where}: its schema is named {schema.name!r}, expected {tool.name!r}")
+    properties = schema.parameters.get("properties", {})
+    if tool.text_argument != ALL_ARGUMENTS_AS_JSON and not schema.has_parameter(tool.text_argument):
+        raise ValueError(
+            f"{where}: its text_argument={tool.text_argument!r} is not among the schema's "
+            f"properties {sorted(properties)}"
+        )
+    missing = sorted(set(schema.parameters.get("required", ())) - set(properties))
+    if missing and schema.parameters.get("additionalProperties") is False:
+        raise ValueError(
+            f"{where}: the schema requires {missing} and forbids them, expected some of its "
+            f"properties {sorted(properties)}; no call could fit"
+        )
+    if isinstance(tool, FunctionTool):
+        known = set(inspect.signature(tool.function).parameters)
+        if unknown := sorted(set(properties) - known):
+            raise ValueError(
+                f"{where}: the schema has the parameters {unknown}, expected only those of the "
+                f"function {tool.function.__name__}, {sorted(known)} ({_location(tool.function)})"
+            )
+    return schema
+
+
+def _described(method: Callable[..., Any], name: str) -> str:
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(method))
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    parameters = ", ".join(inspect.signature(function).parameters)
+    return f"{'async ' if is_async else ''}def {name}({parameters})"
+
+
+def _location(method: Callable[..., Any]) -> str:
+    """Return `FILE, line N` of a function, or its module where there is no source."""
+    function = inspect.unwrap(method)
+    try:
+        return f"{inspect.getsourcefile(function)}, line {inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):
+        return str(getattr(function, "__module__", "no source"))
