@@ -5,7 +5,7 @@ from mega_agentrl.tool.function import tool
 METRES = {"m": 1.0, "km": 1000.0, "mile": 1609.344}
 
 
-@tool(timeout_s=5)
+@tool(timeout_s=5, examples=[{"amount": 3, "unit": "km", "to": "mile"}])
 def convert(amount: float, unit: str, to: str) -> str:
     """Converts a length.
 

@@ -6,7 +6,8 @@ r"""Checks whether a configuration can run, without a GPU, for example on a logi
 
 Checks the configuration as the run does, compares the estimated memory of policy and engine ranks
 with that of the GPU (`--gpu-gib`), estimates the duration of a weight transfer over the links
-(`--*-gbs`), and reads the prompts if data and tokenizer are present. Models: Llama, Qwen2, Qwen3,
+(`--*-gbs`), reads the prompts if data and tokenizer are present, and makes the example calls of
+your own tools. Models: Llama, Qwen2, Qwen3,
 Qwen3Moe; a folder with config.json is enough. Exit code 1: the run cannot start; the output names
 the key to change and working values. torch is never imported.
 """
@@ -66,6 +67,8 @@ def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFinding
         found.problems.append(_config_error_problem(error))
     else:
         _add_prompts(found, args)
+        if not args.no_files:
+            _add_tool_calls(found)
     return found
 
 
@@ -79,6 +82,18 @@ def _add_prompts(found: PreflightFindings, args: argparse.Namespace) -> None:
         return
     try:
         found.prompts, problems, notes = inspect_prompts(found.config)
+    except ValueError as error:
+        problems, notes = [_config_error_problem(error)], []
+    found.problems += problems
+    found.notes += notes
+
+
+def _add_tool_calls(found: PreflightFindings) -> None:
+    from tools.preflight_parts.user_tools import call_user_tools
+
+    assert found.config is not None, "the configuration is composed first"
+    try:
+        found.tool_calls, problems, notes = call_user_tools(found.config)
     except ValueError as error:
         problems, notes = [_config_error_problem(error)], []
     found.problems += problems

@@ -27,7 +27,7 @@ import json
 import re
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
@@ -57,12 +57,15 @@ class FunctionTool(Tool):
         name: str | None = None,
         timeout_s: float = 60.0,
         max_concurrent: int | None = None,
+        examples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.function = function
         self.name = name or function.__name__
         where = f"tool {self.name}"
         self.description, parameter_docs = _parse_docstring(inspect.getdoc(function) or "")
         self.parameters = _parameters_schema(function, parameter_docs, where)
+        if examples:
+            self.parameters["examples"] = [dict(example) for example in examples]
         required = self.parameters["required"]
         properties = list(self.parameters["properties"])
         single = required if len(required) == 1 else properties if len(properties) == 1 else []
@@ -106,7 +109,11 @@ def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 
 @overload
 def tool(
-    *, name: str | None = None, timeout_s: float = 60.0, max_concurrent: int | None = None
+    *,
+    name: str | None = None,
+    timeout_s: float = 60.0,
+    max_concurrent: int | None = None,
+    examples: Sequence[Mapping[str, Any]] = (),
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 
 
@@ -117,6 +124,7 @@ def tool(
     name: str | None = None,
     timeout_s: float = 60.0,
     max_concurrent: int | None = None,
+    examples: Sequence[Mapping[str, Any]] = (),
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
     """Decorate a function to make it a tool, with or without arguments.
 
@@ -125,6 +133,7 @@ def tool(
         name: name of the tool; the function's if None.
         timeout_s: limit of one call.
         max_concurrent: concurrent calls, None for no limit (32 for a plain function).
+        examples: arguments of calls, which become part of the schema; the preflight makes them.
 
     Raises:
         ValueError: a parameter's hint is missing or has no JSON form.
@@ -132,7 +141,11 @@ def tool(
 
     def decorate(decorated: Callable[..., Any]) -> FunctionTool:
         return FunctionTool(
-            decorated, name=name, timeout_s=timeout_s, max_concurrent=max_concurrent
+            decorated,
+            name=name,
+            timeout_s=timeout_s,
+            max_concurrent=max_concurrent,
+            examples=examples,
         )
 
     return decorate if function is None else decorate(function)

@@ -56,6 +56,11 @@ class FunctionSchema:
         """Return whether `argument` is one of the parameters."""
         return argument in self._parameter_validators
 
+    @property
+    def examples(self) -> list[Any]:
+        """Arguments of example calls: the keyword `examples` of the parameters."""
+        return list(self.parameters.get("examples", ()))
+
     def validate_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with the types that the schema asks for.
 

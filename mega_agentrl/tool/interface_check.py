@@ -101,6 +101,14 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
             f"{where}: the schema requires {missing} and forbids them, expected some of its "
             f"properties {sorted(properties)}; no call could fit"
         )
+    for example in schema.examples:
+        try:
+            schema.validate_arguments(example)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where}: its schema's example {example!r} fits no call, expected an object of "
+                f"arguments: {error}"
+            ) from error
     if isinstance(tool, FunctionTool):
         known = set(inspect.signature(tool.function).parameters)
         if unknown := sorted(set(properties) - known):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mega_agentrl.estimate.weight_transfer import TransferEstimate
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
     from tools.preflight_parts.prompts import PromptFile
+    from tools.preflight_parts.user_tools import ExampleCall
 
 # Rows that start with "or" are needed at another time than those above: the peak has the largest.
 _POLICY_PARTS = {
@@ -49,6 +51,8 @@ _ENGINE_PARTS = {
     "peak": "peak",
 }
 _MAX_COLUMNS = 4
+_MAX_ANSWER = 300
+"""Characters of a tool's answer that are shown."""
 
 
 @dataclass(slots=True)
@@ -62,6 +66,8 @@ class PreflightFindings:
     transfer: TransferEstimate | None = None
     prompts: list[PromptFile] = field(default_factory=list)
     """The data files that were read."""
+    tool_calls: list[ExampleCall] = field(default_factory=list)
+    """Calls of the user's tools."""
     problems: list[PreflightProblem] = field(default_factory=list)
     """Reasons why the run cannot start."""
     notes: list[str] = field(default_factory=list)
@@ -75,6 +81,7 @@ def as_json(found: PreflightFindings) -> dict[str, Any]:
         "problems": [asdict(problem) for problem in found.problems],
         "notes": found.notes,
         "prompts": [asdict(file) for file in found.prompts],
+        "tool_calls": [asdict(call) for call in found.tool_calls],
     }
     if found.shape is not None:
         plain["model"] = {
@@ -111,6 +118,10 @@ def print_report(found: PreflightFindings, console: Console) -> None:
             f"{file.key}: {file.num_prompts} prompts, the longest has {file.max_prompt_tokens} "
             "tokens"
         )
+    for call in found.tool_calls:
+        given = json.dumps(dict(call.arguments), ensure_ascii=False)
+        answer = call.answer if len(call.answer) <= _MAX_ANSWER else call.answer[:_MAX_ANSWER] + "…"
+        console.print(f"tool {call.tool} {given}: {call.status}, {answer}", markup=False)
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
     for problem in found.problems:

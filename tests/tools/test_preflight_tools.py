@@ -1,0 +1,129 @@
+"""The preflight makes the example calls of the user's tools, and says which of them fail."""
+
+import pytest
+
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.types.records import ToolStatus
+from tools.preflight_parts import user_tools
+from tools.preflight_parts.user_tools import ExampleCall, call_user_tools
+
+CODE = '''
+import asyncio
+
+from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.function import tool
+
+
+@tool(examples=[{"x": 3}, {"x": 4}])
+def double(x: int) -> int:
+    """Twice."""
+    return 2 * x
+
+
+@tool(examples=[{"x": -1}])
+def root(x: float) -> float:
+    """Square root."""
+    if x < 0:
+        raise ValueError("x is negative")
+    return x**0.5
+
+
+@tool(examples=[{"x": 1}])
+def broken(x: int) -> int:
+    """Raises."""
+    return {}[x]
+
+
+@tool(examples=[{"x": "many"}])
+def misread(x: int) -> int:
+    """Has an example that fits no call."""
+    return x
+
+
+@tool
+def silent(x: int) -> int:
+    """Has no examples."""
+    return x
+
+
+class Slow(Tool):
+    name, text_argument = "slow", "text"
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "examples": [{"text": "a"}],
+    }
+
+    async def execute(self, state, arguments, kwargs):
+        await asyncio.Event().wait()
+
+
+class Unstarted(Slow):
+    name = "unstarted"
+
+    async def start(self):
+        raise OSError("no server")
+
+
+class Demanding(Slow):
+    name = "demanding"
+
+    def check_kwargs(self, kwargs):
+        if "create_kwargs" not in kwargs:
+            raise ValueError("a prompt has to say which database")
+'''
+
+
+@pytest.fixture
+def call(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+
+    def call(*names):
+        path = tmp_path / "tools.yaml"
+        path.write_text("".join(f"- class_name: mine.py:{name}\n" for name in names))
+        return call_user_tools(TrainConfig(tool=ToolConfig(user_tools_file=str(path))))
+
+    return call
+
+
+def test_answers_are_those_of_the_tool(call):
+    calls, problems, notes = call("double")
+    assert calls == [
+        ExampleCall("double", {"x": 3}, ToolStatus.ok, "6"),
+        ExampleCall("double", {"x": 4}, ToolStatus.ok, "8"),
+    ]
+    assert problems == notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("root", ToolStatus.user_error),
+        ("broken", ToolStatus.infra_error),
+        ("Slow", ToolStatus.timeout),
+        ("Unstarted", ToolStatus.infra_error),
+    ],
+)
+def test_a_call_that_fails_is_a_problem(call, monkeypatch, name, status):
+    monkeypatch.setattr(user_tools, "STEP_TIMEOUT_S", 2.0)
+    calls, (problem,), _ = call("double", name)
+    assert [one.status for one in calls] == [ToolStatus.ok, ToolStatus.ok, status]
+    assert problem.config_key == "tool.user_tools_file"
+    assert name.lower() in problem.message
+
+
+@pytest.mark.parametrize("name", ["silent", "Demanding"])
+def test_what_cannot_be_called_is_a_note(call, name):
+    calls, problems, (note,) = call(name)
+    assert calls == problems == []
+    assert name.lower() in note
+
+
+def test_an_example_that_fits_no_call_is_refused_with_the_file(call):
+    with pytest.raises(ValueError, match=r"tools\.yaml.*misread.*many"):
+        call("misread")
+
+
+def test_nothing_is_called_without_a_file():
+    assert call_user_tools(TrainConfig()) == ([], [], [])
