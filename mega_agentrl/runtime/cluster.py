@@ -234,6 +234,7 @@ def _connect(config: TrainConfig) -> bool:
             ranks = config.parallel.world_size + config.cluster.num_engines
             ranks += config.parallel.world_size * len(_auxiliary_models(config))
             ray.init(
+                address="local",  # never a cluster that someone else has started on this machine
                 num_cpus=max(num_cores, ranks),
                 num_gpus=num_local_gpus(),
                 include_dashboard=False,

@@ -16,6 +16,7 @@ from mega_agentrl.runtime.cluster import set_ray_environment
 def ray_local():
     set_ray_environment()
     ray.init(
+        address="local",
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,

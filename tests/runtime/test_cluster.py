@@ -139,6 +139,7 @@ def test_a_cluster_of_ones_own_is_closed_to_other_machines_and_ends_with_the_run
     child = subprocess.Popen(
         [sys.executable, "-c", LISTENER],
         cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"RAY_ADDRESS": "127.0.0.1:9"},  # another user's cluster is not joined
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
