@@ -62,6 +62,7 @@ METRICS = {
 def run(args: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str, Any]]:
     """Run the training loop and return the metrics of all steps but the first and the last."""
     from mega_agentrl.runtime.build import build
+    from mega_agentrl.runtime.cluster import ClusterConnection
     from mega_agentrl.runtime.inputs import read_inputs
     from mega_agentrl.train.trainer import train
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str
             *args.overrides,
         ]
     )
-    with build(config, read_inputs(config)) as parts:
+    with ClusterConnection(config) as cluster, build(config, read_inputs(config), cluster) as parts:
         train(replace(parts, tools=DelayedTools(parts.tools, args.slowest)), config)
     return read_steps(folder / "metrics.jsonl")
 

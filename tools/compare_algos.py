@@ -128,11 +128,12 @@ def _run_all(
 ) -> None:
     """Run the missing runs and append their curves."""
     from mega_agentrl.runtime.build import build
+    from mega_agentrl.runtime.cluster import ClusterConnection
     from mega_agentrl.runtime.inputs import read_inputs
     from tools.compare.run import ComparisonSetup, evaluate_warm, make_warm_start, run_once
 
     start_s = time.monotonic()
-    with build(base, read_inputs(base)) as parts:
+    with ClusterConnection(base) as cluster, build(base, read_inputs(base), cluster) as parts:
         warm = make_warm_start(parts, base, settings, out / "warm")
         before = evaluate_warm(parts, base, warm, out / "warm")
         setup = ComparisonSetup(
