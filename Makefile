@@ -15,7 +15,7 @@ LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-env: ## create .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTHON=..., TORCH_INDEX_URL=...)
+env: ## create .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTHON=..., WITH_TE=1, ...: tools/setup_env.sh)
 	@tools/setup_env.sh
 
 model: env ## create the tiny model and the data of the smoke run under runs/toolqa

@@ -6,7 +6,14 @@
 #   PYTHON=...          interpreter to use, 3.11 or 3.12
 #   TORCH_INDEX_URL=... extra package index. On a CPU-only machine whose index offers only
 #                       CUDA builds of torch, point it at PyTorch's own CPU wheel index.
-#   WITH_TOOLS=1        also what only tests need: Slurm and munge, and Chromium, which opens reports
+#   WITH_TOOLS=1        also what only tests need: Slurm, munge and iproute2, and Chromium, which opens
+#                       reports
+#   WITH_TE=1           also Transformer Engine (GPU). WITH_APEX=1: also NVIDIA's Apex (GPU). Both are
+#                       built here, in 10 to 60 minutes, which needs nvcc of the CUDA version of
+#                       torch (13.0; CUDA_HOME or the path) and a C++ compiler. MAX_JOBS limits the
+#                       compilers at work; without a GPU here set TORCH_CUDA_ARCH_LIST=9.0 and
+#                       NVTE_CUDA_ARCHS=90 (H100). Later calls keep them, and build them again when
+#                       the rest of the environment changes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -44,6 +51,7 @@ missing_system_packages() {
     command -v chromium >/dev/null || echo chromium
     PATH=$PATH:/usr/sbin:/sbin command -v slurmctld >/dev/null || echo slurm-wlm
     PATH=$PATH:/usr/sbin:/sbin command -v munged >/dev/null || echo munge
+    PATH=$PATH:/usr/sbin:/sbin command -v ip >/dev/null || echo iproute2
 }
 
 install_system_packages() {
@@ -87,6 +95,44 @@ install_packages() {
     fi
 }
 
+make_environment() {
+    local python
+    if ! fits .venv/bin/python; then
+        python=$(find_python)
+        echo "set-up: making .venv with $("$python" --version)"
+        "$python" -m venv --clear .venv
+    fi
+    echo "set-up: installing the $DEVICE packages (about 4 GB; 2 to 5 minutes the first time)"
+    install_packages
+    printf '%s\n' "$stamp" >.venv/.stamp
+}
+
+build_te() {
+    pip_install -c requirements/gpu.txt ninja pybind11 wheel
+    pip_install --no-build-isolation -c requirements/gpu.txt -e '.[te]'
+}
+
+build_apex() { # without the two variables Apex would leave out its kernels
+    pip_install -c requirements/gpu.txt ninja wheel
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip_install --no-build-isolation -c requirements/gpu.txt \
+        "apex @ git+https://github.com/NVIDIA/apex@25.09"
+}
+
+build_optional() { # build_optional NAME WANTED: .venv/.NAME holds the stamp that it was built for
+    local name=$1 wanted=$2
+    [ -n "$wanted" ] || { [ -e ".venv/.$name" ] && [ "$DEVICE" = gpu ]; } || return 0
+    [ "$(cat ".venv/.$name" 2>/dev/null)" != "$stamp" ] || return 0
+    [ "$DEVICE" = gpu ] || fail "WITH_TE and WITH_APEX need DEVICE=gpu, got DEVICE=$DEVICE"
+    [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || command -v nvcc >/dev/null ||
+        fail "no nvcc in CUDA_HOME, /usr/local/cuda or the path, which building $name needs" \
+            "install the CUDA toolkit of torch's version (13.0), or load its module, then run this again"
+    command -v c++ >/dev/null || fail "no C++ compiler (c++), which building $name needs" \
+        "install one (Debian: g++), then run this again"
+    echo "set-up: building $name (10 to 60 minutes; output in .venv/install.log)"
+    PATH=$PWD/.venv/bin:$PATH "build_$name" # the build looks for ninja on the path
+    printf '%s\n' "$stamp" >".venv/.$name"
+}
+
 if [ -z "${DEVICE:-}" ]; then
     DEVICE=cpu
     ! command -v nvidia-smi >/dev/null || DEVICE=gpu
@@ -95,16 +141,9 @@ fi
 
 install_system_packages
 stamp="$DEVICE $(cat "requirements/$DEVICE.txt" pyproject.toml setup.py | sha256sum | cut -d ' ' -f 1) $PWD"
-if [ "$(cat .venv/.stamp 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
-    exit 0
+if [ "$(cat .venv/.stamp 2>/dev/null)" != "$stamp" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+    make_environment
+    echo "set-up: done"
 fi
-
-if ! fits .venv/bin/python; then
-    python=$(find_python)
-    echo "set-up: making .venv with $("$python" --version)"
-    "$python" -m venv --clear .venv
-fi
-echo "set-up: installing the $DEVICE packages (about 4 GB; 2 to 5 minutes the first time)"
-install_packages
-printf '%s\n' "$stamp" >.venv/.stamp
-echo "set-up: done"
+build_optional te "${WITH_TE:-}"
+build_optional apex "${WITH_APEX:-}"
