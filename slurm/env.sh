@@ -4,7 +4,8 @@
 
 # module load cuda/13.0
 
-# Network interface of NCCL and gloo, if a node has several:
+# Network interface of NCCL and gloo, if a node has several. Without it NCCL chooses one, and gloo uses
+# the one with the node's Ray address:
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 # The head node's address for Ray, if the route to the other nodes is the wrong network:
 # export MEGA_AGENTRL_HEAD_ADDRESS=10.0.0.1

@@ -1,30 +1,25 @@
-"""Checks of one node of an allocation: Python, GPUs, network, disks, limits, sandbox.
+"""Checks that read the state of one node of an allocation: GPUs, driver, network, disks, limits.
 
 Each check returns `Finding`s: a short value for the table, and a reason for a warning or a failure.
 This module uses only the standard library (and NVML if present), because it must run in a broken
-environment. The checks change nothing on the node.
+environment. The checks change nothing on the node. Those that start programs are in `node_probes`.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
-import platform
 import re
 import resource
+import runpy
 import shutil
 import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-IMPORT_TIMEOUT_S = 240
 PROGRAM_TIMEOUT_S = 20
 MIN_FILES = 4096  # Ray opens some for each worker and connection
 GOOD_FILES = 65536
@@ -32,24 +27,8 @@ MIN_LOCAL_GIB = 5.0  # Ray's logs and spilled objects
 MIN_SHM_GIB = 1.0  # Ray's objects, NCCL's and vLLM's segments
 MIN_SHARED_GIB = 20.0  # a checkpoint
 MAX_NVLINKS = 18  # NVLinks of an H100 or B200
-# Packages that every node must be able to import.
-PACKAGES = ("torch", "ray", "vllm", "megatron.core", "mega_agentrl")
-IMPORT_PROGRAM = """
-import importlib, json, sys, time
-start = time.perf_counter()
-import torch
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-try:
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-except (AttributeError, ImportError, RuntimeError):
-    nccl = "none"
-from importlib.metadata import version
-print(json.dumps({
-    "torch": torch.__version__, "nccl": nccl, "ray": version("ray"),
-    "seconds": time.perf_counter() - start,
-}))
-"""
+# Oldest driver that runs programs built for a major version of CUDA.
+MIN_DRIVER_BY_CUDA = {12: "525.60.13", 13: "580.65.06"}
 
 
 @dataclass(frozen=True)
@@ -62,28 +41,6 @@ class Finding:
     """`ok`, `warn` or `FAIL`."""
     reason: str = ""
     """Sentence that explains a warning or a failure."""
-
-
-def check_imports() -> dict[str, Finding]:
-    """Check whether the stack imports; return `python`, `imports`, `torch`, `nccl` and `ray`."""
-    python = Finding(platform.python_version())
-    command = [sys.executable, "-c", IMPORT_PROGRAM, *PACKAGES]
-    try:
-        completed = subprocess.run(
-            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        reason = (
-            f"{', '.join(PACKAGES)} did not import within {IMPORT_TIMEOUT_S} s: a slow file system?"
-        )
-        return {"python": python, "imports": Finding("slow", FAIL, reason)}
-    if completed.returncode:
-        last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
-        reason = f"{sys.executable} cannot import {', '.join(PACKAGES)}: {last[0]}"
-        return {"python": python, "imports": Finding("no", FAIL, reason)}
-    report = json.loads(completed.stdout.splitlines()[-1])
-    findings = {"python": python, "imports": Finding(f"{report['seconds']:.0f} s")}
-    return findings | {name: Finding(str(report[name])) for name in ("torch", "nccl", "ray")}
 
 
 def check_gpus() -> dict[str, Finding]:
@@ -103,7 +60,7 @@ def check_gpus() -> dict[str, Finding]:
         name = "/".join(sorted(names)).replace("NVIDIA ", "").replace(" ", "-")
         return {
             "gpus": _gpu_count_finding(len(devices), name, "no GPU: NVML sees none"),
-            "driver": Finding(driver),
+            "driver": check_driver(driver, _supported_cuda(), find_torch_cuda()),
             "ecc": _ecc_finding(nvml, devices),
             "nvlink": Finding(_nvlink_counts(nvml, devices)),
         }
@@ -115,6 +72,56 @@ def check_gpus() -> dict[str, Finding]:
 
 def _decode(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def check_driver(driver: str, supported_cuda: int, torch_cuda: str | None) -> Finding:
+    """Check that the driver of a node with GPUs runs programs of torch's version of CUDA.
+
+    Args:
+        driver: Version of the kernel driver.
+        supported_cuda: Newest version of CUDA that the driver library supports, as
+            1000 * major + 10 * minor. A compatibility package on the library path raises it.
+        torch_cuda: Version of CUDA that torch is built for; None for a build for CPUs, empty if
+            torch is not installed.
+    """
+    if torch_cuda == "":
+        return Finding(driver)
+    if torch_cuda is None:
+        return Finding(driver, FAIL, "torch is a build for CPUs; run make env DEVICE=gpu")
+    major = int(torch_cuda.split(".")[0])
+    if supported_cuda >= 1000 * major:
+        return Finding(driver)
+    minimum = MIN_DRIVER_BY_CUDA.get(major)
+    reason = (
+        f"driver {driver} supports CUDA {supported_cuda // 1000}.{supported_cuda % 1000 // 10}, "
+        f"torch needs {torch_cuda}: expected a driver "
+        + (f"from {minimum} on" if minimum else f"for CUDA {major}")
+        + f", or the package cuda-compat-{torch_cuda.replace('.', '-')} and its folder in "
+        "LD_LIBRARY_PATH (slurm/env.sh)"
+    )
+    return Finding(driver, FAIL, reason)
+
+
+def _supported_cuda() -> int:
+    """Return the newest version of CUDA that the driver library of a process here supports."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def find_torch_cuda() -> str | None:
+    """Return the version of CUDA that torch is built for, without importing torch.
+
+    None for a build for CPUs, empty if torch is not installed.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    version: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"]
+    return version
 
 
 def _gpu_count_finding(number: int, name: str, no_gpu_reason: str) -> Finding:
@@ -153,8 +160,24 @@ def _ecc_finding(nvml: Any, devices: list[Any]) -> Finding:
 
 def _kernel_xids() -> list[str]:
     """Return the GPU errors in the kernel log; empty if it cannot be read."""
-    completed = _run_program("dmesg")
+    completed = run_program("dmesg")
     return re.findall(r"NVRM: (Xid .*)", completed.stdout) if completed else []
+
+
+def run_program(
+    *command: str, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a program; None if it does not exist or does not end within the timeout."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_TIMEOUT_S if timeout_s is None else timeout_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def _nvlink_counts(nvml: Any, devices: list[Any]) -> str:
@@ -220,46 +243,3 @@ def check_limits(num_ib_devices: int) -> Finding:
         state = FAIL if files < MIN_FILES else WARN
         return Finding(value, state, f"ulimit -n is {files}, expected {GOOD_FILES}")
     return Finding(value)
-
-
-def check_sandbox() -> Finding:
-    """Check that bubblewrap can create the namespaces that isolate sandboxes."""
-    if shutil.which("bwrap") is None:
-        return Finding("no", FAIL, "bwrap is not installed (package bubblewrap)")
-    completed = _run_program(
-        "bwrap", "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"
-    )
-    if completed is None or completed.returncode:
-        message = (
-            completed.stderr.strip() if completed else f"did not end within {PROGRAM_TIMEOUT_S} s"
-        )
-        reason = f"bwrap: {message}; probable cause: unprivileged user namespaces are off"
-        return Finding("no", FAIL, reason)
-    return Finding("yes")
-
-
-def _run_program(*command: str) -> subprocess.CompletedProcess[str] | None:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-
-
-def all_checks(shared: Path) -> dict[str, Callable[[], dict[str, Finding]]]:
-    """Return the checks of this node by name; each returns some columns of the table.
-
-    Args:
-        shared: Folder that all nodes share.
-    """
-    local = Path(os.environ.get("MEGA_AGENTRL_LOCAL_DIR") or tempfile.gettempdir())
-    num_ib_devices = len(list(Path("/sys/class/infiniband").glob("*")))
-    return {
-        "imports": check_imports,
-        "gpus": check_gpus,
-        "ib": lambda: {"ib": check_infiniband()},
-        "disk": lambda: {"disk": check_disk(shared, local)},
-        "limits": lambda: {"limits": check_limits(num_ib_devices)},
-        "bwrap": lambda: {"bwrap": check_sandbox()},
-    }

@@ -5,7 +5,7 @@
 
 Protocol: one TCP connection from each node to the head, one JSON object per line.
 
-    node -> head  {key, node, port}        the node listens at `port` for the others
+    node -> head  {key, node, port, store_port}  it listens at `port`; `store_port` is free
     head -> node  {now}, node -> head {now}    three times, to compare the clocks
     head -> node  {peers, token_file, token}   when all nodes are there or the deadline has passed
     node -> head  {findings}
@@ -19,17 +19,29 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm.node_checks import FAIL, OK, WARN, Finding, all_checks
+from slurm.node_checks import (
+    FAIL,
+    OK,
+    WARN,
+    Finding,
+    check_disk,
+    check_gpus,
+    check_infiniband,
+    check_limits,
+)
+from slurm.node_probes import check_compiler, check_gloo, check_imports, check_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 JOIN_TIMEOUT_S = 90
 CHECK_TIMEOUT_S = 300
@@ -40,7 +52,7 @@ WARN_SKEW_S, MAX_SKEW_S = 1.0, 30.0
 MUST_MATCH = ("python", "torch", "nccl", "ray", "driver", "gpus", "nvlink", "ib")
 COLUMNS = (
     *("python", "imports", "torch", "nccl", "ray", "driver", "gpus", "ecc", "nvlink", "ib"),
-    *("shared", "disk", "limits", "clock", "tcp", "bwrap"),
+    *("compile", "shared", "disk", "limits", "clock", "tcp", "gloo", "bwrap"),
 )
 
 Findings = dict[str, Finding]
@@ -74,7 +86,7 @@ class PreflightHead:
         self._key = key
         self._token = os.urandom(8).hex()
         self._token_file = folder / f".preflight-{self._token}"
-        self._peers: dict[str, tuple[str, int]] = {}
+        self._peers: dict[str, tuple[str, int, int]] = {}
         self._all_joined = asyncio.Event()
         self._all_done = asyncio.Event()
         self.findings: dict[str, Findings] = {}
@@ -119,7 +131,8 @@ class PreflightHead:
             skew_s = await self._measure_clock_skew(reader, writer)
             if self._all_joined.is_set():
                 return
-            self._peers[node] = (writer.get_extra_info("peername")[0], greeting["port"])
+            host = writer.get_extra_info("peername")[0]
+            self._peers[node] = (host, greeting["port"], greeting["store_port"])
             if len(self._peers) == len(self._node_names):
                 self._all_joined.set()
             await self._all_joined.wait()
@@ -169,19 +182,52 @@ async def run_node_checks(address: str, node: str, key: str, shared: Path) -> No
             asyncio.open_connection(host, int(port)), timeout=JOIN_TIMEOUT_S
         )
         own_port = listener.sockets[0].getsockname()[1]
-        await _send(writer, {"key": key, "node": node, "port": own_port})
+        ports = {"port": own_port, "store_port": _free_port()}
+        await _send(writer, {"key": key, "node": node, **ports})
         while "peers" not in (message := await _receive(reader, 2 * JOIN_TIMEOUT_S)):
             await _send(writer, {"now": time.time()})
         cells: Findings = {
             "tcp": await check_connectivity(message["peers"]),
             "shared": await check_shared_folder(Path(message["token_file"]), message["token"]),
         }
+        checks = all_checks(shared, message["peers"], node)
         for cells_of_check in await asyncio.gather(
-            *(_run_with_timeout(name, check) for name, check in all_checks(shared).items())
+            *(_run_with_timeout(name, check) for name, check in checks.items())
         ):
             cells |= cells_of_check
         await _send(writer, {"findings": {name: asdict(cell) for name, cell in cells.items()}})
         await asyncio.wait_for(reader.read(), CHECK_TIMEOUT_S)
+
+
+def all_checks(
+    shared: Path, peers: Mapping[str, Sequence[Any]], node: str
+) -> dict[str, Callable[[], Findings]]:
+    """Return the checks of this node by name; each returns some columns of the table.
+
+    Args:
+        shared: Folder that all nodes share.
+        peers: Address and ports of all nodes by name, in the same order on all of them.
+        node: Name of this node.
+    """
+    local = Path(os.environ.get("MEGA_AGENTRL_LOCAL_DIR") or tempfile.gettempdir())
+    num_ib_devices = len(list(Path("/sys/class/infiniband").glob("*")))
+    return {
+        "imports": check_imports,
+        "gpus": check_gpus,
+        "compile": lambda: {"compile": check_compiler()},
+        "ib": lambda: {"ib": check_infiniband()},
+        "disk": lambda: {"disk": check_disk(shared, local)},
+        "limits": lambda: {"limits": check_limits(num_ib_devices)},
+        "gloo": lambda: {"gloo": check_gloo(peers, node)},
+        "bwrap": lambda: {"bwrap": check_sandbox()},
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 async def _run_with_timeout(name: str, check: Any) -> Findings:
@@ -206,7 +252,7 @@ async def check_connectivity(peers: Mapping[str, Sequence[Any]]) -> Finding:
         writer.close()
         return True
 
-    answers = await asyncio.gather(*(try_one(*address) for address in peers.values()))
+    answers = await asyncio.gather(*(try_one(*address[:2]) for address in peers.values()))
     unreachable = [
         f"{node} ({address[0]}:{address[1]})"
         for (node, address), is_reachable in zip(peers.items(), answers, strict=True)

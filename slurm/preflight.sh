@@ -10,10 +10,11 @@
 #   salloc -N8 --gpus-per-node=8 bash slurm/preflight.sh
 #
 # Prints a table of nodes by checks: imports of the environment; equal versions of Python, torch, NCCL,
-# Ray and driver; GPUs by NVML (number, model, uncorrected errors, Xids, NVLinks); InfiniBand ports;
-# the shared folder; free GiB of shared folder, local folder and /dev/shm; limits on open files and
-# locked memory; clocks; connections between all nodes; bubblewrap. `!` marks a failure, explained in
-# a line below the table; the exit code is then 1.
+# Ray and driver; a driver that runs torch's version of CUDA; GPUs by NVML (number, model, uncorrected
+# errors, Xids, NVLinks); a compiler and Python's headers, and on GPUs a compiled kernel; InfiniBand
+# ports; the shared folder; free GiB of shared folder, local folder and /dev/shm; limits on open files
+# and locked memory; clocks; connections between all nodes, also by gloo (the table has the interface);
+# bubblewrap. `!` marks a failure, explained in a line below the table; the exit code is then 1.
 set -euo pipefail
 
 export MEGA_AGENTRL_ROOT=${MEGA_AGENTRL_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}

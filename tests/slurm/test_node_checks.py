@@ -1,7 +1,6 @@
 """slurm/node_checks.py: findings of healthy and broken nodes."""
 
 import resource
-import sys
 
 import pytest
 
@@ -48,19 +47,35 @@ def test_node_without_gpus_fails_if_slurm_allocated_some(monkeypatch):
     assert failed.state == FAIL and "8 GPUs" in failed.reason
 
 
-def test_failed_import_names_the_interpreter(monkeypatch):
-    monkeypatch.setattr(node_checks, "IMPORT_PROGRAM", "import json, no_such_package")
-    found = node_checks.check_imports()["imports"]
-    assert (found.value, found.state) == ("no", FAIL)
-    assert "no_such_package" in found.reason and sys.executable in found.reason
+@pytest.mark.parametrize(
+    ("supported_cuda", "torch_cuda", "state"),
+    [
+        (13000, "13.0", OK),
+        (13010, "13.0", OK),
+        (13000, "13.2", OK),  # all of CUDA 13 runs on each of its drivers
+        (12080, "13.0", FAIL),
+        (13000, "12.8", OK),
+        (0, "13.0", FAIL),
+        (13000, None, FAIL),
+        (12080, "", OK),  # the check of the imports reports it
+    ],
+)
+def test_driver_must_support_the_cuda_version_of_torch(supported_cuda, torch_cuda, state):
+    found = node_checks.check_driver("570.86.15", supported_cuda, torch_cuda)
+    assert (found.value, found.state) == ("570.86.15", state)
+    assert bool(found.reason) == (state != OK)
 
 
-def test_import_check_returns_versions(monkeypatch):
-    monkeypatch.setattr(node_checks, "PACKAGES", ("json",))
-    found = node_checks.check_imports()
-    assert set(found) == {"python", "imports", "torch", "nccl", "ray"}
-    assert all(cell.state == OK for cell in found.values())
-    assert found["ray"].value.count(".") == 2
+def test_old_driver_names_the_minimum_and_the_compatibility_package():
+    reason = node_checks.check_driver("570.86.15", 12080, "13.0").reason
+    assert "supports CUDA 12.8" in reason
+    assert "580.65.06" in reason and "cuda-compat-13-0" in reason
+
+
+def test_cuda_version_of_torch_is_found_without_importing_it():
+    import torch
+
+    assert node_checks.find_torch_cuda() == torch.version.cuda
 
 
 def test_full_disk_names_the_folder(tmp_path, monkeypatch):
@@ -93,14 +108,7 @@ def test_limits(monkeypatch, files, locked, devices, state):
     assert bool(found.reason) == (state != OK)
 
 
-def test_missing_bubblewrap_fails(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    found = node_checks.check_sandbox()
-    assert (found.value, found.state) == ("no", FAIL)
-    assert "bubblewrap" in found.reason
-
-
 def test_missing_or_hanging_program_returns_none(monkeypatch):
-    assert node_checks._run_program("no-such-program") is None
+    assert node_checks.run_program("no-such-program") is None
     monkeypatch.setattr(node_checks, "PROGRAM_TIMEOUT_S", 0.2)
-    assert node_checks._run_program("sleep", "10") is None
+    assert node_checks.run_program("sleep", "10") is None

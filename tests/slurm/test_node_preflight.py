@@ -79,7 +79,7 @@ async def test_missing_or_different_token_means_the_folder_is_not_shared(tmp_pat
     assert (await check_shared_folder(token, "abc")) == Finding("yes")
 
 
-def short_checks(shared):
+def short_checks(shared, peers, node):
     return {"limits": lambda: {"limits": Finding("many"), "python": Finding("3.11")}}
 
 

@@ -28,6 +28,7 @@ def test_both_nodes_pass_except_for_limits_and_disks(jobs):
     for cells in found.values():
         assert cells["tcp"] == "2/2"
         assert cells["shared"] == "yes"
+        assert cells["gloo"] == "eth0", "not the one of 127.0.1.1, the node's own name"
         assert cells["bwrap"] == "yes"
         assert cells["gpus"] == "no GPU" or re.match(r"\d+x", cells["gpus"])
         assert re.fullmatch(r"[+-]0\.\d\d s", cells["clock"])

@@ -1,7 +1,9 @@
 """Gloo transport: frames over TCP between any two ranks, in host memory.
 
 The n-th frame of a pair has tag n, so gloo itself keeps the order. A slot may be larger than the
-frame that arrives but never smaller, because gloo would then abort the process.
+frame that arrives but never smaller, because gloo would then abort the process. Gloo listens on the
+interface of `GLOO_SOCKET_IFNAME`, which every rank sets from its node's Ray address
+(`runtime.gloo_interface`).
 
 `HostStagedTransport` carries device memory over it, with a copy on each side. This slow path serves
 a rank with a GPU whose peer has none or cannot be reached by NCCL.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from mega_agentrl.runtime.gloo_interface import use_interface_of
 from mega_agentrl.runtime.remote_calls import (
     ProcessDiedError,
     RemoteCallError,
@@ -67,6 +68,7 @@ class EngineActor:
             gpus: CUDA names of the GPUs shared with the policy, empty on CPUs; None if not shared.
         """
         redirect_output(Path(log_file))
+        use_interface_of(ray.util.get_node_ip_address())
         self._config = config
         self._on_gpu = on_gpu
         self._deterministic = deterministic

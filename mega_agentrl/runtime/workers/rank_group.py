@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
+from mega_agentrl.runtime.gloo_interface import use_interface_of
 from mega_agentrl.runtime.heartbeat import HeartbeatMonitor, HeartbeatSender
 from mega_agentrl.runtime.remote_calls import (
     ModelRankDiedError,
@@ -50,6 +51,7 @@ class RankActor:
         heartbeat: tuple[HeartbeatEndpoint, str] | None = None,
     ) -> None:
         redirect_output(Path(log_file))
+        use_interface_of(ray.util.get_node_ip_address())
         # torch reads these variables when it is imported.
         self._num_threads = num_threads_per_rank(config)
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
