@@ -25,6 +25,7 @@ from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.planner.traffic import count_traffic
 from mega_agentrl.reshard.session import TransferSession
+from mega_agentrl.reshard.transports.registry import bytes_by_transport
 from mega_agentrl.reshard.verify.digest_verifier import (
     DigestVerifier,
     collect_regions,
@@ -210,7 +211,10 @@ class WeightSynchronizer:
             actors,
             verifier,
             regions_by_engine,
-            count_traffic(plan, locations),
+            replace(
+                count_traffic(plan, locations),
+                transport_bytes=bytes_by_transport(plan, locations, session.transport),
+            ),
         )
 
     def _join_ranks(

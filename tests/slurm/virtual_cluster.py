@@ -1,7 +1,7 @@
-"""A real Slurm on this host: munge, a controller and two node daemons in a folder of their own.
+"""A real Slurm on this host: munge, a controller and the daemons of two virtual nodes.
 
-Both nodes share the host and its address, so each has its own daemon, port and spool folder. An
-installed Slurm of the system is not touched: `SLURM_CONF` selects this one.
+Munge and the controller run on the host, the daemons in the namespaces of their nodes
+(`node_namespaces`). An installed Slurm of the system is not touched: `SLURM_CONF` selects this one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.slurm import node_namespaces
+from tests.slurm.node_namespaces import SEARCH_PATH, NodeNetwork, child_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 NODES = ("n1", "n2")
+CPUS_PER_NODE = 3
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY")
-# Slurm's programs are in sbin, which is not on every user's path.
-SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-
 CONFIG = """\
 ClusterName=virtual
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({host_address})
 SlurmctldPort={controller_port}
 SlurmUser=root
 SlurmdUser=root
@@ -52,9 +53,9 @@ ReturnToService=2
 KillWait=15
 SlurmdTimeout=60
 MessageTimeout=10
-NodeName=DEFAULT CPUs=2 CoresPerSocket=2 State=UNKNOWN
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_1}
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_2}
+NodeName=DEFAULT CPUs={cpus} CoresPerSocket={cpus} State=UNKNOWN
+NodeName=n1 NodeHostname=n1 NodeAddr={address_1} Port={port_1}
+NodeName=n2 NodeHostname=n2 NodeAddr={address_2} Port={port_2}
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -64,7 +65,9 @@ def unavailable_reason() -> str:
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: slurm-wlm and munge)"
-    return "" if os.geteuid() == 0 else "Slurm's daemons start jobs as their users and need root"
+    if os.geteuid() != 0:
+        return "Slurm's daemons start jobs as their users and need root"
+    return node_namespaces.unavailable_reason()
 
 
 def free_ports(number: int) -> list[int]:
@@ -99,6 +102,8 @@ class VirtualCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        """Processes by name; of a node's daemon, `nsenter`, whose child the daemon is."""
+        self._network = NodeNetwork(NODES, folder)
         path = os.pathsep.join([str(Path(sys.executable).parent), SEARCH_PATH])
         inherited = {
             name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ
@@ -106,7 +111,8 @@ class VirtualCluster:
         self.environment = {**inherited, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
-        """Start all daemons; return when both nodes accept jobs."""
+        """Start nodes and daemons; return when both nodes accept jobs."""
+        self._network.start()
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -116,6 +122,10 @@ class VirtualCluster:
             host=socket.gethostname().split(".")[0],
             folder=self.folder,
             first_job=os.getpid(),  # job ids differ between clusters on one host
+            host_address=self._network.host_address,
+            cpus=CPUS_PER_NODE,
+            address_1=self._network.addresses["n1"],
+            address_2=self._network.addresses["n2"],
             controller_port=ports[0],
             port_1=ports[1],
             port_2=ports[2],
@@ -133,20 +143,27 @@ class VirtualCluster:
 
     def start_node(self, node: str) -> None:
         """Start the daemon of one node."""
-        self._spawn("slurmd", "-D", "-N", node, "-f", f"{self.folder}/slurm.conf", name=node)
+        arguments = ("-D", "-N", node, "-f", f"{self.folder}/slurm.conf")
+        self._spawn("slurmd", *arguments, name=node, prefix=self._network.enter(node))
+
+    def node_pid(self, node: str) -> int:
+        """Return the process id of a node's daemon, as this host sees it."""
+        return child_of(self.daemons[node].pid)
 
     def node_states(self) -> list[str]:
         """Return `idle`, `alloc`, `down*`, ... for each node."""
         completed = self.command("sinfo", "-h", "-N", "-o", "%t", check=False)
         return completed.stdout.split()
 
-    def _spawn(self, program: str, *arguments: str, name: str = "") -> None:
+    def _spawn(
+        self, program: str, *arguments: str, name: str = "", prefix: Sequence[str] = ()
+    ) -> None:
         name = name or program
         log = (self.folder / f"{name}.log").open("ab")
         found = shutil.which(program, path=SEARCH_PATH)
         assert found is not None, program
         self.daemons[name] = subprocess.Popen(
-            [found, *arguments],
+            [*prefix, found, *arguments],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -212,8 +229,9 @@ class VirtualCluster:
 
     def stop_daemon(self, name: str, sign: int = signal.SIGTERM) -> None:
         """End one daemon."""
+        pid = self.node_pid(name) if name in NODES else self.daemons[name].pid
         daemon = self.daemons.pop(name)
-        daemon.send_signal(sign)
+        os.kill(pid, sign)
         try:
             daemon.wait(timeout=15)
         except subprocess.TimeoutExpired:
@@ -231,3 +249,4 @@ class VirtualCluster:
                 time.sleep(0.5)
         for name in reversed(list(self.daemons)):
             self.stop_daemon(name)
+        self._network.close()

@@ -12,8 +12,8 @@ order of a plan comes from the same simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, link_type_between
@@ -70,6 +70,8 @@ class TransferTraffic:
     """Bytes received, by link type and rank."""
     predicted_s: float
     """Predicted duration of the update."""
+    transport_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by the name of the transport that carries them; empty if not known."""
 
     def total_bytes(self, link: LinkType) -> int:
         """Return the bytes over all links of a type."""
@@ -97,7 +99,8 @@ class TransferTraffic:
                 f"{max(sent) / 2**30:9.3f} sent, {max(received) / 2**30:9.3f} received"
             )
         bound = f"{'at least':<10} {self.min_network_bytes / 2**30:12.3f} GiB over the network"
-        return "\n".join([*lines, bound, f"predicted  {self.predicted_s:12.3f} s"])
+        carried = [f"by {name}: {count} bytes" for name, count in self.transport_bytes.items()]
+        return "\n".join([*lines, bound, *carried, f"predicted  {self.predicted_s:12.3f} s"])
 
 
 def count_traffic(

@@ -18,6 +18,7 @@ To add one:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ from mega_agentrl.reshard.transports.shared_memory import SharedMemoryTransport
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from mega_agentrl.reshard.planner.transfer_plan import Hop, TransferPlan
     from mega_agentrl.reshard.topology import RankLocation
     from mega_agentrl.reshard.transports.base import RecvHandle, SendHandle, Transport
 
@@ -114,6 +116,20 @@ def transport_kind_between(
     if chosen is not TransportKind.auto and TRANSPORTS[chosen].connects(one, other):
         return chosen
     return next(kind for kind, entry in TRANSPORTS.items() if entry.connects(one, other))
+
+
+def bytes_by_transport(
+    plan: TransferPlan, locations: Sequence[RankLocation], chosen: TransportKind
+) -> dict[TransportKind, int]:
+    """Return the bytes that each transport carries in one transfer of a plan."""
+    bytes_of_hop: Counter[Hop] = Counter()
+    for bucket in plan.buckets:
+        for hop in bucket.hops:
+            bytes_of_hop[hop] += bucket.num_bytes
+    result: Counter[TransportKind] = Counter()
+    for (source, target), num_bytes in bytes_of_hop.items():
+        result[transport_kind_between(locations[source], locations[target], chosen)] += num_bytes
+    return {kind: result[kind] for kind in TRANSPORTS if result[kind]}
 
 
 def check_transport(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mega_agentrl.config.enums import TransportKind
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop
 from mega_agentrl.reshard.topology import RankLocation
 from mega_agentrl.reshard.transports.gloo import GlooTransport
 from mega_agentrl.reshard.transports.registry import (
     TRANSPORTS,
     PerPeerTransport,
+    bytes_by_transport,
     check_transport,
     join_transport,
     transport_kind_between,
@@ -65,6 +69,21 @@ def test_a_chosen_transport_is_used_where_it_connects(chosen, one, other, kind):
             check_transport(TransportKind(chosen), [one, other], [(0, 1)])
         assert (raised.value.key, raised.value.got) == ("weight_sync.transport", chosen)
         check_transport(TransportKind(chosen), [one, other], [])  # they exchange no weights
+
+
+def test_bytes_are_counted_by_the_transport_of_each_hop():
+    locations = [RankLocation(0), RankLocation(0), RankLocation(1), RankLocation(1)]
+    # Rank 0 sends to its own machine and to the other one, where rank 2 forwards.
+    buckets = (
+        Bucket(0, 100, (), (Hop(0, 1), Hop(0, 2), Hop(2, 3))),
+        Bucket(1, 7, (), (Hop(1, 3),)),
+    )
+    plan = SimpleNamespace(buckets=buckets)
+    assert bytes_by_transport(plan, locations, TransportKind.auto) == {
+        "shared_memory": 200,
+        "gloo": 107,
+    }
+    assert bytes_by_transport(plan, locations, TransportKind.gloo) == {"gloo": 307}
 
 
 def test_without_locations_only_gloo_can_be_chosen():
