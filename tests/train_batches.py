@@ -1,6 +1,10 @@
-"""Train batches cut to some of their rows."""
+"""Train batches made of generations, or cut to some of their rows."""
 
 from dataclasses import fields
+
+import torch
+
+from mega_agentrl.types.batch import TrainBatch
 
 
 def select_rows(batch, rows):
@@ -9,3 +13,30 @@ def select_rows(batch, rows):
     picked = {name: value[list(rows)] for name, value in values.items() if hasattr(value, "dtype")}
     prompt_ids = tuple(batch.prompt_ids[row] for row in rows)
     return batch.with_fields(**picked, prompt_ids=prompt_ids).validate()
+
+
+def batch_of_generations(pairs):
+    """Requests and their generations as a batch; every sampled token is trained on."""
+    size = len(pairs)
+    lengths = [len(got.token_ids) for _, got in pairs]
+    tensors = {
+        name: torch.zeros(size, max(lengths), dtype=kind)
+        for name, kind in (
+            ("response_BT", torch.int64), ("mask_BT", torch.bool), ("tree_token_BT", torch.int64),
+            ("version_BT", torch.int64), ("rollout_logp_BT", torch.float32),
+            ("rollout_entropy_BT", torch.float32),
+        )
+    }  # fmt: skip
+    for row, (_, got) in enumerate(pairs):
+        here = slice(0, lengths[row])
+        tensors["response_BT"][row, here] = torch.tensor(got.token_ids)
+        tensors["rollout_logp_BT"][row, here] = torch.tensor(got.logps)
+        tensors["rollout_entropy_BT"][row, here] = torch.tensor(got.entropies)
+        tensors["mask_BT"][row, here] = True
+    return TrainBatch(
+        prompt_ids=tuple(request.token_ids for request, _ in pairs),
+        length_B=torch.tensor(lengths),
+        group_B=torch.arange(size),
+        reward_B=torch.zeros(size),
+        **tensors,
+    )

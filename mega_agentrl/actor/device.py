@@ -85,9 +85,8 @@ def current_device() -> torch.device:
 
 def resolve_train_dtype(choice: Dtype) -> torch.dtype:
     """Return the dtype of the model weights; master weights and gradients are float32."""
-    if choice is Dtype.auto:
-        return torch.bfloat16 if has_cuda() else torch.float32
-    return torch.bfloat16 if choice is Dtype.bfloat16 else torch.float32
+    dtype: torch.dtype = getattr(torch, choice.resolve(on_gpu=has_cuda()))
+    return dtype
 
 
 def init_device(local_rank: int) -> None:

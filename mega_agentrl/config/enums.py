@@ -185,7 +185,7 @@ class PromptOrder(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Dtype of the policy's weights in the forward pass."""
+    """Dtype of the weights in the forward pass, of the policy and of the engines."""
 
     auto = "auto"
     """bfloat16 on GPUs, float32 on CPUs."""
@@ -193,6 +193,12 @@ class Dtype(StrEnum):
     """float32."""
     bfloat16 = "bfloat16"
     """bfloat16."""
+
+    def resolve(self, *, on_gpu: bool) -> Dtype:
+        """Return the dtype itself, or the one that `auto` stands for."""
+        if self is not Dtype.auto:
+            return self
+        return Dtype.bfloat16 if on_gpu else Dtype.float32
 
 
 class LrSchedule(StrEnum):

@@ -54,13 +54,6 @@ class DeviceSpec:
             return float("inf")
         return self.memory_gib * GIB * (1 - self.reserved_fraction)
 
-    def train_item_bytes(self, dtype: Dtype) -> int:
-        """Return the bytes of one weight of the policy."""
-        if dtype is Dtype.auto:
-            return 2 if self.is_gpu else 4
-        return 2 if dtype is Dtype.bfloat16 else 4
-
-    @property
-    def engine_item_bytes(self) -> int:
-        """Bytes of one engine weight, and of one number in its KV cache."""
-        return 2 if self.is_gpu else 4
+    def item_bytes(self, dtype: Dtype) -> int:
+        """Return the bytes of one weight of policy and engines, and of a number in a KV cache."""
+        return 2 if dtype.resolve(on_gpu=self.is_gpu) is Dtype.bfloat16 else 4

@@ -60,7 +60,7 @@ def estimate_transfer(
     speeds = speeds or LinkSpeeds()
     sizes = trainer_parallel_sizes(config, shape)
     tensor, engines = config.engine.tensor_parallel_size, config.cluster.num_engines
-    dtype = "bfloat16" if device.is_gpu else "float32"
+    dtype = str(config.model.dtype.resolve(on_gpu=device.is_gpu))
     locations = plan_rank_locations(
         sizes.num_ranks, tensor, engines, device.gpus_per_node, colocated=config.cluster.colocated
     )

@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from mega_agentrl.config.enums import Dtype
 from mega_agentrl.generator.engine_args import engine_args
 from mega_agentrl.generator.entropy_tap.tap_reader import TapReader
 from mega_agentrl.generator.sampling import (
@@ -123,7 +124,7 @@ class Engine:
         model_path: str,
         *,
         seed: int,
-        dtype: str | None = None,
+        dtype: Dtype = Dtype.auto,
         deadline_s: float = 600.0,
         deterministic: bool = False,
         colocated: bool = False,
@@ -136,8 +137,7 @@ class Engine:
             config: Engine settings.
             model_path: Model folder.
             seed: Seed of the engine.
-            dtype: Dtype of weights and activations; None for float32 on a CPU and bfloat16 on a
-                GPU.
+            dtype: See `engine_args`.
             deadline_s: Deadline of one request, `cluster.call_timeout_s`.
             deterministic: See `engine_args`.
             colocated: See `engine_args`.

@@ -9,6 +9,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from mega_agentrl.config.enums import Dtype
 from mega_agentrl.estimate.memory.engine import MIN_BATCHED_TOKENS
 from mega_agentrl.generator.plugin import WEIGHT_TRANSFER_BACKEND
 
@@ -27,7 +28,7 @@ def engine_args(
     model_path: str,
     *,
     seed: int,
-    dtype: str | None,
+    dtype: Dtype = Dtype.auto,
     deterministic: bool = False,
     colocated: bool = False,
 ) -> AsyncEngineArgs:
@@ -37,7 +38,8 @@ def engine_args(
         config: Engine settings.
         model_path: Model folder.
         seed: Seed of the engine.
-        dtype: Dtype of weights and activations; None for float32 on a CPU and bfloat16 on a GPU.
+        dtype: Dtype of weights and activations. The output layer multiplies the hidden states in
+            this dtype but sums in float32, as the actor does, so that logits are not rounded.
         deterministic: Batch no requests together, and do not cache prefixes.
         colocated: Enable vLLM's sleep mode on a GPU (see `sleep_mode`).
     """
@@ -57,7 +59,8 @@ def engine_args(
     tap = "runner_v2:EntropyTapV2" if on_gpu else "runner_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,
-        dtype=dtype or ("bfloat16" if on_gpu else "float32"),
+        dtype=str(dtype.resolve(on_gpu=on_gpu)),
+        hf_overrides={"head_dtype": "float32"},
         seed=seed,
         tensor_parallel_size=config.tensor_parallel_size,
         # By default, workers would become Ray actors if the engine is in a placement group.

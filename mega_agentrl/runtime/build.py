@@ -164,7 +164,7 @@ def _start_policy_and_engines(
     policy, generator = launch(start, on_gpu)
     start.progress.begin("weight transfer", "layouts and links of all ranks")
     weight_sync = WeightSynchronizer(
-        policy, generator, config, dtype="bfloat16" if on_gpu else "float32"
+        policy, generator, config, dtype=str(config.model.dtype.resolve(on_gpu=on_gpu))
     )
     traffic = weight_sync.connect(generator.routable_engines)
     (start.log_folder / "weights.txt").write_text(traffic.summary() + "\n")

@@ -15,10 +15,9 @@ def test_a_gpu_keeps_a_reserve_and_a_cpu_has_no_bound():
 
 def test_types_follow_the_device_unless_one_is_named():
     gpu, cpu = DeviceSpec(), DeviceSpec(memory_gib=None)
-    assert [device.train_item_bytes(Dtype.auto) for device in (gpu, cpu)] == [2, 4]
-    assert gpu.train_item_bytes(Dtype.float32) == 4
-    assert cpu.train_item_bytes(Dtype.bfloat16) == 2
-    assert (gpu.engine_item_bytes, cpu.engine_item_bytes) == (2, 4)
+    assert [device.item_bytes(Dtype.auto) for device in (gpu, cpu)] == [2, 4]
+    assert [device.item_bytes(Dtype.float32) for device in (gpu, cpu)] == [4, 4]
+    assert [device.item_bytes(Dtype.bfloat16) for device in (gpu, cpu)] == [2, 2]
 
 
 @pytest.mark.parametrize(

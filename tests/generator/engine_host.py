@@ -13,6 +13,8 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.enums import Dtype
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
@@ -33,7 +35,7 @@ class EngineHost:
         *,
         wait: bool = True,
         on_gpu: bool = False,
-        dtype: str | None = None,
+        dtype: Dtype = Dtype.auto,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
@@ -83,7 +85,7 @@ def _serve(
     model: str,
     log_path: Path,
     on_gpu: bool,
-    dtype: str | None,
+    dtype: Dtype,
 ) -> None:
     from mega_agentrl.generator.environment import set_vllm_environment
 
@@ -96,9 +98,7 @@ def _serve(
     asyncio.run(_answer_calls(pipe, config, model, dtype))
 
 
-async def _answer_calls(
-    pipe: Connection, config: EngineConfig, model: str, dtype: str | None
-) -> None:
+async def _answer_calls(pipe: Connection, config: EngineConfig, model: str, dtype: Dtype) -> None:
     from mega_agentrl.generator.engine import Engine
 
     loop = asyncio.get_running_loop()

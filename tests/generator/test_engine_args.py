@@ -1,27 +1,36 @@
 """Arguments that decide on the numbers."""
 
+import pytest
 import torch
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.engine_args import engine_args
 
 
+@pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
+def test_logits_are_float32_whatever_the_weights_are(dtype, model_folder):
+    args = engine_args(EngineConfig(max_model_len=512), str(model_folder), seed=1, dtype=dtype)
+    model_config = args.create_model_config()
+    assert model_config.dtype == getattr(torch, dtype)
+    assert model_config.head_dtype == torch.float32
+
+
 def test_a_deterministic_engine_computes_each_request_alone():
     config = EngineConfig(max_num_seqs=64)
-    plain = engine_args(config, "model", seed=1, dtype=None)
-    alone = engine_args(config, "model", seed=1, dtype=None, deterministic=True)
+    plain = engine_args(config, "model", seed=1)
+    alone = engine_args(config, "model", seed=1, deterministic=True)
     assert (plain.max_num_seqs, plain.enable_prefix_caching) == (64, True)
     assert (alone.max_num_seqs, alone.enable_prefix_caching) == (1, False)
 
 
 def test_an_engine_can_sleep_where_it_shares_a_gpu(monkeypatch):
     config = EngineConfig()
-    assert not engine_args(config, "model", seed=1, dtype=None, colocated=True).enable_sleep_mode
+    assert not engine_args(config, "model", seed=1, colocated=True).enable_sleep_mode
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    kinds = {"seed": 1, "dtype": None}
-    assert engine_args(config, "model", **kinds, colocated=True).enable_sleep_mode
-    assert not engine_args(config, "model", **kinds).enable_sleep_mode
+    assert engine_args(config, "model", seed=1, colocated=True).enable_sleep_mode
+    assert not engine_args(config, "model", seed=1).enable_sleep_mode
 
 
 def test_a_single_worker_runs_in_the_engine_core_and_several_in_its_own_processes(monkeypatch):
@@ -32,5 +41,5 @@ def test_a_single_worker_runs_in_the_engine_core_and_several_in_its_own_processe
         (True, 2, "mp"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
-        args = engine_args(EngineConfig(tensor_parallel_size=tensor), "model", seed=1, dtype=None)
+        args = engine_args(EngineConfig(tensor_parallel_size=tensor), "model", seed=1)
         assert args.distributed_executor_backend == backend

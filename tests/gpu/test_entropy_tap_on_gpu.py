@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
@@ -27,7 +26,6 @@ from mega_agentrl.reshard.verify.digest_verifier import (
     collect_regions,
     regions_of_layout,
 )
-from mega_agentrl.types.batch import TrainBatch
 from mega_agentrl.types.records import GenerateRequest
 from tests.generator.engine_host import EngineHost
 from tests.generator.tiny_model import write_model
@@ -36,6 +34,7 @@ from tests.gpu.gpus import needs_gpus
 from tests.parallel.policy_jobs import run_calls
 from tests.reshard.fake_trainer import source_layouts
 from tests.reshard.transports.ranks import ranks
+from tests.train_batches import batch_of_generations
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 BOUNDS = {"float32": 1e-3, "bfloat16": 1e-2}
@@ -82,7 +81,7 @@ def live(request, folders, tmp_path_factory):
     dtype, _, graphs = request.param.partition(" ")
     config = EngineConfig(max_model_len=256, gpu_memory_utilization=0.2, enforce_eager=not graphs)
     log = tmp_path_factory.mktemp("engine") / "vllm.log"
-    host = EngineHost(config, folders[0], log, on_gpu=True, dtype=dtype)
+    host = EngineHost(config, folders[0], log, on_gpu=True, dtype=Dtype(dtype))
     yield Live(host, dtype)
     host.close()
 
@@ -96,7 +95,7 @@ def check_against_actor(live, folder, rank_pool, temperature=1.0):
     pairs = live.generate(temperature)
     for _, got in pairs:
         assert len(got.entropies) == len(got.logps) == len(got.token_ids) > 0
-    batch = rows_of(pairs)
+    batch = batch_of_generations(pairs)
     config = TrainConfig(model=ModelConfig(path=str(folder), dtype=Dtype(live.dtype)))
     config.rollout.temperature = temperature
     ((rows, logp_RT, entropy_RT),) = rank_pool.run(
@@ -111,33 +110,6 @@ def check_against_actor(live, folder, rank_pool, temperature=1.0):
         worst = gap_N.max() if live.dtype == "float32" else gap_N.mean()
         assert worst < BOUNDS[live.dtype]
     assert entropy_RT[mask_RT].std() > 0.05, "all entropies are about equal"
-
-
-def rows_of(pairs):
-    """The requests and their answers as a batch."""
-    size = len(pairs)
-    lengths = [len(got.token_ids) for _, got in pairs]
-    fields = {
-        name: torch.zeros(size, max(lengths), dtype=kind)
-        for name, kind in (
-            ("response_BT", torch.int64), ("mask_BT", torch.bool), ("tree_token_BT", torch.int64),
-            ("version_BT", torch.int64), ("rollout_logp_BT", torch.float32),
-            ("rollout_entropy_BT", torch.float32),
-        )
-    }  # fmt: skip
-    for row, (_, got) in enumerate(pairs):
-        here = slice(0, lengths[row])
-        fields["response_BT"][row, here] = torch.tensor(got.token_ids)
-        fields["rollout_logp_BT"][row, here] = torch.tensor(got.logps)
-        fields["rollout_entropy_BT"][row, here] = torch.tensor(got.entropies)
-        fields["mask_BT"][row, here] = True
-    return TrainBatch(
-        prompt_ids=tuple(request.token_ids for request, _ in pairs),
-        length_B=torch.tensor(lengths),
-        group_B=torch.arange(size),
-        reward_B=torch.zeros(size),
-        **fields,
-    )
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ class ModelConfig(Section, key="model"):
     """Folder of the reference model of the KL term, of the same shape and vocabulary; empty uses
     the weights at the start of RL."""
     dtype: Dtype = Dtype.auto
-    """Dtype of the weights in the forward pass. bfloat16 weights have float32 master copies in the
-    optimizer; gradients are always float32."""
+    """Dtype of the weights in the forward pass, of the policy and of the engines. bfloat16 weights
+    have float32 master copies in the optimizer; gradients and logits are always float32."""
 
 
 @dataclass

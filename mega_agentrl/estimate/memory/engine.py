@@ -94,11 +94,11 @@ def estimate_engine_memory(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec
 ) -> EngineMemory:
     """Return the memory of an engine rank; all ranks need the same."""
-    engine, item = config.engine, device.engine_item_bytes
+    engine, item = config.engine, device.item_bytes(config.model.dtype)
     weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size) * item
     activations = _num_activation_elements(config, shape) * item
     num_logits = engine.max_num_seqs * shape.vocab_size
-    logits = num_logits * (item + 2 * _FLOAT_BYTES)
+    logits = num_logits * 3 * _FLOAT_BYTES
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
         logits += num_logits * (_FLOAT_BYTES + 8)  # sorted values and their indices
     bucket = config.weight_sync.bucket_mib * MIB

@@ -137,9 +137,7 @@ def _estimate_stage_memory(
     imbalance: float,
 ) -> PolicyMemory:
     layout, trains = config.parallel, not config.is_eval_only
-    kernels = KernelConfig(
-        item_bytes=device.train_item_bytes(config.model.dtype), fused=device.is_gpu
-    )
+    kernels = KernelConfig(item_bytes=device.item_bytes(config.model.dtype), fused=device.is_gpu)
     state = estimate_model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
     activations = stage_activation_bytes(
         shape, layout, stage, tokens, kernels,

@@ -35,6 +35,7 @@ from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from mega_agentrl.config.enums import Dtype
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.types.records import GenerateRequest, Generation
@@ -53,6 +54,7 @@ class EngineActor:
     def __init__(
         self,
         config: EngineConfig,
+        dtype: Dtype,
         on_gpu: bool,
         log_file: str,
         deterministic: bool,
@@ -62,6 +64,7 @@ class EngineActor:
 
         Args:
             config: Settings of the engine.
+            dtype: Dtype of the weights.
             on_gpu: Whether the engine runs on GPUs.
             log_file: File for the process's output.
             deterministic: Whether results must be reproducible bit by bit.
@@ -70,6 +73,7 @@ class EngineActor:
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
         self._config = config
+        self._dtype = dtype
         self._on_gpu = on_gpu
         self._deterministic = deterministic
         self._gpus = gpus
@@ -93,6 +97,7 @@ class EngineActor:
             self._config,
             model_path,
             seed=seed,
+            dtype=self._dtype,
             deadline_s=timeout_s,
             deterministic=deterministic,
             colocated=self._gpus is not None,
@@ -154,7 +159,7 @@ class GeneratorGroup:
 
         def spawn_actor(index: int) -> Any:
             log_file = str(log_folder / f"engine{index}.log")
-            args = (engine, on_gpu, log_file, config.deterministic)
+            args = (engine, config.model.dtype, on_gpu, log_file, config.deterministic)
             if engine_placement is None:
                 return actor_class.remote(*args)
             strategy, gpus = engine_placement(index)
