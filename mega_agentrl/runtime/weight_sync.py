@@ -32,7 +32,7 @@ from mega_agentrl.reshard.verify.digest_verifier import (
     regions_of_held_tensors,
     regions_of_layout,
 )
-from mega_agentrl.reshard.verify.weight_probe import probe_prompt
+from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_prompt
 from mega_agentrl.runtime.remote_calls import RemoteCallError, gather, gather_with_causes
 
 if TYPE_CHECKING:
@@ -55,9 +55,6 @@ PEER_WAITS_PER_CALL = 10
 
 NUM_PROBE_TOKENS = 32
 """Length of the prompt that policy and engines both score after every update."""
-
-_PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest accepted mean difference of the probe's log-probs, by dtype."""
 
 EngineWorkers = list[tuple["list[ShardLayout]", "DeviceLocation"]]
 """Layout and location of every worker of an engine."""
@@ -132,8 +129,8 @@ class WeightSynchronizer:
         Returns:
             `bytes_per_worker`, the most bytes that a worker received; `total_s`, the seconds from
             pause to resume; `transfer_s` and `verify_s`, the seconds of the transfer and of the
-            comparison of digests; `probe_gap`, the largest mean difference of the probe's log-probs
-            of any engine, in nats.
+            comparison of digests; `probe_gap`, the largest median difference of the probe's
+            log-probs of any engine, in nats.
 
         Raises:
             RemoteCallError: The transfer failed; names ranks, tensor and bucket. The engines then
@@ -316,10 +313,10 @@ class WeightSynchronizer:
     def _compare_probe_logprobs(
         self, link: _SyncLink, release_policy: Callable[[], None] | None
     ) -> float:
-        """Return the largest mean log-prob difference of any engine.
+        """Return the largest median log-prob difference of any engine.
 
         Raises:
-            ValueError: A difference is above the tolerance.
+            ValueError: A difference is above the tolerance; see `check_probe`.
         """
         prompt = probe_prompt(self._model_shape.vocab_size, NUM_PROBE_TOKENS)
         calls = self._policy.submit("compute_prompt_log_probs", prompt)
@@ -331,20 +328,10 @@ class WeightSynchronizer:
             | self._engines.submit("compute_prompt_log_probs", prompt, only=link.engine_indices),
         )
         policy_logprobs = next(answers[name] for name in calls if answers[name] is not None)
-        limit = _PROBE_TOLERANCE_NATS[self._dtype]
-        max_gap = 0.0
-        for name in answers.keys() - calls.keys():
-            gap = sum(
-                abs(a - b) for a, b in zip(policy_logprobs, answers[name], strict=True)
-            ) / len(policy_logprobs)
-            if not gap <= limit:
-                raise ValueError(
-                    f"probe: {name} and the policy disagree on the log-probs of a fixed prompt by "
-                    f"{gap:.3g} nats on average, expected at most {limit:g}; probable "
-                    "cause: the same bytes, but names or heads mapped differently on both sides"
-                )
-            max_gap = max(max_gap, gap)
-        return max_gap
+        return max(
+            check_probe(name, policy_logprobs, answers[name], self._dtype)
+            for name in answers.keys() - calls.keys()
+        )
 
     def _block_engines(self, link: _SyncLink, reason: str) -> None:
         """Make every engine that still answers refuse requests."""

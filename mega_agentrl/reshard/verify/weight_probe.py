@@ -2,6 +2,11 @@
 
 Digests prove that the bytes arrived. That both sides interpret them alike (which rows belong to the
 gate projection, which heads are query heads) shows only in the model's output.
+
+The two sides are compared by the median difference over the prompt's tokens. In bfloat16 policy and
+engine round differently, so that a router may choose another expert for a token: its log-prob then
+differs by nats, and the mean over the tokens with it, but not their median. A wrong mapping changes
+the log-probs of most tokens by nats.
 """
 
 from __future__ import annotations
@@ -9,17 +14,46 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mega_agentrl.types.batch import TrainBatch
 
 _PROBE_SEED = 20
 
+PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.2}
+"""Largest accepted median difference of the probe's log-probs, by dtype of the engine."""
+
 
 def probe_prompt(vocab_size: int, num_tokens: int) -> list[int]:
     """Return pseudo-random token ids that are the same in every process and run."""
     rng = random.Random(_PROBE_SEED)
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def check_probe(
+    engine: str, policy_logp_T: Sequence[float], engine_logp_T: Sequence[float], dtype: str
+) -> float:
+    """Return the median difference of the probe's log-probs, in nats.
+
+    Args:
+        engine: Name of the engine, for the error.
+        policy_logp_T: The policy's log-probs of the prompt's tokens after the first.
+        engine_logp_T: The engine's.
+        dtype: Dtype of the engine, a key of `PROBE_TOLERANCE_NATS`.
+
+    Raises:
+        ValueError: The difference is above the tolerance, or not a number.
+    """
+    difference_T = np.abs(np.subtract(policy_logp_T, engine_logp_T))
+    gap, limit = float(np.median(difference_T)), PROBE_TOLERANCE_NATS[dtype]
+    if not gap <= limit:
+        raise ValueError(
+            f"probe: {engine} and the policy disagree on the log-probs of a fixed prompt by "
+            f"{gap:.3g} nats in the median, expected at most {limit:g}; probable cause: the same "
+            "bytes, but names or heads mapped differently on both sides"
+        )
+    return gap
 
 
 def probe_batch(token_ids: Sequence[int], num_rows: int) -> TrainBatch:

@@ -1,8 +1,12 @@
-"""The probe is the same everywhere and scores every token but the first."""
+"""The probe: its prompt, and which differences between policy and engine are accepted."""
 
 from __future__ import annotations
 
-from mega_agentrl.reshard.verify.weight_probe import probe_batch, probe_prompt
+import math
+
+import pytest
+
+from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_batch, probe_prompt
 
 
 def test_the_prompt_is_fixed_and_inside_the_vocabulary():
@@ -16,3 +20,29 @@ def test_every_row_holds_the_prompt():
     assert batch.prompt_ids == ((3,), (3,))
     assert batch.response_BT.tolist() == [[1, 4, 1]] * 2
     assert batch.length_B.tolist() == [3, 3]
+
+
+def check(*differences, dtype="bfloat16"):
+    policy = [-3.0 - 0.1 * number for number in range(len(differences))]
+    engine = [logp + gap for logp, gap in zip(policy, differences, strict=True)]
+    return check_probe("engine 1", policy, engine, dtype)
+
+
+def test_an_expert_chosen_otherwise_for_one_token_of_31_is_accepted():
+    rounded = [0.05, -0.05] * 15
+    assert check(*rounded, 2.0) == pytest.approx(0.05)
+    assert check(*rounded, -math.inf) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("differences", "dtype"),
+    [
+        ([0.0] * 15 + [2.0, -1.5] * 8, "bfloat16"),  # a wrong mapping: most tokens
+        ([0.01] * 31, "float32"),
+        ([math.nan] + [0.0] * 30, "bfloat16"),
+    ],
+    ids=["most tokens", "float32", "NaN"],
+)
+def test_other_differences_are_refused(differences, dtype):
+    with pytest.raises(ValueError, match="engine 1"):
+        check(*differences, dtype=dtype)
