@@ -1,6 +1,7 @@
 """The smoke run's input in small, shared by all tests that need a model and data."""
 
 import dataclasses
+import logging
 import re
 import signal
 import subprocess
@@ -158,3 +159,23 @@ def rank_pool(tmp_path_factory):
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ray_local():
+    """A small Ray for all tests that need one."""
+    import ray
+
+    from mega_agentrl.runtime.cluster import set_ray_environment
+
+    set_ray_environment()
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=128 * 1024**2,
+    )
+    yield
+    ray.shutdown()
