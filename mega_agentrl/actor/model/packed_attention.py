@@ -4,7 +4,8 @@ The packed tokens pass through the layers as one sequence of batch size 1 (`sbhd
 norms, linear layers and rotary embedding process no padding between rows. Only the core
 attention separates the rows:
 
-    GPU, 16-bit  torch's variable-length flash attention, without padding
+    GPU, 16-bit  torch's variable-length flash attention, without padding; before torch 2.12 with
+                 key and value heads repeated
     otherwise    torch's scaled-dot-product attention over blocks of rows of similar length
 
 With context parallelism the keys and values of all context ranks are gathered first.
@@ -14,8 +15,9 @@ Shapes: S tokens of this rank, W of all context ranks, H and Hkv local heads, D 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ from mega_agentrl.actor.model.attention_plan import (
 from mega_agentrl.actor.parallel.context_parallel import all_gather_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -193,6 +195,11 @@ def _varlen_attention(
         key_WHD, value_WHD = (
             part.index_select(0, plan.key_index_K) for part in (key_WHD, value_WHD)
         )
+    grouped_queries = {}
+    if _accepts_grouped_queries(varlen_attn):
+        grouped_queries["enable_gqa"] = query_SHD.size(1) != key_WHD.size(1)
+    else:
+        key_WHD, value_WHD = (_repeat_heads(p, query_SHD.size(1)) for p in (key_WHD, value_WHD))
     return varlen_attn(
         query_SHD,
         key_WHD,
@@ -204,8 +211,19 @@ def _varlen_attention(
         scale=scale,
         # Causal: the last query of a segment is aligned with its last key.
         window_size=(-1, 0),
-        enable_gqa=query_SHD.size(1) != key_WHD.size(1),
+        **grouped_queries,
     )
+
+
+@cache
+def _accepts_grouped_queries(function: Callable[..., torch.Tensor]) -> bool:
+    """Return whether torch's function has an argument for it, as from torch 2.12 on."""
+    return "enable_gqa" in inspect.signature(function).parameters
+
+
+def _repeat_heads(part_WHD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Repeat key or value heads, so that there are as many as query heads."""
+    return part_WHD.repeat_interleave(num_heads // part_WHD.size(1), dim=1)
 
 
 def _padded_attention(
@@ -218,8 +236,7 @@ def _padded_attention(
     plan = rows.padded_plan
     if query_SHD.is_cuda and query_SHD.size(1) != key_WHD.size(1):
         # The only fused GPU kernel for float32 needs as many key heads as query heads.
-        repeat = query_SHD.size(1) // key_WHD.size(1)
-        key_WHD, value_WHD = (p.repeat_interleave(repeat, dim=1) for p in (key_WHD, value_WHD))
+        key_WHD, value_WHD = (_repeat_heads(p, query_SHD.size(1)) for p in (key_WHD, value_WHD))
     key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
     query_sizes = [block.num_segments * block.num_queries for block in plan.blocks]
     parts = zip(

@@ -73,6 +73,12 @@ def varlen_by_rows(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window
     return torch.cat(outs)
 
 
+def varlen_of_torch_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    """Compute the same without grouped queries."""
+    arguments = {"scale": scale, "window_size": window_size, "enable_gqa": False}
+    return varlen_by_rows(query, key, value, cu_q, cu_k, max_q, max_k, **arguments)
+
+
 @pytest.mark.parametrize("scale", [None, 0.1])
 def test_packed_rows_attend_like_each_row_alone(scale):
     parts, grad = inputs()
@@ -82,8 +88,9 @@ def test_packed_rows_attend_like_each_row_alone(scale):
     torch.testing.assert_close(got, expected(scale or 8**-0.5))
 
 
-def test_rows_by_boundaries_give_the_same(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attn", varlen_by_rows)
+@pytest.mark.parametrize("kernel", [varlen_by_rows, varlen_of_torch_2_11])
+def test_rows_by_boundaries_give_the_same(kernel, monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "_supports_varlen_attn", lambda query: True)
     parts, grad = inputs()
     rows = PackedRowParams.from_row_starts(STARTS, positions(STARTS))
