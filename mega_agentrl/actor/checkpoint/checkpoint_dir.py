@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.input_files import read_json
 from mega_agentrl.types.atomic_file import atomic_write, fsync_path
-from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -90,7 +89,13 @@ class CheckpointManifest:
             raise ValueError(
                 f"checkpoint {folder}: got format {kind!r}, expected {MANIFEST_FORMAT!r}"
             )
-        return from_builtins(cls, values, str(path))
+        try:
+            files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+            return cls(files=files, **values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}: {error}; probable cause: it is damaged, or of another version"
+            ) from None
 
     def require_shape(self, folder: Path, shape: ModelShape, source: str) -> None:
         """Raise `ValueError` if the checkpoint in `folder` is of a model of another shape.
@@ -109,7 +114,7 @@ class CheckpointManifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest atomically, which makes the folder a checkpoint."""
-        text = json.dumps({"format": MANIFEST_FORMAT, **to_builtins(self)}, indent=1)
+        text = json.dumps({"format": MANIFEST_FORMAT, **asdict(self)}, indent=1)
         atomic_write(folder / MANIFEST_FILE, text, fsync=True)
 
 

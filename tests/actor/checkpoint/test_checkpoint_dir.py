@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -128,6 +129,22 @@ def test_another_format_is_refused(tmp_path):
     (folder / "manifest.json").write_text(text.replace(checkpoint_dir.MANIFEST_FORMAT, "other 2"))
     with pytest.raises(ValueError, match="got format 'other 2'"):
         CheckpointManifest.read(folder)
+
+
+@pytest.mark.parametrize("damage", ["a field less", "a field more", "files without sizes"])
+def test_a_manifest_with_other_fields_is_refused(tmp_path, damage):
+    folder = write(tmp_path / "a")
+    values = json.loads((folder / "manifest.json").read_text())
+    if damage == "a field less":
+        del values["num_steps"]
+    elif damage == "a field more":
+        values["color"] = "red"
+    else:
+        values["files"] = {"data": {"sha256": "0"}}
+    (folder / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="another version"):
+        CheckpointManifest.read(folder)
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_pruning_keeps_the_newest_and_removes_leftovers(tmp_path):
