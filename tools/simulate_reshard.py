@@ -1,14 +1,27 @@
 r"""Plans a weight update for a real model on many ranks, from its config alone.
 
-    python tools/simulate_reshard.py                         all models below, with their sizes
+    python tools/simulate_reshard.py                    all cases below and all recipes
+    python tools/simulate_reshard.py --case qwen3_32b_64gpu
     python tools/simulate_reshard.py --model qwen3-30b-a3b --trainer tensor=8,expert=8 \
         --rollout tensor=4,engines=2 --per-node 8 --network-gbs 25
     python tools/simulate_reshard.py --model path/to/config.json ...
 
-One layer of each type is traced through vLLM's loader and repeated (`planner.owner_expansion`); the
-plan covers all ranks and tensors. No weights, processes or GPU are needed. The tool prints bytes,
-the lower bound of network traffic, the minimum time (a rank's own bytes over one network link), the
-predicted time (`planner.traffic`: links only) and published times of other systems.
+Prints one JSON line per case, and ends with code 1 if a bound is broken:
+
+    open_gib       memory that a rollout rank has open: modules that are begun but not complete, and
+                   two buckets; at most `open_limit_gib`, the two largest modules and two buckets
+    peers_max      ranks that a rank exchanges bytes with, by direction; at most `peers_limit`
+    setup_s        CPU seconds of a worker's trace, and of the driver's plan with the
+                   serialization of its parts; at most 60 (`SETUP_LIMIT_S`)
+    replace_s      CPU seconds of the driver for a replaced engine on another machine: a link to
+                   that engine, and then one to all; at most 10 (`REPLACE_LIMIT_S`)
+    predicted_s    time on the links (`planner.traffic`); `floor_s` is that of a rank's own bytes
+                   over one network link, and `published` what others report, in seconds
+    received_ratio received / own bytes, of the rank where it is farthest from 1
+    network_gib    bytes between machines, at least `min_network_gib`
+
+One layer of each type is traced through vLLM's loader and repeated; the plan covers all ranks and
+tensors and is made as in a run (`reshard.link_planner`). No weights, processes or GPU are needed.
 """
 
 from __future__ import annotations
@@ -17,144 +30,266 @@ import argparse
 import gc
 import json
 import os
+import pickle
+import re
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_agentrl.reshard.layout import ShardLayout
-from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.estimate.weight_transfer import plan_rank_locations, trainer_parallel_sizes
+from mega_agentrl.reshard.layout import Block, ShardLayout, distinct_layouts
+from mega_agentrl.reshard.link_planner import Layout, LinkPlan, LinkPlanner
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.owner_expansion import (
     TrainerParallelSizes,
-    expand_rollout_owners,
-    expand_trainer_owners,
     first_layer_of_each_type,
 )
-from mega_agentrl.reshard.planner.planner import plan_from_owners
-from mega_agentrl.reshard.planner.regions import RankSetCache, RectOwners
-from mega_agentrl.reshard.planner.traffic import TransferTraffic, count_traffic
+from mega_agentrl.reshard.planner.traffic import count_traffic, max_open_bytes, module_bytes
 from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
 
 CONFIGS = Path(__file__).resolve().parent / "model_configs"
+PEERS_LIMIT = 32
+SETUP_LIMIT_S = 60.0
+REPLACE_LIMIT_S = 10.0
+GIB = 2**30
 
 
 class Case(NamedTuple):
     """A model, the parallel sizes of both sides, and published times in seconds."""
 
+    name: str
     model: str
     trainer: dict[str, int]
     rollout: dict[str, int]
-    published: str = "-"
+    published: str = ""
+    bucket_mib: int = 64
+    colocated: bool = False
 
 
 CASES = (
     Case(
+        "4b",
         "qwen3-4b",
         {"tensor": 2, "data": 4},
         {"tensor": 1, "engines": 8},
         "NeMo-RL 0.21-0.34 (H100)",
     ),
     Case(
+        "30b-a3b",
         "qwen3-30b-a3b",
         {"tensor": 4, "data": 4, "expert": 16},
         {"tensor": 4, "engines": 4},
         "NeMo-RL 0.74-1.00 (H100)",
     ),
     Case(
+        "72b",
         "qwen2.5-72b",
         {"tensor": 8, "pipeline": 4, "data": 2},
         {"tensor": 8, "engines": 8},
     ),
     Case(
+        "235b-a22b",
         "qwen3-235b-a22b",
-        {"tensor": 4, "pipeline": 8, "data": 8, "expert": 32},
+        {"tensor": 4, "pipeline": 2, "data": 32, "expert": 64},
         {"tensor": 8, "engines": 32},
         "SkyRL 3.5, checkpoint-engine 6.2 (8 H800), verl 23.7 (H20)",
     ),
     Case(
+        "235b-a22b-768",
+        "qwen3-235b-a22b",
+        {"tensor": 4, "pipeline": 2, "data": 64, "expert": 128},
+        {"tensor": 8, "engines": 32},
+    ),
+    Case(
+        "deepseek-v3",
         "deepseek-v3-sized",
-        {"tensor": 8, "pipeline": 16, "data": 8, "expert": 64},
+        {"tensor": 8, "pipeline": 16, "data": 8, "expert": 32},
         {"tensor": 32, "engines": 32},
         "NeMo-RL 2.4-2.8 (H100)",
     ),
 )
+RECIPES = {
+    "ares_7b": "qwen2.5-7b",
+    "arpo_7b_reasoning": "qwen2.5-7b",
+    "arpo_8b_deepsearch": "qwen3-8b",
+    "arpo_14b_deepsearch": "qwen3-14b",
+    "egpo_qwen3_4b": "qwen3-4b",
+    "qwen2_5_7b_8gpu": "qwen2.5-7b",
+    "qwen2_5_72b_64gpu": "qwen2.5-72b",
+    "qwen3_32b_64gpu": "qwen3-32b",
+    "qwen3_235b_a22b_512gpu": "qwen3-235b-a22b",
+}
+"""Experiments in configs/ that train a released model, with the config of that model."""
 
 
-class SimulationResult(NamedTuple):
-    """Result of one case."""
+class Sides(NamedTuple):
+    """The layouts of all ranks of a case."""
 
-    traffic: TransferTraffic
-    own_bytes: int
-    """Bytes of the largest rollout rank's shards."""
-    ratio: float
-    """Received bytes / own bytes, of the rank whose ratio is farthest from 1."""
-    model_bytes: int
-    num_buckets: int
+    shape: ModelShape
+    trainer_layouts: list[Layout]
+    engine_layouts: list[list[Layout]]
     trace_s: float
-    plan_s: float
-    """CPU seconds of planning, without tracing and counting."""
+    """CPU seconds that a worker needs to trace the whole model."""
 
 
-def simulate(case: Case, args: argparse.Namespace) -> SimulationResult:
-    """Trace, plan and count one case."""
+def recipe_case(name: str) -> Case:
+    """Return the case of an experiment in configs/, with its sizes."""
+    from tools.preflight_parts.compose import compose_config, make_config_only_folder
+
+    model = RECIPES[name]
+    unset = ("data.train", "data.validation", "tool.search.source")
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_config_only_folder(CONFIGS / f"{model}.json", Path(folder))
+        overrides = [f"experiment={name}", *(f"{key}=unset" for key in unset)]
+        config = compose_config(overrides, model_path=path)
+        sizes = trainer_parallel_sizes(config, ModelShape.from_folder(path))
+    return Case(
+        name,
+        model,
+        {
+            "tensor": sizes.tensor_size,
+            "pipeline": sizes.pipeline_size,
+            "data": sizes.data_size,
+            "expert": sizes.expert_size,
+        },
+        {"tensor": config.engine.tensor_parallel_size, "engines": config.cluster.num_engines},
+        bucket_mib=config.weight_sync.bucket_mib,
+        colocated=config.cluster.colocated,
+    )
+
+
+def simulate(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Trace, plan and count one case; return what is printed."""
+    sizes = TrainerParallelSizes(**{f"{axis}_size": size for axis, size in case.trainer.items()})
+    engines, tensor = case.rollout["engines"], case.rollout["tensor"]
+    sides = _make_sides(case, sizes, args.dtype)
+    locations = plan_rank_locations(
+        sizes.num_ranks, tensor, engines, args.per_node, colocated=case.colocated
+    )
+    bucket_bytes = case.bucket_mib * 2**20
+    start_s = time.process_time()
+    planner = LinkPlanner(list(hf_shapes(sides.shape)), args.dtype, bucket_bytes)
+    link_plan = planner.plan(sides.trainer_layouts, sides.engine_layouts, locations)
+    _serialize(link_plan)
+    plan_s = time.process_time() - start_s
+    start_s = time.process_time()
+    moved = _move_last_engine(locations, tensor)
+    _serialize(
+        planner.plan(
+            sides.trainer_layouts,
+            sides.engine_layouts[-1:],
+            [*moved[: sizes.num_ranks], *moved[-tensor:]],
+        )
+    )
+    _serialize(planner.plan(sides.trainer_layouts, sides.engine_layouts, moved))
+    replace_s = time.process_time() - start_s
+    return _describe(case, sides, link_plan, locations, args) | {
+        "setup_s": round(sides.trace_s + plan_s, 3),
+        "setup_limit_s": SETUP_LIMIT_S,
+        "trace_s": round(sides.trace_s, 3),
+        "replace_s": round(replace_s, 3),
+        "replace_limit_s": REPLACE_LIMIT_S,
+    }
+
+
+def _describe(
+    case: Case,
+    sides: Sides,
+    link_plan: LinkPlan,
+    locations: Sequence[RankLocation],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the figures of a plan."""
+    plan, item_bytes = link_plan.plan, DTYPE_BYTES[args.dtype]
+    traffic = count_traffic(plan, locations, args.speeds)
+    layouts = [layout for engine in sides.engine_layouts for layout in engine]
+    own = {
+        id(layout): item_bytes * sum(_num_elements(shard) for shard in layout)
+        for layout in distinct_layouts(layouts)
+    }
+    ratios = [
+        traffic.received_bytes_of(rank) / own[id(layout)]
+        for rank, layout in zip(plan.rollout_ranks, layouts, strict=True)
+    ]
+    open_bytes, largest = 0, 0
+    for layout in distinct_layouts(sides.engine_layouts[0]):
+        rank = plan.num_trainer_ranks + layouts.index(layout)
+        open_bytes = max(open_bytes, max_open_bytes(link_plan.engine_plans[0], rank, layout))
+        modules = module_bytes(layout, item_bytes)
+        largest = max(largest, *modules.values())
+    slots = 2 * max(bucket.num_bytes for bucket in plan.buckets)
+    return {
+        "bench": "simulate_reshard",
+        "case": case.name,
+        "model": case.model,
+        "trainer_ranks": plan.num_trainer_ranks,
+        "rollout_ranks": plan.num_rollout_ranks,
+        "open_gib": round((open_bytes + slots) / GIB, 3),
+        "open_limit_gib": round((2 * largest + slots) / GIB, 3),
+        "peers_max": traffic.max_peers(),
+        "peers_limit": PEERS_LIMIT,
+        "predicted_s": round(traffic.predicted_s, 4),
+        "floor_s": round(max(own.values()) / args.speeds.network, 4),
+        "received_ratio": max(ratios, key=lambda ratio: abs(ratio - 1.0)),
+        "network_gib": round(traffic.total_bytes(LinkType.network) / GIB, 2),
+        "min_network_gib": round(traffic.min_network_bytes / GIB, 2),
+        "published": case.published,
+        "buckets": len(plan.buckets),
+    }
+
+
+def broken_bounds(line: dict[str, Any]) -> list[str]:
+    """Return what a case exceeds."""
+    limits = {
+        "open_gib": line["open_limit_gib"],
+        "peers_max": line["peers_limit"],
+        "setup_s": line["setup_limit_s"],
+        "replace_s": line["replace_limit_s"],
+        "network_gib": line["min_network_gib"],
+        "received_ratio": 1.0,
+    }
+    return [
+        f"{key}={line[key]}, at most {limit}" for key, limit in limits.items() if line[key] > limit
+    ]
+
+
+def _make_sides(case: Case, sizes: TrainerParallelSizes, dtype: str) -> Sides:
     path = Path(case.model)
     path = path if path.is_file() else CONFIGS / f"{case.model}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
         raise ValueError(f"--model {case.model}: expected a config.json or one of {known}")
-    shape, engine, trace_s = _trace(path, case.rollout["tensor"], args.dtype)
-    sizes = TrainerParallelSizes(**{f"{axis}_size": size for axis, size in case.trainer.items()})
-    num_rollout_ranks = case.rollout["tensor"] * case.rollout["engines"]
-    locations = _locations(sizes.num_ranks, num_rollout_ranks, args.per_node, args.colocated)
-    start = time.process_time()
-    rank_sets = RankSetCache()
-    trainer_owners = expand_trainer_owners(shape, sizes, rank_sets)
-    engines = case.rollout["engines"]
-    rollout_owners = expand_rollout_owners(
-        shape, engine, engines, rank_sets, first_rank=sizes.num_ranks
-    )
-    shapes = hf_shapes(shape)
-    plan = plan_from_owners(
-        trainer_owners, rollout_owners, rank_sets, locations, args.dtype,
-        names=list(shapes), num_trainer_ranks=sizes.num_ranks,
-        bucket_bytes=args.bucket_mib * 2**20, speeds=args.speeds,
-    )  # fmt: skip
-    plan_s = time.process_time() - start
-    traffic = count_traffic(plan, locations, args.speeds)
-    own = _own_bytes(rollout_owners, DTYPE_BYTES[args.dtype])
-    ratios = {traffic.received_bytes_of(rank) / own[rank] for rank in plan.rollout_ranks}
-    return SimulationResult(
-        traffic=traffic,
-        own_bytes=max(own.values()),
-        ratio=max(ratios, key=lambda ratio: abs(ratio - 1.0)),
-        model_bytes=DTYPE_BYTES[args.dtype] * sum(map(_numel, shapes.values())),
-        num_buckets=len(plan.buckets),
-        trace_s=trace_s,
-        plan_s=plan_s,
-    )
+    tensor = case.rollout["tensor"]
+    shape, sample, sample_s = _trace(path, tensor, dtype)
+    trace_s = sample_s / tensor * shape.num_layers / len(first_layer_of_each_type(shape))
+    engine = [expand_layout(shape, layout) for layout in sample]
+    return Sides(shape, trainer_layouts(shape, sizes), [engine] * case.rollout["engines"], trace_s)
 
 
 def _trace(
     path: Path, tensor_size: int, dtype: str
 ) -> tuple[ModelShape, list[list[ShardLayout]], float]:
-    """Return the shape of the whole model, and an engine's layouts of one layer of each type."""
+    """Return the model's shape, an engine's layouts of one layer of each type, and CPU seconds."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
 
     config = json.loads(path.read_text(encoding="utf-8"))
-    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(config), encoding="utf-8")
         shape = ModelShape.from_folder(folder)
         file.write_text(json.dumps(sample_config(config, shape)), encoding="utf-8")
+        trace_engine_layouts(folder, tensor_size, dtype)  # imports the model's modules
+        start_s = time.process_time()
         engine = trace_engine_layouts(folder, tensor_size, dtype)
-    return shape, engine, time.perf_counter() - start
+    return shape, engine, time.process_time() - start_s
 
 
 def sample_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
@@ -167,63 +302,80 @@ def sample_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "layer_types"} | changes
 
 
-def _locations(
-    num_trainer_ranks: int, num_rollout_ranks: int, per_node: int, colocated: bool
-) -> list[RankLocation]:
-    """Fill machines in order of rank; rollout ranks share the trainer's machines or follow."""
-    first = 0 if colocated else -(-num_trainer_ranks // per_node)
-    locations = [
-        RankLocation(rank // per_node, rank % per_node) for rank in range(num_trainer_ranks)
-    ]
-    return locations + [
-        RankLocation(first + rank // per_node, rank % per_node) for rank in range(num_rollout_ranks)
-    ]
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def _own_bytes(rollout_owners: RectOwners, item_bytes: int) -> dict[int, int]:
-    """Return the bytes of every rollout rank's shards."""
-    # Layers of a type share their table of rectangles.
-    tables = {id(rects): rects for rects in rollout_owners.values()}
-    times: dict[int, int] = defaultdict(int)
-    for rects in rollout_owners.values():
-        times[id(rects)] += 1
-    own: dict[int, int] = defaultdict(int)
-    for key, rects in tables.items():
-        for rect, ranks in rects.items():
-            for rank in ranks:
-                own[rank] += times[key] * rect.numel * item_bytes
-    return own
+def expand_layout(shape: ModelShape, sample: Sequence[ShardLayout]) -> Layout:
+    """Return a worker's shards of the whole model from those of one layer of each type."""
+    first_layers = first_layer_of_each_type(shape)
+    layout = []
+    for shard in sample:
+        match = _LAYER_NAME.match(shard.name)
+        if match is None:
+            layout.append(shard)
+            continue
+        is_moe = shape.is_moe_layer(first_layers[int(match[1])])
+        for layer in range(shape.num_layers):
+            if shape.is_moe_layer(layer) is is_moe:
+                layout.append(_rename_layer(shard, f"model.layers.{layer}."))
+    return layout
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
-def format_case(case: Case, result: SimulationResult, speeds: LinkSpeeds) -> str:
-    """Return the printed lines of one case."""
-    traffic, gib = result.traffic, 2**30
-    trainer = ", ".join(f"{key} {value}" for key, value in case.trainer.items())
-    rollout = ", ".join(f"{key} {value}" for key, value in case.rollout.items())
-    network = traffic.total_bytes(LinkType.network) / gib
-    same_node = traffic.total_bytes(LinkType.same_node) / gib
-    same_gpu = traffic.total_bytes(LinkType.same_gpu) / gib
-    own_s = result.own_bytes / speeds.network
-    model_s = result.model_bytes / speeds.network
-    return (
-        f"{case.model}: trainer {trainer} -> rollout {rollout}\n"
-        f"  model {result.model_bytes / gib:.2f} GiB; largest rollout shard "
-        f"{result.own_bytes / gib:.3f} GiB; received / own {result.ratio:.4f}\n"
-        f"  network {network:.2f} GiB, at least {traffic.min_network_bytes / gib:.2f}; same node "
-        f"{same_node:.2f}; same GPU {same_gpu:.2f}; sent by the trainer "
-        f"{traffic.trainer_sent_bytes() / gib:.2f}\n"
-        f"  predicted {traffic.predicted_s:.3f} s; over one network link: own bytes {own_s:.3f} s, "
-        f"whole model {model_s:.3f} s; published {case.published}\n"
-        f"  {result.num_buckets} buckets; traced in {result.trace_s:.1f} s, planned in "
-        f"{result.plan_s:.1f} s of CPU time"
+def _rename_layer(shard: ShardLayout, prefix: str) -> ShardLayout:
+    blocks = tuple(
+        Block(_LAYER_NAME.sub(prefix, block.hf_name, count=1), block.hf_rect, block.local_rect)
+        for block in shard.blocks
     )
+    return ShardLayout(_LAYER_NAME.sub(prefix, shard.name, count=1), shard.shape, blocks)
+
+
+def trainer_layouts(shape: ModelShape, sizes: TrainerParallelSizes) -> list[Layout]:
+    """Return the shards of all trainer ranks; ranks with equal ones share an object."""
+    distinct: dict[tuple[int, int, int], Layout] = {}
+    layouts = []
+    for rank in range(sizes.num_ranks):
+        stage, local = divmod(rank, sizes.ranks_per_stage)
+        key = (local % sizes.tensor_size, stage, local % sizes.expert_size)
+        if key not in distinct:
+            distinct[key] = megatron_layout(
+                shape,
+                ModelParallelRank(
+                    tensor_rank=key[0],
+                    tensor_size=sizes.tensor_size,
+                    pipeline_rank=stage,
+                    pipeline_size=sizes.pipeline_size,
+                    expert_rank=key[2],
+                    expert_size=sizes.expert_size,
+                ),
+            )
+        layouts.append(distinct[key])
+    return layouts
+
+
+def _serialize(link_plan: LinkPlan) -> None:
+    """Serialize all parts as the driver does; equal ones once."""
+    parts = [*link_plan.trainer_plans, *link_plan.engine_plans, *link_plan.trainer_regions]
+    for part in {id(part): part for part in parts}.values():
+        pickle.dumps(part)
+
+
+def _move_last_engine(locations: Sequence[RankLocation], tensor: int) -> list[RankLocation]:
+    """Return the locations after the last engine was started again on other machines."""
+    first = max(location.node for location in locations) + 1
+    nodes = sorted({location.node for location in locations[-tensor:]})
+    return [
+        *locations[:-tensor],
+        *(RankLocation(first + nodes.index(at.node), at.device) for at in locations[-tensor:]),
+    ]
+
+
+def _num_elements(shard: ShardLayout) -> int:
+    return sum(block.hf_rect.numel for block in shard.blocks)
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of a model."""
+    return sum(map(prod, hf_shapes(shape).values()))
 
 
 def _numbers(text: str) -> dict[str, int]:
@@ -231,28 +383,33 @@ def _numbers(text: str) -> dict[str, int]:
     return {key: int(value) for key, value in (item.split("=") for item in text.split(","))}
 
 
-def _cases(args: argparse.Namespace) -> Sequence[Case]:
-    known = {case.model: case for case in CASES}
-    if not args.model:
-        return CASES
-    case = known.get(args.model, Case(args.model, {}, {}))
-    return [
-        case._replace(
-            trainer=args.trainer or case.trainer or {"tensor": 1},
-            rollout={"tensor": 1, "engines": 1} | (args.rollout or case.rollout),
-        )
-    ]
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    known = {case.name: case for case in CASES}
+    if args.model:
+        sizes = {"tensor": 1, "engines": 1} | args.rollout
+        yield Case(
+            args.model, args.model, args.trainer, sizes,
+            bucket_mib=args.bucket_mib, colocated=args.colocated,
+        )  # fmt: skip
+        return
+    for name in args.case or [*known, *RECIPES]:
+        if name not in known and name not in RECIPES:
+            raise ValueError(f"--case {name}: expected one of {', '.join([*known, *RECIPES])}")
+        yield known[name] if name in known else recipe_case(name)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--case", action="append", help="only this case or recipe; repeatable")
     parser.add_argument("--model", help="name in tools/model_configs, or a config.json")
-    parser.add_argument("--trainer", type=_numbers, help="tensor=,pipeline=,data=,expert=")
-    parser.add_argument("--rollout", type=_numbers, help="tensor=,engines=")
+    parser.add_argument(
+        "--trainer", type=_numbers, default={}, help="tensor=,pipeline=,data=,expert="
+    )
+    parser.add_argument("--rollout", type=_numbers, default={}, help="tensor=,engines=")
     parser.add_argument("--colocated", action="store_true", help="on the trainer's devices")
+    parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--per-node", type=int, default=8, help="ranks a machine")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
-    parser.add_argument("--bucket-mib", type=int, default=64)
     for link in LinkType:
         default = getattr(LinkSpeeds(), link) / 1e9
         flag = f"--{link.replace('_', '-')}-gbs"
@@ -261,20 +418,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate the cases and print them; return 2 for sizes that do not fit."""
+    """Simulate the cases; return 1 for broken bounds and 2 for sizes that do not fit."""
     args = _parser().parse_args(arguments)
     gc.disable()  # planning creates millions of small objects without cycles
+    code = 0
     try:
         speeds = {str(link): getattr(args, f"{link}_gbs") * 1e9 for link in LinkType}
         args.speeds = LinkSpeeds(**speeds)
         for case in _cases(args):
-            print(format_case(case, simulate(case, args), args.speeds), flush=True)
+            line = simulate(case, args)
+            print(json.dumps(line), flush=True)
+            for problem in broken_bounds(line):
+                print(f"{case.name}: {problem}", file=sys.stderr)
+                code = 1
+            gc.collect()
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
         gc.enable()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from mega_agentrl.reshard.planner.owner_expansion import (
     expand_trainer_owners,
     one_layer_per_type,
 )
-from mega_agentrl.reshard.planner.planner import plan_from_owners
+from mega_agentrl.reshard.planner.planner import group_owners, plan_from_groups
 from mega_agentrl.reshard.planner.regions import RankSetCache
 from mega_agentrl.reshard.planner.traffic import count_traffic
 from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
@@ -70,11 +70,15 @@ def estimate_transfer(
     rollout_owners = expand_rollout_owners(
         shape, engine, engines, rank_sets, first_rank=sizes.num_ranks
     )
-    plan = plan_from_owners(
-        trainer_owners, rollout_owners, rank_sets, locations, dtype,
-        names=list(hf_shapes(shape)), num_trainer_ranks=sizes.num_ranks,
-        bucket_bytes=config.weight_sync.bucket_mib * MIB, speeds=speeds,
-    )  # fmt: skip
+    names = list(hf_shapes(shape))
+    plan = plan_from_groups(
+        group_owners(trainer_owners, rollout_owners, rank_sets, dtype, names=names),
+        locations,
+        dtype,
+        names=names,
+        num_trainer_ranks=sizes.num_ranks,
+        bucket_bytes=config.weight_sync.bucket_mib * MIB,
+    )
     traffic = count_traffic(plan, locations, speeds)
     max_received = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
     assert max_received <= num_engine_rank_parameters(shape, tensor) * DTYPE_BYTES[dtype], (

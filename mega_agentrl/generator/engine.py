@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
-    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.layout import PackedLayout
     from mega_agentrl.reshard.session import TransferSession
     from mega_agentrl.types.records import GenerateRequest, Generation
 
@@ -356,8 +356,8 @@ class Engine:
         answers: list[Any] = await self._await_vllm(self._llm.collective_rpc(method, args=args))
         return answers
 
-    async def layout(self) -> list[tuple[list[ShardLayout], DeviceLocation]]:
-        """Return the shards and the location of each worker; traced once per worker.
+    async def layout(self) -> list[tuple[PackedLayout, DeviceLocation]]:
+        """Return the shards and the location of each worker; traced when the worker starts.
 
         Raises:
             ValueError: If vLLM's loader does something that no rectangle describes.
@@ -369,17 +369,21 @@ class Engine:
                 raise ValueError(f"{self.name}, worker {worker}: {failure}")
         return [pickle.loads(answer) for _, answer in answers]
 
-    async def join_weight_transfer(self, session: TransferSession) -> None:
+    async def join_weight_transfer(self, session: TransferSession, first_rank: int) -> None:
         """Join a transfer session; returns when all of its ranks have joined.
 
         An unfinished update is given up.
+
+        Args:
+            session: The session, with the engine's part of the plan.
+            first_rank: Rank of the engine's first worker.
 
         Raises:
             RuntimeError: If not all ranks join; requests are served as before.
         """
         if self._is_updating:
             await self.refuse_requests("an update was left unfinished")
-        request = WeightTransferInitRequest(init_info=session.to_init_info())
+        request = WeightTransferInitRequest(init_info=session.to_init_info(first_rank))
         with self._blocking_call():
             await self._await_vllm(self._llm.init_weight_transfer_engine(request))
         if (reason := await self._worker_failures()) is not None:

@@ -17,6 +17,7 @@ import torch
 from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
 from mega_agentrl.generator.entropy_tap.tap_store import TAP_STORE
 from mega_agentrl.reshard.device_location import current_device_location
+from mega_agentrl.reshard.layout import PackedLayout
 
 CPU_NICENESS = 10
 """Niceness of a worker on a CPU."""
@@ -64,7 +65,8 @@ class WorkerExtension:
     def weights_layout(self) -> tuple[str | None, bytes]:
         """Return an error, or the pickled layout and device location of this worker."""
         try:
-            answer = (self.weight_transfer_engine.layout(), current_device_location())
+            layout = PackedLayout.pack(self.weight_transfer_engine.layout())
+            answer = (layout, current_device_location())
         except Exception as error:  # noqa: BLE001 - the edge of the worker process
             return f"{type(error).__name__}: {error}", b""
         return None, pickle.dumps(answer)
@@ -94,11 +96,15 @@ class WorkerExtension:
         self.weight_transfer_engine.release_weights()
 
     def finish_startup(self) -> None:
-        """Exempt startup objects from garbage collection; called once after the start.
+        """Trace the layout, and exempt startup objects from garbage collection.
+
+        Called once after the start, so that a link to a new engine does not wait for the trace. An
+        error of the trace is reported when the layout is asked for.
 
         vLLM does that on GPUs only. On a CPU this also lowers the priority of the process: after
         its last step a worker polls for work for a second, on cores that the trainer needs.
         """
+        self.weights_layout()
         gc.collect()
         gc.freeze()
         if self.device.type == "cpu":

@@ -9,10 +9,14 @@ beyond the model's own.
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
+from typing import NamedTuple, Self
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,6 +33,10 @@ class Rect:
             raise ValueError(f"Rect: start {self.start} and stop {self.stop} differ in rank")
         if any(b <= a or a < 0 for a, b in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"Rect: [{self.start}, {self.stop}) is empty or negative")
+
+    def __reduce__(self) -> tuple[type[Rect], tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Pickle without the names of the fields; a plan has hundreds of thousands of these."""
+        return Rect, (self.start, self.stop)
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Rect:
@@ -105,6 +113,24 @@ class ShardLayout:
     """Local shape of the parameter."""
     blocks: tuple[Block, ...]
     """Parts of Hugging Face tensors that the parameter consists of."""
+
+
+class PackedLayout(NamedTuple):
+    """A rank's shards as bytes; equal digests mean equal shards."""
+
+    digest: bytes
+    pickled: bytes
+
+    @classmethod
+    def pack(cls, layout: Sequence[ShardLayout]) -> Self:
+        """Pack the shards of a rank."""
+        pickled = pickle.dumps(list(layout))
+        return cls(sha256(pickled).digest(), zlib.compress(pickled, level=1))
+
+    def unpack(self) -> list[ShardLayout]:
+        """Return the shards; only for bytes from our own processes."""
+        layout: list[ShardLayout] = pickle.loads(zlib.decompress(self.pickled))
+        return layout
 
 
 def check_cover(

@@ -45,8 +45,6 @@ class TransferSession:
     plan: TransferPlan
     timeout_s: float
     """Deadline of every wait."""
-    rollout_rank_offset: int = 0
-    """Index, among the rollout ranks, of the first worker of the engine that this copy is for."""
     locations: tuple[RankLocation, ...] = ()
     """Locations of all ranks, from which transports are chosen; without any, all use gloo."""
     transport: TransportKind = TransportKind.auto
@@ -57,11 +55,16 @@ class TransferSession:
 
     def hops(self) -> set[Hop]:
         """Return the (source, target) pairs of the plan."""
-        return {hop for bucket in self.plan.buckets for hop in bucket.hops}
+        routes = {id(bucket.hops): bucket.hops for bucket in self.plan.buckets}
+        return {hop for hops in routes.values() for hop in hops}
 
-    def to_init_info(self) -> dict[str, Any]:
-        """Return the session as values that any serializer accepts."""
-        return {"session": pickle.dumps(self)}
+    def to_init_info(self, first_rank: int) -> dict[str, Any]:
+        """Return the session as values that any serializer accepts.
+
+        Args:
+            first_rank: Rank of the engine's first worker.
+        """
+        return {"session": pickle.dumps(self), "first_rank": first_rank}
 
     @classmethod
     def from_bytes(cls, session: bytes) -> TransferSession:

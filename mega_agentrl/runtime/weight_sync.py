@@ -19,19 +19,15 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from mega_agentrl.reshard.device_location import rank_locations
+from mega_agentrl.reshard.link_planner import LinkPlanner
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.planner.traffic import count_traffic
 from mega_agentrl.reshard.session import TransferSession
 from mega_agentrl.reshard.transports.registry import bytes_by_transport
-from mega_agentrl.reshard.verify.digest_verifier import (
-    DigestVerifier,
-    collect_regions,
-    regions_of_held_tensors,
-    regions_of_layout,
-)
 from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_prompt
 from mega_agentrl.runtime.remote_calls import RemoteCallError, gather, gather_with_causes
 
@@ -43,8 +39,9 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
     from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.link_planner import LinkPlan
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
-    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
+    from mega_agentrl.reshard.verify.digest_verifier import DigestVerifier
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 
@@ -56,8 +53,8 @@ PEER_WAITS_PER_CALL = 10
 NUM_PROBE_TOKENS = 32
 """Length of the prompt that policy and engines both score after every update."""
 
-EngineWorkers = list[tuple["list[ShardLayout]", "DeviceLocation"]]
-"""Layout and location of every worker of an engine."""
+Workers = list[tuple["list[ShardLayout]", "DeviceLocation"]]
+"""Layout and location of every policy rank, or of every worker of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,13 @@ class WeightSynchronizer:
         self._config = config
         self._dtype = dtype
         self._model_shape = ModelShape.from_folder(config.model.path)
+        self._link_planner = LinkPlanner(
+            list(hf_shapes(self._model_shape)), dtype, config.weight_sync.bucket_mib * 2**20
+        )
         self._timeout_s = config.cluster.call_timeout_s
         self._link_keys = (f"link-{number}" for number in itertools.count())
         self._store_address: tuple[str, int] | None = None
-        self._workers_by_actor: dict[Any, EngineWorkers] = {}
+        self._workers_by_actor: dict[Any, Workers] = {}
         self._shared_link: _SyncLink | None = None
 
     def connect(self, engines: Sequence[int]) -> TransferTraffic:
@@ -165,26 +165,16 @@ class WeightSynchronizer:
     def _open_link(self, engines: Sequence[int]) -> _SyncLink:
         """Plan the transfer to some engines and let all ranks involved join."""
         actors = tuple(self._engines.actor(engine) for engine in engines)
-        layouts = self._gather_from_ranks("layout")
-        workers_by_engine = {engine: self._engine_workers(engine) for engine in engines}
-        engine_workers = [worker for group in workers_by_engine.values() for worker in group]
-        engine_layouts = [layout for layout, _ in engine_workers]
+        policy_workers = self._query_policy()
+        engine_workers = self._query_engines(engines)
         locations = rank_locations(
-            [
-                *self._gather_from_ranks("device_location"),
-                *(location for _, location in engine_workers),
-            ]
+            [location for _, location in itertools.chain(policy_workers, *engine_workers.values())]
         )
-        plan = plan_transfer(
-            layouts,
-            engine_layouts,
+        link_plan = self._link_planner.plan(
+            [layout for layout, _ in policy_workers],
+            [[layout for layout, _ in workers] for workers in engine_workers.values()],
             locations,
-            self._dtype,
-            names=list(hf_shapes(self._model_shape)),
-            bucket_bytes=self._config.weight_sync.bucket_mib * 2**20,
         )
-        regions = collect_regions(engine_layouts)
-        verifier = DigestVerifier(layouts, regions)
         if self._store_address is None:
             self._store_address = self._policy.open_store(self._timeout_s)
         host, port = self._store_address
@@ -192,71 +182,84 @@ class WeightSynchronizer:
             address=host,
             port=port,
             key=next(self._link_keys),
-            plan=plan,
+            plan=link_plan.plan,
             timeout_s=self._timeout_s / PEER_WAITS_PER_CALL,
             locations=tuple(locations),
             transport=self._config.weight_sync.transport,
         )
-        self._join_ranks(session, layouts, workers_by_engine, regions)
-        regions_by_engine = {
-            engine: [verifier.region_indices(regions_of_layout(layout)) for layout, _ in group]
-            for engine, group in workers_by_engine.items()
-        }
+        first_ranks = dict(
+            zip(
+                engines,
+                itertools.accumulate(
+                    (len(workers) for workers in engine_workers.values()),
+                    initial=len(policy_workers),
+                ),
+                strict=False,
+            )
+        )
+        self._join_ranks(session, link_plan, first_ranks)
         return _SyncLink(
             session.key,
             tuple(engines),
             actors,
-            verifier,
-            regions_by_engine,
+            link_plan.verifier,
+            {
+                engine: [
+                    link_plan.region_indices[first_ranks[engine] - len(policy_workers) + worker]
+                    for worker in range(len(workers))
+                ]
+                for engine, workers in engine_workers.items()
+            },
             replace(
-                count_traffic(plan, locations),
-                transport_bytes=bytes_by_transport(plan, locations, session.transport),
+                count_traffic(link_plan.plan, locations),
+                transport_bytes=bytes_by_transport(link_plan.plan, locations, session.transport),
             ),
         )
 
     def _join_ranks(
-        self,
-        session: TransferSession,
-        layouts: Sequence[list[ShardLayout]],
-        workers_by_engine: Mapping[int, EngineWorkers],
-        regions: Sequence[DigestRegion],
+        self, session: TransferSession, link_plan: LinkPlan, first_ranks: Mapping[int, int]
     ) -> None:
-        """Let all ranks join, each with its own part of the plan and regions, which are large.
+        """Let all ranks join, each with its own part of the plan.
 
-        `workers_by_engine` is in the order of the plan's rollout ranks.
+        Parts and regions are large; those that several ranks need are serialized once.
+
+        Args:
+            session: The session with the whole plan.
+            link_plan: The parts.
+            first_ranks: Rank of the first worker of each engine.
         """
-        plan = session.plan
+        regions = _put_each(link_plan.trainer_regions)
         policy_args = [
-            (
-                replace(session, plan=plan.restrict_to([rank], [layout])),
-                regions_of_held_tensors(layout, regions),
-            )
-            for rank, layout in enumerate(layouts)
+            (replace(session, plan=plan), ref)
+            for plan, ref in zip(link_plan.trainer_plans, regions, strict=True)
         ]
-        offset, engine_args = 0, {}
-        for engine, group in workers_by_engine.items():
-            first_rank = plan.num_trainer_ranks + offset
-            ranks = range(first_rank, first_rank + len(group))
-            part = plan.restrict_to(ranks, [layout for layout, _ in group])
-            engine_args[engine] = (replace(session, plan=part, rollout_rank_offset=offset),)
-            offset += len(group)
+        sessions = _put_each(link_plan.engine_plans, lambda plan: replace(session, plan=plan))
+        engine_args = {
+            engine: (ref, first_rank)
+            for (engine, first_rank), ref in zip(first_ranks.items(), sessions, strict=True)
+        }
         self._gather(
             "joining the weight transfer",
             self._policy.submit_each("join_weight_transfer", policy_args)
             | self._engines.submit_each("join_weight_transfer", engine_args),
         )
 
-    def _gather_from_ranks(self, method: str) -> list[Any]:
-        """Call a method of all policy ranks and return the results in rank order."""
-        return list(self._gather(method, self._policy.submit_to_ranks(method)).values())
+    def _query_policy(self) -> Workers:
+        """Return layout and location of every policy rank."""
+        answers = self._gather("packed_layout", self._policy.submit_to_ranks("packed_layout"))
+        return [
+            (self._link_planner.unpack(packed), location) for packed, location in answers.values()
+        ]
 
-    def _engine_workers(self, engine: int) -> EngineWorkers:
-        """Return the layouts of an engine's workers; queried once per engine process."""
-        actor = self._engines.actor(engine)
-        if actor not in self._workers_by_actor:
-            layouts = self._gather("layout", self._engines.submit("layout", only=[engine]))
-            (self._workers_by_actor[actor],) = layouts.values()
-        return self._workers_by_actor[actor]
+    def _query_engines(self, engines: Sequence[int]) -> dict[int, Workers]:
+        """Return layouts and locations of the engines' workers; asks each engine process once."""
+        new = [i for i in engines if self._engines.actor(i) not in self._workers_by_actor]
+        answers = self._gather("layout", self._engines.submit("layout", only=new))
+        for engine, workers in zip(new, answers.values(), strict=True):
+            self._workers_by_actor[self._engines.actor(engine)] = [
+                (self._link_planner.unpack(packed), location) for packed, location in workers
+            ]
+        return {engine: self._workers_by_actor[self._engines.actor(engine)] for engine in engines}
 
     def _sync_over_link(
         self, link: _SyncLink, version: int, release_policy: Callable[[], None] | None
@@ -357,3 +360,12 @@ class WeightSynchronizer:
             return gather(calls, operation, self._timeout_s, self._policy.check_alive)
         except RemoteCallError as error:
             raise self._policy.diagnose(error) from error
+
+
+def _put_each(parts: Sequence[Any], wrap: Callable[[Any], Any] = lambda part: part) -> list[Any]:
+    """Put each distinct object into the object store once; return a ref for every item."""
+    refs: dict[int, Any] = {}
+    for part in parts:
+        if id(part) not in refs:
+            refs[id(part)] = ray.put(wrap(part))
+    return [refs[id(part)] for part in parts]

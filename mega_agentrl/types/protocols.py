@@ -338,8 +338,8 @@ class WeightSink(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_contra]):
     async def layout(self) -> LayoutT_co:
         """Return the rectangles of Hugging Face tensors that each worker needs."""
 
-    async def join_weight_transfer(self, session: TransferGroupT_contra) -> None:
-        """Make every worker join the other ranks of a transfer session."""
+    async def join_weight_transfer(self, session: TransferGroupT_contra, first_rank: int) -> None:
+        """Make every worker join the other ranks of a transfer session, from rank `first_rank`."""
 
     async def receive_weights(self, version: int) -> None:
         """Receive all parts; raises `RuntimeError` naming tensor, ranks and bucket."""

@@ -212,7 +212,7 @@ def test_transfers_leave_what_vllm_loads_from_disk(sides, name):
 def test_a_worker_traces_what_is_traced_without_an_engine(sides, name):
     side = sides(name)
     for engine in side.transfer.engines:
-        layouts = [layout for layout, _ in engine.call("layout")]
+        layouts = [packed.unpack() for packed, _ in engine.call("layout")]
         assert layouts == trace_engine_layouts(side.folders[0], len(layouts), "float32")
 
 

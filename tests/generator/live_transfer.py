@@ -8,7 +8,6 @@ update(folder, version)              # or raises what the engines say, after `re
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.reshard.verify.digest_verifier import regions_of_layout
@@ -36,13 +35,15 @@ class LiveTransfer:
     def connect(self, *, fault: Fault | None = None) -> None:
         """Let all ranks join a new session. fault: what a trainer rank is told wrongly."""
         found = self._on_all("layout")
-        self.layouts = [[layout for layout, _ in workers] for workers in found]
+        self.layouts = [[packed.unpack() for packed, _ in workers] for workers in found]
         rollout_layouts = [layout for workers in self.layouts for layout in workers]
         session = self.trainer.connect(rollout_layouts, fault=fault)
-        first = itertools.accumulate([len(workers) for workers in self.layouts], initial=0)
+        first_ranks = itertools.accumulate(
+            [len(workers) for workers in self.layouts], initial=session.plan.num_trainer_ranks
+        )
         joining = [
-            engine.begin("join_weight_transfer", replace(session, rollout_rank_offset=number))
-            for engine, number in zip(self.engines, first, strict=False)
+            engine.begin("join_weight_transfer", session, first_rank)
+            for engine, first_rank in zip(self.engines, first_ranks, strict=False)
         ]
         self.trainer.wait_joined()
         for join in joining:

@@ -428,7 +428,7 @@ def test_ranks_that_do_not_join_are_named_and_the_engine_serves_on(engine, updat
     try:
         session = short.connect([update.layouts[0][0]], away=[2])
         with pytest.raises(RuntimeError, match=r"joining .* failed: .*missing: .*rank 2"):
-            engine.call("join_weight_transfer", session)
+            engine.call("join_weight_transfer", session, session.plan.num_trainer_ranks)
     finally:
         short.close()
     check_serves(engine, new_folder, "as before")

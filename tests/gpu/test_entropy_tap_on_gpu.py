@@ -128,7 +128,8 @@ def test_a_transfer_into_the_engine_is_what_it_samples_from(live, folders, rank_
 
 
 def connect(live, group, folder, device):
-    ((layout, engine_location),) = live.host.call("layout")
+    ((packed, engine_location),) = live.host.call("layout")
+    layout = packed.unpack()
     sources = source_layouts(folder, 1, 1)
     locations = rank_locations([group.ask(0, transfer_jobs.take_device, device), engine_location])
     assert (locations[0] == locations[1]) == (device == 0), "the engine is on the first GPU"
@@ -136,7 +137,7 @@ def connect(live, group, folder, device):
     session = transfer_jobs.make_session(
         group, (sources, [layout]), locations, live.dtype, names, 50_000
     )
-    joining = live.host.begin("join_weight_transfer", session)
+    joining = live.host.begin("join_weight_transfer", session, 1)
     group.ask(0, transfer_jobs.join, session, sources[0], 0)
     joining.result(DEADLINE_S)
     regions = collect_regions([layout])

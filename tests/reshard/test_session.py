@@ -154,8 +154,8 @@ def test_a_session_survives_plain_values(trainer, rollout_layouts):
         key="k",
         plan=trainer.plan(rollout_layouts, 1000),
         timeout_s=3.0,
-        rollout_rank_offset=2,
         locations=(RankLocation(0), RankLocation(1, 3)),
     )
-    plain = pickle.loads(pickle.dumps(session.to_init_info()))
-    assert TransferSession.from_bytes(**plain) == session
+    plain = pickle.loads(pickle.dumps(session.to_init_info(first_rank=2)))
+    assert plain["first_rank"] == 2
+    assert TransferSession.from_bytes(plain["session"]) == session

@@ -4,6 +4,7 @@ import ray
 import torch
 
 from mega_agentrl.reshard.device_location import current_device_location
+from mega_agentrl.reshard.layout import PackedLayout
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
@@ -118,12 +119,10 @@ class FakeEngine:
         return getattr(self, method)(*args)
 
     def layout(self):
-        return [(self.rank_layout, current_device_location())]
+        return [(PackedLayout.pack(self.rank_layout), current_device_location())]
 
-    def join_weight_transfer(self, link):
-        self.executor = join_session(
-            link, link.plan.num_trainer_ranks + link.rollout_rank_offset, self.rank_layout
-        )
+    def join_weight_transfer(self, link, first_rank):
+        self.executor = join_session(link, first_rank, self.rank_layout)
         self.regions = ReceivedDigests(self.rank_layout, link.plan.dtype_of)
 
     def receive_weights(self, version):

@@ -11,10 +11,13 @@ from tools import simulate_reshard
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "tools" / "model_configs").glob("*.json"))
-# Parameters of the released models as their cards have them; 256 experts make 671 billion.
+# Parameters of the released models as their cards have them. The DeepSeek-sized model has three
+# more layers than the released one, all dense, so that 16 stages divide them.
 BILLIONS = {
     "qwen2.5-7b": 7.6,
     "qwen3-4b": 4.0,
+    "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8,
     "qwen3-30b-a3b": 30.5,
     "qwen3-32b": 32.8,
     "qwen2.5-72b": 72.7,
@@ -32,9 +35,10 @@ def shape_of(config, folder):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_configs_are_those_of_the_models(path, tmp_path):
     shape = shape_of(json.loads(path.read_text()), tmp_path)
-    count = sum(map(simulate_reshard._numel, simulate_reshard.hf_shapes(shape).values()))
-    assert count / 1e9 == pytest.approx(BILLIONS[path.stem], rel=0.01)
-    assert {case.model for case in simulate_reshard.CASES} <= set(BILLIONS)
+    assert simulate_reshard.num_parameters(shape) / 1e9 == pytest.approx(
+        BILLIONS[path.stem], rel=0.01
+    )
+    assert {case.model for case in simulate_reshard.CASES} <= BILLIONS.keys()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -52,7 +56,7 @@ def small(tmp_path):
     config = json.loads((ROOT / "tools" / "model_configs" / "deepseek-v3-sized.json").read_text())
     sizes = {
         "hidden_size": 32,
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 8,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -66,18 +70,49 @@ def small(tmp_path):
     return path
 
 
-def test_a_small_model_moves_its_own_bytes_and_the_least_over_the_network(small, capsys):
-    run = ["--model", str(small), "--trainer", "tensor=2,pipeline=2,data=2,expert=4"]
-    assert simulate_reshard.main([*run, "--rollout", "tensor=4,engines=2"]) == 0
-    out = capsys.readouterr().out
-    assert "received / own 1.0000" in out
-    assert "small.json: trainer tensor 2, pipeline 2, data 2, expert 4" in out
+def test_every_recipe_that_trains_a_released_model_is_a_case():
+    recipes = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
+    own_model = {"compare", "smoke", "smoke_ci", "smoke_eval", "smoke_sft"}
+    assert set(simulate_reshard.RECIPES) == recipes - own_model
+    case = simulate_reshard.recipe_case("qwen3_235b_a22b_512gpu")
+    assert case.trainer == {"tensor": 4, "pipeline": 2, "data": 32, "expert": 64}
+    assert case.rollout == {"tensor": 8, "engines": 32}
+
+
+KEYS = {
+    "bench", "case", "open_gib", "open_limit_gib", "peers_max", "peers_limit", "setup_s",
+    "replace_s", "predicted_s", "floor_s", "received_ratio", "network_gib", "min_network_gib",
+    "published",
+}  # fmt: skip
+
+
+def line_of(capsys, *arguments):
+    assert simulate_reshard.main(arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_small_model_keeps_the_bounds(small, capsys):
+    run = ("--model", str(small), "--trainer", "tensor=2,pipeline=2,data=2,expert=4")
+    line = line_of(capsys, *run, "--rollout", "tensor=4,engines=2")
+    assert line.keys() >= KEYS
+    assert (line["trainer_ranks"], line["rollout_ranks"]) == (8, 8)
+    assert line["received_ratio"] == 1.0
+    assert line["network_gib"] == line["min_network_gib"]
+    assert line["peers_max"] <= line["peers_limit"] == 32
+    assert line["open_gib"] <= line["open_limit_gib"]
 
 
 def test_colocated_ranks_on_one_machine_use_no_network(small, capsys):
-    run = ["--model", str(small), "--colocated", "--rollout", "tensor=2,engines=2"]
-    assert simulate_reshard.main([*run, "--trainer", "data=4"]) == 0
-    assert "network 0.00 GiB, at least 0.00; same node 0.00" in capsys.readouterr().out
+    run = ("--model", str(small), "--colocated", "--rollout", "tensor=2,engines=2")
+    line = line_of(capsys, *run, "--trainer", "data=4")
+    assert line["network_gib"] == 0
+
+
+def test_a_broken_bound_ends_with_code_1(small, capsys, monkeypatch):
+    monkeypatch.setattr(simulate_reshard, "PEERS_LIMIT", 0)
+    run = ["--model", str(small), "--rollout", "tensor=2,engines=1"]
+    assert simulate_reshard.main(run) == 1
+    assert "peers_max=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

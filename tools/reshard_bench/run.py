@@ -133,7 +133,7 @@ class ReshardBench:
     async def prepare(self) -> None:
         """Read the layouts, install the timing, and open the store."""
         found = await self._engine.layout()
-        self._rollout_layouts = [layout for layout, _ in found]
+        self._rollout_layouts = [packed.unpack() for packed, _ in found]
         self._regions = collect_regions(self._rollout_layouts)
         self._verifier = DigestVerifier(self._trainer_layouts, self._regions)
         self._region_indices = [
@@ -275,7 +275,7 @@ class ReshardBench:
             transport=TransportKind.gloo if transport == "gloo" else TransportKind.auto,
         )
         self._trainer.start("join", session, self._regions)
-        await self._engine.join_weight_transfer(session)
+        await self._engine.join_weight_transfer(session, len(self._trainer_layouts))
         await asyncio.to_thread(self._trainer.collect)
         return []
 

@@ -2,8 +2,10 @@
 
 vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU for weights, the largest forward
 pass (which vLLM profiles) and the runtime; the KV cache gets the rest. vLLM's profiling misses the
-CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight transfer with one
-layer's parameters (a layer is filled and then copied); these are outside the fraction.
+CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight transfer with the
+modules that an update has begun but not completed; these are outside the fraction. Weights arrive
+layer by layer (`planner.transfer_groups`), so that at most those of the largest layer, or of a
+larger tensor outside of the layers, are open.
 
 With `cluster.colocated` the policy leaves some memory allocated while the engine is awake, and the
 engine while it sleeps (`sleeping_bytes`).
@@ -13,6 +15,7 @@ engine while it sleeps (`sleeping_bytes`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -23,10 +26,12 @@ from mega_agentrl.reshard.planner.owner_expansion import (
     first_layer_of_each_type,
     one_layer_per_type,
 )
+from mega_agentrl.reshard.planner.transfer_groups import transfer_unit
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _FLOAT_BYTES = 4
@@ -52,7 +57,7 @@ class EngineMemory:
     entropy_tap: int
     """Bytes of the entropy tap's copies of the logits."""
     transfer: int
-    """Bytes of the weight transfer: two buckets and the largest layer."""
+    """Bytes of the weight transfer: two buckets and the open modules."""
     cuda_graphs: int
     """Bytes of the CUDA graphs."""
     kv_bytes_per_token: int
@@ -122,7 +127,7 @@ def estimate_engine_memory(
         runtime=runtime,
         kv_cache=round(share) - used,
         entropy_tap=3 * num_logits * _FLOAT_BYTES,
-        transfer=buckets + _num_largest_layer_elements(shape, engine.tensor_parallel_size) * item,
+        transfer=buckets + num_open_elements(shape, engine.tensor_parallel_size) * item,
         cuda_graphs=_CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
         vllm_share=share,
@@ -151,9 +156,12 @@ def _num_layer_elements(sample: ModelShape, tensor_size: int, layer: int) -> int
 
 
 @lru_cache(maxsize=64)
-def _num_largest_layer_elements(shape: ModelShape, tensor_size: int) -> int:
-    sample = one_layer_per_type(shape)
-    return max(_num_layer_elements(sample, tensor_size, n) for n in range(sample.num_layers))
+def num_open_elements(shape: ModelShape, tensor_size: int) -> int:
+    """Return the elements of the largest unit of an update (`transfer_unit`) on a tensor rank."""
+    shards_by_unit: dict[str, list[ShardLayout]] = defaultdict(list)
+    for shard in engine_shard_layouts(one_layer_per_type(shape), 0, tensor_size):
+        shards_by_unit[transfer_unit(shard.name)].append(shard)
+    return max(map(num_elements, shards_by_unit.values()))
 
 
 def _num_activation_elements(config: TrainConfig, shape: ModelShape) -> int:

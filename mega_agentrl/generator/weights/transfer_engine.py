@@ -78,7 +78,9 @@ class ReshardInitInfo(WeightTransferInitInfo):
     """Arguments of `init_transfer_engine`."""
 
     session: bytes
-    """Value of `TransferSession.to_init_info`."""
+    """A pickled `TransferSession`; see `TransferSession.to_init_info`."""
+    first_rank: int
+    """Rank of the engine's first worker."""
 
 
 @dataclass
@@ -140,11 +142,7 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
         self.failure = None
         with self._recording_failure("joining the weight transfer"):
             session = TransferSession.from_bytes(init_info.session)
-            rank = (
-                session.plan.num_trainer_ranks
-                + session.rollout_rank_offset
-                + get_tensor_model_parallel_rank()
-            )
+            rank = init_info.first_rank + get_tensor_model_parallel_rank()
             self._executor = join_session(session, rank, self.layout())
             self._digests = ReceivedDigests(self.layout(), session.plan.dtype_of)
             self._writer = ModuleWeightWriter(self.model, self.layout(), self._digests)

@@ -1,132 +1,61 @@
 """Broadcast trees: how each bucket gets from one trainer rank to all of its receivers.
 
     receiver on a GPU with a holder   copies from that holder
-    machine with a holder             one receiver gets the bucket, from the holder unless a
-                                      receiver has copied it, and forwards it to the others
-    machine without a holder          one receiver gets the bucket over the network, from a rollout
-                                      rank that has it or else from a trainer rank, and forwards it
+    machine with a holder             one receiver gets the bucket from the holder
+    machine without a holder          one receiver, the entry, gets the bucket over the network from
+                                      the entry of the machine before it, or from the trainer rank
+    within a machine                  receivers pass the bucket on, each to the next
 
-Machines without a holder form a chain in a fixed order. While a machine forwards one bucket it
-receives the next, so all of them stay busy.
+So each byte enters a machine without a holder once, which is the minimum. Machines form a chain;
+while a machine forwards one bucket it receives the next, so all of them stay busy.
 
-So each byte enters a machine without a holder once, which is the minimum. A trainer rank sends a
-byte once to every machine that has both holders and receivers, or once in all if there is no such
-machine. Of several possible senders the nearest is chosen, and of those the one that has sent
-least; receivers are chosen alike.
+The number of peers of a rank is bounded, because a connection costs memory and time to set up:
 
-The order comes from a simulation (`LinkSimulator`): the next bucket is the one whose sender and
-first receiver are both free earliest, so that trainer ranks do not queue up for one receiver while
-others are idle.
+    senders   of the replicas that hold a slice as few send as keep the receivers busy, and a rank
+              that sends one slice is preferred for others
+    heads     a sender sends only to one machine, its head; another machine becomes a head for every
+              `MAX_SENDERS_PER_RANK` senders that one rank would receive from
+    rails     the n-th receiver of a machine forwards to the n-th receiver of the next one
 
-All regions with the same holders and the same receivers take the same path and form one transfer
-group. A group is split into buckets of at most the given size; larger regions are split along
-their first dim. There are at least as many buckets as holders, so that replicas share the sending,
-unless that would make buckets smaller than `MIN_BUCKET_BYTES`.
+Buckets are ordered unit by unit (`transfer_groups`), and within a unit by head, because all ranks
+receive in the same order: a machine can take its next bucket from a sender only after those that
+arrive along the chain. The chain of a bucket therefore goes from its head to the other heads of the
+unit in turn, so that a change of heads costs the time of one bucket.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from mega_agentrl.reshard.layout import Rect
-from mega_agentrl.reshard.planner.traffic import LinkSimulator
+from mega_agentrl.reshard.planner.transfer_groups import split_into_buckets
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice
 from mega_agentrl.reshard.topology import LinkType, link_type_between
 
 if TYPE_CHECKING:
-    from mega_agentrl.reshard.planner.regions import Ranks, TransferRegion
-    from mega_agentrl.reshard.topology import LinkSpeeds, RankLocation
+    from mega_agentrl.reshard.planner.regions import Ranks
+    from mega_agentrl.reshard.planner.transfer_groups import TransferGroup
+    from mega_agentrl.reshard.topology import RankLocation
 
 
 MIN_BUCKET_BYTES = 2**20
 """Below this size, the cost per message outweighs sharing the work between replicas."""
+MAX_SENDERS_PER_RANK = 20
+"""Trainer ranks that one rollout rank receives from, unless there are too few rollout ranks."""
 
 
-@dataclass(slots=True)
-class TransferGroup:
-    """Slices that go from any of `holders` to all of `receivers`."""
-
-    holders: Ranks
-    receivers: Ranks
-    num_bytes: int = 0
-    slices: list[TensorSlice] = field(default_factory=list)
-
-
-def group_regions(
-    regions: Iterable[TransferRegion], item_bytes: Mapping[str, int]
-) -> list[TransferGroup]:
-    """Return the groups in the order of their first region.
-
-    Args:
-        regions: Regions of all tensors.
-        item_bytes: Bytes per element, by tensor.
-    """
-    groups: dict[tuple[Ranks, Ranks], TransferGroup] = {}
-    for region in regions:
-        key = (region.holders, region.receivers)
-        group = groups.get(key)
-        if group is None:
-            group = groups[key] = TransferGroup(*key)
-        num_bytes = region.rect.numel * item_bytes[region.hf_name]
-        group.num_bytes += num_bytes
-        group.slices.append(TensorSlice(region.hf_name, region.rect, num_bytes))
-    return list(groups.values())
-
-
-def min_network_bytes(groups: Iterable[TransferGroup], locations: Sequence[RankLocation]) -> int:
-    """Return the bytes that must at least cross between machines.
-
-    Each byte that a machine needs and does not hold has to enter it once.
-    """
-    total = 0
-    for group in groups:
-        holder_nodes = {locations[rank].node for rank in group.holders}
-        receiver_nodes = {locations[rank].node for rank in group.receivers}
-        total += group.num_bytes * len(receiver_nodes - holder_nodes)
-    return total
-
-
-def split_into_buckets(
-    group: TransferGroup, bucket_bytes: int
-) -> Iterator[tuple[TensorSlice, ...]]:
-    """Yield the slices of a group by bucket, each of at most `bucket_bytes` or one row."""
-    bytes_per_holder = -(-group.num_bytes // len(group.holders))
-    limit = min(bucket_bytes, max(bytes_per_holder, MIN_BUCKET_BYTES))
-    bucket: list[TensorSlice] = []
-    size = 0
-    for tensor_slice in group.slices:
-        for part in _split_slice(tensor_slice, limit):
-            if bucket and size + part.num_bytes > limit:
-                yield tuple(bucket)
-                bucket, size = [], 0
-            bucket.append(part)
-            size += part.num_bytes
-    yield tuple(bucket)
-
-
-def _split_slice(tensor_slice: TensorSlice, limit: int) -> Iterator[TensorSlice]:
-    """Split a slice along its first dim into parts of at least one row."""
-    if tensor_slice.num_bytes <= limit or not tensor_slice.rect.start:
-        yield tensor_slice
-        return
-    rect = tensor_slice.rect
-    first, last = rect.start[0], rect.stop[0]
-    row_bytes = tensor_slice.num_bytes // (last - first)
-    rows = max(1, limit // row_bytes)
-    for start in range(first, last, rows):
-        stop = min(start + rows, last)
-        part = Rect((start, *rect.start[1:]), (stop, *rect.stop[1:]))
-        yield TensorSlice(tensor_slice.hf_name, part, row_bytes * (stop - start))
+Content = tuple[tuple[TensorSlice, ...], tuple[Hop, ...]]
+"""Slices and hops of a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTargets:
     """The receivers of a group on one machine."""
 
+    node: int
     holders: Ranks
     """Trainer ranks on the machine that hold the group."""
     receivers: Ranks
@@ -134,200 +63,277 @@ class NodeTargets:
     same_gpu_pairs: tuple[tuple[int, int], ...]
     """(holder, receiver) pairs that share a device."""
 
+    def on_rail(self, rail: int) -> int:
+        """Return the receiver on a rail."""
+        return self.receivers[rail % len(self.receivers)]
+
+    def hops_from(self, ranks: Sequence[int], rail: int) -> Iterator[Hop]:
+        """Yield the hops from receivers that have a bucket to the others, each to the next."""
+        start = self.receivers.index(ranks[rail % len(ranks)])
+        ring = self.receivers[start:] + self.receivers[:start]
+        for source, target in pairwise(ring):
+            if target not in ranks:
+                yield Hop(source, target)
+
 
 @dataclass(frozen=True, slots=True)
 class BroadcastTree:
-    """The machines of a transfer group."""
+    """The machines of all groups with the same holders and receivers."""
 
     roots: Ranks
-    """Holders, one of which starts each bucket."""
+    """Holders that may start a bucket."""
     nodes_with_holder: tuple[NodeTargets, ...]
     """Machines with receivers and at least one holder."""
     nodes_without_holder: tuple[NodeTargets, ...]
-    """Machines with receivers and no holder, in the order of the chain."""
+    """Machines with receivers and no holder."""
 
-    def first_hop(self) -> tuple[LinkType, Ranks]:
-        """Return the link type of the first hop and the receivers it may target."""
-        first = (self.nodes_with_holder or self.nodes_without_holder)[0]
-        if first.same_gpu_pairs:
-            return LinkType.same_gpu, tuple(receiver for _, receiver in first.same_gpu_pairs)
-        return (LinkType.same_node if self.nodes_with_holder else LinkType.network), first.receivers
+    @property
+    def first_node(self) -> NodeTargets:
+        """A machine that stands for all those that buckets may enter."""
+        return (self.nodes_without_holder or self.nodes_with_holder)[0]
+
+    @property
+    def enters_at_head(self) -> bool:
+        """Whether senders reach the receivers over the network only."""
+        return not self.nodes_with_holder
+
+    def hops(self, route: Route, locations: Sequence[RankLocation]) -> tuple[Hop, ...]:
+        """Return the hops of a bucket, in causal order."""
+        source, rail = route.sender, route.rail
+        hops: list[Hop] = []
+        for node in self.nodes_with_holder:
+            ranks = [receiver for _, receiver in node.same_gpu_pairs]
+            hops += (Hop(*pair) for pair in node.same_gpu_pairs)
+            if not ranks:
+                ranks = [node.on_rail(rail)]
+                is_here = route.sender in node.holders
+                holder = route.sender if is_here else node.holders[rail % len(node.holders)]
+                hops.append(Hop(holder, ranks[0]))
+            hops += node.hops_from(ranks, rail)
+            if node.node == locations[route.sender].node:
+                source = node.on_rail(rail)
+        if self.nodes_with_holder:
+            chain = self._nodes_after(locations[route.sender].node)
+        else:
+            chain = self._nodes_from_head(route)
+        for node in chain:
+            entry = node.on_rail(rail)
+            hops.append(Hop(source, entry))
+            hops += node.hops_from([entry], rail)
+            source = entry
+        return tuple(hops)
+
+    def _nodes_after(self, node: int) -> list[NodeTargets]:
+        nodes = self.nodes_without_holder
+        return sorted(nodes, key=lambda targets: (targets.node < node, targets.node))
+
+    def _nodes_from_head(self, route: Route) -> list[NodeTargets]:
+        """Return the head, the other heads of the unit in turn, and then the other machines."""
+        nodes = self.nodes_without_holder
+        heads = sorted({head * len(nodes) // route.num_positions for head in route.unit_heads})
+        first = heads.index(route.head * len(nodes) // route.num_positions)
+        after = range(heads[-1] + 1, heads[-1] + 1 + len(nodes))
+        others = [at % len(nodes) for at in after if at % len(nodes) not in heads]
+        return [nodes[at] for at in heads[first:] + heads[:first] + others]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingBucket:
-    """A bucket that has a root but no position in the order yet."""
+class Route(NamedTuple):
+    """The choices that determine the hops of a bucket in its tree."""
 
-    tree: BroadcastTree
-    root: int
-    slices: tuple[TensorSlice, ...]
-    num_bytes: int
+    sender: int
+    rail: int
+    head: int
+    """Position of the first machine among `num_positions`."""
+    unit_heads: tuple[int, ...]
+    """Positions of the heads of all buckets of the unit."""
+    num_positions: int
 
 
-def build_broadcast_tree(group: TransferGroup, locations: Sequence[RankLocation]) -> BroadcastTree:
-    """Split the holders and receivers of a group by machine."""
+class Sender(NamedTuple):
+    """A trainer rank that sends buckets of a group, and the rail that they take."""
+
+    rank: int
+    rail: int
+
+
+def build_broadcast_tree(
+    holders: Ranks, receivers: Ranks, locations: Sequence[RankLocation]
+) -> BroadcastTree:
+    """Split holders and receivers by machine."""
     holders_by_node: dict[int, list[int]] = defaultdict(list)
     receivers_by_node: dict[int, list[int]] = defaultdict(list)
-    for rank in group.holders:
+    for rank in holders:
         holders_by_node[locations[rank].node].append(rank)
-    for rank in group.receivers:
+    for rank in receivers:
         receivers_by_node[locations[rank].node].append(rank)
     nodes = []
     for node in sorted(receivers_by_node):
-        holders = tuple(holders_by_node.get(node, ()))
-        receivers = tuple(receivers_by_node[node])
+        near = tuple(holders_by_node.get(node, ()))
+        targets = tuple(receivers_by_node[node])
         pairs = [
             (holder, receiver)
-            for receiver in receivers
-            for holder in holders
+            for receiver in targets
+            for holder in near
             if link_type_between(locations[holder], locations[receiver]) is LinkType.same_gpu
         ]
         # Of several holders on one device, the first sends.
         pair_of = {receiver: (holder, receiver) for holder, receiver in reversed(pairs)}
         same_gpu_pairs = tuple(pair_of[receiver] for receiver in sorted(pair_of))
-        nodes.append(NodeTargets(holders, receivers, same_gpu_pairs))
-    near = tuple(targets for targets in nodes if targets.holders)
-    far = tuple(targets for targets in nodes if not targets.holders)
-    near_holders = tuple(holder for targets in near for holder in targets.holders)
-    return BroadcastTree(near_holders or group.holders, near, far)
+        nodes.append(NodeTargets(node, near, targets, same_gpu_pairs))
+    with_holder = tuple(targets for targets in nodes if targets.holders)
+    without_holder = tuple(targets for targets in nodes if not targets.holders)
+    near_holders = tuple(holder for targets in with_holder for holder in targets.holders)
+    return BroadcastTree(near_holders or holders, with_holder, without_holder)
 
 
-def make_pending_buckets(
-    groups: Iterable[TransferGroup], locations: Sequence[RankLocation], bucket_bytes: int
-) -> list[PendingBucket]:
-    """Split groups into buckets, and choose as the root of each the holder that sends least."""
-    sent = [0] * len(locations)
-    pending_buckets = []
-    for group in groups:
-        tree = build_broadcast_tree(group, locations)
-        for slices in split_into_buckets(group, bucket_bytes):
-            num_bytes = sum(tensor_slice.num_bytes for tensor_slice in slices)
-            root = min(tree.roots, key=lambda rank: (sent[rank], rank))
-            if tree.first_hop()[0] is not LinkType.same_gpu:
-                sent[root] += num_bytes
-            pending_buckets.append(PendingBucket(tree, root, slices, num_bytes))
-    return pending_buckets
+class BroadcastPlanner:
+    """Chooses senders, rails and heads for some groups; an instance serves one plan.
 
-
-class RootQueue:
-    """Pending buckets with the same first hop, by root; the root that is free first comes first.
-
-    Of roots that are free at the same time, each queue prefers another one, according to its
-    number, so that the queues do not compete for one root.
+    Args:
+        groups: Result of `group_regions`.
+        locations: Locations of all ranks.
     """
 
-    def __init__(
-        self, number: int, link: LinkType, entries: Ranks, pending_buckets: Iterable[PendingBucket]
-    ) -> None:
-        self.link_type, self.entry_ranks = link, entries
-        self._buckets_by_root: dict[int, deque[PendingBucket]] = defaultdict(deque)
-        for pending in pending_buckets:
-            self._buckets_by_root[pending.root].append(pending)
-        roots = sorted(self._buckets_by_root)
-        self._roots_by_free_time = [
-            (0.0, (position - number) % len(roots), root) for position, root in enumerate(roots)
-        ]
-        heapq.heapify(self._roots_by_free_time)
+    def __init__(self, groups: Sequence[TransferGroup], locations: Sequence[RankLocation]) -> None:
+        self._locations = locations
+        self._units = [list(unit) for _, unit in groupby(groups, key=lambda group: group.unit)]
+        self._trees: dict[tuple[Ranks, Ranks], BroadcastTree] = {}
+        self._largest: Counter[tuple[Ranks, Ranks]] = Counter()
+        for group in groups:
+            key = (group.holders, group.receivers)
+            if key not in self._trees:
+                self._trees[key] = build_broadcast_tree(*key, locations)
+            self._largest[key] = max(self._largest[key], group.num_bytes)
+        self._senders: dict[tuple[Ranks, Ranks], tuple[Sender, ...]] = {}
+        self._sender_ranks: dict[int, None] = {}
+        """All trainer ranks that send, in the order in which they come into use."""
+        for unit in self._units:
+            self._choose_senders(unit)
+        self._num_positions, self._head_of = self._choose_heads()
+        self._hops: dict[tuple[int, Route], tuple[Hop, ...]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._roots_by_free_time)
-
-    def send_ready_at_s(self, simulator: LinkSimulator) -> float:
-        """Return the time at which the next root to send is free."""
-        sends = simulator.send_free_at_s[self.link_type]
-        while True:
-            free, preference, root = self._roots_by_free_time[0]
-            if free >= sends[root]:
-                return free
-            heapq.heapreplace(self._roots_by_free_time, (sends[root], preference, root))
-
-    def pop(self) -> PendingBucket:
-        """Remove and return the next bucket of that root."""
-        root = self._roots_by_free_time[0][-1]
-        pending = self._buckets_by_root[root].popleft()
-        if not self._buckets_by_root[root]:
-            heapq.heappop(self._roots_by_free_time)
-        return pending
-
-
-class BucketScheduler:
-    """Assigns hops and an order to pending buckets; an instance serves one plan."""
-
-    def __init__(self, locations: Sequence[RankLocation], speeds: LinkSpeeds) -> None:
-        self._simulator = LinkSimulator(locations, speeds)
-        self._sent_bytes = self._simulator.sent_bytes
-        self._received_bytes = self._simulator.received_bytes
-        self._ready_at_s: dict[int, float] = {}
-        """Times at which the receivers of the bucket being scheduled have it."""
-
-    def schedule(self, pending_buckets: Iterable[PendingBucket]) -> tuple[Bucket, ...]:
-        """Return all buckets in execution order."""
-        waiting: dict[tuple[LinkType, Ranks], list[PendingBucket]] = defaultdict(list)
-        for pending in pending_buckets:
-            waiting[pending.tree.first_hop()].append(pending)
-        queues = [RootQueue(i, *hop, waiting[hop]) for i, hop in enumerate(waiting)]
-        # Start times only grow. The first queue of the heap is therefore the earliest, unless its
-        # own start time has grown since it was pushed.
-        queue_heap = [(0.0, number, queue) for number, queue in enumerate(queues)]
+    def make_buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
+        """Return all buckets in execution order, each of at most `bucket_bytes` or one row."""
         buckets: list[Bucket] = []
-        while queue_heap:
-            pushed_start, number, queue = heapq.heappop(queue_heap)
-            start = max(self._receive_ready_at_s(queue), queue.send_ready_at_s(self._simulator))
-            if start <= pushed_start:
-                pending = queue.pop()
-                hops = tuple(self._plan_hops(pending))
-                buckets.append(Bucket(len(buckets), pending.num_bytes, pending.slices, hops))
-            if queue:
-                heapq.heappush(queue_heap, (start, number, queue))
+        for unit in self._units:
+            for slices, hops in self._order_unit(unit, bucket_bytes):
+                num_bytes = sum(tensor_slice.num_bytes for tensor_slice in slices)
+                buckets.append(Bucket(len(buckets), num_bytes, slices, hops))
         return tuple(buckets)
 
-    def _receive_ready_at_s(self, queue: RootQueue) -> float:
-        receives = self._simulator.receive_free_at_s[queue.link_type]
-        return min(receives[rank] for rank in queue.entry_ranks)
+    def _choose_senders(self, unit: Sequence[TransferGroup]) -> None:
+        """Choose senders for the groups of a unit whose ranks have not occurred before."""
+        entry_bytes: Counter[int] = Counter()
+        for group in unit:
+            targets = self._tree(group).first_node.receivers
+            for rank in targets:
+                entry_bytes[rank] += group.num_bytes // len(targets)
+        # A sender that sends no more than a receiver gets anyway does not delay it.
+        capacity = max(entry_bytes.values())
+        sent: Counter[int] = Counter()
+        entered: Counter[int] = Counter()
+        new_ranks = set()
+        for group in sorted(unit, key=lambda group: len(self._tree(group).roots)):
+            key, tree = (group.holders, group.receivers), self._tree(group)
+            if key not in self._senders:
+                self._senders[key] = self._choose_group_senders(key, sent, entered, capacity)
+                new_ranks |= {sender.rank for sender in self._senders[key]}
+            for sender in self._senders[key]:
+                share = group.num_bytes // len(self._senders[key])
+                sent[sender.rank] += share
+                entered[tree.first_node.on_rail(sender.rail)] += share
+        self._sender_ranks |= dict.fromkeys(sorted(new_ranks))
 
-    def _plan_hops(self, pending: PendingBucket) -> Iterator[Hop]:
-        """Yield the hops in causal order."""
-        senders: list[int] = []  # receivers on the machine visited last that have the bucket
-        self._ready_at_s = {}
-        for node in pending.tree.nodes_with_holder:
-            senders = [receiver for _, receiver in node.same_gpu_pairs]
-            for pair in node.same_gpu_pairs:
-                yield self._add_hop(*pair, pending)
-            if not senders:
-                holders = [pending.root] if pending.root in node.holders else node.holders
-                source = self._least_loaded(self._sent_bytes, LinkType.same_node, holders)
-                senders = [
-                    self._least_loaded(self._received_bytes, LinkType.same_node, node.receivers)
-                ]
-                yield self._add_hop(source, senders[0], pending)
-            yield from self._broadcast_within_node(node, senders, pending)
-        for node in pending.tree.nodes_without_holder:
-            source = self._least_loaded(
-                self._sent_bytes, LinkType.network, senders or [pending.root]
-            )
-            senders = [self._least_loaded(self._received_bytes, LinkType.network, node.receivers)]
-            yield self._add_hop(source, senders[0], pending)
-            yield from self._broadcast_within_node(node, senders, pending)
+    def _choose_group_senders(
+        self,
+        key: tuple[Ranks, Ranks],
+        sent: Counter[int],
+        entered: Counter[int],
+        capacity: int,
+    ) -> tuple[Sender, ...]:
+        """Choose as many senders as there are rails, each for another rail."""
+        tree, num_bytes = self._trees[key], self._largest[key]
+        targets = tree.first_node.receivers
+        count = min(len(tree.roots), len(targets), max(1, num_bytes // MIN_BUCKET_BYTES))
+        share = num_bytes // count
+        rails = sorted(range(len(targets)), key=lambda rail: (entered[targets[rail]], rail))
+        ranks: list[int] = []
+        for _ in range(count):
+            free = [rank for rank in tree.roots if rank not in ranks]
+            in_use = [
+                rank
+                for rank in free
+                if (rank in self._sender_ranks or sent[rank]) and sent[rank] + share <= capacity
+            ]
+            ranks.append(min(in_use or free, key=lambda rank: (sent[rank], rank)))
+        return tuple(Sender(rank, rail) for rank, rail in zip(ranks, rails, strict=False))
 
-    def _broadcast_within_node(
-        self, node: NodeTargets, senders: list[int], pending: PendingBucket
-    ) -> Iterator[Hop]:
-        """Yield hops to receivers of a machine that lack the bucket, and add them to `senders`."""
-        for receiver in node.receivers:
-            if receiver not in senders:
-                yield self._add_hop(
-                    self._least_loaded(self._sent_bytes, LinkType.same_node, senders),
-                    receiver,
-                    pending,
-                )
-                senders.append(receiver)
+    def _choose_heads(self) -> tuple[int, dict[int, int]]:
+        """Return the number of positions of machines, and each sender's position."""
+        peers: dict[int, set[int]] = defaultdict(set)
+        lengths, ranks = [1], []
+        for key, senders in self._senders.items():
+            tree = self._trees[key]
+            if tree.enters_at_head:
+                lengths.append(len(tree.nodes_without_holder))
+                for sender in senders:
+                    peers[tree.first_node.on_rail(sender.rail)].add(sender.rank)
+                    ranks.append(sender.rank)
+        num_positions = min(lengths[1:], default=1)
+        max_senders = max(map(len, peers.values()), default=0)
+        num_heads = min(num_positions, -(-max_senders // MAX_SENDERS_PER_RANK))
+        used = set(ranks)
+        order = [rank for rank in self._sender_ranks if rank in used]
+        return num_positions, {
+            rank: number * num_heads // len(order) for number, rank in enumerate(order)
+        }
 
-    def _add_hop(self, source: int, target: int, pending: PendingBucket) -> Hop:
-        self._simulator.transfer(source, target, pending.num_bytes, self._ready_at_s)
-        return Hop(source, target)
+    def _order_unit(self, unit: Sequence[TransferGroup], bucket_bytes: int) -> Iterator[Content]:
+        """Yield the contents of the buckets of a unit, in order."""
+        heads = tuple(sorted({self._head_of.get(s.rank, 0) for g in unit for s in self._of(g)}))
+        queues: dict[tuple[bool, int], dict[int, list[Content]]]
+        queues = defaultdict(lambda: defaultdict(list))
+        for group in unit:
+            tree, senders = self._tree(group), self._of(group)
+            share = max(-(-group.num_bytes // len(senders)), MIN_BUCKET_BYTES)
+            for number, slices in enumerate(split_into_buckets(group, min(bucket_bytes, share))):
+                sender = senders[number % len(senders)]
+                hops = self._hops_of(tree, sender, heads)
+                place = self._locations[sender.rank].node
+                if tree.enters_at_head:
+                    place = self._head_of[sender.rank]
+                queues[tree.enters_at_head, place][hops[0].target].append((slices, hops))
+        for _, by_entry in sorted(queues.items()):
+            yield from take_turns(list(by_entry.values()))
 
-    def _least_loaded(
-        self, counts: dict[LinkType, list[int]], link: LinkType, ranks: Iterable[int]
-    ) -> int:
-        by_rank = counts[link]
-        return min(ranks, key=lambda rank: (by_rank[rank], rank))
+    def _hops_of(
+        self, tree: BroadcastTree, sender: Sender, unit_heads: tuple[int, ...]
+    ) -> tuple[Hop, ...]:
+        """Return the hops of a route; equal ones are one object."""
+        head = self._head_of.get(sender.rank, 0)
+        route = Route(*sender, head, unit_heads, self._num_positions)
+        key = (id(tree), route)
+        hops = self._hops.get(key)
+        if hops is None:
+            hops = self._hops[key] = tree.hops(route, self._locations)
+        return hops
+
+    def _of(self, group: TransferGroup) -> tuple[Sender, ...]:
+        return self._senders[group.holders, group.receivers]
+
+    def _tree(self, group: TransferGroup) -> BroadcastTree:
+        return self._trees[group.holders, group.receivers]
+
+
+def take_turns(queues: Sequence[Sequence[Content]]) -> Iterator[Content]:
+    """Yield one item of each queue in turn.
+
+    The queues have their items in the same order of senders. Each starts at another place, so that
+    they do not all need the same sender at the same time.
+    """
+    starts = [number * len(queue) // len(queues) for number, queue in enumerate(queues)]
+    shifted = [
+        (*queue[start:], *queue[:start]) for start, queue in zip(starts, queues, strict=True)
+    ]
+    for number in range(max(map(len, shifted))):
+        yield from (queue[number] for queue in shifted if number < len(queue))

@@ -21,21 +21,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import Rect, ShardLayout, check_disjoint, distinct_layouts
-from mega_agentrl.reshard.planner.broadcast_tree import (
-    BucketScheduler,
-    group_regions,
-    make_pending_buckets,
-    min_network_bytes,
-)
+from mega_agentrl.reshard.planner.broadcast_tree import BroadcastPlanner
 from mega_agentrl.reshard.planner.regions import RankSetCache, compute_regions, rect_owners
+from mega_agentrl.reshard.planner.transfer_groups import group_regions, min_network_bytes
 from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES, ParamSliceIndex, TransferPlan
-from mega_agentrl.reshard.topology import LinkSpeeds
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.planner.regions import RectOwners
+    from mega_agentrl.reshard.planner.transfer_groups import TransferGroup
     from mega_agentrl.reshard.planner.transfer_plan import Bucket
     from mega_agentrl.reshard.topology import RankLocation
 
+
+DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 RankLayouts = Sequence[Sequence[ShardLayout]]
 """Shards by rank; ranks with equal shards may share one object."""
@@ -48,19 +46,17 @@ def plan_transfer(
     dtypes: Mapping[str, str] | str,
     *,
     names: Sequence[str],
-    bucket_bytes: int = 64 * 2**20,
-    speeds: LinkSpeeds | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> TransferPlan:
-    """Plan the transfer of all weights.
+    """Plan the transfer of all weights and check the plan.
 
     Args:
         trainer_layouts: Shards of every trainer rank.
         rollout_layouts: Shards of every rollout rank, engine after engine.
         locations: Locations of all ranks, trainer ranks first.
         dtypes: Dtype in which a tensor is sent, by name, or one for all.
-        names: Names of all tensors of the model.
+        names: Names of all tensors of the model, layer by layer.
         bucket_bytes: Maximum bucket size, unless a single row is larger.
-        speeds: Link speeds for which the order is optimized.
 
     Raises:
         ValueError: If a rollout rank needs an element that no trainer rank holds, an element of a
@@ -72,49 +68,75 @@ def plan_transfer(
             f"{len(trainer_layouts)} + {len(rollout_layouts)} locations, one per rank, and at "
             "least one byte"
         )
-    _check_written_once(rollout_layouts)
-    rank_sets = RankSetCache()
-    trainer_owners = rect_owners(trainer_layouts, rank_sets)
-    rollout_owners = rect_owners(rollout_layouts, rank_sets, first_rank=len(trainer_layouts))
-    plan = plan_from_owners(
-        trainer_owners, rollout_owners, rank_sets, locations, dtypes,
-        names=names, num_trainer_ranks=len(trainer_layouts), bucket_bytes=bucket_bytes,
-        speeds=speeds,
-    )  # fmt: skip
+    groups = group_layouts(trainer_layouts, rollout_layouts, dtypes, names=names)
+    plan = plan_from_groups(
+        groups,
+        locations,
+        dtypes,
+        names=names,
+        num_trainer_ranks=len(trainer_layouts),
+        bucket_bytes=bucket_bytes,
+    )
     check_transfer_plan(plan, trainer_layouts, rollout_layouts)
     return plan
 
 
-def plan_from_owners(
+def group_layouts(
+    trainer_layouts: RankLayouts,
+    rollout_layouts: RankLayouts,
+    dtypes: Mapping[str, str] | str,
+    *,
+    names: Sequence[str],
+) -> list[TransferGroup]:
+    """Return the transfer groups, which do not depend on the locations of the ranks.
+
+    Arguments and errors are those of `plan_transfer`.
+    """
+    _check_written_once(rollout_layouts)
+    rank_sets = RankSetCache()
+    trainer_owners = rect_owners(trainer_layouts, rank_sets)
+    rollout_owners = rect_owners(rollout_layouts, rank_sets, first_rank=len(trainer_layouts))
+    return group_owners(trainer_owners, rollout_owners, rank_sets, dtypes, names=names)
+
+
+def group_owners(
     trainer_owners: RectOwners,
     rollout_owners: RectOwners,
     rank_sets: RankSetCache,
+    dtypes: Mapping[str, str] | str,
+    *,
+    names: Sequence[str],
+) -> list[TransferGroup]:
+    """Like `group_layouts`, from tables of rectangle owners, for simulations of many ranks.
+
+    `rank_sets` is the cache that both tables were made with.
+    """
+    item_bytes = {name: DTYPE_BYTES[dtype] for name, dtype in _dtype_of_each(names, dtypes).items()}
+    regions = compute_regions(names, trainer_owners, rollout_owners, rank_sets)
+    return group_regions(regions, item_bytes)
+
+
+def plan_from_groups(
+    groups: Sequence[TransferGroup],
     locations: Sequence[RankLocation],
     dtypes: Mapping[str, str] | str,
     *,
     names: Sequence[str],
     num_trainer_ranks: int,
-    bucket_bytes: int,
-    speeds: LinkSpeeds | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> TransferPlan:
-    """Plan from tables of rectangle owners, without checking the result.
-
-    This serves simulations of thousands of ranks with equal layouts. `rank_sets` is the cache that
-    both tables were made with; the other arguments are those of `plan_transfer`.
-    """
-    dtype_of = {name: _dtype_of(name, dtypes) for name in names}
-    item_bytes = {name: DTYPE_BYTES[dtype] for name, dtype in dtype_of.items()}
-    groups = group_regions(
-        compute_regions(names, trainer_owners, rollout_owners, rank_sets), item_bytes
-    )
-    buckets = make_pending_buckets(groups, locations, bucket_bytes)
+    """Plan the transfer of some groups, without checking the result."""
     return TransferPlan(
         num_trainer_ranks=num_trainer_ranks,
         num_rollout_ranks=len(locations) - num_trainer_ranks,
-        dtype_of=dtype_of,
-        buckets=BucketScheduler(locations, speeds or LinkSpeeds()).schedule(buckets),
+        dtype_of=_dtype_of_each(names, dtypes),
+        buckets=BroadcastPlanner(groups, locations).make_buckets(bucket_bytes),
         min_network_bytes=min_network_bytes(groups, locations),
     )
+
+
+def _dtype_of_each(names: Sequence[str], dtypes: Mapping[str, str] | str) -> dict[str, str]:
+    return {name: _dtype_of(name, dtypes) for name in names}
 
 
 def _check_written_once(rollout_layouts: RankLayouts) -> None:
@@ -151,32 +173,45 @@ def check_transfer_plan(
 
 
 def _buckets_received(plan: TransferPlan, trainer_layouts: RankLayouts) -> dict[int, list[int]]:
-    """Return the indices of the buckets that reach each rank, checking every hop."""
+    """Return the positions of the buckets that reach each rank, checking every hop."""
     slice_index_of = {
         id(layout): ParamSliceIndex(layout) for layout in distinct_layouts(trainer_layouts)
     }
     received: dict[int, list[int]] = defaultdict(list)
-    for bucket in plan.buckets:
-        have_bucket: set[int] = set()
-        for source, target in bucket.hops:
-            if target in have_bucket or target not in plan.rollout_ranks:
-                raise ValueError(
-                    f"transfer plan: bucket {bucket.index} {_describe_bucket(bucket)} goes to "
-                    f"rank {target} "
-                    f"{'twice' if target in have_bucket else 'which is not a rollout rank'}; "
-                    f"{_WRONG_LAYOUT_CAUSE}"
-                )
-            if source < plan.num_trainer_ranks and source not in have_bucket:
-                for tensor_slice in bucket.slices:
-                    slice_index_of[id(trainer_layouts[source])].find(tensor_slice)
-            elif source not in have_bucket:
-                raise ValueError(
-                    f"transfer plan: rank {source} forwards bucket {bucket.index} "
-                    f"{_describe_bucket(bucket)} before it has received it; {_WRONG_LAYOUT_CAUSE}"
-                )
-            have_bucket |= {source, target} if source < plan.num_trainer_ranks else {target}
-            received[target].append(bucket.index)
+    routes: dict[int, tuple[set[int], list[int]]] = {}  # buckets share their hops
+    for position, bucket in enumerate(plan.buckets):
+        if id(bucket.hops) not in routes:
+            routes[id(bucket.hops)] = _check_hops(plan, bucket)
+        sources, targets = routes[id(bucket.hops)]
+        for layout in {id(trainer_layouts[source]) for source in sources}:
+            for tensor_slice in bucket.slices:
+                slice_index_of[layout].find(tensor_slice)
+        for target in targets:
+            received[target].append(position)
     return received
+
+
+def _check_hops(plan: TransferPlan, bucket: Bucket) -> tuple[set[int], list[int]]:
+    """Return the trainer ranks that start a bucket, and all targets."""
+    sources: set[int] = set()
+    targets: list[int] = []
+    for source, target in bucket.hops:
+        if target in targets or target not in plan.rollout_ranks:
+            raise ValueError(
+                f"transfer plan: bucket {bucket.index} {_describe_bucket(bucket)} goes to "
+                f"rank {target} "
+                f"{'twice' if target in targets else 'which is not a rollout rank'}; "
+                f"{_WRONG_LAYOUT_CAUSE}"
+            )
+        if source < plan.num_trainer_ranks:
+            sources.add(source)
+        elif source not in targets:
+            raise ValueError(
+                f"transfer plan: rank {source} forwards bucket {bucket.index} "
+                f"{_describe_bucket(bucket)} before it has received it; {_WRONG_LAYOUT_CAUSE}"
+            )
+        targets.append(target)
+    return sources, targets
 
 
 def _describe_bucket(bucket: Bucket) -> str:
@@ -196,6 +231,8 @@ def _check_received_cover(
         for block in shard.blocks:
             block_rects[block.hf_name].add(block.hf_rect)
     for name in {**block_rects, **received_rects}:
+        if len(received_rects[name]) == 1 and set(received_rects[name]) == block_rects[name]:
+            continue
         check_disjoint(name, received_rects[name], owner=owner)
         for rect in received_rects[name]:
             if not any(rect.intersect(whole) == rect for whole in block_rects[name]):

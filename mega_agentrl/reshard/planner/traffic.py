@@ -2,59 +2,29 @@
 
 lower bound   a byte that a machine needs and does not hold has to enter it once; counted from the
               regions, so it holds for any plan
-prediction    the hops in the plan's order (`LinkSimulator`), without message latency and without
-              the engines' own packing of weights
+open modules  a rollout rank keeps a module twice from its first slice to its last
+prediction    the hops in the plan's order, without message latency and without the engines' own
+              packing of weights
 
-In `LinkSimulator` a rank has, per link type, one port that sends and one that receives. Each port
-carries one transfer at a time at the speed of the link, and ports do not affect each other. The
-order of a plan comes from the same simulation.
+In the simulation a rank has, per link type, one port that sends and one that receives. Each port
+carries one transfer at a time at the speed of the link, and ports do not affect each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
+from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES, ParamSliceIndex
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, link_type_between
 
 if TYPE_CHECKING:
+    from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.transfer_plan import TransferPlan
     from mega_agentrl.reshard.topology import RankLocation
-
-
-class LinkSimulator:
-    """Tracks when each port is free; all times are seconds from the start."""
-
-    def __init__(self, locations: Sequence[RankLocation], speeds: LinkSpeeds) -> None:
-        self._locations = locations
-        self._seconds_per_byte = {link: speeds.transfer_s(link, 1) for link in LinkType}
-        self.send_free_at_s = {link: [0.0] * len(locations) for link in LinkType}
-        """Time at which the sending port is free, by link type and rank."""
-        self.receive_free_at_s = {link: [0.0] * len(locations) for link in LinkType}
-        """Time at which the receiving port is free, by link type and rank."""
-        self.sent_bytes = {link: [0] * len(locations) for link in LinkType}
-        self.received_bytes = {link: [0] * len(locations) for link in LinkType}
-
-    def transfer(
-        self, source: int, target: int, num_bytes: int, ready_at_s: dict[int, float]
-    ) -> float:
-        """Occupy both ports with one transfer and return its end.
-
-        Args:
-            source: Sending rank.
-            target: Receiving rank.
-            num_bytes: Size of the transfer.
-            ready_at_s: Time at which each rank has the bytes, 0 if absent. The target is added.
-        """
-        link = link_type_between(self._locations[source], self._locations[target])
-        sends, receives = self.send_free_at_s[link], self.receive_free_at_s[link]
-        start = max(sends[source], receives[target], ready_at_s.get(source, 0.0))
-        end = start + num_bytes * self._seconds_per_byte[link]
-        sends[source] = receives[target] = ready_at_s[target] = end
-        self.sent_bytes[link][source] += num_bytes
-        self.received_bytes[link][target] += num_bytes
-        return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +40,8 @@ class TransferTraffic:
     """Bytes received, by link type and rank."""
     predicted_s: float
     """Predicted duration of the update."""
+    num_peers: list[int]
+    """By rank, the ranks that it sends to plus the ranks that it receives from."""
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes by the name of the transport that carries them; empty if not known."""
 
@@ -89,6 +61,10 @@ class TransferTraffic:
             if link is not LinkType.same_gpu
         )
 
+    def max_peers(self) -> int:
+        """Return the most ranks that any rank exchanges bytes with, counted by direction."""
+        return max(self.num_peers)
+
     def summary(self) -> str:
         """Return a few lines for logs: totals and maxima per link type, and predicted duration."""
         lines = []
@@ -100,23 +76,131 @@ class TransferTraffic:
             )
         bound = f"{'at least':<10} {self.min_network_bytes / 2**30:12.3f} GiB over the network"
         carried = [f"by {name}: {count} bytes" for name, count in self.transport_bytes.items()]
-        return "\n".join([*lines, bound, *carried, f"predicted  {self.predicted_s:12.3f} s"])
+        predicted = f"predicted  {self.predicted_s:12.3f} s"
+        peers = f"peers      {self.max_peers():12d} at most"
+        return "\n".join([*lines, bound, *carried, predicted, peers])
 
 
 def count_traffic(
     plan: TransferPlan, locations: Sequence[RankLocation], speeds: LinkSpeeds | None = None
 ) -> TransferTraffic:
     """Simulate all hops of a plan."""
-    simulator = LinkSimulator(locations, speeds or LinkSpeeds())
-    end = 0.0
-    for bucket in plan.buckets:
-        ready_at_s: dict[int, float] = {}
-        for source, target in bucket.hops:
-            end = max(end, simulator.transfer(source, target, bucket.num_bytes, ready_at_s))
+    speeds = speeds or LinkSpeeds()
+    sent_bytes = {link: [0] * len(locations) for link in LinkType}
+    received_bytes = {link: [0] * len(locations) for link in LinkType}
+    routes, bytes_of = _routes(plan, locations)
+    for route, num_bytes in zip(routes.values(), bytes_of.values(), strict=True):
+        for source, target, link in route:
+            sent_bytes[link][source] += num_bytes
+            received_bytes[link][target] += num_bytes
     return TransferTraffic(
         plan.num_trainer_ranks,
         plan.min_network_bytes,
-        simulator.sent_bytes,
-        simulator.received_bytes,
-        end,
+        sent_bytes,
+        received_bytes,
+        _simulate(plan, routes, len(locations), speeds),
+        _count_peers(routes.values(), len(locations)),
     )
+
+
+def _count_peers(routes: Iterable[Sequence[_LinkedHop]], num_ranks: int) -> list[int]:
+    num_peers = [0] * num_ranks
+    for source, target in {hop[:2] for route in routes for hop in route}:
+        num_peers[source] += 1
+        num_peers[target] += 1
+    return num_peers
+
+
+_LinkedHop = tuple[int, int, LinkType]
+
+
+def _routes(
+    plan: TransferPlan, locations: Sequence[RankLocation]
+) -> tuple[dict[int, list[_LinkedHop]], dict[int, int]]:
+    """Return hops with their links, and bytes, by id of the hops, which buckets share."""
+    routes: dict[int, list[_LinkedHop]] = {}
+    bytes_of: dict[int, int] = {}
+    for bucket in plan.buckets:
+        key = id(bucket.hops)
+        if key not in routes:
+            routes[key] = [
+                (source, target, link_type_between(locations[source], locations[target]))
+                for source, target in bucket.hops
+            ]
+            bytes_of[key] = 0
+        bytes_of[key] += bucket.num_bytes
+    return routes, bytes_of
+
+
+def _simulate(
+    plan: TransferPlan,
+    routes: Mapping[int, Sequence[_LinkedHop]],
+    num_ranks: int,
+    speeds: LinkSpeeds,
+) -> float:
+    """Return the seconds until the last transfer has ended."""
+    send_free_at_s = {link: [0.0] * num_ranks for link in LinkType}
+    receive_free_at_s = {link: [0.0] * num_ranks for link in LinkType}
+    ports = {
+        key: [
+            (source, target, send_free_at_s[link], receive_free_at_s[link], link)
+            for source, target, link in route
+        ]
+        for key, route in routes.items()
+    }
+    for bucket in plan.buckets:
+        duration_s = {link: speeds.transfer_s(link, bucket.num_bytes) for link in LinkType}
+        ready_at_s: dict[int, float] = {}
+        for source, target, sends, receives, link in ports[id(bucket.hops)]:
+            start = max(sends[source], receives[target], ready_at_s.get(source, 0.0))
+            end = start + duration_s[link]
+            sends[source] = receives[target] = ready_at_s[target] = end
+    return max((max(ends) for ends in receive_free_at_s.values()), default=0.0)
+
+
+def module_bytes(layout: Iterable[ShardLayout], item_bytes: int) -> dict[str, int]:
+    """Return the bytes of every module of a rollout rank, padding included.
+
+    A module is what a parameter's name starts with, such as `model.layers.0.mlp.experts`.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    for shard in layout:
+        sizes[_module_of(shard.name)] += prod(shard.shape) * item_bytes
+    return sizes
+
+
+def max_open_bytes(plan: TransferPlan, rank: int, layout: Sequence[ShardLayout]) -> int:
+    """Return the most bytes that a rollout rank has in modules that are begun but not complete.
+
+    A module gets memory with its first slice and is complete with its last one.
+    """
+    item_bytes = max(DTYPE_BYTES[dtype] for dtype in plan.dtype_of.values())
+    sizes, index = module_bytes(layout, item_bytes), ParamSliceIndex(layout)
+    num_missing: dict[str, int] = defaultdict(int)
+    for shard in layout:
+        num_missing[_module_of(shard.name)] += sum(b.local_rect.numel for b in shard.blocks)
+    open_modules: set[str] = set()
+    open_bytes = max_bytes = 0
+    arrives: dict[int, bool] = {}  # buckets share their hops
+    for bucket in plan.buckets:
+        key = id(bucket.hops)
+        if key not in arrives:
+            arrives[key] = any(hop.target == rank for hop in bucket.hops)
+        if not arrives[key]:
+            continue
+        for tensor_slice in bucket.slices:
+            for param_slice in index.find(tensor_slice):
+                module = _module_of(param_slice.param)
+                if module not in open_modules:
+                    open_modules.add(module)
+                    open_bytes += sizes[module]
+                    max_bytes = max(max_bytes, open_bytes)
+                num_missing[module] -= param_slice.rect.numel
+                if num_missing[module] == 0:
+                    open_modules.remove(module)
+                    open_bytes -= sizes[module]
+    return max_bytes
+
+
+def _module_of(param: str) -> str:
+    return param.rpartition(".")[0]

@@ -12,7 +12,7 @@ waits for another one, so no cycle of waiting ranks can form.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -83,22 +83,40 @@ class TransferPlan:
                 if rank in hop:
                     yield bucket, hop
 
-    def restrict_to(self, ranks: Collection[int], layouts: Iterable[Iterable[ShardLayout]]) -> Self:
-        """Return the part of the plan that the given ranks with these layouts need.
+    def split(
+        self, groups: Sequence[Collection[int]], names_of: Sequence[Collection[str]]
+    ) -> list[Self]:
+        """Return the part of the plan that each group of ranks takes part in.
 
-        Buckets keep their numbers. Hops between other ranks and dtypes of tensors that these ranks
-        do not hold are left out, so that a large plan need not be sent to every rank in full.
+        Buckets keep their numbers and hops. Other buckets are left out, so that a large plan need
+        not be sent to every rank in full.
+
+        Args:
+            groups: Ranks by group.
+            names_of: Names of the tensors that the ranks of a group hold, by group.
         """
-        names = {block.hf_name for layout in layouts for s in layout for block in s.blocks}
-        parts = (
-            (bucket, tuple(h for h in bucket.hops if h.source in ranks or h.target in ranks))
-            for bucket in self.buckets
-        )
-        return replace(
-            self,
-            dtype_of={name: self.dtype_of[name] for name in self.dtype_of.keys() & names},
-            buckets=tuple(replace(bucket, hops=hops) for bucket, hops in parts if hops),
-        )
+        groups_of: dict[int, list[int]] = defaultdict(list)
+        for number, ranks in enumerate(groups):
+            for rank in ranks:
+                groups_of[rank].append(number)
+        buckets: list[list[Bucket]] = [[] for _ in groups]
+        numbers_of: dict[int, set[int]] = {}  # buckets share their hops
+        for bucket in self.buckets:
+            numbers = numbers_of.get(id(bucket.hops))
+            if numbers is None:
+                ranks = {rank for hop in bucket.hops for rank in hop}
+                numbers = {number for rank in ranks for number in groups_of.get(rank, ())}
+                numbers_of[id(bucket.hops)] = numbers
+            for number in numbers:
+                buckets[number].append(bucket)
+        return [
+            replace(
+                self,
+                dtype_of={name: self.dtype_of[name] for name in self.dtype_of.keys() & names},
+                buckets=tuple(part),
+            )
+            for part, names in zip(buckets, names_of, strict=True)
+        ]
 
 
 class ParamSlice(NamedTuple):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from mega_agentrl.reshard.layout import distinct_layouts
 from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex, TensorSlice, map_rect
 from mega_agentrl.reshard.verify.digest import CopyWithDigest, compile_kernel, compute_digests
 
@@ -139,22 +140,46 @@ class RegionPart(NamedTuple):
 
 def regions_of_layout(layout: RankLayout) -> list[DigestRegion]:
     """Return the distinct rectangles that a rank holds, block by block, in canonical order."""
-    return sorted(
-        {DigestRegion(block.hf_name, block.hf_rect) for s in layout for block in s.blocks}
-    )
+    regions = {DigestRegion(block.hf_name, block.hf_rect) for s in layout for block in s.blocks}
+    return sorted(regions, key=_region_order)
 
 
-def collect_regions(layouts: Iterable[RankLayout]) -> list[DigestRegion]:
-    """Return the distinct regions of all ranks."""
-    return sorted({region for layout in layouts for region in regions_of_layout(layout)})
+def _region_order(region: DigestRegion) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return a key that sorts like the regions themselves, but faster."""
+    return region.hf_name, region.rect.start, region.rect.stop
 
 
-def regions_of_held_tensors(
-    layout: RankLayout, regions: Sequence[DigestRegion]
-) -> list[DigestRegion]:
-    """Return the regions of those tensors of which a trainer rank holds a part, in order."""
-    names = {block.hf_name for shard in layout for block in shard.blocks}
-    return [region for region in regions if region.hf_name in names]
+def collect_regions(layouts: Sequence[RankLayout]) -> list[DigestRegion]:
+    """Return the distinct regions of all ranks; ranks with equal shards may share one object."""
+    distinct = distinct_layouts(layouts)
+    regions = {region for layout in distinct for region in regions_of_layout(layout)}
+    return sorted(regions, key=_region_order)
+
+
+class RegionIndex:
+    """Finds regions by tensor."""
+
+    def __init__(self, regions: Sequence[DigestRegion]) -> None:
+        self._by_name: dict[str, list[tuple[int, DigestRegion]]] = defaultdict(list)
+        for number, region in enumerate(regions):
+            self._by_name[region.hf_name].append((number, region))
+
+    def of_held_tensors(self, layout: RankLayout) -> list[DigestRegion]:
+        """Return the regions of those tensors of which a trainer rank holds a part, in order."""
+        names = {block.hf_name for shard in layout for block in shard.blocks}
+        found = [entry for name in names for entry in self._by_name.get(name, ())]
+        return [region for _, region in sorted(found, key=lambda entry: entry[0])]
+
+    def parts_of(self, layout: RankLayout) -> list[RegionPart]:
+        """Return the distinct parts of the regions that a trainer rank holds, ascending."""
+        parts = set()
+        for shard in layout:
+            for block in shard.blocks:
+                for number, region in self._by_name.get(block.hf_name, ()):
+                    rect = block.hf_rect.intersect(region.rect)
+                    if rect is not None:
+                        parts.add(RegionPart(number, rect))
+        return sorted(parts, key=lambda part: (part[0], part.rect.start, part.rect.stop))
 
 
 class ReceivedDigests:
@@ -232,7 +257,7 @@ class SourceDigests:
     def __init__(
         self, layout: RankLayout, regions: Sequence[DigestRegion], dtype_of: Mapping[str, str]
     ) -> None:
-        self.parts = region_parts_of_layout(layout, regions)
+        self.parts = RegionIndex(regions).parts_of(layout)
         slice_index = ParamSliceIndex(layout)
         self._blocks: list[ParamBlock] = []
         self._dtypes: list[torch.dtype] = []
@@ -274,20 +299,6 @@ class SourceDigests:
         return held.reshape(block.hf_rect.shape).to(self._dtypes[index]), block.hf_rect
 
 
-def region_parts_of_layout(layout: RankLayout, regions: Sequence[DigestRegion]) -> list[RegionPart]:
-    """Return the distinct parts of the regions that a trainer rank holds, ascending."""
-    blocks: dict[str, list[Rect]] = defaultdict(list)
-    for shard in layout:
-        for block in shard.blocks:
-            blocks[block.hf_name].append(block.hf_rect)
-    common = (
-        (number, rect.intersect(region.rect))
-        for number, region in enumerate(regions)
-        for rect in blocks.get(region.hf_name, ())
-    )
-    return sorted({RegionPart(number, rect) for number, rect in common if rect is not None})
-
-
 class DigestVerifier:
     """Computes the expected digests of all regions, on the driver, once per update.
 
@@ -304,28 +315,28 @@ class DigestVerifier:
     def __init__(self, layouts: Sequence[RankLayout], regions: Sequence[DigestRegion]) -> None:
         self._regions = regions
         self._index_of = {region: number for number, region in enumerate(regions)}
-        first: dict[RegionPart, int] = {}
-        replicas: list[tuple[int, int]] = []
-        self._digest_sources: list[tuple[int, RegionPart]] = []
-        """Rank and part of every digest, concatenated over the ranks."""
-        for rank, layout in enumerate(layouts):
-            for part in region_parts_of_layout(layout, regions):
-                position = len(self._digest_sources)
-                self._digest_sources.append((rank, part))
-                if first.setdefault(part, position) != position:
-                    replicas.append((position, first[part]))
-        self._first_replica = np.array(list(first.values()), dtype=np.int64)
-        self._region_of_first_replica = np.array(
-            [part.region_index for part in first], dtype=np.int64
-        )
-        self._replicas = np.array(replicas, dtype=np.int64).reshape(-1, 2)
-        self._check_coverage(first)
+        region_index = RegionIndex(regions)
+        number_of: dict[RegionPart, int] = {}
+        numbers_of_layout: dict[int, np.ndarray] = {}
+        for layout in distinct_layouts(layouts):
+            numbers_of_layout[id(layout)] = np.array(
+                [number_of.setdefault(p, len(number_of)) for p in region_index.parts_of(layout)],
+                dtype=np.int64,
+            )
+        self._parts = list(number_of)
+        numbers = [numbers_of_layout[id(layout)] for layout in layouts]
+        self._rank_ends = np.cumsum([len(part) for part in numbers])
+        self._part_of_digest = np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
+        """Index of the part of every digest, concatenated over the ranks."""
+        _, self._first_replica = np.unique(self._part_of_digest, return_index=True)
+        self._region_of_part = np.array([part.region_index for part in self._parts], dtype=np.int64)
+        self._check_coverage()
 
-    def _check_coverage(self, parts: Iterable[RegionPart]) -> None:
-        held = [0] * len(self._regions)
-        for part in parts:
-            held[part.region_index] += part.rect.numel
-        for region, count in zip(self._regions, held, strict=True):
+    def _check_coverage(self) -> None:
+        held = np.zeros(len(self._regions), dtype=np.int64)
+        sizes = np.array([part.rect.numel for part in self._parts], dtype=np.int64)
+        np.add.at(held, self._region_of_part, sizes)
+        for region, count in zip(self._regions, held.tolist(), strict=True):
             if count != region.rect.numel:
                 raise ValueError(
                     f"verification of {region.hf_name} {region.rect}: trainer ranks hold {count} "
@@ -340,24 +351,26 @@ class DigestVerifier:
             ValueError: If two ranks hold different values of the same part.
         """
         digests = np.concatenate(rank_digests)
-        assert len(digests) == len(self._digest_sources), (
+        assert len(digests) == len(self._part_of_digest), (
             "digests are of the ranks and regions given"
         )
-        differ = (digests[self._replicas[:, 0]] != digests[self._replicas[:, 1]]).any(axis=1)
+        of_parts = digests[self._first_replica]
+        differ = (digests != of_parts[self._part_of_digest]).any(axis=1)
         if differ.any():
-            other, first = self._replicas[np.flatnonzero(differ)[0]]
-            (other_rank, part), (first_rank, _) = (
-                self._digest_sources[other],
-                self._digest_sources[first],
-            )
-            raise ValueError(
-                f"verification of {self._regions[part.region_index].hf_name} {part.rect}: "
-                f"trainer ranks {first_rank} and {other_rank} hold different values, expected "
-                "equal ones; probable cause: replicas that have drifted apart in training"
-            )
+            self._raise_differing(int(np.flatnonzero(differ)[0]))
         sums = np.zeros((len(self._regions), 2), dtype=np.uint32)
-        np.add.at(sums, self._region_of_first_replica, digests[self._first_replica])
+        np.add.at(sums, self._region_of_part, of_parts)
         return sums
+
+    def _raise_differing(self, position: int) -> None:
+        number = self._part_of_digest[position]
+        part, first = self._parts[number], self._first_replica[number]
+        first_rank, rank = np.searchsorted(self._rank_ends, [first, position], side="right")
+        raise ValueError(
+            f"verification of {self._regions[part.region_index].hf_name} {part.rect}: "
+            f"trainer ranks {first_rank} and {rank} hold different values, expected "
+            "equal ones; probable cause: replicas that have drifted apart in training"
+        )
 
     def region_indices(self, regions: Sequence[DigestRegion]) -> np.ndarray:
         """Return `[regions]` int64, the rows of the regions in the result of `expected_digests`."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
     from mega_agentrl.reshard.executor import TransferExecutor
-    from mega_agentrl.reshard.layout import ShardLayout
+    from mega_agentrl.reshard.layout import PackedLayout, ShardLayout
     from mega_agentrl.reshard.session import TransferSession
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion, SourceDigests
     from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
@@ -122,11 +122,12 @@ class PolicyActor(RankActor):
         shards: list[ShardLayout] = self._policy.layout()
         return shards
 
-    def device_location(self) -> DeviceLocation:
-        """Return the machine and device of this rank."""
+    def packed_layout(self) -> tuple[PackedLayout, DeviceLocation]:
+        """Return the shards of this rank, and its machine and device."""
         from mega_agentrl.reshard.device_location import current_device_location
+        from mega_agentrl.reshard.layout import PackedLayout
 
-        return current_device_location()
+        return PackedLayout.pack(self.layout()), current_device_location()
 
     def join_weight_transfer(
         self, session: TransferSession, regions: Sequence[DigestRegion]

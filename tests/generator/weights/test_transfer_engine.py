@@ -52,7 +52,7 @@ class FakeExecutor:
 def worker(monkeypatch):
     """A transfer engine whose `executor` the test may replace before it joins."""
     plan = SimpleNamespace(num_trainer_ranks=4, dtype_of={"w": "float32"})
-    session = SimpleNamespace(plan=plan, rollout_rank_offset=3)
+    session = SimpleNamespace(plan=plan)
     model = nn.Linear(3, 2, bias=False).requires_grad_(False)
     nn.init.zeros_(model.weight)
     record_metadata_for_reloading(model)
@@ -75,7 +75,7 @@ def expected(values):
 
 def received(worker, version, executor=None):
     worker.executor = executor or FakeExecutor()
-    worker.init_transfer_engine(ReshardInitInfo(b""))
+    worker.init_transfer_engine(ReshardInitInfo(b"", first_rank=7))
     worker.start_weight_update()
     worker.receive_weights(ReshardUpdateInfo(version))
 
@@ -183,7 +183,7 @@ def test_a_session_that_cannot_be_joined_leaves_the_weights_in_use(worker, monke
         raise lost_peer()
 
     monkeypatch.setattr(transfer, "join_session", fail)
-    worker.init_transfer_engine(ReshardInitInfo(b""))
+    worker.init_transfer_engine(ReshardInitInfo(b"", first_rank=7))
     assert "joining the weight transfer: rank 7" in worker.failure.reason
     check_computes(worker, torch.zeros(2, 3))
 

@@ -121,17 +121,6 @@ def test_a_colocated_replica_copies_all_that_its_device_holds():
     assert traffic.trainer_sent_bytes() == 0
 
 
-def test_replicas_share_the_sending():
-    shape = make_shape(
-        num_layers=4, hidden_size=256, ffn_hidden_size=1536, num_heads=8, head_dim=32
-    )
-    trainer_layouts = trainer_layouts_of(shape, data=4)
-    locations = apart(4, 1, per_node=1)
-    _, traffic = check_all(shape, trainer_layouts, engine_layouts(shape, 1), locations)
-    sent = traffic.sent_bytes[LinkType.network][:4]
-    assert max(sent) < 1.3 * sum(sent) / 4
-
-
 @settings(deadline=None, max_examples=25)
 @given(
     models_and_ranks(),

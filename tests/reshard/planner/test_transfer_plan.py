@@ -66,16 +66,11 @@ def test_a_rank_sees_its_hops_in_order():
     assert list(plan.rollout_ranks) == [2, 3]
 
 
-def test_a_part_has_the_hops_of_its_ranks_and_the_types_of_their_tensors():
+def test_a_part_has_the_buckets_of_its_ranks_and_the_types_of_their_tensors():
     one = Bucket(0, 8, (TensorSlice("a", Rect((0,), (2,)), 8),), (Hop(0, 2), Hop(2, 3)))
     two = Bucket(1, 4, (TensorSlice("b", Rect((0,), (1,)), 4),), (Hop(1, 3),))
     plan = TransferPlan(2, 2, {"a": "float32", "b": "float32"}, (one, two))
-    layout = [ShardLayout("p", (2,), (Block("a", Rect((0,), (2,)), Rect((0,), (2,))),))]
-    part = plan.restrict_to([0], [layout])
-    assert part.dtype_of == {"a": "float32"}
-    assert part.buckets == (Bucket(0, 8, one.slices, (Hop(0, 2),)),)
-    assert part.world_size == plan.world_size
-    for rank in range(4):
-        part = plan.restrict_to([rank], [])
-        assert next(part.hops_of(rank))[1] == next(plan.hops_of(rank))[1]
-    assert plan.restrict_to([2, 3], []).buckets == plan.buckets
+    first, second, engine = plan.split([[0], [1], [2, 3]], [{"a"}, {"a", "b"}, {"a", "b"}])
+    assert (first.buckets, first.dtype_of) == ((one,), {"a": "float32"})
+    assert (second.buckets, second.dtype_of) == ((two,), plan.dtype_of)
+    assert engine == plan

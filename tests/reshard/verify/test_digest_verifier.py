@@ -27,10 +27,10 @@ from mega_agentrl.reshard.verify.digest_verifier import (
     DigestVerifier,
     ParamBlock,
     ReceivedDigests,
+    RegionIndex,
     RegionPart,
     SourceDigests,
     collect_regions,
-    region_parts_of_layout,
     regions_of_layout,
 )
 from tests.reshard.fake_rollout import expected_of
@@ -93,11 +93,14 @@ def test_regions_and_parts_by_hand():
     first, second = (DigestRegion("w", Rect((a, 0), (b, 4))) for a, b in ((0, 6), (6, 8)))
     assert regions_of_layout(rollout) == [first, second]
     assert collect_regions([held(rows(6, 8)), rollout]) == [first, second]
-    assert region_parts_of_layout(held(rows(4, 8)), [first, second]) == [
+    region_index = RegionIndex([first, second])
+    assert region_index.parts_of(held(rows(4, 8))) == [
         RegionPart(0, Rect((4, 0), (6, 4))),
         RegionPart(1, Rect((6, 0), (8, 4))),
     ]
-    assert region_parts_of_layout([VECTOR], [first]) == []
+    assert region_index.parts_of([VECTOR]) == []
+    assert region_index.of_held_tensors(held(rows(4, 8))) == [first, second]
+    assert region_index.of_held_tensors([VECTOR]) == []
 
 
 @settings(max_examples=25)
