@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
+from operator import ge, le, sub
 from typing import NamedTuple, Self
 
 
@@ -31,7 +32,7 @@ class Rect:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"Rect: start {self.start} and stop {self.stop} differ in rank")
-        if any(b <= a or a < 0 for a, b in zip(self.start, self.stop, strict=True)):
+        if any(map(ge, self.start, self.stop)) or min(self.start, default=0) < 0:
             raise ValueError(f"Rect: [{self.start}, {self.stop}) is empty or negative")
 
     def __reduce__(self) -> tuple[type[Rect], tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -46,7 +47,7 @@ class Rect:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent per dim."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def squeezed_shape(self) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ class Rect:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -67,9 +68,11 @@ class Rect:
         """Return the intersection with `other`, or None if they do not overlap."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(b <= a for a, b in zip(start, stop, strict=True)):
-            return None
-        return Rect(start, stop)
+        return None if any(map(ge, start, stop)) else Rect(start, stop)
+
+    def contains(self, other: Rect) -> bool:
+        """Return whether `other`, of the same rank, lies inside."""
+        return all(map(le, self.start, other.start)) and all(map(ge, self.stop, other.stop))
 
     def translate(self, origin: tuple[int, ...], to: tuple[int, ...]) -> Rect:
         """Return the rectangle moved by the vector from `origin` to `to`."""

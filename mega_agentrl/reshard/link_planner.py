@@ -8,11 +8,12 @@ only needs new hops, and a link with the ranks and locations of an earlier one n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.reshard.layout import ShardLayout
+from mega_agentrl.reshard.layout import ShardLayout, distinct_layouts
 from mega_agentrl.reshard.planner.planner import (
     check_transfer_plan,
     group_layouts,
@@ -35,21 +36,25 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 _MAX_CACHED_LINKS = 4
-"""Sets of ranks, and plans, whose results are kept: all engines, and some without the others."""
+"""Links whose plans are kept: those to all engines, and to some without the others."""
 
 Layout = list[ShardLayout]
 
 
 @dataclass(frozen=True, slots=True)
-class _RankSet:
-    """What follows from the layouts of all ranks of a link."""
+class _Sides:
+    """What follows from the layouts alone, for any number of engines."""
 
+    trainer_layouts: Sequence[Layout]
+    """Shards of every trainer rank."""
+    rollout_layouts: Sequence[Layout]
+    """Distinct shards of rollout ranks."""
     groups: list[TransferGroup]
+    """Transfer groups for one rollout rank with each of the distinct shards."""
     verifier: DigestVerifier
     trainer_regions: list[list[DigestRegion]]
-    region_indices: list[np.ndarray]
-    layouts: tuple[list[Layout], list[list[Layout]]]
-    """Kept, because the ids of these objects are the key of the cache."""
+    region_indices: dict[int, np.ndarray]
+    """Rows of the regions of a rollout rank, by id of its shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,8 @@ class LinkPlanner:
     def __init__(self, names: Sequence[str], dtype: str, bucket_bytes: int) -> None:
         self._names, self._dtype, self._bucket_bytes = list(names), dtype, bucket_bytes
         self._layouts: dict[bytes, Layout] = {}
-        self._rank_sets: dict[tuple[tuple[int, ...], ...], _RankSet] = {}
-        self._plans: dict[Any, LinkPlan] = {}
+        self._sides: dict[Any, _Sides] = {}
+        self._links: dict[Any, LinkPlan] = {}
 
     def unpack(self, packed: PackedLayout) -> Layout:
         """Return a rank's shards, the same object for equal ones."""
@@ -105,72 +110,70 @@ class LinkPlanner:
         Raises:
             ValueError: The layouts of the two sides do not fit together.
         """
-        ranks = (
-            tuple(map(id, trainer_layouts)),
-            *(tuple(map(id, engine)) for engine in engine_layouts),
-        )
-        key = (ranks, tuple(locations))
-        if key not in self._plans:
-            if ranks not in self._rank_sets:
-                rank_set = self._describe_ranks(
-                    list(trainer_layouts), list(map(list, engine_layouts))
-                )
-                _store(self._rank_sets, ranks, rank_set)
-            _store(self._plans, key, self._plan_hops(self._rank_sets[ranks], locations))
-        return self._plans[key]
-
-    def _describe_ranks(
-        self, trainer_layouts: list[Layout], engine_layouts: list[list[Layout]]
-    ) -> _RankSet:
         rollout_layouts = [layout for engine in engine_layouts for layout in engine]
-        groups = group_layouts(trainer_layouts, rollout_layouts, self._dtype, names=self._names)
-        regions = collect_regions(rollout_layouts)
+        distinct = distinct_layouts(rollout_layouts)
+        sides = (tuple(map(id, trainer_layouts)), tuple(map(id, distinct)))
+        key = (sides, tuple(tuple(map(id, engine)) for engine in engine_layouts), tuple(locations))
+        if key not in self._links:
+            if sides not in self._sides:
+                _store(self._sides, sides, self._describe_sides(trainer_layouts, distinct))
+            link_plan = self._plan_hops(self._sides[sides], engine_layouts, locations)
+            _store(self._links, key, link_plan)
+        return self._links[key]
+
+    def _describe_sides(
+        self, trainer_layouts: Sequence[Layout], distinct: Sequence[Layout]
+    ) -> _Sides:
+        groups = group_layouts(trainer_layouts, distinct, self._dtype, names=self._names)
+        regions = collect_regions(distinct)
         verifier, region_index = DigestVerifier(trainer_layouts, regions), RegionIndex(regions)
-        held = {id(layout): layout for layout in trainer_layouts}
         trainer_regions = {
-            key: region_index.of_held_tensors(layout) for key, layout in held.items()
+            id(layout): region_index.of_held_tensors(layout)
+            for layout in distinct_layouts(trainer_layouts)
         }
-        needed = {id(layout): layout for layout in rollout_layouts}
-        indices = {
-            key: verifier.region_indices(regions_of_layout(layout))
-            for key, layout in needed.items()
-        }
-        return _RankSet(
+        return _Sides(
+            trainer_layouts,
+            distinct,
             groups,
             verifier,
             [trainer_regions[id(layout)] for layout in trainer_layouts],
-            [indices[id(layout)] for layout in rollout_layouts],
-            (trainer_layouts, engine_layouts),
+            {id(layout): verifier.region_indices(regions_of_layout(layout)) for layout in distinct},
         )
 
-    def _plan_hops(self, rank_set: _RankSet, locations: Sequence[RankLocation]) -> LinkPlan:
-        trainer_layouts, engine_layouts = rank_set.layouts
-        num_trainer_ranks = len(trainer_layouts)
+    def _plan_hops(
+        self,
+        sides: _Sides,
+        engine_layouts: Sequence[Sequence[Layout]],
+        locations: Sequence[RankLocation],
+    ) -> LinkPlan:
+        num_trainer_ranks = len(sides.trainer_layouts)
+        rollout_layouts = [layout for engine in engine_layouts for layout in engine]
         plan = plan_from_groups(
-            rank_set.groups,
+            _with_receivers(sides, rollout_layouts),
             locations,
             self._dtype,
             names=self._names,
             num_trainer_ranks=num_trainer_ranks,
             bucket_bytes=self._bucket_bytes,
         )
-        rollout_layouts = [layout for engine in engine_layouts for layout in engine]
-        check_transfer_plan(plan, trainer_layouts, rollout_layouts)
+        check_transfer_plan(plan, sides.trainer_layouts, rollout_layouts)
         # Engines with equal shards receive the same buckets, so they share a part of the plan.
-        names_of = {id(layout): _names([layout]) for layout in trainer_layouts}
-        members: dict[tuple[int, ...], list[int]] = {}
-        engine_of: dict[tuple[int, ...], list[Layout]] = {}
+        members: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        engine_of: dict[tuple[int, ...], Sequence[Layout]] = {}
         keys, first_rank = [], num_trainer_ranks
         for engine in engine_layouts:
             keys.append(tuple(map(id, engine)))
             engine_of[keys[-1]] = engine
-            members.setdefault(keys[-1], []).extend(range(first_rank, first_rank + len(engine)))
+            members[keys[-1]] += range(first_rank, first_rank + len(engine))
             first_rank += len(engine)
+        names_of = {
+            id(layout): _names([layout]) for layout in distinct_layouts(sides.trainer_layouts)
+        }
         parts = plan.split(
             [*([rank] for rank in range(num_trainer_ranks)), *members.values()],
             [
-                *(names_of[id(layout)] for layout in trainer_layouts),
-                *map(_names, engine_of.values()),
+                *(names_of[id(layout)] for layout in sides.trainer_layouts),
+                *(_names(engine_of[key]) for key in members),
             ],
         )
         part_of = dict(zip(members, parts[num_trainer_ranks:], strict=True))
@@ -178,10 +181,27 @@ class LinkPlanner:
             plan,
             parts[:num_trainer_ranks],
             [part_of[key] for key in keys],
-            rank_set.trainer_regions,
-            rank_set.region_indices,
-            rank_set.verifier,
+            sides.trainer_regions,
+            [sides.region_indices[id(layout)] for layout in rollout_layouts],
+            sides.verifier,
         )
+
+
+def _with_receivers(sides: _Sides, rollout_layouts: Sequence[Layout]) -> list[TransferGroup]:
+    """Return the groups with the rollout ranks of a link as receivers."""
+    first_rank = len(sides.trainer_layouts)
+    number_of = {id(layout): n for n, layout in enumerate(sides.rollout_layouts, first_rank)}
+    ranks_of: dict[int, list[int]] = defaultdict(list)
+    for rank, layout in enumerate(rollout_layouts, first_rank):
+        ranks_of[number_of[id(layout)]].append(rank)
+    receivers: dict[tuple[int, ...], tuple[int, ...]] = {}
+    groups = []
+    for group in sides.groups:
+        if group.receivers not in receivers:
+            ranks = (rank for number in group.receivers for rank in ranks_of[number])
+            receivers[group.receivers] = tuple(sorted(ranks))
+        groups.append(replace(group, receivers=receivers[group.receivers]))
+    return groups
 
 
 def _names(layouts: Sequence[Layout]) -> set[str]:

@@ -185,7 +185,7 @@ def _buckets_received(plan: TransferPlan, trainer_layouts: RankLayouts) -> dict[
         sources, targets = routes[id(bucket.hops)]
         for layout in {id(trainer_layouts[source]) for source in sources}:
             for tensor_slice in bucket.slices:
-                slice_index_of[layout].find(tensor_slice)
+                slice_index_of[layout].check_held(tensor_slice)
         for target in targets:
             received[target].append(position)
     return received
@@ -235,7 +235,7 @@ def _check_received_cover(
             continue
         check_disjoint(name, received_rects[name], owner=owner)
         for rect in received_rects[name]:
-            if not any(rect.intersect(whole) == rect for whole in block_rects[name]):
+            if not any(whole.contains(rect) for whole in block_rects[name]):
                 raise ValueError(
                     f"{owner}: {name} {rect} arrives but the rank does not hold it; "
                     f"{_WRONG_LAYOUT_CAUSE}"

@@ -145,16 +145,26 @@ class ParamSliceIndex:
         """
         param_slices = []
         for hf_rect, param, local_rect in self._blocks.get(tensor_slice.hf_name, ()):
-            if tensor_slice.rect.intersect(hf_rect) == tensor_slice.rect:
+            if hf_rect.contains(tensor_slice.rect):
                 param_slices.append(
                     ParamSlice(param, map_rect(tensor_slice.rect, hf_rect, local_rect))
                 )
         if not param_slices:
-            raise ValueError(
-                f"{tensor_slice.hf_name} {tensor_slice.rect} lies in no block of this rank, "
-                "expected one; probable cause: the plan was made from other layouts"
-            )
+            raise _not_held_error(tensor_slice)
         return param_slices
+
+    def check_held(self, tensor_slice: TensorSlice) -> None:
+        """Raise the same error as `find`, in less time."""
+        blocks = self._blocks.get(tensor_slice.hf_name, ())
+        if not any(hf_rect.contains(tensor_slice.rect) for hf_rect, _, _ in blocks):
+            raise _not_held_error(tensor_slice)
+
+
+def _not_held_error(tensor_slice: TensorSlice) -> ValueError:
+    return ValueError(
+        f"{tensor_slice.hf_name} {tensor_slice.rect} lies in no block of this rank, "
+        "expected one; probable cause: the plan was made from other layouts"
+    )
 
 
 def map_rect(rect: Rect, hf_rect: Rect, local_rect: Rect) -> Rect:
