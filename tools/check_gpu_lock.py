@@ -1,6 +1,6 @@
 """Check that the pins of requirements/gpu.txt satisfy each other, without installing anything.
 
-    python tools/check_gpu_lock.py                   Python 3.11 and 3.12; about three minutes
+    python tools/check_gpu_lock.py                   Python 3.11 and 3.12; a few minutes each
     python tools/check_gpu_lock.py --python 3.12
 
 pip reports the metadata of every pinned package for the given version of Python: from the index if
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements" / "gpu.txt"
 EXTRAS = ("gpu", "sweep", "dev")
 PYTHONS = ("3.11", "3.12")
-PIP_TIMEOUT_S = 900
+PIP_TIMEOUT_S = 560
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,8 @@ def model_bytes(assets):
 
 
 def steps_of(run_dir):
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    """Return the RL steps that the run has written down, without a line that it is writing."""
+    lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
     return [row["step"] for row in map(json.loads, lines) if row["stage"] == "rl"]
 
 

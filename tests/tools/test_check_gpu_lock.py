@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.check_gpu_lock import Package, find_conflicts, main
+from tools.check_gpu_lock import PYTHONS, Package, find_conflicts, main
 
 VLLM = Package(
     version="0.32.0",
@@ -60,9 +60,10 @@ def test_requirements_of_the_project_and_versions_of_python():
     ]
 
 
-@pytest.mark.slow(180)
-def test_the_lock_fits_both_versions_of_python(capfd):
-    code = main([])
+@pytest.mark.slow(90)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_fits_both_versions_of_python(python, capfd):
+    code = main(["--python", python])
     output = capfd.readouterr()
     if code == 2 and "No matching distribution" not in output.err:
         pytest.skip(f"pip cannot ask the package index: {output.err[-300:]}")

@@ -120,8 +120,8 @@ def transport_kind_between(
 
 def bytes_by_transport(
     plan: TransferPlan, locations: Sequence[RankLocation], chosen: TransportKind
-) -> dict[TransportKind, int]:
-    """Return the bytes that each transport carries in one transfer of a plan."""
+) -> dict[str, int]:
+    """Return the bytes that each transport carries in one transfer of a plan, by its name."""
     bytes_of_hop: Counter[Hop] = Counter()
     for bucket in plan.buckets:
         for hop in bucket.hops:
@@ -129,7 +129,7 @@ def bytes_by_transport(
     result: Counter[TransportKind] = Counter()
     for (source, target), num_bytes in bytes_of_hop.items():
         result[transport_kind_between(locations[source], locations[target], chosen)] += num_bytes
-    return {kind: result[kind] for kind in TRANSPORTS if result[kind]}
+    return {kind.value: result[kind] for kind in TRANSPORTS if result[kind]}
 
 
 def check_transport(
