@@ -9,6 +9,8 @@ PART ?=
 # Test files run in more processes than there are cores, because most of them wait for processes to
 # start or for timeouts. Each process may hold an engine, so there are never more than three.
 LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
+# With PY=python3 they need only torch, Triton, transformers, megatron-core, pytest and hypothesis.
+GPU_TESTS := tests/gpu tests/actor tests/reshard/transports
 
 .PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
 
@@ -39,8 +41,8 @@ compare: env ## print one table over runs or sweeps: make compare RUNS="runs/a r
 test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=3 processes)
 	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)
 
-test-gpu: env ## run the GPU tests for which there are enough GPUs (lists skipped ones with the reason)
-	@$(PY) -m pytest -m "gpu and not slurm" -rs $(ARGS)
+test-gpu: $(if $(filter .venv/%,$(PY)),env) ## run the GPU tests that this machine can run, list the others with the reason (PY=python3: without .venv)
+	@$(PY) -m pytest -m "gpu and not slurm" -rs $(GPU_TESTS) $(ARGS)
 
 test-slurm: env ## test launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
 	@$(PY) -m pytest -m "slurm and not slow" tests/slurm $(ARGS)

@@ -9,6 +9,10 @@ import json
 
 import pytest
 
+pytest.importorskip("vllm")
+pytest.importorskip("ray")
+pytest.importorskip("psutil")
+
 from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 from tests.gpu.gpus import SMOKE_LAYOUTS, needs_gpus

@@ -169,7 +169,11 @@ def shards_of(
 
 def _blocks(model: MegatronModel, values: dict[str, torch.Tensor]) -> Blocks:
     return [
-        (block.hf_name, block.hf_rect, values[shard.name][block.local_rect.slices].clone())
+        (
+            block.hf_name,
+            block.hf_rect,
+            values[shard.name][block.local_rect.slices].to("cpu", copy=True),
+        )
         for shard in model.shard_layouts
         for block in shard.blocks
     ]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mega_agentrl.types.records import GenerateRequest
 from tests.fakes import FakeGenerator, FakeTools
@@ -86,6 +87,18 @@ def test_both_rollout_loops_complete_every_group(assets):
     lines = run_benchmark("rollout", *folders, "--prompts", "4", "--flight", "8", "--repeats", "1")
     assert lines["stream/leaked"]["ours"] == lines["stream/leaked"]["baseline"] == 0
     assert lines["stream/sampled"]["ours"] > 0
+
+
+def test_actor_and_transformers_take_the_same_first_step():
+    sizes = ("--tokens", "64", "--row", "16", "--layers", "2", "--hidden", "64", "--heads", "4")
+    sizes += ("--kv-heads", "2", "--intermediate", "96", "--vocab", "128", "--repeats", "1")
+    lines = run_benchmark("actor", *sizes)
+    steps, tokens, mfu, memory = lines.values()
+    assert next(iter(lines)) == "step/L2/H64/T64"
+    for side in ("ours", "baseline"):
+        assert tokens[side] * steps[side] == pytest.approx(64, rel=1e-3)
+    if not torch.cuda.is_available():
+        assert mfu["ours"] is memory["ours"] is None
 
 
 def test_driver_seconds_add_up():
