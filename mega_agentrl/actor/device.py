@@ -19,6 +19,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,10 @@ _PATCHED_MODULES = (
     "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.utils",
 )
+_TRANSFORMER_ENGINE = "transformer_engine"
+transformer_engine_error = ""
+"""Why Transformer Engine is installed but not used; empty otherwise."""
+_logger = logging.getLogger(__name__)
 _TENSOR_FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
 
@@ -55,22 +61,49 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-@functools.cache
+def hide_broken_transformer_engine() -> None:
+    """Let Transformer Engine look missing if it is installed but cannot be imported.
+
+    The package calls this before it imports Megatron, which only expects that it is missing: any
+    other error, such as the `OSError` of a missing CUDA library, would end the rank. The reason is
+    logged and part of `kernels.describe_kernels`.
+    """
+    global transformer_engine_error
+    if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
+        return
+    before = set(sys.modules)
+    error = _import_error(
+        f"{_TRANSFORMER_ENGINE}.pytorch", "megatron.core.extensions.transformer_engine"
+    )
+    if not error:
+        return
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in (_TRANSFORMER_ENGINE, "megatron"):
+            del sys.modules[name]
+    sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # imports raise ImportError
+    transformer_engine_error = error
+    _logger.warning("Transformer Engine is not used because its import failed: %s", error)
+
+
+def _import_error(*modules: str) -> str:
+    """Import the modules; return the first error, or an empty string."""
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001  compiled packages raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine's layers are used: there is a GPU and it imports."""
-    if not has_cuda():
-        return False
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except ImportError:
-        return False
-    return True
+    return has_cuda() and importlib.util.find_spec(_TRANSFORMER_ENGINE) is not None
 
 
 @functools.cache
 def has_fused_grad_accumulation() -> bool:
     """Return whether Apex's kernel adds weight gradients directly into the float32 buffers."""
-    return has_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return has_cuda() and not _import_error("fused_weight_gradient_mlp_cuda")
 
 
 def distributed_backend() -> str:
@@ -103,6 +136,10 @@ def init_device(local_rank: int) -> None:
         all_gather=all_gather_uneven,
         reduce_scatter=reduce_scatter_uneven,
     )
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    # Recomputation restores the states of all generators; there is no GPU's.
+    random._get_cuda_rng_state = lambda **_: None
+    random._set_cuda_rng_state = lambda *_, **__: None
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings.torch = _module_view(view, distributed=distributed)
     for name in ("moe_utils", "token_dispatcher"):

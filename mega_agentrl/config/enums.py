@@ -201,6 +201,18 @@ class Dtype(StrEnum):
         return Dtype.bfloat16 if on_gpu else Dtype.float32
 
 
+class Recompute(StrEnum):
+    """Activations that a training pass drops and computes again in the backward pass."""
+
+    none = "none"
+    """All are kept: the fastest."""
+    selective = "selective"
+    """Those inside MLPs and experts, the widest of a layer; the tokens of a mixture of experts are
+    sent to their experts a second time."""
+    full = "full"
+    """All but the input of each layer; every layer runs its forward pass twice."""
+
+
 class LrSchedule(StrEnum):
     """Learning-rate schedule after the warm-up."""
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -83,6 +89,51 @@ def test_a_cpu_trains_over_gloo_without_optional_kernels():
     assert device.current_device() == torch.device("cpu")
     assert not device.has_transformer_engine()
     assert not device.has_fused_grad_accumulation()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise OSError('no libcublas')",
+        "raise RuntimeError('no driver')",
+        "import torch; torch.gone",
+    ],
+    ids=["library", "driver", "attribute"],
+)
+def test_a_broken_transformer_engine_looks_missing(failure, tmp_path, monkeypatch, caplog):
+    """A subprocess checks the same from the first import on."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(failure)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(device, "transformer_engine_error", "")
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    del sys.modules["transformer_engine"]
+    device.hide_broken_transformer_engine()
+    assert caplog.records[-1].levelname == "WARNING"
+    assert device.transformer_engine_error and "Error: " in device.transformer_engine_error
+    assert importlib.util.find_spec("transformer_engine") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("transformer_engine")
+    assert "transformer_engine.pytorch" not in sys.modules
+
+
+def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.13: no such file')")
+    check = (
+        "from mega_agentrl.actor import device, policy\n"
+        "from megatron.core.transformer.moe import experts\n"
+        "assert not experts.HAVE_TE\n"
+        "print(device.transformer_engine_error)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("OSError: libcudart.so.13")
 
 
 def test_the_dtype_is_the_chosen_one_and_by_default_that_of_the_device():

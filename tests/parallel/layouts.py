@@ -11,6 +11,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
+from mega_agentrl.config.enums import Recompute
+
 MAX_RANKS = 4
 MODELS = ("llama", "qwen2", "qwen3", "qwen3-tied", "qwen3_moe")
 
@@ -25,6 +27,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "expert": (1, 2),
     "expert_tensor": (1, 2),
     "distributed_optimizer": (False, True),
+    "recompute": tuple(Recompute),
 }
 Cell = dict[str, Any]
 
@@ -61,6 +64,7 @@ def name_of(cell: Cell) -> str:
     parts = [f"{short[axis]}{cell[axis]}" for axis in short if cell[axis] > 1]
     parts += ["SP"] if cell["sequence_parallel"] else []
     parts += [] if cell["distributed_optimizer"] else ["plain"]
+    parts += [] if cell["recompute"] is Recompute.none else [cell["recompute"]]
     return "-".join([cell["model"], *parts])
 
 
@@ -89,3 +93,5 @@ GRID = [
     if is_valid(cell := dict(zip(AXES, values, strict=True)))
 ]
 COVER = pairwise(GRID)
+EACH_ONCE = [cell for number, cell in enumerate(GRID) if number % 3 == number // 3 % 3]
+"""Each cut of each model once, with the ways to recompute in turn; `recompute` is the last axis."""

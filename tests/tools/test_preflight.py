@@ -15,6 +15,7 @@ RECIPES = {
     "qwen2_5_7b_8gpu": ("qwen2.5-7b", 8),
     "qwen3_32b_64gpu": ("qwen3-32b", 64),
     "qwen2_5_72b_64gpu": ("qwen2.5-72b", 64),
+    "qwen2_5_72b_32k_64gpu": ("qwen2.5-72b", 64),
     "qwen3_235b_a22b_512gpu": ("qwen3-235b-a22b", 512),
 }
 
@@ -45,6 +46,7 @@ BROKEN = [
     ("qwen3_32b_64gpu", "optim.micro_batch_tokens=32768", "optim.micro_batch_tokens"),
     ("qwen3_32b_64gpu", "parallel.sequence_parallel=false", "parallel.sequence_parallel"),
     ("qwen3_32b_64gpu", "parallel.distributed_optimizer=false", "parallel.distributed_optimizer"),
+    ("qwen2_5_72b_32k_64gpu", "parallel.recompute=none", "parallel.recompute"),
     ("qwen3_235b_a22b_512gpu", "parallel.expert=8", "parallel.expert"),
     ("qwen3_32b_64gpu", "engine.gpu_memory_utilization=0.97", "engine.gpu_memory_utilization"),
     ("qwen3_32b_64gpu", "engine.gpu_memory_utilization=0.2", "engine.gpu_memory_utilization"),

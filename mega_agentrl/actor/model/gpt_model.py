@@ -27,6 +27,7 @@ from mega_agentrl.actor.model.layer_spec import decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedRowParams
 from mega_agentrl.actor.model.rotary_embedding import PackedRotaryEmbedding, set_attention_factor
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
+from mega_agentrl.config.enums import Recompute
 from mega_agentrl.reshard.mapping.model_mapping import (
     MEGATRON_OUTPUT_LAYER,
     is_expert_param,
@@ -127,6 +128,7 @@ def build_transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **_parallelism_options(groups, parallel),
+        **_recompute_options(parallel.recompute),
         **_moe_options(shape.moe),
         **_kernel_options(),
         pipeline_dtype=dtype,
@@ -158,6 +160,21 @@ def _parallelism_options(groups: ParallelGroups, parallel: ParallelConfig) -> di
         "expert_tensor_parallel_size": mp_rank.expert_tensor_size,
         "sequence_parallel": parallel.sequence_parallel,
     }
+
+
+def _recompute_options(recompute: Recompute) -> dict[str, Any]:
+    match recompute:
+        case Recompute.none:
+            return {}
+        case Recompute.selective:
+            # The attention kernels keep no scores, so that only the MLP is worth its second pass.
+            return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+        case Recompute.full:
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
 
 
 def _kernel_options() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn import functional
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.model.grouped_experts import GroupedExperts
 from mega_agentrl.actor.model.packed_attention import PackedAttention
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def _local_layer_spec(shape: ModelShape, *, sparse: bool) -> ModuleSpec:
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
+    if sparse:
+        layer.mlp.submodules.experts.module = GroupedExperts
     return _customize_layer_spec(spec, shape, sparse)
 
 
@@ -159,14 +162,16 @@ def _customize_layer_spec(spec: ModuleSpec, shape: ModelShape, sparse: bool) -> 
         attention.linear_proj = linear_with_bias(attention.linear_proj)
     if shape.mlp_bias and not sparse:
         mlp.linear_fc1 = linear_with_bias(mlp.linear_fc1)
-        mlp.linear_fc2 = linear_with_bias(mlp.linear_fc2)
+        # Returned apart, the bias would be an output of a recomputed MLP, which autograd would
+        # then take for the result of an operation instead of a parameter.
+        mlp.linear_fc2 = linear_with_bias(mlp.linear_fc2, skip_bias_add=False)
     return spec
 
 
-def linear_with_bias(linear: type) -> type:
-    """Return a subclass of a Megatron linear layer that always has a bias."""
+def linear_with_bias(linear: type, **options: bool) -> type:
+    """Return a subclass of a Megatron linear layer that always has a bias and these options."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        linear.__init__(self, *args, **{**kwargs, "bias": True})
+        linear.__init__(self, *args, **{**kwargs, **options, "bias": True})
 
     return type(f"Biased{linear.__name__}", (linear,), {"__init__": init})

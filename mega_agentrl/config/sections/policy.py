@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mega_agentrl.config.enums import Dtype, LrSchedule
+from mega_agentrl.config.enums import Dtype, LrSchedule, Recompute
 from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TOKENS, Length, Range, Section
 
@@ -48,6 +48,9 @@ class ParallelConfig(Section, key="parallel"):
     distributed_optimizer: bool = True
     """Shard master weights and optimizer moments over the data ranks instead of replicating
     them."""
+    recompute: Recompute = Recompute.none
+    """Activations that are computed again in the backward pass, which saves memory and costs time;
+    also of the critic."""
 
     @property
     def world_size(self) -> int:

@@ -1,8 +1,8 @@
 """Estimates the bytes that a policy rank keeps or needs for the backward pass.
 
-There is no activation recomputation, so the tensors that each operation saves add up. Per token,
-with tensor-parallel size t, h' = h/t under sequence parallelism and h' = h without, and with f the
-local inner width of the MLP, a layer saves
+Without recomputation the tensors that each operation saves add up. Per token, with
+tensor-parallel size t, h' = h/t under sequence parallelism and h' = h without, and with f the local
+inner width of the MLP, a layer saves
 
     two norms         input, normalised input and output                       3 h' each
     attention         the fused q/k/v, normalised and rotated copies, and its output
@@ -14,6 +14,14 @@ GPUs run fused kernels for norms, activations and variable-length attention. Wit
 keeps a float32 copy, the activation three more products, and the attention gathered copies.
 Megatron's own layers are counted; Transformer Engine's keep slightly less. A pipeline stage keeps
 the activations of several micro-batches at once (`num_in_flight_passes`).
+
+With `parallel.recompute` (arXiv:2205.05198, section 5, where "selective" means the scores of the
+attention, which are not kept here) a layer saves
+
+    selective         norms and attention as above, nothing of MLP or experts
+    full              its input, h', and a chunk of layers the rotary angles
+
+The backward pass of one layer then needs what was dropped of it (`recomputed_layer_bytes`).
 
 The vocabulary-parallel head computes logits in tiles, in a scratch buffer of fixed size (as
 `actor.vocab.tiling`), and needs besides
@@ -29,6 +37,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.enums import Recompute
 from mega_agentrl.reshard.mapping.model_mapping import padded_vocab_size
 
 if TYPE_CHECKING:
@@ -84,15 +93,15 @@ def stage_activation_bytes(
             layer_activation_bytes(shape, layout, tokens, kernels, layer, imbalance=imbalance)
             for layer in range(first, first + per_chunk)
         )
+        if layout.recompute is Recompute.full:
+            saved += tokens * shape.head_dim * _FLOAT_BYTES  # rotary angles
         if stage == last and chunk == layout.virtual_pipeline - 1:
             saved += _norm_bytes(
                 shape.hidden_size, tokens / _sequence_parallel_size(layout), kernels
             )
             saved += tokens * shape.hidden_size * kernels.item_bytes  # input of the head
         else:
-            saved += (
-                tokens / _sequence_parallel_size(layout) * shape.hidden_size * kernels.item_bytes
-            )
+            saved += _layer_input_bytes(shape, layout, tokens, kernels)  # of the next chunk
         total += saved * passes[chunk]
     return total
 
@@ -126,16 +135,63 @@ def layer_activation_bytes(
     imbalance: float = 1.0,
 ) -> float:
     """Return the bytes that one layer saves for one micro-batch, its output not included."""
+    outer, inner = _layer_parts(shape, layout, tokens, kernels, layer, imbalance)
+    match layout.recompute:
+        case Recompute.none:
+            return outer + inner
+        case Recompute.selective:
+            return outer
+        case Recompute.full:
+            return _layer_input_bytes(shape, layout, tokens, kernels)
+
+
+def recomputed_layer_bytes(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    tokens: float,
+    kernels: KernelConfig,
+    *,
+    imbalance: float = 1.0,
+) -> float:
+    """Return the bytes that the backward pass of a layer computes again, of the largest layer."""
+    kinds = {shape.is_moe_layer(layer): layer for layer in range(shape.num_layers)}
+    parts = [
+        _layer_parts(shape, layout, tokens, kernels, layer, imbalance) for layer in kinds.values()
+    ]
+    match layout.recompute:
+        case Recompute.none:
+            return 0.0
+        case Recompute.selective:
+            return max(inner for _, inner in parts)
+        case Recompute.full:
+            kept = _layer_input_bytes(shape, layout, tokens, kernels)
+            return max(outer + inner for outer, inner in parts) - kept
+
+
+def _layer_parts(
+    shape: ModelShape,
+    layout: ParallelConfig,
+    tokens: float,
+    kernels: KernelConfig,
+    layer: int,
+    imbalance: float,
+) -> tuple[float, float]:
+    """Return the bytes that norms and attention save, and those of the MLP or experts."""
     shared = tokens / _sequence_parallel_size(layout)
-    norms = 2 * (
+    outer = _attention_bytes(shape, layout, tokens, kernels) + 2 * (
         _norm_bytes(shape.hidden_size, shared, kernels)
         + shared * shape.hidden_size * kernels.item_bytes
     )
-    saved = norms + _attention_bytes(shape, layout, tokens, kernels)
     if shape.is_moe_layer(layer):
-        return saved + _expert_bytes(shape, layout, shared, kernels, imbalance)
+        return outer, _expert_bytes(shape, layout, shared, kernels, imbalance)
     inner = shape.ffn_hidden_size / layout.tensor
-    return saved + (3 if kernels.fused else 5) * inner * tokens * kernels.item_bytes
+    return outer, (3 if kernels.fused else 5) * inner * tokens * kernels.item_bytes
+
+
+def _layer_input_bytes(
+    shape: ModelShape, layout: ParallelConfig, tokens: float, kernels: KernelConfig
+) -> float:
+    return tokens / _sequence_parallel_size(layout) * shape.hidden_size * kernels.item_bytes
 
 
 def _sequence_parallel_size(layout: ParallelConfig) -> int:
@@ -196,7 +252,7 @@ def _expert_bytes(
     )
     share = layout.expert_tensor_size
     copies = tokens * moe.top_k * share * imbalance
-    inner = moe.ffn_hidden_size / share * (3 if kernels.fused else 6)
+    inner = moe.ffn_hidden_size / share * (3 if kernels.fused else 5)
     weight = _FLOAT_BYTES + _INT_BYTES * (1 if share == 1 else 2)
     return routed + copies * ((shape.hidden_size + inner) * kernels.item_bytes + weight)
 
@@ -212,7 +268,8 @@ def layer_backward_workspace_bytes(
     """Return the temporary bytes of one layer's backward pass.
 
     These are the gradients of the MLP's inner products and of its input, and under sequence
-    parallelism the gathered input.
+    parallelism the gathered input. Experts add the stacked first weights of all experts of the rank
+    and their gradient (`actor.model.grouped_experts`).
     """
     gathered = 2 if layout.sequence_parallel else 1
     dense = tokens * (3 * shape.ffn_hidden_size / layout.tensor + gathered * shape.hidden_size)
@@ -228,6 +285,8 @@ def layer_backward_workspace_bytes(
     sparse = copies * (
         3 * shape.moe.ffn_hidden_size / layout.expert_tensor_size + 2 * shape.hidden_size
     )
+    stacked = shape.moe.num_experts / layout.expert * 2 * shape.moe.ffn_hidden_size
+    sparse += 2 * stacked / layout.expert_tensor_size * shape.hidden_size
     if all(shape.moe.moe_layer_pattern):
         return sparse * kernels.item_bytes
     return max(dense, sparse) * kernels.item_bytes

@@ -25,6 +25,7 @@ from mega_agentrl.estimate.memory.activations import (
     KernelConfig,
     head_workspace_bytes,
     layer_backward_workspace_bytes,
+    recomputed_layer_bytes,
     stage_activation_bytes,
 )
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
@@ -58,7 +59,8 @@ class PolicyMemory:
     head_workspace: int
     """Bytes of the vocabulary head's workspace, 0 except on the last stage."""
     layer_workspace: int
-    """Temporary bytes of the backward pass of one layer."""
+    """Temporary bytes of the backward pass of one layer, with the activations that it computes
+    again."""
     transfer_buckets: int
     """Bytes of the weight transfer's buckets."""
     reference_staging: int
@@ -145,7 +147,7 @@ def _estimate_stage_memory(
     )  # fmt: skip
     layer_workspace = layer_backward_workspace_bytes(
         shape, layout, tokens, kernels, imbalance=imbalance
-    )
+    ) + recomputed_layer_bytes(shape, layout, tokens, kernels, imbalance=imbalance)
     head_workspace = 0
     if stage == layout.pipeline - 1:
         head_workspace = head_workspace_bytes(shape, layout.tensor, tokens, kernels)

@@ -5,6 +5,7 @@ order, each alone and then with a smaller micro-batch:
 
     a smaller micro-batch;
     sharding of replicated state (distributed optimizer, sequence parallelism);
+    activation recomputation;
     the same number of ranks: data ranks turned into pipeline, tensor or context ranks, or experts
     over more ranks;
     more ranks
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.enums import Recompute
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.policy import estimate_policy_memory, max_row_tokens
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from mega_agentrl.estimate.device import DeviceSpec
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
-SettingValue = int | float | bool
+SettingValue = int | float | bool | Recompute
 Overrides = Mapping[str, SettingValue]
 """New values by dotted configuration key."""
 
@@ -72,7 +74,7 @@ def get_setting(config: TrainConfig, key: str) -> SettingValue:
     node: object = config
     for name in key.split("."):
         node = getattr(node, name)
-    assert isinstance(node, int | float), f"{key} is a {type(node).__name__}"
+    assert isinstance(node, int | float | Recompute), f"{key} is a {type(node).__name__}"
     return node
 
 
@@ -205,6 +207,9 @@ def _policy_candidates(config: TrainConfig) -> Iterator[Overrides]:
         yield {"parallel.distributed_optimizer": True}
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield {"parallel.sequence_parallel": True}
+    kinds = list(Recompute)
+    for recompute in kinds[kinds.index(layout.recompute) + 1 :]:
+        yield {"parallel.recompute": recompute}
     for bucket_mib in _BUCKETS_MIB:
         if bucket_mib < config.weight_sync.bucket_mib:
             yield {_BUCKET_KEY: bucket_mib}

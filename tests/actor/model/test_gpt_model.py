@@ -18,6 +18,7 @@ from mega_agentrl.actor.model.gpt_model import (
     wrap_with_ddp,
 )
 from mega_agentrl.actor.training.packing import pack_rows
+from mega_agentrl.config.enums import Recompute
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
@@ -47,6 +48,7 @@ TWO = {
     "qwen3, one key head": {"tensor": 2, "sequence_parallel": True},
     "qwen3, biases": {"context": 2},
     "llama, all biases": {"tensor": 2, "sequence_parallel": True},
+    "llama, mlp biases": {"tensor": 2, "recompute": Recompute.selective},
     "llama": {"tensor": 2},
     "qwen2, tied": {"pipeline": 2, "virtual_pipeline": 2},
     "moe": {"tensor": 2, "sequence_parallel": True, "expert": 2},

@@ -75,6 +75,10 @@ POLICY_CASES = {
         "parallel.distributed_optimizer",
     ),
     "no sharing": ({"tokens": 12288, "tensor": 8, "data": 4}, "parallel.sequence_parallel"),
+    "long rows": (
+        {"tokens": 32768, "response": 30720, "tensor": 8, "pipeline": 4, "sequence_parallel": True},
+        "parallel.recompute",
+    ),
     "too few ranks": ({"tensor": 4, "sequence_parallel": True}, None),
 }
 
