@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mega_agentrl.actor.kernels import describe_kernels
 from mega_agentrl.actor.megatron_model import (
     MegatronModel,
     RankInfo,
@@ -226,6 +227,10 @@ class PolicyRank(TrainableRank):
     def gpu_name(self) -> str:
         """Return CUDA's name of this rank's GPU, or an empty string on a CPU."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+    def kernels(self) -> str:
+        """Return the names of the kernels that the model computes with, as one line."""
+        return describe_kernels(self.megatron_model)
 
     def memory_stats(self) -> dict[str, float]:
         """Return peak memory in MiB and the token count of the largest training micro-batch.

@@ -37,6 +37,10 @@ class StartProgress:
         detail = f" ({waits_for})" if waits_for else ""
         print(f"start {format_duration(self.elapsed_s)}  {name}{detail} ...", flush=True)
 
+    def note(self, text: str) -> None:
+        """Print a line about what has started."""
+        print(f"start {format_duration(self.elapsed_s)}  {text}", flush=True)
+
     def finish(self) -> None:
         """End the last stage and print the seconds of all stages."""
         self._end_stage()

@@ -162,6 +162,9 @@ def _start_policy_and_engines(
         start_tools()
     launch = _launch_colocated if config.cluster.colocated else _launch_disaggregated
     policy, generator = launch(start, on_gpu)
+    kernels = f"the policy computes with: {policy.kernels()}"
+    _logger.info(kernels)
+    start.progress.note(kernels)
     start.progress.begin("weight transfer", "layouts and links of all ranks")
     weight_sync = WeightSynchronizer(
         policy, generator, config, dtype=str(config.model.dtype.resolve(on_gpu=on_gpu))

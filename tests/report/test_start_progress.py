@@ -32,6 +32,17 @@ def test_each_stage_is_named_when_it_begins_and_timed_at_the_end(clock, capsys):
     assert progress.elapsed_s == pytest.approx(72.5)
 
 
+def test_a_note_has_the_time_and_ends_no_stage(clock, capsys):
+    progress = StartProgress(clock=clock)
+    progress.begin("policy")
+    clock.now_s += 2
+    progress.note("attention torch")
+    assert capsys.readouterr().out.endswith("start 0:02  attention torch\n")
+    clock.now_s += 2
+    progress.finish()
+    assert "policy 4.0 s" in capsys.readouterr().out
+
+
 def test_the_time_between_stages_with_the_same_name_is_added_up(clock, capsys):
     progress = StartProgress(clock=clock)
     for _ in range(2):

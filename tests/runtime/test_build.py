@@ -205,7 +205,7 @@ def test_colocated_engines_start_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, colocated):
+def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, colocated, capsys):
     config.cluster.colocated = colocated
     coordinated = []
 
@@ -214,6 +214,7 @@ def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, coloca
         return RecordingGroup([], "coordinator")
 
     groups = RecordingGroup([], "policy"), RecordingGroup([], "engines")
+    groups[0].kernels = lambda: "attention torch"
     traffic = SimpleNamespace(summary=lambda: "0 bytes")
     weight_sync = SimpleNamespace(connect=lambda engines: traffic)
     monkeypatch.setattr(module, "_launch_colocated", lambda *_: groups)
@@ -226,6 +227,7 @@ def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, coloca
     assert parts == [*groups, weight_sync]
     assert isinstance(gpus, GpuTimeSharing) is colocated
     assert (tmp_path / "logs" / "weights.txt").read_text() == "0 bytes\n"
+    assert "the policy computes with: attention torch" in capsys.readouterr().out
 
 
 class FlakyPolicy:

@@ -168,18 +168,20 @@ def packed_attention(
         assert context_group is not None, "rows are cut over context ranks"
         key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
         key_WHD, value_WHD = key_value.chunk(2, dim=1)
-    compute = _varlen_attention if _supports_varlen_attn(query) else _padded_attention
+    is_varlen = supports_varlen_attention(query.device, query.dtype, query.size(-1))
+    compute = _varlen_attention if is_varlen else _padded_attention
     return compute(query_SHD, key_WHD, value_WHD, rows, scale).reshape(query.size(0), 1, -1)
 
 
-def _supports_varlen_attn(query: torch.Tensor) -> bool:
+def supports_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch's variable-length attention can be used."""
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.size(-1) % 8 == 0
-        and query.size(-1) <= 256
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
         and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 

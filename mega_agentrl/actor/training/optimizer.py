@@ -98,6 +98,11 @@ class AdamOptimizer:
                 _detach_master_shards(part)
         self._configure_param_groups()
 
+    @property
+    def adam_class(self) -> type:
+        """The class of torch, Apex or Transformer Engine that updates the parameters."""
+        return type(self._chained_optimizers[0].optimizer)
+
     def zero_grad(self) -> None:
         """Zero the gradient buffers before the first micro-batch of a step."""
         require_on_device("zero_grad", {"gradients"}, self.on_host)

@@ -12,7 +12,8 @@ ignored tokens and autograd are handled here. Rows beyond the vocabulary are pad
 computed. The compute dtype is float32, or float64 for float64 inputs.
 
 To add a kernel: a module with these three functions, a name in `VocabKernel`, a branch in
-`_select_kernel`; a test that runs the `CHECKS` of `tests/actor/vocab/vocab_cases.py` with it.
+`default_kernel` and `_select_kernel`; a test that runs the `CHECKS` of
+`tests/actor/vocab/vocab_cases.py` with it.
 
 Shape suffixes: N tokens, V local vocabulary rows, D hidden width, R tensor ranks.
 """
@@ -211,12 +212,17 @@ def _check_targets_found(
         )
 
 
+def default_kernel(device: torch.device, dtype: torch.dtype) -> VocabKernel:
+    """Return the kernel that `VocabKernel.auto` stands for."""
+    is_supported = device.type == "cuda" and dtype != torch.float64
+    has_triton = is_supported and find_spec("triton") is not None
+    return VocabKernel.triton if has_triton else VocabKernel.torch
+
+
 def _select_kernel(hidden_ND: torch.Tensor, shard: VocabShard) -> ModuleType:
     kernel = shard.kernel
     if kernel == VocabKernel.auto:
-        is_supported = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
-        has_triton = is_supported and find_spec("triton") is not None
-        kernel = VocabKernel.triton if has_triton else VocabKernel.torch
+        kernel = default_kernel(hidden_ND.device, hidden_ND.dtype)
     if kernel == VocabKernel.torch:
         return torch_kernel
     # Imported here because triton is not installed on machines without a GPU.

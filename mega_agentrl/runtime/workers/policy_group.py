@@ -61,6 +61,7 @@ RANK_OPERATIONS = {
     "compute_prompt_log_probs": RankOperation(),
     "export_hf": RankOperation(needs_gpu=True),
     "gpu_name": RankOperation(),
+    "kernels": RankOperation(),
     "load_checkpoint": RankOperation(needs_gpu=True, changes_weights=True),
     "load_hf": RankOperation(label="load weights", needs_gpu=True),
     "memory_stats": RankOperation(),
@@ -97,10 +98,12 @@ class PolicyActor(RankActor):
 
     def start(self, master_address: str, master_port: int) -> None:
         """Join the process groups and build the model, without loading weights."""
+        from mega_agentrl.actor import device
         from mega_agentrl.actor.policy import PolicyRank
         from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 
-        PROCESS_MEMORY.start()
+        if not device.has_cuda():
+            PROCESS_MEMORY.start()
         with track_activity("start"):
             self._policy = PolicyRank(self._config, self._rank_info(master_address, master_port))
 
@@ -297,6 +300,10 @@ class PolicyGroup(RankGroup):
     def gpu_name(self) -> str:
         """Return the CUDA name of the policy's GPUs; empty on CPUs."""
         return str(self._call_rank0("gpu_name"))
+
+    def kernels(self) -> str:
+        """Return the kernels that rank 0 computes with, as one line."""
+        return str(self._call_rank0("kernels"))
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint."""

@@ -53,8 +53,11 @@ class RankActor:
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
         # torch reads these variables when it is imported.
-        self._num_threads = num_threads_per_rank(config)
+        self._num_threads = num_threads_per_rank(config, _count_node_slots())
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
+        # Read when CUDA starts. With one queue, kernels start in the order of their launch, so that
+        # communication begins before the computation that it shall overlap with.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if config.deterministic:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         self._config = config
@@ -84,12 +87,24 @@ class RankActor:
         )
 
 
-def num_threads_per_rank(config: TrainConfig) -> int:
-    """Return the CPU threads per rank: all ranks share half of the cores, engines the rest."""
+def num_threads_per_rank(config: TrainConfig, num_node_slots: int) -> int:
+    """Return the CPU threads per rank: a node's ranks share half of its cores, engines the rest.
+
+    Args:
+        config: The run.
+        num_node_slots: Number of ranks that this node has room for.
+    """
     if config.deterministic:
         return 1
     num_cores = len(os.sched_getaffinity(0))
-    return max(1, num_cores // (2 * config.parallel.world_size))
+    return max(1, num_cores // (2 * min(config.parallel.world_size, num_node_slots)))
+
+
+def _count_node_slots() -> int:
+    """Return the number of GPUs that Ray has on this node, or of its CPUs if it has no GPU."""
+    node_id = ray.get_runtime_context().get_node_id()
+    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return max(1, int(resources.get("GPU", 0) or resources.get("CPU", 0)))
 
 
 class RankGroup:

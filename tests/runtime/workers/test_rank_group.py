@@ -14,9 +14,16 @@ from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime import heartbeat
 from mega_agentrl.runtime.remote_calls import ProcessDiedError, RemoteCallError
-from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
+from mega_agentrl.runtime.workers.rank_group import (
+    RankActor,
+    RankGroup,
+    iter_rank_rows,
+    num_threads_per_rank,
+)
 from mega_agentrl.types.activity import track_activity
 from tests.processes import wait_until_gone
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class EchoActor(RankActor):
@@ -30,6 +37,9 @@ class EchoActor(RankActor):
 
     def process(self):
         return os.getpid()
+
+    def environment(self, name):
+        return os.environ.get(name)
 
     def say(self, text):
         if text == "fall":
@@ -70,6 +80,25 @@ def test_ranks_join_and_answer_by_name(group):
     assert answers == {"echo model rank 0": "0: a", "echo model rank 1": "1: b"}
     with pytest.raises(RemoteCallError, match="talk failed on echo model rank 1"):
         group.gather("talk", group.submit_each("say", [("a",), ("fall",)]))
+
+
+def test_cuda_starts_with_one_queue(group):
+    answers = group.gather("env", group.submit_to_ranks("environment", MAX_CONNECTIONS))
+    assert list(answers.values()) == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_node_slots", "num_threads"),
+    [(64, 8, 6), (4, 8, 12), (8, 1, 48), (1000, 1000, 1)],
+)
+def test_the_ranks_of_a_node_share_half_of_its_cores(
+    num_ranks, num_node_slots, num_threads, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
+    config = TrainConfig(parallel=ParallelConfig(data=num_ranks))
+    assert num_threads_per_rank(config, num_node_slots) == num_threads
+    config.deterministic = True
+    assert num_threads_per_rank(config, num_node_slots) == 1
 
 
 def test_rank_info_describes_the_rank():

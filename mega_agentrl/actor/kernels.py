@@ -1,0 +1,80 @@
+"""Says which kernels a built model computes with.
+
+The names are read from the modules and the optimizer themselves and from the functions that choose
+a kernel during a pass, so that a fallback shows: a configuration says what was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from mega_agentrl.actor import device
+from mega_agentrl.actor.model.grouped_experts import GroupedExperts, supports_grouped_mm
+from mega_agentrl.actor.model.layer_spec import RMSNorm
+from mega_agentrl.actor.model.packed_attention import PackedAttention, supports_varlen_attention
+from mega_agentrl.actor.vocab.vocab_parallel import VocabKernel, default_kernel
+from mega_agentrl.reshard.mapping.model_shape import HeadKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from mega_agentrl.actor.megatron_model import MegatronModel
+
+_TRANSFORMER_ENGINE = "Transformer Engine"
+_LIBRARIES = {"torch": "torch", "apex": "Apex", "transformer_engine": _TRANSFORMER_ENGINE}
+_VOCAB_KERNELS = {VocabKernel.torch: "torch", VocabKernel.triton: "Triton"}
+
+
+def describe_kernels(model: MegatronModel) -> str:
+    """Return a line such as `attention torch varlen, norm torch, optimizer torch AdamW, ...`."""
+    modules = [module for chunk in model.chunks for module in chunk.modules()]
+    kernels = {
+        "attention": _attention_kernel(model, modules),
+        "norm": "torch" if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
+        "optimizer": _optimizer_kernel(model),
+        "experts": _expert_kernel(model, modules),
+        "vocabulary head": _head_kernel(model),
+    }
+    line = ", ".join(f"{part} {kernel}" for part, kernel in kernels.items() if kernel)
+    error = device.transformer_engine_error
+    return f"{line} ({_TRANSFORMER_ENGINE} cannot be imported: {error})" if error else line
+
+
+def _has_module(modules: list[torch.nn.Module], kind: type) -> bool:
+    return any(isinstance(module, kind) for module in modules)
+
+
+def _attention_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
+    if not _has_module(modules, PackedAttention):
+        return _TRANSFORMER_ENGINE
+    target, head_dim = device.current_device(), model.shape.head_dim
+    is_varlen = supports_varlen_attention(target, model.dtype, head_dim)
+    return "torch varlen" if is_varlen else "torch padded blocks"
+
+
+def _optimizer_kernel(model: MegatronModel) -> str:
+    """Return the library and class of Adam, empty for frozen weights."""
+    if not model.is_trainable:
+        return ""
+    kind = model.optimizer.adam_class
+    library = kind.__module__.partition(".")[0]
+    return f"{_LIBRARIES.get(library, library)} {kind.__name__}"
+
+
+def _expert_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
+    """Return how experts are computed, empty for a dense model."""
+    if not _has_module(modules, MoELayer):
+        return ""
+    if not _has_module(modules, GroupedExperts):
+        return f"{_TRANSFORMER_ENGINE} grouped"
+    is_grouped = supports_grouped_mm(device.current_device(), model.dtype)
+    return "torch grouped_mm" if is_grouped else "torch one after another"
+
+
+def _head_kernel(model: MegatronModel) -> str:
+    """Return the kernel of log-probs and entropies, empty for a scalar head."""
+    if model.shape.head is HeadKind.scalar:
+        return ""
+    return _VOCAB_KERNELS[default_kernel(device.current_device(), model.dtype)]
