@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -201,7 +202,7 @@ def init_process_groups(
             timeout=timedelta(seconds=timeout_s),
         )
         return ParallelGroups(
-            coordinates=coordinates, pg_collection=build_pg_collection(parallel, rank)
+            coordinates=coordinates, pg_collection=build_pg_collection(parallel, rank, timeout_s)
         )
 
 
@@ -223,13 +224,20 @@ def partition_ranks(parallel: ParallelConfig, shared: Sequence[str]) -> list[lis
     return list(parts.values())
 
 
-def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupCollection:
-    """Create the groups of an initialised `torch.distributed`; all ranks call this."""
-    alone = _build_partition([[r] for r in range(parallel.world_size)], rank)
+def build_pg_collection(
+    parallel: ParallelConfig, rank: int, timeout_s: float
+) -> ProcessGroupCollection:
+    """Create the groups of an initialised `torch.distributed`; all ranks call this.
+
+    `timeout_s` is the timeout of every collective: a group without its own has the default of its
+    backend, not that of `init_process_group`.
+    """
+    build_partition = partial(_build_partition, rank=rank, timeout=timedelta(seconds=timeout_s))
+    alone = build_partition([[r] for r in range(parallel.world_size)])
     pipelines = partition_ranks(parallel, _SHARED_COORDINATES["pp"])
-    ends = _build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines], rank)
+    ends = build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     groups = {
-        name: _build_partition(partition_ranks(parallel, shared), rank)
+        name: build_partition(partition_ranks(parallel, shared))
         for name, shared in _SHARED_COORDINATES.items()
     }
     unset = [name for name, group in groups.items() if group is None]
@@ -243,11 +251,13 @@ def build_pg_collection(parallel: ParallelConfig, rank: int) -> ProcessGroupColl
     )
 
 
-def _build_partition(parts: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+def _build_partition(
+    parts: list[list[int]], *, rank: int, timeout: timedelta
+) -> dist.ProcessGroup | None:
     """Create every group of a partition, in the same order on all ranks; return this rank's."""
     own_group = None
     for ranks in parts:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
             own_group = group
     return own_group

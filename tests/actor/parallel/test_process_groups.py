@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from mega_agentrl.actor.parallel.process_groups import (
@@ -70,6 +73,11 @@ def test_one_rank_has_every_group_and_can_leave_twice(one_rank):
     collection = one_rank.pg_collection
     for name in ("tp", "pp", "dp", "cp", "mp", "embd", "dp_cp", "ep", "expt_tp", "tp_ep_pp"):
         assert getattr(collection, name).size() == 1
+    timeouts = {
+        group._get_backend(torch.device("cpu")).options._timeout
+        for group in dist.distributed_c10d._world.pg_map
+    }
+    assert timeouts == {timedelta(seconds=30)}, "a backend has its own default"
     assert one_rank.last_stage_rank == 0
     assert one_rank.describe_peers("tensor", "data", "all") == ""
     destroy_process_groups()
