@@ -252,10 +252,16 @@ class MegatronModel:
         return StepResult(metric_sums=sums, grad_norm=norm, learning_rate=lr, applied=applied)
 
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder, with the config of the loaded one."""
+        """Write the weights as a Hugging Face folder, with the config of the loaded one.
+
+        The memory of the gradients is free meanwhile, for the blocks that the ranks send.
+        """
         require_on_device("export", {"weights"}, self.offloader.on_host)
+        has_gradients = "gradients" not in self.offloader.on_host
+        self.offloader.to_host(weights=False, optimizer=False)
         with track_activity("writing of the model", self.groups.describe_peers("all")):
             export_hf_folder(Path(folder), self)
+        self.offloader.to_device(weights=False, gradients=has_gradients, optimizer=False)
 
     def close(self) -> None:
         """Destroy the process groups; safe to call twice."""

@@ -2,9 +2,10 @@
 
 No process ever holds all weights. Tensor by tensor, the ranks of a pipeline stage send their blocks
 to the first rank of the stage, which writes the weight files of the stage; of several ranks with
-the same block, the first sends it. Global rank 0 first copies configuration and tokenizer, and at
-the end writes the index and renames the folder. A checkpoint is converted by a single process, file
-by file.
+the same block, the first sends it. They send in rounds (`plan_rounds`), over the one communicator
+of the stage: NCCL would create another one for every pair of ranks that communicates alone. Global
+rank 0 first copies configuration and tokenizer, and at the end writes the index and renames the
+folder. A checkpoint is converted by a single process, file by file.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mega_agentrl.actor.megatron_model import MegatronModel
     from mega_agentrl.config.sections.policy import ParallelConfig
     from mega_agentrl.reshard.layout import Block
 
 MAX_FILE_BYTES = 2 * 1024**3
+MAX_ROUND_BYTES = 256 * 1024**2
 
 ParameterBlock = tuple[str, "Block"]
 """Name of a Megatron parameter, and a block of it that is part of a Hugging Face tensor."""
@@ -65,6 +67,9 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
         begin_export(target, model.hf_source_folder)
     dist.barrier()
     stage = model.groups.pg_collection.tp_dp_cp
+    # NCCL creates the communicator in the first operation, which all ranks must take part in; the
+    # rounds are only for those with blocks.
+    dist.barrier(group=stage)
     blocks_by_rank = _blocks_by_rank(shape, parallel, dist.get_process_group_ranks(stage))
     for file in plan:
         if file.stage != model.groups.coordinates.model_parallel_rank.pipeline_rank:
@@ -168,6 +173,33 @@ def _blocks_by_rank(
     return by_rank
 
 
+def plan_rounds(
+    blocks_by_rank: Mapping[int, Sequence[ParameterBlock]],
+    *,
+    element_bytes: int,
+    max_bytes: int = MAX_ROUND_BYTES,
+) -> list[dict[int, ParameterBlock]]:
+    """Divide the blocks of a tensor into rounds, each with at most one block of a rank.
+
+    A round has at most `max_bytes`, or a single block. Two blocks of a rank in one round could be
+    received as each other.
+    """
+    rounds: list[dict[int, ParameterBlock]] = []
+    num_blocks = max((len(blocks) for blocks in blocks_by_rank.values()), default=0)
+    for number in range(num_blocks):
+        room = -1
+        for rank, blocks in blocks_by_rank.items():
+            if number >= len(blocks):
+                continue
+            num_bytes = blocks[number][1].hf_rect.numel * element_bytes
+            if num_bytes > room:
+                rounds.append({})
+                room = max(max_bytes, num_bytes)
+            rounds[-1][rank] = blocks[number]
+            room -= num_bytes
+    return rounds
+
+
 def _gather_tensor(
     name: str,
     full_shape: tuple[int, ...],
@@ -178,21 +210,41 @@ def _gather_tensor(
     """Return the full tensor on the first rank of the stage, on others an empty tensor."""
     own_rank, writer = dist.get_rank(), next(iter(blocks_by_rank))
     sample = next(iter(parameters.values()))
-
-    def local(parameter: str, block: Block) -> torch.Tensor:
-        return parameters[parameter].detach()[block.local_rect.slices].contiguous()
-
-    if own_rank != writer:
-        for parameter, block in blocks_by_rank[own_rank].get(name, ()):
-            dist.send(local(parameter, block), writer, group=group)
-        return sample.new_empty(0)
-    full = torch.empty(full_shape, dtype=sample.dtype)
-    for rank, by_name in blocks_by_rank.items():
-        for parameter, block in by_name.get(name, ()):
-            if rank == own_rank:
-                value = local(parameter, block)
-            else:
-                value = sample.new_empty(block.hf_rect.shape)
-                dist.recv(value, rank, group=group)
-            full[block.hf_rect.slices] = value.cpu()
+    full = torch.empty(full_shape if own_rank == writer else 0, dtype=sample.dtype)
+    rounds = plan_rounds(
+        {rank: by_name.get(name, ()) for rank, by_name in blocks_by_rank.items()},
+        element_bytes=sample.element_size(),
+    )
+    for blocks in rounds:
+        values = _exchange_round(blocks, writer, group, parameters)
+        for rank, value in values.items():
+            full[blocks[rank][1].hf_rect.slices] = value.cpu()
     return full
+
+
+def _exchange_round(
+    blocks: Mapping[int, ParameterBlock],
+    writer: int,
+    group: dist.ProcessGroup,
+    parameters: Mapping[str, torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Send this rank's block to the writer; return the values of all blocks there, else none."""
+    own_rank, values = dist.get_rank(), {}
+    if own_rank in blocks:
+        parameter, block = blocks[own_rank]
+        local = parameters[parameter].detach()[block.local_rect.slices]
+        values[own_rank] = local.contiguous()
+    if own_rank == writer:
+        sample = next(iter(parameters.values()))
+        received = {
+            rank: sample.new_empty(block.hf_rect.shape)
+            for rank, (_, block) in blocks.items()
+            if rank != writer
+        }
+        values |= received
+        transfers = [dist.P2POp(dist.irecv, value, rank, group) for rank, value in received.items()]
+    else:
+        transfers = [dist.P2POp(dist.isend, value, writer, group) for value in values.values()]
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
+    return values if own_rank == writer else {}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mega_agentrl.actor import megatron_model
 from mega_agentrl.actor.checkpoint import save_load
 from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
 from mega_agentrl.actor.checkpoint.sharded_state import _iter_flat_ranges, iter_hf_views
@@ -54,7 +55,19 @@ def logprobs(policy, batch):
 
 
 def export(policy, folder):
-    policy.export_hf(str(folder))
+    """Export the weights; return the state that is not on the device meanwhile, and afterwards."""
+    write, absent = megatron_model.export_hf_folder, []
+
+    def watch(target, model):
+        absent.append(model.offloader.on_host)
+        write(target, model)
+
+    megatron_model.export_hf_folder = watch
+    try:
+        policy.export_hf(str(folder))
+    finally:
+        megatron_model.export_hf_folder = write
+    return [*absent, policy.megatron_model.offloader.on_host]
 
 
 def die_in_save(policy, folder, dead_rank, token):

@@ -12,6 +12,7 @@ from mega_agentrl.actor.checkpoint.hf_export import (
     _blocks_by_rank,
     _hf_names_by_stage,
     convert_checkpoint_to_hf,
+    plan_rounds,
 )
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.sections.policy import ParallelConfig
@@ -88,6 +89,9 @@ def test_trained_weights_give_the_same_log_probs_in_transformers(
     got_BT = torch.empty(batch.response_BT.shape)
     got_BT[scored[0]] = scored[1]
     torch.testing.assert_close(got_BT, torch_logp(tmp_path / "hf", batch), rtol=0, atol=1e-4)
+    assert all(rank[3] == [{"gradients"}, set()] for rank in ranks), (
+        "their memory is free meanwhile"
+    )
     # The weights have moved, and the checkpoint holds the same.
     assert (got_BT - torch_logp(folders[name], batch)).abs().max() > 1e-2
     convert_checkpoint_to_hf(tmp_path / "run/one", folders[name], tmp_path / "converted")
@@ -118,6 +122,25 @@ def test_every_element_is_sent_by_one_rank_of_a_stage(folders):
     for rank in (1, 2, 3):
         assert pieces[rank]
         assert all(f".experts.{rank}." in name for name in pieces[rank])
+
+
+def test_a_round_has_one_block_of_a_rank_and_bounded_bytes(folders):
+    shape = ModelShape.from_folder(folders["qwen3"])
+    layout = ParallelConfig(tensor=4)
+    blocks_by_rank = _blocks_by_rank(shape, layout, [0, 1, 2, 3])
+    for name, full in hf_shapes(shape).items():
+        blocks = {rank: by_name.get(name, []) for rank, by_name in blocks_by_rank.items()}
+        num_bytes = 4 * torch.Size(full).numel()
+        for max_bytes in (1, num_bytes // 2, num_bytes):
+            rounds = plan_rounds(blocks, element_bytes=4, max_bytes=max_bytes)
+            sizes = [sum(4 * block.hf_rect.numel for _, block in one.values()) for one in rounds]
+            assert all(
+                size <= max_bytes or len(one) == 1 for size, one in zip(sizes, rounds, strict=True)
+            )
+            sent = [(rank, block) for one in rounds for rank, block in one.items()]
+            assert len(sent) == sum(map(len, blocks.values()))
+            assert all(sent.count((rank, part)) == 1 for rank in blocks for part in blocks[rank])
+        assert len(rounds) == max(map(len, blocks.values()))
 
 
 @pytest.fixture(scope="module")
