@@ -64,7 +64,7 @@ def has_cuda() -> bool:
 def hide_broken_transformer_engine() -> None:
     """Let Transformer Engine look missing if it is installed but cannot be imported.
 
-    The package calls this before it imports Megatron, which only expects that it is missing: any
+    Called once, before anything imports Megatron, which only expects that it is missing: any
     other error, such as the `OSError` of a missing CUDA library, would end the rank. The reason is
     logged and part of `kernels.describe_kernels`.
     """
@@ -261,3 +261,6 @@ def _cpu_torch_view() -> ModuleType:
     )
     factories = {name: _redirect_to_cpu(getattr(torch, name)) for name in _TENSOR_FACTORIES}
     return _module_view(torch, cuda=cuda, **factories)
+
+
+hide_broken_transformer_engine()

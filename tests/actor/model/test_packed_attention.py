@@ -91,7 +91,7 @@ def test_packed_rows_attend_like_each_row_alone(scale):
 @pytest.mark.parametrize("kernel", [varlen_by_rows, varlen_of_torch_2_11])
 def test_rows_by_boundaries_give_the_same(kernel, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_supports_varlen_attn", lambda query: True)
+    monkeypatch.setattr(attention, "supports_varlen_attention", lambda *_: True)
     parts, grad = inputs()
     rows = PackedRowParams.from_row_starts(STARTS, positions(STARTS))
     got = run(lambda q, k, v: packed_attention(q, k, v, rows), parts, grad)
@@ -112,7 +112,7 @@ def share_of_context(rank, group):
 
     blocks = run(compute, [part[held] for part in parts], grad[held])
     with patch.multiple(
-        attention, varlen_attn=varlen_by_rows, _supports_varlen_attn=lambda query: True
+        attention, varlen_attn=varlen_by_rows, supports_varlen_attention=lambda *_: True
     ):
         return blocks, run(compute, [part[held] for part in parts], grad[held])
 
@@ -162,5 +162,6 @@ def test_the_gpu_kernel_and_the_blocks_agree(rank):
         out = compute(*leaves, rows, None)
         out.backward(grad[held].to("cuda", dtype).view_as(out))
         results.append([out.float(), *(leaf.grad.float() for leaf in leaves)])
-    assert attention._supports_varlen_attn(leaves[0].bfloat16()[:, None])
+    is_supported = attention.supports_varlen_attention
+    assert is_supported(leaves[0].device, torch.bfloat16, leaves[0].size(-1))
     torch.testing.assert_close(*results, rtol=3e-2, atol=3e-2)
