@@ -16,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,13 +117,17 @@ def fetch_metadata(python: str) -> dict[str, Package]:
     options = ["--dry-run", "--ignore-installed", "--no-deps", "--python-version", python]
     options += ["--target", str(ROOT / "build" / "never-made")]  # which pip wants for that version
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *options]
-    completed = subprocess.run(
-        [*command, "--quiet", "--report", "-", "-r", str(LOCK)],
-        capture_output=True,
-        text=True,
-        timeout=PIP_TIMEOUT_S,
-        check=False,
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as exact:
+        # `==2.13.0` also accepts 2.13.0+cpu, a build with other requirements; `===` does not.
+        exact.write(LOCK.read_text(encoding="utf-8").replace("==", "==="))
+        exact.flush()
+        completed = subprocess.run(
+            [*command, "--quiet", "--report", "-", "-r", exact.name],
+            capture_output=True,
+            text=True,
+            timeout=PIP_TIMEOUT_S,
+            check=False,
+        )
     if completed.returncode:
         raise RuntimeError(completed.stderr.strip())
     return dict(_read_report(json.loads(completed.stdout)))

@@ -84,7 +84,8 @@ def test_groups_and_weights_cross_the_network(jobs, assets):
     assert "held-out reward after RL" in driver_log.read_text()
 
 
-@pytest.mark.slow(300)
+@pytest.mark.slow(200)
+@pytest.mark.timeout(1200)
 def test_requeued_trainer_resumes_on_both_nodes(jobs, assets):
     arguments = [*SMALL, *TWO_STAGES, "total_steps=40", *asset_overrides(assets, jobs.run_dir)]
     job = jobs.submit(*arguments)
