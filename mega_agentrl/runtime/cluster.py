@@ -34,6 +34,9 @@ _CLOSE_S, _JOINED_CLOSE_S = 60.0, 5.0
 """Maximum time in seconds that the end of a run waits for a cluster of its own, which may still be
 starting, and for one that it has joined, whose head may not answer."""
 
+_CPU_STORE_BYTES = 512 * 1024**2
+"""Size of Ray's object store on a machine without GPUs, whose batches are small."""
+
 _SIGACTION_BYTES = 512
 """More than the size of C's `struct sigaction` on any machine."""
 
@@ -233,14 +236,16 @@ def _connect(config: TrainConfig) -> bool:
             ray_constants.ENABLE_RAY_CLUSTER = False
             ranks = config.parallel.world_size + config.cluster.num_engines
             ranks += config.parallel.world_size * len(_auxiliary_models(config))
+            num_gpus = num_local_gpus()
             ray.init(
                 address="local",  # never a cluster that someone else has started on this machine
                 num_cpus=max(num_cores, ranks),
-                num_gpus=num_local_gpus(),
+                num_gpus=num_gpus,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=512 * 1024**2,
+                # None is Ray's default, a share of the memory: larger batches must not spill.
+                object_store_memory=None if num_gpus else _CPU_STORE_BYTES,
             )
     resources = ray.cluster_resources()
     num_gpus = int(resources.get("GPU", 0))

@@ -183,6 +183,20 @@ def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_neede
     assert "ray-cluster" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_the_object_store_is_small_only_where_batches_are(monkeypatch, num_gpus):
+    """512 MiB would spill the batches of a GPU machine; None is Ray's share of the memory."""
+    settings = {}
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(ray, "init", lambda **given: settings.update(given))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(num_gpus)})
+    monkeypatch.setattr(cluster, "num_local_gpus", lambda: num_gpus)
+    assert cluster._connect(make_config()) is (num_gpus > 0)
+    assert settings["num_gpus"] == num_gpus
+    assert settings["object_store_memory"] == (None if num_gpus else 512 * 1024**2)
+
+
 def test_ray_does_not_replace_the_handler_of_sigterm():
     import ray._private.utils as ray_utils
 
