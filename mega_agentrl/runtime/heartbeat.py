@@ -7,6 +7,7 @@ rank:
 
     no heartbeat for `HEARTBEAT_TIMEOUT_S`   the rank is lost; `HeartbeatMonitor.check` raises
                                              (pauses of the driver do not count: `types.liveness`)
+    the same before `end_startup`            only after `STARTUP_HEARTBEAT_TIMEOUT_S`
     an activity older than its limit         a warning in `logs/driver.log` (`OverdueTracker`)
 
 A token distinguishes the heartbeats from those of other runs and of earlier processes of a rank.
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 15.0
 """Silence in seconds after which a rank is lost; working code never holds the GIL for so long."""
+STARTUP_HEARTBEAT_TIMEOUT_S = 180.0
+"""The same while the ranks start: loading libraries from a slow disk, and creating the first CUDA
+context on a node without persistence mode, may hold the GIL for longer."""
 
 _MAX_DATAGRAM_BYTES = 4096
 _logger = logging.getLogger(__name__)
@@ -138,7 +142,10 @@ class OverdueTracker:
 
 
 class HeartbeatMonitor:
-    """Receives the heartbeats in the driver, from construction until `close`."""
+    """Receives the heartbeats in the driver, from construction until `close`.
+
+    The ranks are starting until `end_startup` is called.
+    """
 
     def __init__(self, host: str) -> None:
         """Open the socket and start the listener thread.
@@ -151,12 +158,17 @@ class HeartbeatMonitor:
         self._socket.settimeout(HEARTBEAT_INTERVAL_S)
         self.endpoint = HeartbeatEndpoint(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()
+        self._is_starting = True
         self._liveness = LivenessTracker[str]()
         self._activities: dict[str, list[ActivityReport]] = {}
         self._overdue_tracker = OverdueTracker()
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="heartbeats", daemon=True)
         self._thread.start()
+
+    def end_startup(self) -> None:
+        """Expect heartbeats within `HEARTBEAT_TIMEOUT_S` from now on, because all ranks run."""
+        self._is_starting = False
 
     def check(self, names: Collection[str]) -> None:
         """Raise `ProcessDiedError` if one of these ranks was heard before and is now silent."""
@@ -165,7 +177,8 @@ class HeartbeatMonitor:
                 ((self._liveness.seconds_since_heartbeat(name), name) for name in names),
                 default=(0.0, ""),
             )
-        if silence_s > HEARTBEAT_TIMEOUT_S:
+        timeout_s = STARTUP_HEARTBEAT_TIMEOUT_S if self._is_starting else HEARTBEAT_TIMEOUT_S
+        if silence_s > timeout_s:
             raise ProcessDiedError(
                 f"{name} has not been heard of for {silence_s:.0f} s; probable cause: its "
                 "process is stopped, blocked in native code, or its node is gone. Last activities: "

@@ -31,7 +31,14 @@ def monitor():
     monitor.close()
 
 
-def test_stopped_process_is_named_with_its_operation_and_peer(monkeypatch, monitor, caplog):
+def silence_s(monitor, name):
+    with monitor._lock:
+        return monitor._liveness.seconds_since_heartbeat(name)
+
+
+def test_process_that_stops_after_the_startup_is_named_with_its_operation_and_peer(
+    monkeypatch, monitor, caplog
+):
     monkeypatch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 3.0)
     endpoint = monitor.endpoint
     arguments = [str(endpoint.port), endpoint.token]
@@ -48,6 +55,11 @@ def test_stopped_process_is_named_with_its_operation_and_peer(monkeypatch, monit
         with caplog.at_level(logging.WARNING):
             os.kill(ranks[1].pid, signal.SIGSTOP)
             ends_at = time.monotonic() + 120
+            while silence_s(monitor, "rank 1") <= 4:
+                assert time.monotonic() < ends_at
+                monitor.check(["rank 0", "rank 1"])  # it may be loading libraries
+                time.sleep(0.1)
+            monitor.end_startup()
             with pytest.raises(ProcessDiedError, match="rank 1 has not been heard of") as found:
                 while time.monotonic() < ends_at:
                     monitor.check(["rank 0", "rank 1"])
