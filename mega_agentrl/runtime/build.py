@@ -32,6 +32,7 @@ from mega_agentrl.runtime.weight_sync import WeightSynchronizer
 from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+from mega_agentrl.runtime.workers.placement import Placement
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from mega_agentrl.types.components import Components
 from mega_agentrl.types.monitoring import Monitors
@@ -181,15 +182,27 @@ def _start_policy_and_engines(
 def _launch_disaggregated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, GeneratorGroup]:
     """Start policy and engines in parallel, each on GPUs of their own."""
     _begin_policy_stage(start)
-    generator = GeneratorGroup.launch(start.config, on_gpu=on_gpu, log_folder=start.log_folder)
+    placement = _reserve_placement(start, on_gpu)
+    generator = GeneratorGroup.launch(
+        start.config, on_gpu=on_gpu, log_folder=start.log_folder, placement=placement
+    )
     start.stack.callback(generator.close)
     starting = generator.submit_start()
-    policy = PolicyGroup.launch(start.config, on_gpu=on_gpu, log_folder=start.log_folder)
+    policy = PolicyGroup.launch(
+        start.config, on_gpu=on_gpu, log_folder=start.log_folder, placement=placement
+    )
     start.stack.callback(policy.close)
     _start_policy(policy)
     start.progress.begin("engines", _engine_imports(start.config))
     _wait_for_engines(generator, starting)
     return policy, generator
+
+
+def _reserve_placement(start: _RunStart, on_gpu: bool) -> Placement:
+    """Reserve the resources of policy and engines until the end of the run."""
+    placement = Placement(start.config, on_gpu=on_gpu, with_engines=True)
+    start.stack.callback(placement.release)
+    return placement
 
 
 def _begin_policy_stage(start: _RunStart) -> None:
@@ -228,13 +241,17 @@ def _wait_for_engines(generator: GeneratorGroup, starting: dict[str, Any]) -> No
 def _launch_colocated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, GeneratorGroup]:
     """Start the engines on the ranks' GPUs and put them to sleep, then load the policy."""
     start.progress.begin("engines", _engine_imports(start.config))
-    policy = PolicyGroup.launch(start.config, on_gpu=on_gpu, log_folder=start.log_folder)
+    placement = _reserve_placement(start, on_gpu)
+    policy = PolicyGroup.launch(
+        start.config, on_gpu=on_gpu, log_folder=start.log_folder, placement=placement
+    )
     start.stack.callback(policy.close)
     generator = GeneratorGroup.launch(
         start.config,
         on_gpu=on_gpu,
         log_folder=start.log_folder,
-        engine_placement=policy.placement_for_engine,
+        placement=placement,
+        shared_gpus=policy.gpus_for_engine,
     )
     start.stack.callback(generator.close)
     _wait_for_engines(generator, generator.submit_start())

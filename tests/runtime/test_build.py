@@ -184,24 +184,25 @@ def test_colocated_engines_start_before_the_model_is_loaded(
     config, monkeypatch, tmp_path, colocated
 ):
     config.cluster.colocated = colocated
-    events, has_placement = [], []
+    events, are_shared = [], []
     policy, engines = RecordingGroup(events, "policy"), RecordingGroup(events, "engines")
     monkeypatch.setattr(module.PolicyGroup, "launch", lambda *_, **__: policy)
 
-    def launch(*_, engine_placement=None, **__):
-        has_placement.append(engine_placement is not None)
+    def launch(*_, shared_gpus=None, **__):
+        are_shared.append(shared_gpus is not None)
         return engines
 
     monkeypatch.setattr(module.GeneratorGroup, "launch", launch)
+    monkeypatch.setattr(module, "Placement", lambda *_, **__: RecordingGroup(events, "placement"))
     start = module._launch_colocated if colocated else module._launch_disaggregated
     with ExitStack() as stack:
         start(start_of(config, stack, tmp_path), False)
-    assert has_placement == [colocated]
+    assert are_shared == [colocated]
     if colocated:
         order = ["engines wait_started", "policy start", "engines close", "policy close"]
     else:
         order = ["policy start", "engines wait_started", "policy close", "engines close"]
-    assert events == ["engines submit_start", *order]
+    assert events == ["engines submit_start", *order, "placement release"]
 
 
 @pytest.mark.parametrize("colocated", [False, True])

@@ -8,8 +8,8 @@ to the other engines or, if there are none, wait for the replacement (`EngineSup
 replacement gets no requests until it has received the current weights
 (`Coordinator.sync_new_engines`).
 
-On the policy's GPUs (`cluster.colocated`), `engine_placement` says where an engine starts, and it
-sleeps until the GPUs are handed to the engines (`gpu_time_sharing`).
+On the policy's GPUs (`cluster.colocated`), an engine sleeps after its start until the GPUs are
+handed to the engines (`gpu_time_sharing`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.enums import Dtype
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.runtime import EngineConfig
+    from mega_agentrl.runtime.workers.placement import Placement
     from mega_agentrl.types.records import GenerateRequest, Generation
 
 
@@ -80,9 +81,10 @@ class EngineActor:
         self._engine: Any = None
 
     async def start(self, model_path: str, seed: int, timeout_s: float) -> None:
-        """Start the engine with the weights of a model folder; on shared GPUs, put it to sleep.
+        """Start the engine without weights, and on shared GPUs put it to sleep.
 
-        `timeout_s` is the timeout of one request.
+        `model_path` is the folder of its configuration and tokenizer, `timeout_s` the timeout of
+        one request.
         """
         from mega_agentrl.generator.environment import set_vllm_environment
 
@@ -142,7 +144,8 @@ class GeneratorGroup:
         *,
         on_gpu: bool,
         log_folder: Path,
-        engine_placement: Callable[[int], tuple[Any, str]] | None = None,
+        placement: Placement,
+        shared_gpus: Callable[[int], str] | None = None,
     ) -> GeneratorGroup:
         """Create the actors, without vLLM, which `submit_start` starts.
 
@@ -150,20 +153,20 @@ class GeneratorGroup:
             config: Configuration of the run.
             on_gpu: Whether the engines run on GPUs.
             log_folder: Folder for one log file per engine.
-            engine_placement: Returns scheduling strategy and CUDA names of the GPUs by engine index
-                if engines share the policy's GPUs; None if they have their own.
+            placement: Resources of the engines.
+            shared_gpus: Returns the CUDA names of the GPUs by engine index if engines share the
+                policy's GPUs; None if they have their own.
         """
         engine = config.engine
-        num_gpus = engine.tensor_parallel_size if on_gpu and engine_placement is None else 0
+        num_gpus = engine.tensor_parallel_size if on_gpu and shared_gpus is None else 0
         actor_class = ray.remote(num_cpus=1, num_gpus=num_gpus, max_concurrency=4096)(EngineActor)
 
         def spawn_actor(index: int) -> Any:
             log_file = str(log_folder / f"engine{index}.log")
-            args = (engine, config.model.dtype, on_gpu, log_file, config.deterministic)
-            if engine_placement is None:
-                return actor_class.remote(*args)
-            strategy, gpus = engine_placement(index)
-            return actor_class.options(scheduling_strategy=strategy).remote(*args, gpus)
+            gpus = None if shared_gpus is None else shared_gpus(index)
+            return actor_class.options(scheduling_strategy=placement.for_engine(index)).remote(
+                engine, config.model.dtype, on_gpu, log_file, config.deterministic, gpus
+            )
 
         actors = [spawn_actor(index) for index in range(config.cluster.num_engines)]
         return cls(actors, config, spawn_actor)

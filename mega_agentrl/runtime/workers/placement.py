@@ -1,13 +1,18 @@
-"""Placement of the policy ranks: every tensor-parallel group inside one node.
+"""Placement of the policy ranks and the engines: one placement group for both.
 
 A tensor-parallel group communicates in every layer, so it must not span nodes. Each group is one
-bundle of a placement group, and Ray puts a bundle on a single node.
+bundle of the placement group, and Ray puts a bundle on a single node. Each engine, which starts its
+workers on its own node, is another bundle.
+
+Ranks and engines are in one placement group because Ray then places all bundles at once, the
+largest first, and fills node after node. A job that needs every GPU of its nodes thus finds room.
+Outside of a placement group, Ray would choose an engine's node by CPUs and memory, at random among
+several, and leave nodes in which no tensor-parallel group has room.
 
 Engines that share the policy's GPUs (`cluster.colocated`) go into the bundles of the ranks whose
 GPUs they use, and a bundle then holds whole engines. In Ray's accounting each rank owns one GPU and
 an engine owns none; the engine gets the names of its GPUs instead, because Ray's fractional GPUs
-could put two ranks on one GPU and cannot give an actor fractions of several. An engine with GPUs of
-its own is one Ray actor, which starts its workers on the same node.
+could put two ranks on one GPU and cannot give an actor fractions of several.
 """
 
 from __future__ import annotations
@@ -22,79 +27,98 @@ from mega_agentrl.config.checks.parallel import min_ranks_per_node
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.config.sections.policy import ParallelConfig
+
+Bundles = list[dict[str, float]]
+"""Resources of bundles by name."""
 
 _PLACEMENT_TIMEOUT_S = 120.0
 
 
-def placement_bundles(
-    layout: ParallelConfig,
-    *,
-    on_gpu: bool,
-    size: int | None = None,
-    num_engines: int = 0,
-    engine_ranks: int = 1,
-) -> list[dict[str, float]]:
-    """Return the resources of each bundle in rank order (tensor rank varies fastest).
+def rank_bundles(config: TrainConfig, size: int, *, on_gpu: bool, num_engines: int = 0) -> Bundles:
+    """Return the resources of the bundles of all ranks, in rank order (tensor rank varies fastest).
 
     Args:
-        layout: Parallel layout of the policy.
+        config: Settings of the run.
+        size: Number of ranks per bundle.
         on_gpu: Whether each rank needs a GPU.
-        size: Ranks per bundle; the size of a tensor-parallel group by default.
         num_engines: Number of engines that share the GPUs, starting at rank 0.
-        engine_ranks: Number of ranks that one engine shares.
     """
-    size = size or layout.tensor
-    engine_first_ranks = [index * engine_ranks for index in range(num_engines)]
-    bundles = []
-    for first in range(0, layout.world_size, size):
-        num_hosted = sum(first <= rank < first + size for rank in engine_first_ranks)
-        bundle = {"CPU": float(size + num_hosted)}
-        if on_gpu:
-            bundle["GPU"] = float(size)
-        bundles.append(bundle)
-    return bundles
+    engine_ranks = config.engine.tensor_parallel_size
+    first_ranks = [index * engine_ranks for index in range(num_engines)]
+    return [
+        _bundle(size + sum(first <= rank < first + size for rank in first_ranks), on_gpu * size)
+        for first in range(0, config.parallel.world_size, size)
+    ]
 
 
-class RankPlacement:
-    """Reserved resources of all policy ranks and, if `shared`, of the engines on their GPUs.
+def engine_bundles(config: TrainConfig, *, on_gpu: bool) -> Bundles:
+    """Return the resources of the bundles of all engines that have GPUs of their own."""
+    num_gpus = on_gpu * config.engine.tensor_parallel_size
+    return [_bundle(1, num_gpus)] * config.cluster.num_engines
 
-    The constructor raises `ValueError` if no node has room for a whole bundle.
+
+def _bundle(num_cpus: int, num_gpus: int) -> dict[str, float]:
+    return {"CPU": float(num_cpus)} | ({"GPU": float(num_gpus)} if num_gpus else {})
+
+
+class Placement:
+    """Reserved resources of all ranks of a model and, for the policy, of all engines.
+
+    If a node is lost, Ray moves its bundles to another one. The constructor raises `ValueError` if
+    no node has room for a whole bundle.
     """
 
-    def __init__(self, config: TrainConfig, *, on_gpu: bool, shared: bool = False) -> None:
-        layout, self._ranks_per_engine = config.parallel, config.engine.tensor_parallel_size
-        self._ranks_per_bundle = size = min_ranks_per_node(config) if shared else layout.tensor
-        bundles = placement_bundles(
-            layout,
-            on_gpu=on_gpu,
-            size=size,
-            num_engines=config.cluster.num_engines if shared else 0,
-            engine_ranks=self._ranks_per_engine,
+    def __init__(self, config: TrainConfig, *, on_gpu: bool, with_engines: bool = False) -> None:
+        """Reserve the resources and wait for them.
+
+        Args:
+            config: Settings of the run.
+            on_gpu: Whether ranks and engines need GPUs.
+            with_engines: Whether to reserve room for the engines, too.
+        """
+        self._config = config
+        self._is_shared = with_engines and config.cluster.colocated
+        self._ranks_per_bundle = config.parallel.tensor
+        num_sharing = 0
+        if self._is_shared:
+            self._ranks_per_bundle = min_ranks_per_node(config)
+            num_sharing = config.cluster.num_engines
+        bundles = rank_bundles(
+            config, self._ranks_per_bundle, on_gpu=on_gpu, num_engines=num_sharing
         )
+        self._num_rank_bundles = len(bundles)
+        if with_engines and not self._is_shared:
+            bundles += engine_bundles(config, on_gpu=on_gpu)
         self._placement_group = placement_group(bundles, strategy="PACK")
         ready, _ = ray.wait([self._placement_group.ready()], timeout=_PLACEMENT_TIMEOUT_S)
         if not ready:
             self.release()
+            num_engines = len(bundles) - self._num_rank_bundles
+            engines = f" and {num_engines} engines ({bundles[-1]})" if num_engines else ""
             raise ValueError(
-                f"parallel.tensor={layout.tensor}: no room for {len(bundles)} groups of {size} "
-                f"ranks, each in one node, within {_PLACEMENT_TIMEOUT_S:g} s; probable cause: a "
-                "tensor-parallel size above the GPUs of a node, or other jobs on the cluster"
+                f"parallel.tensor={config.parallel.tensor}: no room for {self._num_rank_bundles} "
+                f"groups of {self._ranks_per_bundle} ranks{engines}, each in one node, within "
+                f"{_PLACEMENT_TIMEOUT_S:g} s; probable cause: a tensor-parallel size above the "
+                "GPUs of a node, or other jobs on the cluster"
             )
 
     def for_rank(self, rank: int) -> Any:
         """Return the scheduling strategy of a rank."""
-        return PlacementGroupSchedulingStrategy(
-            placement_group=self._placement_group,
-            placement_group_bundle_index=rank // self._ranks_per_bundle,
-        )
+        return self._strategy(rank // self._ranks_per_bundle)
 
     def for_engine(self, index: int) -> Any:
-        """Return the scheduling strategy of an engine: the bundle of its first rank."""
-        return self.for_rank(index * self._ranks_per_engine)
+        """Return the scheduling strategy of an engine: its bundle, or that of its first rank."""
+        if self._is_shared:
+            return self.for_rank(index * self._config.engine.tensor_parallel_size)
+        return self._strategy(self._num_rank_bundles + index)
 
     def release(self) -> None:
-        """Release the reserved resources; safe to call twice."""
+        """Release the reserved resources, and kill what uses them; safe to call twice."""
         if self._placement_group is not None:
             remove_placement_group(self._placement_group)
             self._placement_group = None
+
+    def _strategy(self, bundle: int) -> Any:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._placement_group, placement_group_bundle_index=bundle
+        )

@@ -171,7 +171,6 @@ class PolicyGroup(RankGroup):
     model_name = "policy"
     log_prefix = "policy"
     actor_class = PolicyActor
-    hosts_engines = True
 
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         super().__init__(actors, config)
@@ -191,16 +190,14 @@ class PolicyGroup(RankGroup):
             else diagnosis
         )
 
-    def placement_for_engine(self, engine: int) -> tuple[Any, str]:
-        """Return scheduling strategy and CUDA GPU names of an engine on this group's GPUs."""
-        assert self._placement is not None, "launch() reserves the placement"
+    def gpus_for_engine(self, engine: int) -> str:
+        """Return the CUDA names of an engine's GPUs, which are those of its ranks."""
         if not self._visible_gpus:
             self._visible_gpus = list(
                 self.gather("GPUs of the policy", self.submit_to_ranks("visible_gpus")).values()
             )
         size = self._config.engine.tensor_parallel_size
-        gpus = self._visible_gpus[engine * size : (engine + 1) * size]
-        return self._placement.for_engine(engine), ",".join(filter(None, gpus))
+        return ",".join(filter(None, self._visible_gpus[engine * size : (engine + 1) * size]))
 
     def set_gpu_resident(self, parts: frozenset[str]) -> None:
         """Keep `parts` of "weights", "gradients" and "optimizer" on the GPUs, the rest off them."""

@@ -24,7 +24,7 @@ from mega_agentrl.runtime.remote_calls import (
     gather,
     redirect_output,
 )
-from mega_agentrl.runtime.workers.placement import RankPlacement
+from mega_agentrl.runtime.workers.placement import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,20 +120,34 @@ class RankGroup:
     """Prefix of the ranks' log files."""
     actor_class: ClassVar[type[RankActor]]
     """Actor class of a rank."""
-    hosts_engines: ClassVar[bool] = False
-    """Whether engines share this model's GPUs with `cluster.colocated`."""
 
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         self._actors = list(actors)
         self._config = config
-        self._placement: RankPlacement | None = None
+        self._placement: Placement | None = None
+        self._owns_placement = False
         self._heartbeat_monitor: HeartbeatMonitor | None = None
         self._relaunch: Callable[[], None] | None = None
 
     @classmethod
-    def launch(cls, config: TrainConfig, *, on_gpu: bool, log_folder: Path) -> Self:
-        """Create the actors; `start` then builds the model in them."""
+    def launch(
+        cls,
+        config: TrainConfig,
+        *,
+        on_gpu: bool,
+        log_folder: Path,
+        placement: Placement | None = None,
+    ) -> Self:
+        """Create the actors; `start` then builds the model in them.
+
+        Args:
+            config: Configuration of the run.
+            on_gpu: Whether the ranks run on GPUs.
+            log_folder: Folder for one log file per rank.
+            placement: Resources of the ranks, which the caller releases; None reserves them here.
+        """
         group = cls([], config)
+        group._placement, group._owns_placement = placement, placement is None
         group._relaunch = partial(group._start_processes, config, on_gpu, log_folder)
         group._relaunch()
         return group
@@ -142,9 +156,7 @@ class RankGroup:
         """Kill the remaining ranks and start all of them again from the initial state."""
         assert self._relaunch is not None, "a group that was not launched cannot be restarted"
         self._kill_ranks()
-        if not self._shares_gpus:
-            # Removing a shared placement would kill the engines in it.
-            self._release_placement()
+        self._release_own_placement()
         self._relaunch()
         self.start()
 
@@ -152,7 +164,7 @@ class RankGroup:
         layout = config.parallel
         self._config = config
         if self._placement is None:
-            self._placement = RankPlacement(config, on_gpu=on_gpu, shared=self._shares_gpus)
+            self._placement = Placement(config, on_gpu=on_gpu)
         placement = self._placement
         self._heartbeat_monitor = HeartbeatMonitor(ray.util.get_node_ip_address())
         remote_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(self.actor_class)
@@ -173,6 +185,8 @@ class RankGroup:
         address = {name: self._actors[0].find_free_address.remote()}
         host, port = self.gather(f"address of the {self.model_name}", address)[name]
         self.gather(f"start of the {self.model_name}", self.submit_to_ranks("start", host, port))
+        if self._heartbeat_monitor is not None:
+            self._heartbeat_monitor.end_startup()
 
     def submit_to_ranks(self, method: str, *args: Any) -> dict[str, Any]:
         """Start a method of every rank's actor; return object refs by rank name."""
@@ -232,11 +246,7 @@ class RankGroup:
     def close(self) -> None:
         """Kill every rank; safe to call twice."""
         self._kill_ranks()
-        self._release_placement()
-
-    @property
-    def _shares_gpus(self) -> bool:
-        return self.hosts_engines and self._config.cluster.colocated
+        self._release_own_placement()
 
     def _kill_ranks(self) -> None:
         for actor in self._actors:
@@ -246,8 +256,8 @@ class RankGroup:
             self._heartbeat_monitor.close()
             self._heartbeat_monitor = None
 
-    def _release_placement(self) -> None:
-        if self._placement is not None:
+    def _release_own_placement(self) -> None:
+        if self._placement is not None and self._owns_placement:
             self._placement.release()
             self._placement = None
 

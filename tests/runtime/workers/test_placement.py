@@ -1,24 +1,34 @@
-"""One bundle per tensor-parallel group, whole inside a node."""
+"""Bundles: one per tensor-parallel group and per engine, each whole inside a node."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import ray
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
-from mega_agentrl.config.sections.runtime import ClusterConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from mega_agentrl.runtime.workers import placement as module
-from mega_agentrl.runtime.workers.placement import RankPlacement, placement_bundles
+from mega_agentrl.runtime.workers.placement import Placement, engine_bundles, rank_bundles
+from tests.runtime.workers.gpu_nodes import gpus_used_by_node
 
 
 def test_bundles_by_hand():
-    layout = ParallelConfig(tensor=4, pipeline=2, data=3)
-    assert placement_bundles(layout, on_gpu=True) == [{"CPU": 4, "GPU": 4}] * 6
-    assert placement_bundles(layout, on_gpu=False) == [{"CPU": 4}] * 6
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=4, pipeline=2, data=3),
+        engine=EngineConfig(tensor_parallel_size=2),
+        cluster=ClusterConfig(num_engines=3),
+    )
+    assert rank_bundles(config, 4, on_gpu=True) == [{"CPU": 4, "GPU": 4}] * 6
+    assert rank_bundles(config, 4, on_gpu=False) == [{"CPU": 4}] * 6
+    assert engine_bundles(config, on_gpu=True) == [{"CPU": 1, "GPU": 2}] * 3
+    assert engine_bundles(config, on_gpu=False) == [{"CPU": 1}] * 3
 
 
-def bundles_of(config, *, engines=0, ranks=0, shared=False):
+def bundles_of(config, *, engines=0, ranks=0, with_engines=False):
     """Bundle of each rank or engine in a placement on this cluster."""
-    placement = RankPlacement(config, on_gpu=False, shared=shared)
+    placement = Placement(config, on_gpu=False, with_engines=with_engines)
     strategies = [placement.for_rank(rank) for rank in range(ranks)]
     strategies += [placement.for_engine(index) for index in range(engines)]
     placement.release()
@@ -26,14 +36,16 @@ def bundles_of(config, *, engines=0, ranks=0, shared=False):
     return [strategy.placement_group_bundle_index for strategy in strategies]
 
 
-def test_ranks_of_a_group_share_a_bundle(ray_local):
+def test_ranks_of_a_group_share_a_bundle_and_engines_have_their_own(ray_local):
     config = TrainConfig(parallel=ParallelConfig(tensor=2, pipeline=2))
     assert bundles_of(config, ranks=4) == [0, 0, 1, 1]
+    config = TrainConfig(parallel=ParallelConfig(tensor=2), cluster=ClusterConfig(num_engines=2))
+    assert bundles_of(config, ranks=2, engines=2, with_engines=True) == [0, 0, 1, 2]
 
 
 def test_release_frees_the_resources(ray_local):
     for _ in range(2):
-        placement = RankPlacement(TrainConfig(parallel=ParallelConfig(tensor=4)), on_gpu=False)
+        placement = Placement(TrainConfig(parallel=ParallelConfig(tensor=4)), on_gpu=False)
 
         @ray.remote(num_cpus=1)
         def inside():
@@ -47,17 +59,44 @@ def test_release_frees_the_resources(ray_local):
 def test_group_that_fits_no_node_is_an_error(ray_local, monkeypatch):
     monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(ValueError, match=r"parallel\.tensor=64"):
-        RankPlacement(TrainConfig(parallel=ParallelConfig(tensor=64)), on_gpu=False)
+        Placement(TrainConfig(parallel=ParallelConfig(tensor=64)), on_gpu=False)
 
 
 def test_colocated_engines_are_in_the_bundles_of_their_ranks(ray_local):
-    layout = ParallelConfig(tensor=2, data=2)
-    whole = placement_bundles(layout, on_gpu=True, size=4, num_engines=1)
+    config = TrainConfig(parallel=ParallelConfig(tensor=2, data=2))
+    whole = rank_bundles(config, 4, on_gpu=True, num_engines=1)
     assert whole == [{"CPU": 5, "GPU": 4}]
-    layout = ParallelConfig(tensor=2, data=3)
-    half = placement_bundles(layout, on_gpu=False, size=2, num_engines=2, engine_ranks=2)
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=2, data=3), engine=EngineConfig(tensor_parallel_size=2)
+    )
+    half = rank_bundles(config, 2, on_gpu=False, num_engines=2)
     assert half == [{"CPU": 3}, {"CPU": 3}, {"CPU": 2}], "no engine shares with the last ranks"
     cluster = ClusterConfig(num_engines=2, colocated=True)
     for layout, bundles in ((ParallelConfig(tensor=2), [0, 0]), (ParallelConfig(data=2), [0, 1])):
         config = TrainConfig(parallel=layout, cluster=cluster)
-        assert bundles_of(config, engines=2, shared=True) == bundles
+        assert bundles_of(config, engines=2, with_engines=True) == bundles
+
+
+FULL_CLUSTERS = {
+    "wide_groups": (ParallelConfig(tensor=8, data=8), 16, 2),
+    "small_groups": (ParallelConfig(tensor=2, pipeline=4, data=4), 16, 4),
+    "many_engines": (ParallelConfig(tensor=8, pipeline=4, data=2), 32, 1),
+}
+"""Layout of the policy, engines and GPUs of an engine: 96 GPUs each."""
+
+
+@pytest.mark.slow(90)
+def test_jobs_that_need_every_gpu_of_a_cluster_find_room():
+    """On 12 nodes of 8 GPUs: engines placed one by one would leave no node to a whole group."""
+    configs = [
+        TrainConfig(
+            parallel=layout,
+            engine=EngineConfig(tensor_parallel_size=size),
+            cluster=ClusterConfig(num_engines=num_engines),
+        )
+        for layout, num_engines, size in FULL_CLUSTERS.values()
+    ]
+    # A process of its own, because this one may be connected to another cluster.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        used = process.submit(gpus_used_by_node, configs, num_nodes=12, gpus_per_node=8).result()
+    assert dict(zip(FULL_CLUSTERS, used, strict=True)) == dict.fromkeys(FULL_CLUSTERS, [8] * 12)

@@ -3,7 +3,6 @@
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -195,13 +194,9 @@ def test_set_objective_reaches_group_and_ranks(group):
 
 def test_colocated_engine_gets_the_gpus_of_its_ranks(group):
     policy, _ = group()
-    policy._placement = SimpleNamespace(for_engine=lambda index: f"beside {index}")
-    assert [policy.placement_for_engine(index) for index in (0, 1)] == [
-        ("beside 0", "4"),
-        ("beside 1", "5"),
-    ]
+    assert [policy.gpus_for_engine(index) for index in (0, 1)] == ["4", "5"]
     policy._config.engine.tensor_parallel_size = 2
-    assert policy.placement_for_engine(0) == ("beside 0", "4,5")
+    assert policy.gpus_for_engine(0) == "4,5"
 
 
 def test_operations_are_methods_of_the_rank():

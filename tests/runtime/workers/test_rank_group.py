@@ -14,6 +14,7 @@ from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime import heartbeat
 from mega_agentrl.runtime.remote_calls import ProcessDiedError, RemoteCallError
+from mega_agentrl.runtime.workers.placement import Placement
 from mega_agentrl.runtime.workers.rank_group import (
     RankActor,
     RankGroup,
@@ -147,19 +148,23 @@ def test_every_row_appears_exactly_once():
             list(iter_rank_rows(wrong, 2))
 
 
-def test_shared_placement_survives_a_restart(ray_local, tmp_path):
-    class Host(EchoGroup):
-        hosts_engines = True
-
-    config = TrainConfig(cluster=ClusterConfig(call_timeout_s=300.0, colocated=True))
-    group = Host.launch(config, on_gpu=False, log_folder=tmp_path)
+def test_a_given_placement_survives_restart_and_close(ray_local, tmp_path):
+    config = TrainConfig(cluster=ClusterConfig(call_timeout_s=300.0))
+    placement = Placement(config, on_gpu=False, with_engines=True)
+    group = EchoGroup.launch(config, on_gpu=False, log_folder=tmp_path, placement=placement)
     try:
         group.start()
-        places = group._placement
         group.restart()
-        assert group._placement is places
         answers = group.gather("talk", group.submit_to_ranks("say", "a"))
         assert list(answers.values()) == ["0: a"]
+        group.close()
+
+        @ray.remote(num_cpus=1)
+        def inside():
+            return True
+
+        task = inside.options(scheduling_strategy=placement.for_engine(0)).remote()
+        assert ray.get(task, timeout=300)
     finally:
         group.close()
-    assert group._placement is None
+        placement.release()
