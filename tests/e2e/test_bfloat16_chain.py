@@ -95,6 +95,7 @@ class Chain:
 def chain(ray_local, tmp_path_factory):
     from mega_agentrl.runtime.weight_sync import WeightSynchronizer
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+    from mega_agentrl.runtime.workers.placement import Placement
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 
     root = tmp_path_factory.mktemp("bfloat16")
@@ -106,9 +107,11 @@ def chain(ray_local, tmp_path_factory):
         engine=EngineConfig(max_model_len=128, cpu_kv_cache_gib=1, max_num_seqs=8),
         cluster=ClusterConfig(call_timeout_s=240),
     )
-    engines = GeneratorGroup.launch(config, on_gpu=False, log_folder=root)
+    placement = Placement(config, on_gpu=False, with_engines=True)
+    launch = {"on_gpu": False, "log_folder": root, "placement": placement}
+    engines = GeneratorGroup.launch(config, **launch)
     starting = engines.submit_start()
-    policy = PolicyGroup.launch(config, on_gpu=False, log_folder=root)
+    policy = PolicyGroup.launch(config, **launch)
     policy.start()
     engines.wait_started(starting)
     weight_sync = WeightSynchronizer(policy, engines, config, dtype=str(config.model.dtype))
@@ -116,6 +119,7 @@ def chain(ray_local, tmp_path_factory):
     weight_sync.disconnect()
     engines.close()
     policy.close()
+    placement.release()
 
 
 def bound_of(folder, rows=(PROMPT,)):
