@@ -11,6 +11,7 @@ checkpoint.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -125,9 +126,10 @@ def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection)
     from mega_agentrl.runtime.inputs import read_inputs
 
     try:
-        inputs = read_inputs(config, cluster.begin)
-        # After the data and the tools, because it imports torch.
-        load_user_algorithm(config)
+        with PROCESS_SIGNAL_HANDLER.limit_start():  # Ray waits a minute for servers that have ended
+            inputs = read_inputs(config, cluster.begin)
+            # After the data and the tools, because it imports torch.
+            load_user_algorithm(config)
     except ValueError as error:
         logging.exception("the input is invalid")
         _fail_run(error, EXIT_BAD_INPUT)
@@ -226,7 +228,8 @@ def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:
         message += f"The same command resumes the run after {where}, from {folders[0]}."
     else:
         message += "There is no checkpoint to resume from: the same command starts at step 1."
-    return f"{message} Metrics so far: {run_dir / METRICS_FILE}"
+    metrics = run_dir / METRICS_FILE
+    return f"{message} Metrics so far: {metrics}" if metrics.exists() else message
 
 
 def _check_command_line(line: CommandLine, folder: Path) -> None:
@@ -257,13 +260,21 @@ def _check_run_dir(composed: DictConfig) -> None:
         check_run_dir(composed.run_dir)
 
 
+def _print_help(text: str) -> None:
+    """Print a text; end quietly if nobody reads on, as in `--help | head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python flushes again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Check the command line, then run the configuration that Hydra composes from it."""
     line = parse_command_line(sys.argv[1:])
     try:
         folder = find_config_dir()
         if line.asks_help:
-            print(help_text(line.overrides, folder, *line.config_dirs))
+            _print_help(help_text(line.overrides, folder, *line.config_dirs))
             return
         register_schema()
         _check_command_line(line, folder)

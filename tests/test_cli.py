@@ -72,9 +72,11 @@ def test_the_command_line_creates_a_run_folder_that_only_its_owner_may_enter(tmp
 
 def test_interruption_message_names_the_checkpoint(tmp_path):
     signal_handler = SignalHandler()
-    assert "checkpoints/" not in describe_interruption(tmp_path, signal_handler)
+    message = describe_interruption(tmp_path, signal_handler)
+    assert "checkpoints/" not in message and "/metrics.jsonl" not in message
     with pytest.raises(RunInterrupted):
         signal_handler.on_signal(signal.SIGUSR1)
+    (tmp_path / "metrics.jsonl").touch()
     for step in (2, 4):
         run_state.save_checkpoint(FilePolicy(), tmp_path, RunState(step=step, sampler_state={}))
     message = describe_interruption(tmp_path, signal_handler)
@@ -116,6 +118,53 @@ def started(tmp_path, monkeypatch):
 
 def raises(error):
     raise error
+
+
+READS_INPUTS = """
+import time
+from pathlib import Path
+from mega_agentrl import cli
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.runtime import inputs
+from mega_agentrl.runtime.cluster import ClusterConnection
+
+def wait(config, begin):
+    try:
+        print("ready", flush=True)
+        time.sleep(600)
+    except BaseException:
+        time.sleep(600)
+
+inputs.read_inputs = wait
+cli.PROCESS_SIGNAL_HANDLER.install()
+config = TrainConfig()
+cli._read_inputs(config, Path(), ClusterConnection(config))
+"""
+
+
+@pytest.mark.slow(20)
+def test_a_signal_ends_a_run_that_waits_in_a_library_while_it_reads_inputs():
+    child = subprocess.Popen([sys.executable, "-c", READS_INPUTS], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == EXIT_CODES[signal.SIGTERM]
+    finally:
+        child.kill()
+
+
+def test_help_ends_quietly_if_nobody_reads_on():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        left = subprocess.run(
+            [sys.executable, "-m", "mega_agentrl", "--help"],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    assert (left.returncode, left.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)

@@ -27,12 +27,7 @@ from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES  # noqa: E40
 from mega_agentrl.config.field_docs import field_docs, format_value, type_name  # noqa: E402
 from mega_agentrl.config.override_keys import known_keys, yaml_keys  # noqa: E402
 from mega_agentrl.config.paths import find_config_dir  # noqa: E402
-from mega_agentrl.config.ranges import (  # noqa: E402
-    MAX_ITEMS,
-    MAX_TEXT_CHARS,
-    FieldType,
-    setting_types,
-)
+from mega_agentrl.config.ranges import MAX_ITEMS, MAX_TEXT_CHARS, setting_types  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 
 HEAD = """# Settings
@@ -85,7 +80,7 @@ def setting_rows(path: str, section: type, users: Mapping[str, list[str]]) -> It
             f"`{key}`",
             field_docs(section)[field.name],
             type_name(kind),
-            range_text(ranges[field.name]),
+            ranges[field.name].declared_range,
             f"`{format_value(getattr(defaults, field.name))}`",
             ", ".join(format_file_names(users.get(key, []))),
         )
@@ -126,15 +121,6 @@ def enum_tables() -> Iterator[str]:
         yield inspect.cleandoc(enum.__doc__ or "") + "\n"
         docs = field_docs(enum)
         yield "\n".join(f"* `{choice.name}`: {docs[choice.name]}" for choice in enum) + "\n"
-
-
-def range_text(declared: FieldType) -> str:
-    """Return the declared range of a setting; empty if all values of the type are valid."""
-    noun = "characters" if declared.kind is str else "items"
-    parts = [f"{declared.length} {noun}"] if declared.length is not None else []
-    if str(declared.bounds):  # of the numbers within, for a list or a mapping
-        parts.append(str(declared.bounds))
-    return "; ".join(parts)
 
 
 def files_that_set() -> dict[str, list[str]]:

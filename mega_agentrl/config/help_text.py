@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from mega_agentrl.config.field_docs import field_docs, first_sentence, format_value, type_name
 from mega_agentrl.config.override_keys import known_groups, known_keys, nearest_name
+from mega_agentrl.config.ranges import setting_types
 from mega_agentrl.config.schema import TrainConfig
 
 if TYPE_CHECKING:
@@ -136,12 +137,15 @@ def _first_comment(file: Path) -> str:
 
 
 def _key_help(key: str, kind: Any, sections: dict[str, type]) -> Iterator[str]:
-    """Yield all that the schema says of a key: meaning, type, default and choices."""
+    """Yield all that the schema says of a key: meaning, type, range, default and choices."""
     path, _, name = key.rpartition(".")
     section = sections[path]
     yield f"{key}={format_value(getattr(section(), name))} (the default)\n"
     yield f"{field_docs(section)[name]}\n"
     yield f"Type: {type_name(kind).replace('`', '')}"
+    declared_range = setting_types(section)[name].declared_range
+    if declared_range:
+        yield f"Range: {declared_range}"
     for enum in (kind, *get_args(kind)):
         if isinstance(enum, type) and issubclass(enum, Enum):
             docs = field_docs(enum)

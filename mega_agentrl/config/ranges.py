@@ -136,6 +136,15 @@ class FieldType:
             text = str(self.kind.__name__)
         return f"{text}, or null" if self.is_optional else text
 
+    @property
+    def declared_range(self) -> str:
+        """The declared range as the documentation shows it; empty if all values are valid."""
+        noun = "characters" if self.kind is str else "items"
+        parts = [f"{self.length} {noun}"] if self.length is not None else []
+        if str(self.bounds):  # of the numbers within, for a list or a mapping
+            parts.append(str(self.bounds))
+        return "; ".join(parts)
+
     def check(self, value: object, key: str, depth: int = 0) -> None:
         """Raise a `ConfigError` that names `key` unless the value is in the range.
 

@@ -49,9 +49,10 @@ def test_options_in_a_folder_of_the_user_are_listed(tmp_path):
     assert said["mine"] == "Mine." and "smoke" in said
 
 
-def test_a_key_has_its_whole_meaning_type_and_choices():
+def test_a_key_has_its_whole_meaning_type_range_and_choices():
     text = help_text(["optim.lr_schedule", "optim.lr"], CONFIGS)
-    for fact in ("optim.lr=1e-06 (the default)", "Type: float", "Choices:", "constant  "):
+    facts = ("optim.lr=1e-06 (the default)", "Type: float", "Range: at least 0, at most 10")
+    for fact in (*facts, "Choices:", "constant  "):
         assert fact in text
 
 

@@ -48,6 +48,8 @@ def check_config(config: TrainConfig) -> None:
     `runtime.cluster` checks whether the cluster has room for all ranks.
     """
     check_files(config)
+    if not config.model.path:
+        raise ConfigError("model.path", "", "a Hugging Face folder", "the setting was left empty")
     model = read_model_config(Path(config.model.path))
     _check_reference(config, model)
     check_parallel_sizes(config, model)

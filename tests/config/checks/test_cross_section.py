@@ -134,7 +134,7 @@ def test_a_run_dir_that_is_a_file_fails(config, tmp_path):
 @pytest.mark.parametrize("path", ["", "nowhere", "Qwen/Qwen3-8B"])
 def test_a_missing_model_folder_fails(config, path):
     config.model.path = path
-    assert named(config) == ("model.path", path or ".")
+    assert named(config) == ("model.path", path)
 
 
 def test_a_model_of_another_architecture_fails(config, tmp_path):
