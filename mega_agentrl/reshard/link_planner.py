@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _MAX_CACHED_LINKS = 4
 """Links whose plans are kept: those to all engines, and to some without the others."""
 
-Layout = list[ShardLayout]
+Layout = Sequence[ShardLayout]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ PEER_WAITS_PER_CALL = 10
 NUM_PROBE_TOKENS = 32
 """Length of the prompt that policy and engines both score after every update."""
 
-Workers = list[tuple["list[ShardLayout]", "DeviceLocation"]]
+Workers = list[tuple["Sequence[ShardLayout]", "DeviceLocation"]]
 """Layout and location of every policy rank, or of every worker of an engine."""
 
 
