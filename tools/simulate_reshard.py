@@ -12,9 +12,9 @@ Prints one JSON line per case, and ends with code 1 if a bound is broken:
                    two buckets; at most `open_limit_gib`, the two largest modules and two buckets
     peers_max      ranks that a rank exchanges bytes with, by direction; at most `peers_limit`
     setup_s        CPU seconds of a worker's trace, and of the driver's plan with the
-                   serialization of its parts; at most 60 (`SETUP_LIMIT_S`)
+                   serialization of its parts; at most 60 (`SETUP_LIMIT_S`) up to 512 + 256 ranks
     replace_s      CPU seconds of the driver for a replaced engine on another machine: a link to
-                   that engine, and then one to all; at most 10 (`REPLACE_LIMIT_S`)
+                   that engine, and then one to all; at most 10 (`REPLACE_LIMIT_S`), likewise
     predicted_s    time on the links (`planner.traffic`); `floor_s` is that of a rank's own bytes
                    over one network link, and `published` what others report, in seconds
     received_ratio received / own bytes, of the rank where it is farthest from 1
@@ -58,6 +58,7 @@ CONFIGS = Path(__file__).resolve().parent / "model_configs"
 PEERS_LIMIT = 32
 SETUP_LIMIT_S = 60.0
 REPLACE_LIMIT_S = 10.0
+MAX_RANKS_WITH_TIME_LIMITS = 512 + 256
 GIB = 2**30
 
 
@@ -190,12 +191,13 @@ def simulate(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     )
     _serialize(planner.plan(sides.trainer_layouts, sides.engine_layouts, moved))
     replace_s = time.process_time() - start_s
+    is_limited = len(locations) <= MAX_RANKS_WITH_TIME_LIMITS
     return _describe(case, sides, link_plan, locations, args) | {
         "setup_s": round(sides.trace_s + plan_s, 3),
-        "setup_limit_s": SETUP_LIMIT_S,
+        "setup_limit_s": SETUP_LIMIT_S if is_limited else None,
         "trace_s": round(sides.trace_s, 3),
         "replace_s": round(replace_s, 3),
-        "replace_limit_s": REPLACE_LIMIT_S,
+        "replace_limit_s": REPLACE_LIMIT_S if is_limited else None,
     }
 
 
@@ -256,7 +258,9 @@ def broken_bounds(line: dict[str, Any]) -> list[str]:
         "received_ratio": 1.0,
     }
     return [
-        f"{key}={line[key]}, at most {limit}" for key, limit in limits.items() if line[key] > limit
+        f"{key}={line[key]}, at most {limit}"
+        for key, limit in limits.items()
+        if limit is not None and line[key] > limit
     ]
 
 

@@ -84,11 +84,11 @@ class LinkPlanner:
 
     def __init__(self, names: Sequence[str], dtype: str, bucket_bytes: int) -> None:
         self._names, self._dtype, self._bucket_bytes = list(names), dtype, bucket_bytes
-        self._layouts: dict[bytes, Layout] = {}
+        self._layouts: dict[bytes, list[ShardLayout]] = {}
         self._sides: dict[Any, _Sides] = {}
         self._links: dict[Any, LinkPlan] = {}
 
-    def unpack(self, packed: PackedLayout) -> Layout:
+    def unpack(self, packed: PackedLayout) -> list[ShardLayout]:
         """Return a rank's shards, the same object for equal ones."""
         if packed.digest not in self._layouts:
             self._layouts[packed.digest] = packed.unpack()
