@@ -26,7 +26,12 @@ from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_prompt
 from mega_agentrl.types.records import GenerateRequest
 from tests.bfloat16 import exact_logits, exact_scores, explained_difference, median_gap
-from tests.e2e.wrong_mappings import WRONG_MAPPINGS, engine_log_probs
+from tests.e2e.wrong_mappings import (
+    WRONG_MAPPINGS,
+    engine_log_probs,
+    load_engine,
+    with_wrong_mapping,
+)
 from tests.generator.tiny_model import write_tokenizer
 from tests.parallel.policy_jobs import run_calls
 from tests.tiny_models import SIZES, make_tiny_model
@@ -203,10 +208,19 @@ def test_steps_below_the_resolution_add_up_in_the_masters_and_arrive(chain, tmp_
     assert median_gap(after, before) > 3 * bound
 
 
+@pytest.fixture
+def one_thread():
+    """Let torch use one thread, which is faster for tiny models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("num_models", [3, pytest.param(100, marks=pytest.mark.slow(120))])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_probe_refuses_wrong_mappings_and_no_right_ones(
-    family, num_models, rank_pool, tmp_path
+    family, num_models, rank_pool, one_thread, tmp_path
 ):
     """The engine is transformers, which rounds elsewhere than Megatron and so routes otherwise."""
     folders = [make_tiny_model(family, tmp_path / f"{n}", seed=n) for n in range(num_models)]
@@ -222,11 +236,12 @@ def test_the_probe_refuses_wrong_mappings_and_no_right_ones(
         del wrong_mappings["experts"]
     largest = []
     for folder, policy_logps in zip(folders, answers[::2], strict=True):
-        right = engine_log_probs(folder, PROMPT)
+        engine = load_engine(folder)
+        right = engine_log_probs(engine, PROMPT)
         check_probe("engine", policy_logps, right, "bfloat16")
         largest.append(np.abs(np.subtract(policy_logps, right)).max())
         for name, wrong_mapping in wrong_mappings.items():
-            wrong = engine_log_probs(folder, PROMPT, wrong_mapping)
+            wrong = engine_log_probs(with_wrong_mapping(engine, wrong_mapping), PROMPT)
             with pytest.raises(ValueError, match="probe: engine"):
                 check_probe("engine", policy_logps, wrong, "bfloat16")
                 pytest.fail(f"{folder}: {name}")

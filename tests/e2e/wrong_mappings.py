@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +15,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@torch.no_grad()
-def engine_log_probs(
-    folder: Path, prompt: Sequence[int], wrong_mapping: Callable[[Any], None] | None = None
-) -> list[float]:
-    """Return the log-probs of a prompt's tokens after the first."""
+def load_engine(folder: Path) -> Any:
+    """Load the model of a folder in bfloat16."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    if wrong_mapping is not None:
-        wrong_mapping(model)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+def with_wrong_mapping(model: Any, wrong_mapping: Callable[[Any], None]) -> Any:
+    """Return a copy of a model with weights in wrong places."""
+    wrong = copy.deepcopy(model)
+    wrong_mapping(wrong)
+    return wrong
+
+
+@torch.no_grad()
+def engine_log_probs(model: Any, prompt: Sequence[int]) -> list[float]:
+    """Return the log-probs of a prompt's tokens after the first, from float32 logits."""
     token_T = torch.tensor(prompt)
     hidden_TD = model.model(token_T[None]).last_hidden_state[0, :-1]
     logp_TV = (hidden_TD.float() @ model.lm_head.weight.float().T).log_softmax(-1)
