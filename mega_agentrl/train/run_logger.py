@@ -252,10 +252,11 @@ class RunLogger:
         if when == "during":
             self._eval_points.append(_eval_point(step, result))
             when = f"at step {step} of"
+        scored = f", {_scored_count(failures)}" if failures.num_failed else ""
         self._console.print(
             f"held-out reward {when} RL: {result.sampled.reward:.3f} (success "
             f"{result.sampled.success:.3f}, {result.sampled.num_questions} questions x "
-            f"{result.sampled.num_samples} samples)",
+            f"{result.sampled.num_samples} samples{scored})",
             highlight=False,
         )
         if failures.num_failed:

@@ -153,7 +153,8 @@ def test_a_run_with_failures_below_the_bound_says_so_everywhere(components, conf
     training = summary["failed"]["training"]
     assert training["fraction"] == training["num_failed"] / training["num_trajectories"] > 0
     shown = capsys.readouterr().out
-    assert "10 of 12 scored" in shown
+    assert "10 of 12 scored │" in shown, "in the table"
+    assert "samples, 10 of 12 scored)" in " ".join(shown.split())
     step_line = next(line for line in shown.splitlines() if line.startswith("RL 1/2"))
     assert "failed 0." in step_line and "returned None" in step_line
 

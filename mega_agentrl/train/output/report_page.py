@@ -87,7 +87,7 @@ def _load_page(run_dir: Path, budget_bytes: int) -> ReportPage:
     log = read_metrics(run_dir / METRICS_FILE)
     tree_files = sorted((run_dir / ROLLOUT_DIR).glob("*.jsonl"), key=_file_order)
     if not log.lines and not tree_files:
-        raise ValueError(
+        raise EmptyRunError(
             f"{run_dir}: no metrics.jsonl with a whole line and no {ROLLOUT_DIR}/*.jsonl there, "
             "expected the folder of a run; has the run written its first step?"
         )
@@ -240,6 +240,10 @@ def _run_subtitle(config: Mapping[str, Any]) -> str:
     return " · ".join(part for part in parts if part)
 
 
+class EmptyRunError(ValueError):
+    """There is nothing to show yet."""
+
+
 class _ReportTimeout(BaseException):
     """The time limit is over. A `BaseException`, so that the report code does not catch it."""
 
@@ -260,6 +264,8 @@ def write_interrupted_report(run_dir: Path, *, deadline_s: float, failure: str =
         _logger.warning("no report page: it was not written within %g s", deadline_s)
     except KeyboardInterrupt:
         _logger.warning("no report page: interrupted while it was written")
+    except EmptyRunError as error:  # only in the log file: the terminal has the run's own error
+        _logger.info("no report page: %s", error)
     except Exception:
         _logger.exception("no report page")
     else:

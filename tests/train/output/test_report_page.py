@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -160,10 +161,12 @@ def test_from_another_thread_too(early_dir):
     assert found == [True] and (early_dir / "report.html").is_file()
 
 
-def test_a_page_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
+def test_a_run_without_a_step_has_no_page_and_a_line_in_the_log(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     (tmp_path / "report.html").write_text("the one before")
     assert not write_interrupted_report(tmp_path, deadline_s=60)
     assert "no metrics.jsonl" in caplog.text
+    assert all(record.levelno == logging.INFO for record in caplog.records)
     assert (tmp_path / "report.html").read_text() == "the one before"
 
 
