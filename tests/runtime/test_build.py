@@ -130,6 +130,7 @@ def test_tools_wait_for_ray_only_if_their_sandboxes_run_on_it(config, monkeypatc
 
     monkeypatch.setattr(ToolKit, "start", start)
     monkeypatch.setattr(ToolKit, "close_now", lambda _: events.append("close"))
+    monkeypatch.setattr(module, "Placement", lambda *_, **__: RecordingGroup([], "placement"))
     monkeypatch.setattr(module.GeneratorGroup, "launch", fail)
     with pytest.raises(RuntimeError, match="far enough"), build_run(config, events):
         pass
