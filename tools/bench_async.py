@@ -1,12 +1,13 @@
 """Benchmarks asynchronous rollouts against the synchronous loop, with slow tools.
 
     python tools/bench_async.py [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
-        [--slowest SECONDS] [key=value ...]
+        [--slowest SECONDS] [--in-flight] [key=value ...]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. Both sides are
 complete runs, one after the other, with a real policy, a real engine and real tools, from the same
 weights. Tool answers are delayed (`delayed_tools`) by at most `--slowest` seconds. Ours has
-`rollout.max_staleness=K`, the baseline 0; both use `algo.rollout_correction=token_truncate`. The
+`rollout.max_staleness=K`, the baseline 0; both use `algo.rollout_correction=token_truncate`. With
+`--in-flight` both have `rollout.max_staleness=K`, and ours has `weight_sync.in_flight=true`. The
 first and the last step are left out, because no rollouts are collected while the last one trains.
 The policy is one process and the engine has one worker, so that on a machine with two cores each
 has its own; with `parallel.tensor=2` training would take the engine's core. Cases:
@@ -14,6 +15,7 @@ has its own; with `parallel.tensor=2` training would take the engine's core. Cas
     step/wall         seconds per step
     step/waiting      of these, seconds that the training step waited for rollouts
     step/learning     all other seconds of a step
+    step/weight_sync  of these, seconds from pausing the engines until they serve new weights
     mismatch/mean     mean |difference| of the policy's and the engine's log-probs in nats
     mismatch/max      the largest difference
     mismatch/ess      effective sample size under the importance weights / number of tokens
@@ -59,7 +61,9 @@ METRICS = {
 }
 
 
-def run(args: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str, Any]]:
+def run(
+    args: argparse.Namespace, staleness: int, folder: Path, *, in_flight: bool = False
+) -> list[dict[str, Any]]:
     """Run the training loop and return the metrics of all steps but the first and the last."""
     from mega_agentrl.runtime.build import build
     from mega_agentrl.runtime.cluster import ClusterConnection
@@ -78,6 +82,7 @@ def run(args: argparse.Namespace, staleness: int, folder: Path) -> list[dict[str
             f"data.prompts_per_step={args.prompts}",
             f"total_steps={args.steps}",
             f"rollout.max_staleness={staleness}",
+            f"weight_sync.in_flight={in_flight}",
             "algo.rollout_correction=token_truncate",
             "sft.max_steps=0",
             "save_every_steps=0",
@@ -125,6 +130,11 @@ def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[
             "s",
             *(fmean(wall_s(step) - waiting_s(step) for step in side) for side in sides),
         ),
+        line(
+            "step/weight_sync",
+            "s",
+            *(fmean(step["time/weight_sync_s"] for step in side) for side in sides),
+        ),
     ]
     for case, (unit, name) in METRICS.items():
         reduce = max if case.endswith("/max") else fmean
@@ -143,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--slowest", type=float, default=2.0, help="maximum latency of a call in s")
+    parser.add_argument("--in-flight", action="store_true", help="compare weight_sync.in_flight")
     parser.add_argument("overrides", nargs="*", help="key=value, of both sides")
     args = parser.parse_args(arguments)
     if not (args.model / "config.json").is_file():
@@ -152,8 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-async-") as name:
         # Standard output is reserved for the result; what the runs print goes to stderr.
         with redirect_stdout(sys.stderr):
-            baseline = run(args, 0, Path(name) / "baseline")
-            ours = run(args, args.staleness, Path(name) / "ours")
+            baseline_staleness = args.staleness if args.in_flight else 0
+            baseline = run(args, baseline_staleness, Path(name) / "baseline")
+            ours = run(args, args.staleness, Path(name) / "ours", in_flight=args.in_flight)
     for result in compare(ours, baseline):
         print(json.dumps(result))
     return 0

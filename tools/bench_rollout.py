@@ -251,7 +251,7 @@ async def open_bench(args: argparse.Namespace, folder: Path) -> AsyncIterator[Be
         codec,
         control_tokens=codec.control_tokens,
     )
-    engine = await Engine().start(config, str(args.model), seed=0)
+    engine = await Engine().start(config, str(args.model), seed=0, load_weights=True)
     try:
         await tools.start()
         yield BenchSetup(engine=engine, tools=tools, codec=codec, flight=args.flight)

@@ -6,10 +6,20 @@ per tensor-parallel rank, which end with the host (see `plugin`). A weight updat
 
     pause -> receive_weights -> verify_weights -> compute_prompt_log_probs (optional) -> resume
 
-Requests that arrive during an update wait. If one of its steps fails, or `refuse_requests` is
-called, requests are refused with the reason until a later update succeeds. `pause` waits for every
-request that has started, so each is computed by one weight version, that of its `Generation`. On
-GPUs shared with the trainer the engine may `sleep` in any state. It is woken for an update:
+An engine starts without weights, unless it is asked to load those of its model folder, and refuses
+requests until the first update. Requests that arrive during an update wait. If one of its steps
+fails, or `refuse_requests` is called, requests are refused with the reason until a later update
+succeeds. `pause` waits for the end of running requests, or holds them:
+
+* After waiting, every request is computed by one weight version, that of its `Generation`.
+* A held request (`weight_sync.in_flight`) goes on after its last token. vLLM drops its KV cache
+  with the prefix cache and computes it again from all of its tokens, so that no key or value of
+  older weights is used, neither by this request nor by others. vLLM labels each output of its core
+  with the version that computed it: `Generation.versions` has the version of every token. The
+  request goes on as soon as digests are verified, but its result is not returned before `resume`.
+  If the update fails or is refused, so does the request.
+
+On GPUs shared with the trainer the engine may `sleep` in any state. It is woken for an update:
 "weights" before `receive_weights`, "cache" after `verify_weights`.
 """
 
@@ -63,6 +73,7 @@ STUCK_TIMEOUT_S = 20.0
 
 A long prefill must end within this time.
 """
+NO_WEIGHTS_REASON = "it has no weights yet: no weight update has been verified since its start"
 DEATH_POLL_S = 0.5
 """Seconds between checks whether vLLM has died."""
 SHUTDOWN_TIMEOUT_S = 2.0
@@ -112,8 +123,10 @@ class Engine:
         self._version = 0
         self._refusal_reason: str | None = None
         self._is_updating = False
+        self._is_holding = False
         self._serving_event, self._idle_event = asyncio.Event(), asyncio.Event()
-        self._num_running = self._num_blocking_calls = 0
+        self._running: set[asyncio.Timeout] = set()
+        self._num_blocking_calls = 0
         self._progress = ProgressMonitor()
         self._next_key = itertools.count()
         self._key_of: dict[str, str] = {}
@@ -125,11 +138,12 @@ class Engine:
         *,
         seed: int,
         dtype: Dtype = Dtype.auto,
+        load_weights: bool = False,
         deadline_s: float = 600.0,
         deterministic: bool = False,
         colocated: bool = False,
     ) -> Self:
-        """Start vLLM with the weights of a model folder and serve version 0.
+        """Start vLLM; with `load_weights` it then serves version 0.
 
         This blocks the event loop, so the caller has to enforce a deadline.
 
@@ -138,6 +152,8 @@ class Engine:
             model_path: Model folder.
             seed: Seed of the engine.
             dtype: See `engine_args`.
+            load_weights: Whether to read the weights of the folder. Otherwise requests are refused
+                until a weight update is verified.
             deadline_s: Deadline of one request, `cluster.call_timeout_s`.
             deterministic: See `engine_args`.
             colocated: See `engine_args`.
@@ -153,6 +169,7 @@ class Engine:
             model_path,
             seed=seed,
             dtype=dtype,
+            load_weights=load_weights,
             deterministic=deterministic,
             colocated=colocated,
         )
@@ -163,7 +180,10 @@ class Engine:
         self._stop_table = StopTokenTable(self._llm.get_tokenizer())
         self._tap_reader = TapReader(self._llm)
         self._sleep_controller = SleepController(
-            self._llm, self._await_vllm, has_sleep_mode=args.enable_sleep_mode
+            self._llm,
+            self._await_vllm,
+            has_sleep_mode=args.enable_sleep_mode,
+            has_weights=load_weights,
         )
         # Without this, full collections of the many objects that the imports created would
         # repeatedly stop all requests for more than half a second.
@@ -171,6 +191,11 @@ class Engine:
         gc.freeze()
         await self._call_workers("finish_startup")
         await self._call_workers("weights_install_guard")
+        if load_weights:
+            await self._await_vllm(self._llm.update_weight_version(str(self._version)))
+        else:
+            self._refusal_reason = NO_WEIGHTS_REASON
+            await self._call_workers("weights_release")
         self._serving_event.set()
         self._idle_event.set()
         return self
@@ -189,14 +214,16 @@ class Engine:
         key = f"{next(self._next_key)}"
         self._key_of[request.request_id] = key
         try:
-            async with asyncio.timeout(self._request_deadline_s):
-                while not self._serving_event.is_set():
-                    await self._serving_event.wait()
-                if self._refusal_reason is not None:
-                    raise RuntimeError(f"{self.name} refuses to generate: {self._refusal_reason}")
-                with self._translate_vllm_errors(), self._count_running():
-                    return await self._generate_in_vllm(request, key)
+            async with asyncio.timeout(self._request_deadline_s) as deadline:
+                await self._wait_until_serving()
+                with self._translate_vllm_errors(), self._track_running(deadline):
+                    generation = await self._generate_in_vllm(request, key)
+                if self._is_holding:
+                    await self._wait_until_serving()
+                return generation
         except TimeoutError as error:
+            if self._refusal_reason is not None:
+                raise self._refusal() from error
             raise RuntimeError(
                 f"{self.name}: {request.request_id} ran past its deadline of "
                 f"{self._request_deadline_s:g} s (cluster.call_timeout_s)"
@@ -204,10 +231,19 @@ class Engine:
         finally:
             del self._key_of[request.request_id]
 
+    async def _wait_until_serving(self) -> None:
+        """Wait for the end of an update; raise `RuntimeError` if requests are refused."""
+        while not self._serving_event.is_set():
+            await self._serving_event.wait()
+        if self._refusal_reason is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(f"{self.name} refuses to generate: {self._refusal_reason}")
+
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
         stop_ids, stop_strings = self._stop_table.split_stop_strings(request.stop)
         params = sampling_params(request, key, stop_ids, stop_strings)
-        version = self._version
         prompt = {"type": "token", "prompt_token_ids": list(request.token_ids)}
         last = None
         try:
@@ -220,7 +256,7 @@ class Engine:
         assert last is not None, "vLLM ends every request with an output"
         record = await self._tap_reader.take(key)
         num_cached = last.num_cached_tokens or 0
-        return to_generation(request, last.outputs[0], record, stop_ids, version, num_cached)
+        return to_generation(request, last.outputs[0], record, stop_ids, self._version, num_cached)
 
     async def abort(self, request_id: str) -> None:
         """End a running request early; do nothing if there is no such request."""
@@ -238,10 +274,18 @@ class Engine:
         """Whether requests are accepted; a paused engine accepts them and lets them wait."""
         return self._refusal_reason is None
 
-    async def pause(self) -> None:
-        """Let running requests end, hold new ones back, and drop the prefix cache."""
+    async def pause(self, hold: bool = False) -> None:
+        """Hold new requests back, and drop the prefix cache.
+
+        Args:
+            hold: Hold running requests, too, until `resume`; else wait for their end.
+        """
         self._serving_event.clear()
-        await self._drain()
+        if hold:
+            self._is_holding = True
+            await self._await_vllm(self._llm.pause_generation(mode="keep", clear_cache=True))
+        else:
+            await self._drain()
 
     async def sleep(self) -> None:
         """Let running requests end, then free weights and KV cache; may be called twice."""
@@ -261,17 +305,21 @@ class Engine:
             await self.refuse_requests("it was resumed in the middle of a weight update")
         if self._refusal_reason is None:
             await self._await_vllm(self._llm.resume_generation())
+            self._is_holding = False
         self._serving_event.set()
         if self._refusal_reason is not None:
             raise RuntimeError(f"{self.name} cannot serve: {self._refusal_reason}")
 
     async def refuse_requests(self, reason: str) -> None:
-        """Refuse all requests, including those that wait, until an update succeeds.
+        """Refuse all requests, including those that wait or are held, until an update succeeds.
 
         The first reason is kept. A dead engine refuses as well.
         """
         self._refusal_reason = self._refusal_reason or reason
         self._is_updating = False
+        if self._is_holding:
+            self._is_holding = False
+            self._fail_running()
         self._serving_event.set()  # waiting requests fail with the reason
         with suppress(RuntimeError):
             await self._drain()
@@ -283,16 +331,23 @@ class Engine:
         await self._await_vllm(self._llm.pause_generation(mode="wait", clear_cache=True))
 
     @contextmanager
-    def _count_running(self) -> Iterator[None]:
-        """Count one request that `_drain` waits for."""
-        self._num_running += 1
+    def _track_running(self, deadline: asyncio.Timeout) -> Iterator[None]:
+        """Record one request that `_drain` waits for and `_fail_running` ends."""
+        self._running.add(deadline)
         self._idle_event.clear()
         try:
             yield
         finally:
-            self._num_running -= 1
-            if not self._num_running:
+            self._running.discard(deadline)
+            if not self._running:
                 self._idle_event.set()
+
+    def _fail_running(self) -> None:
+        """End all running requests, with the reason why requests are refused."""
+        now_s = asyncio.get_running_loop().time()
+        for deadline in self._running:
+            if not deadline.expired():
+                deadline.reschedule(now_s)
 
     @contextmanager
     def _translate_vllm_errors(self) -> Iterator[None]:
@@ -323,9 +378,10 @@ class Engine:
             self._progress = ProgressMonitor()
             return
         num_tokens = (await self._call_workers("tap_num_tokens"))[0]
-        if (stuck_s := self._progress.stuck_s(num_tokens, self._num_running)) is not None:
+        num_running = 0 if self._is_holding else len(self._running)
+        if (stuck_s := self._progress.stuck_s(num_tokens, num_running)) is not None:
             raise EngineLostError(
-                f"{self.name} has produced no token for its {self._num_running} requests in "
+                f"{self.name} has produced no token for its {num_running} requests in "
                 f"{stuck_s:.0f} s; probable cause: its scheduler or a kernel hangs"
             )
 
@@ -435,8 +491,13 @@ class Engine:
     async def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt's tokens after the first, at temperature 1.
 
-        This works while the engine is paused.
+        This works while the engine is paused; held requests go on meanwhile.
+
+        Raises:
+            RuntimeError: Requests are refused.
         """
+        if self._refusal_reason is not None:
+            raise self._refusal()
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
         key = f"probe {next(self._next_key)}"
         output = None

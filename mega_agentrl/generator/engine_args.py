@@ -29,6 +29,7 @@ def engine_args(
     *,
     seed: int,
     dtype: Dtype = Dtype.auto,
+    load_weights: bool = False,
     deterministic: bool = False,
     colocated: bool = False,
 ) -> AsyncEngineArgs:
@@ -40,6 +41,8 @@ def engine_args(
         seed: Seed of the engine.
         dtype: Dtype of weights and activations. The output layer multiplies the hidden states in
             this dtype but sums in float32, as the actor does, so that logits are not rounded.
+        load_weights: Read the weights of the folder; else only its configuration and tokenizer,
+            and the weights have random values.
         deterministic: Batch no requests together, and do not cache prefixes.
         colocated: Enable vLLM's sleep mode on a GPU (see `sleep_mode`).
     """
@@ -59,6 +62,7 @@ def engine_args(
     tap = "runner_v2:EntropyTapV2" if on_gpu else "runner_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,
+        load_format="auto" if load_weights else "dummy",
         dtype=str(dtype.resolve(on_gpu=on_gpu)),
         hf_overrides={"head_dtype": "float32"},
         seed=seed,

@@ -99,7 +99,11 @@ def to_generation(
     version: int,
     num_cached: int = 0,
 ) -> Generation:
-    """Combine vLLM's output with the tap's measurements; those past the last token are dropped."""
+    """Combine vLLM's output with the tap's measurements; those past the last token are dropped.
+
+    `version` is the weight version of a generation without tokens.
+    """
+    versions = _token_versions(output)
     num_tokens = len(output.token_ids)
     entropies, shifts, argmax_ids = (tuple(column[:num_tokens]) for column in record)
     raw_logps, top_logps = _raw_logps(request, output)
@@ -115,9 +119,19 @@ def to_generation(
         argmax_ids=argmax_ids,
         finish_reason=finish_reason,
         stop_string=stop_string,
-        version=version,
+        version=versions[-1] if versions else version,
         top_logps=top_logps,
         num_cached_tokens=num_cached,
+        versions=versions if len(set(versions)) > 1 else (),
+    )
+
+
+def _token_versions(output: CompletionOutput) -> tuple[int, ...]:
+    """Return the weight version that sampled each token, from vLLM's labels of token spans."""
+    return tuple(
+        int(span.version)
+        for span in output.weight_versions or ()
+        for _ in range(span.start, span.end)
     )
 
 

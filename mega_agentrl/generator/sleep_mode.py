@@ -46,6 +46,7 @@ class SleepController:
         llm: The vLLM engine.
         await_vllm: Awaits a call to vLLM and raises if vLLM dies.
         has_sleep_mode: Whether vLLM was started with its sleep mode.
+        has_weights: Whether vLLM has loaded the weights of a model folder.
     """
 
     def __init__(
@@ -54,12 +55,13 @@ class SleepController:
         await_vllm: Callable[[Awaitable[Any]], Awaitable[Any]],
         *,
         has_sleep_mode: bool,
+        has_weights: bool,
     ) -> None:
         self._llm = llm
         self._await_vllm = await_vllm
         self._has_sleep_mode = has_sleep_mode
         self._state = MemoryState.awake
-        self._has_verified_weights = True
+        self._has_verified_weights = has_weights
 
     @property
     def state(self) -> MemoryState:

@@ -92,7 +92,7 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def weights_release(self) -> None:
-        """Prepare for the memory of the weights to be freed."""
+        """Refuse steps until an update succeeds, because the weights are undefined from now on."""
         self.weight_transfer_engine.release_weights()
 
     def finish_startup(self) -> None:

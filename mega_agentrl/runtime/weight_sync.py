@@ -266,7 +266,7 @@ class WeightSynchronizer:
     ) -> dict[str, float]:
         start_s = time.perf_counter()
         try:
-            self._call_engines(link, "pause")
+            self._call_engines(link, "pause", self._config.weight_sync.in_flight)
             paused_s = time.perf_counter()
             source_digests = self._transfer(link, version)
             transferred_s = time.perf_counter()

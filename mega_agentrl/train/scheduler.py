@@ -11,6 +11,9 @@ dropped. Up to k steps are collected at once, in order.
     k > 1   collections continue during a sync: running requests are interrupted and continued
             after their last tokens, which keep their version (`rollout.generation.interruptible`)
 
+With `weight_sync.in_flight` and any k > 0, the sync neither waits for collections nor interrupts
+their requests: the engines hold them and go on with the new weights (`generator.engine`).
+
 `collect` waits until a collection ends, fails (the error is raised) or is cancelled.
 `wait_before_weight_sync` waits for engines, tools and rewards. It returns early at a signal, which
 ends the collections, and if no engine can serve, because a restarted engine gets its weights with
@@ -71,9 +74,11 @@ def open_rollout_scheduler(
     tree_store: TreeStore | None = None,
 ) -> Iterator[RolloutScheduler]:
     """Yield the scheduler of the steps after `num_done`; cancel unused rollouts on exit."""
-    staleness = config.rollout.max_staleness
+    staleness, in_flight = config.rollout.max_staleness, config.weight_sync.in_flight
     interruptible_generator = (
-        InterruptibleGenerator(components.generator, components.codec) if staleness > 1 else None
+        InterruptibleGenerator(components.generator, components.codec)
+        if staleness > 1 and not in_flight
+        else None
     )
     with open_rollout_collector(
         components, config, tree_store, interruptible_generator
@@ -89,6 +94,7 @@ def open_rollout_scheduler(
             num_done=num_done,
             num_steps=config.total_steps,
             interruptible_generator=interruptible_generator,
+            in_flight=in_flight,
         )
         try:
             yield scheduler
@@ -175,10 +181,12 @@ class AsyncRolloutScheduler:
         num_done: int,
         num_steps: int,
         interruptible_generator: InterruptibleGenerator | None,
+        in_flight: bool = False,
     ) -> None:
         """Schedule the steps after `num_done`, the number of finished RL steps, up to `num_steps`.
 
-        `interruptible_generator` is the generator of `collector` if `staleness` is above 1.
+        `interruptible_generator` is the generator of `collector` if requests are interrupted before
+        a sync; with `in_flight` nothing has to be done before it.
         """
         self._components = components
         self._collector = collector
@@ -188,6 +196,7 @@ class AsyncRolloutScheduler:
         self._next_step = num_done + 1
         self._num_steps = num_steps
         self._interruptible_generator = interruptible_generator
+        self._in_flight = in_flight
         self._tasks: dict[int, asyncio.Task[RolloutBatch]] = {}
         self._is_stopped = False
 
@@ -196,7 +205,9 @@ class AsyncRolloutScheduler:
         return self._components.run_coroutine(self._collect(step))
 
     def wait_before_weight_sync(self) -> None:
-        """Wait for the running collections, or interrupt their requests."""
+        """Wait for the running collections, or interrupt their requests, unless in flight."""
+        if self._in_flight:
+            return
         self._components.run_coroutine(
             self._wait_for_collections()
             if self._interruptible_generator is None

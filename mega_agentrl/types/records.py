@@ -162,7 +162,7 @@ class Generation:
     stop_string: str | None
     """Stop string that ended generation, if one did."""
     version: int
-    """Weight version that sampled the tokens."""
+    """Weight version that sampled the tokens, or the last of them if there are several."""
     top_logps: tuple[tuple[float, ...], ...] = ()
     """Per position the log-probs at temperature 1 of the K most probable tokens, and of the sampled
     token where it is not among them, in no order. Empty unless requested."""

@@ -36,12 +36,13 @@ class EngineHost:
         wait: bool = True,
         on_gpu: bool = False,
         dtype: Dtype = Dtype.auto,
+        load_weights: bool = True,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            args=(child_end, config, str(model), log_path, on_gpu, dtype),
+            args=(child_end, config, str(model), log_path, on_gpu, dtype, load_weights),
             daemon=False,
         )
         self.process.start()
@@ -86,6 +87,7 @@ def _serve(
     log_path: Path,
     on_gpu: bool,
     dtype: Dtype,
+    load_weights: bool,
 ) -> None:
     from mega_agentrl.generator.environment import set_vllm_environment
 
@@ -95,10 +97,12 @@ def _serve(
     os.dup2(output, 2)
     set_vllm_environment(config, on_gpu=on_gpu, log_path=log_path)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # tests send functions to the workers
-    asyncio.run(_answer_calls(pipe, config, model, dtype))
+    asyncio.run(_answer_calls(pipe, config, model, dtype, load_weights))
 
 
-async def _answer_calls(pipe: Connection, config: EngineConfig, model: str, dtype: Dtype) -> None:
+async def _answer_calls(
+    pipe: Connection, config: EngineConfig, model: str, dtype: Dtype, load_weights: bool
+) -> None:
     from mega_agentrl.generator.engine import Engine
 
     loop = asyncio.get_running_loop()
@@ -112,7 +116,7 @@ async def _answer_calls(pipe: Connection, config: EngineConfig, model: str, dtyp
             loop.call_soon_threadsafe(calls.put_nowait, (0, "exit", ()))
 
     threading.Thread(target=read, daemon=True).start()
-    engine = await Engine().start(config, model, seed=1, dtype=dtype)
+    engine = await Engine().start(config, model, seed=1, dtype=dtype, load_weights=load_weights)
     extra = {"version": lambda: _value(engine.version), "ready": lambda: _value(None)}
     extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
     extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)

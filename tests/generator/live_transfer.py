@@ -49,17 +49,24 @@ class LiveTransfer:
         for join in joining:
             join.result(DEADLINE_S)
 
-    def __call__(self, folder: Path, version: int, *, fault: Fault | None = None) -> None:
+    def __call__(
+        self, folder: Path, version: int, *, fault: Fault | None = None, hold: bool = False
+    ) -> None:
         """Bring the weights of a folder into all engines and serve them.
 
         Raises `RuntimeError` with what every engine and trainer rank says.
         """
-        self.prove(version, self.move(folder, version, fault=fault))
+        self.prove(version, self.move(folder, version, fault=fault, hold=hold))
         self._on_all("resume")
 
-    def move(self, folder: Path, version: int, *, fault: Fault | None = None) -> list[Any]:
-        """Until all have received; what the trainer ranks say of the regions."""
-        self._on_all("pause")
+    def move(
+        self, folder: Path, version: int, *, fault: Fault | None = None, hold: bool = False
+    ) -> list[Any]:
+        """Until all have received; what the trainer ranks say of the regions.
+
+        `hold`: hold running requests instead of waiting for them.
+        """
+        self._on_all("pause", hold)
         self.trainer.send(folder, version, fault=fault)
         receiving = [engine.begin("receive_weights", version) for engine in self.engines]
         errors = [call.exception(DEADLINE_S) for call in receiving]

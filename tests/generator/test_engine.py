@@ -65,9 +65,11 @@ async def test_errors_of_our_own_do_not_count_as_the_death_of_vllm(hollow):
 
 async def test_an_engine_sleeps_when_nothing_runs_and_does_not_serve_without_weights(hollow):
     hollow._llm = vllm = FakeVllm()
-    hollow._sleep_controller = SleepController(vllm, hollow._await_vllm, has_sleep_mode=True)
+    hollow._sleep_controller = SleepController(
+        vllm, hollow._await_vllm, has_sleep_mode=True, has_weights=True
+    )
     hollow._serving_event.set()
-    with hollow._count_running():
+    with hollow._track_running(asyncio.timeout(None)):
         sleeping = asyncio.create_task(hollow.sleep())
         await asyncio.sleep(0.01)
         assert vllm.calls == []

@@ -287,6 +287,8 @@ def test_bad_requests_are_refused(engine):
 # --- Weight updates ---
 
 PROMPT = tuple(range(5, 85))
+LONG_PROMPT = tuple(range(5, 25))
+"""Greedy answers to it do not end, with either of the models."""
 
 
 @pytest.fixture(scope="module")
@@ -434,3 +436,102 @@ def test_ranks_that_do_not_join_are_named_and_the_engine_serves_on(engine, updat
     check_serves(engine, new_folder, "as before")
     update.connect()
     update(new_folder, 2)
+
+
+# --- Weight updates in flight ---
+
+
+def long_request(name):
+    """A request that does not end by itself for a while."""
+    return GenerateRequest(request_id=name, token_ids=LONG_PROMPT, max_tokens=400, temperature=0.0)
+
+
+def begin_long_request(engine, name, num_tokens=20):
+    """Start a request and return it when it has this many tokens at least."""
+    running = engine.begin("generate", long_request(name))
+    while num_sampled(engine, name) < num_tokens:
+        assert not running.done(), "it was over before it could be held"
+    return running
+
+
+def num_sampled(engine, name):
+    try:
+        return len(engine.call("entropies", name))
+    except RuntimeError:  # it may not have come to the engine yet
+        return 0
+
+
+def check_versions(got, folder_of):
+    """Every token is that of the weights of its version, after all tokens before it."""
+    assert len(got.versions) == len(got.token_ids)
+    assert list(got.versions) == sorted(got.versions)
+    assert set(got.versions) == set(folder_of)
+    for version, folder in folder_of.items():
+        logp_TV = logits_of(folder, LONG_PROMPT, got.token_ids).log_softmax(-1)
+        own_T = torch.tensor(got.versions) == version
+        expected_T = logp_TV.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        found_T, found_entropy_T = torch.tensor(got.logps), torch.tensor(got.entropies)
+        torch.testing.assert_close(found_T[own_T], expected_T[own_T], rtol=0, atol=1e-3)
+        torch.testing.assert_close(found_entropy_T[own_T], entropy_T[own_T], rtol=0, atol=1e-3)
+
+
+def test_a_held_request_goes_on_with_the_new_weights(engine, update, model_folder, new_folder):
+    update(model_folder, 1)
+    running = begin_long_request(engine, "held")
+    results = update.move(new_folder, 2, hold=True)
+    num_before = num_sampled(engine, "held")
+    update.prove(2, results)
+    assert num_sampled(engine, "held") == num_before, "it went on before the end of the update"
+    engine.call("compute_prompt_log_probs", PROMPT)
+    with pytest.raises(TimeoutError):
+        running.result(3.0)  # it has ended in vLLM, and the driver may still refuse the weights
+    engine.call("resume")
+    got = running.result(60)
+    assert got.version == 2
+    assert num_before <= got.versions.count(1) <= num_before + 1
+    check_versions(got, {1: model_folder, 2: new_folder})
+    # Its tokens of older weights are in no cache: the same prompt anew has those of the new ones.
+    fork = replace(request("fork", LONG_PROMPT + got.token_ids[: num_before - 1]), max_tokens=4)
+    check_against_transformers(new_folder, fork, engine.call("generate", fork))
+    assert engine.call("rpc", "tap_num_requests") == [0]
+
+
+def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_folder):
+    update(model_folder, 1)
+    running = begin_long_request(engine, "held in vain")
+    with pytest.raises(RuntimeError, match="verification failed"):
+        fault = Fault(kind="flip", rank=1, frame=1, bit=77)
+        update.prove(2, update.move(new_folder, 2, fault=fault, hold=True))
+    assert "refuses to generate: the update to version 2 failed" in str(running.exception(60.0))
+    check_refuses_at_once(engine, "the update to version 2 failed")
+    update.connect()
+    update(new_folder, 3)
+    check_serves(engine, new_folder, "after a failed hold")
+    assert engine.call("rpc", "tap_num_requests") == [0]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 3.0], ids=["running", "ended"])
+def test_a_held_request_fails_if_the_driver_refuses_the_weights(engine, update, new_folder, wait_s):
+    update(new_folder, 1)
+    running = begin_long_request(engine, "refuted")
+    update.prove(2, update.move(new_folder, 2, hold=True))
+    engine.call("compute_prompt_log_probs", PROMPT)
+    with pytest.raises(TimeoutError):
+        running.result(wait_s)
+    engine.call("refuse_requests", "the probe differs")
+    assert "refuses to generate: the probe differs" in str(running.exception(60.0))
+    update.connect()
+    update(new_folder, 3)
+    check_serves(engine, new_folder, "after a refused hold")
+
+
+def test_a_request_is_held_over_several_updates(engine, update, model_folder, new_folder):
+    update(model_folder, 1)
+    running = begin_long_request(engine, "patient")
+    for version, folder in ((2, new_folder), (3, model_folder)):
+        before = num_sampled(engine, "patient")
+        update(folder, version, hold=True)
+        while not running.done() and num_sampled(engine, "patient") < before + 20:
+            pass
+    check_versions(running.result(60), {1: model_folder, 2: new_folder, 3: model_folder})

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.logprobs import FlatLogprobs
+from vllm.outputs import WeightVersionSpan
 
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
@@ -37,6 +38,7 @@ def output(**settings):
         "logprobs": SimpleNamespace(logprobs=[-1.0, -2.0]),
         "finish_reason": "length",
         "stop_reason": None,
+        "weight_versions": [WeightVersionSpan("3", 0, 2)],
     }
     return SimpleNamespace(**(plain | settings))
 
@@ -71,11 +73,19 @@ def test_parameters_decode_text_only_where_a_stop_string_needs_it():
 )
 def test_log_probs_are_those_at_the_temperature(temperature, shifts, expected):
     columns = ([0.1, 0.2, 9.0], shifts, [4, 7, 9])
-    found = to_generation(request(temperature=temperature), output(), columns, {}, version=3)
+    found = to_generation(request(temperature=temperature), output(), columns, {}, version=9)
     assert found.logps == expected
     assert found.entropies == (0.1, 0.2)
     assert found.argmax_ids == (4, 7)
-    assert found.version == 3
+    assert (found.version, found.versions) == (3, ())
+
+
+def test_each_token_has_the_version_that_sampled_it():
+    spans = [WeightVersionSpan("3", 0, 1), WeightVersionSpan("4", 1, 2)]
+    found = to_generation(request(), output(weight_versions=spans), COLUMNS, {}, version=9)
+    assert (found.version, found.versions) == (4, (3, 4))
+    none = output(token_ids=[], logprobs=None, finish_reason="abort", weight_versions=[])
+    assert to_generation(request(), none, ([], [], []), {}, version=9).version == 9
 
 
 def test_the_most_probable_tokens_and_the_sampled_one_if_asked_for():
@@ -113,7 +123,7 @@ def test_missing_measurements_are_an_error_not_a_short_answer():
 
 
 def test_an_aborted_request_may_be_empty():
-    empty = output(token_ids=[], logprobs=None, finish_reason="abort")
+    empty = output(token_ids=[], logprobs=None, finish_reason="abort", weight_versions=[])
     assert to_generation(request(), empty, ([], [], []), {}, version=0).token_ids == ()
 
 

@@ -19,7 +19,7 @@ async def await_vllm(call):
 
 def make_controller(*, has_sleep_mode=True):
     vllm = FakeVllm()
-    return vllm, SleepController(vllm, await_vllm, has_sleep_mode=has_sleep_mode)
+    return vllm, SleepController(vllm, await_vllm, has_sleep_mode=has_sleep_mode, has_weights=True)
 
 
 async def test_an_update_wakes_weights_then_the_cache():
@@ -35,6 +35,13 @@ async def test_an_update_wakes_weights_then_the_cache():
     await controller.wake("weights")
     await controller.wake("cache")
     assert vllm.calls == ["sleep 2 wait", "wake weights", "wake kv_cache"]
+    assert controller.can_compute
+
+
+def test_an_engine_that_has_loaded_no_weights_cannot_compute_before_an_update():
+    controller = SleepController(FakeVllm(), await_vllm, has_sleep_mode=False, has_weights=False)
+    assert not controller.can_compute
+    controller.mark_weights_verified()
     assert controller.can_compute
 
 

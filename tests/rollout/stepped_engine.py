@@ -45,6 +45,23 @@ class SteppedGenerator(FakeGenerator):
             self.abort_requested.add(request_id)
 
 
+@dataclass
+class HeldGenerator(FakeGenerator):
+    """Goes on with its requests when the weights change: a token has the version of its moment."""
+
+    num_changed: int = 0
+    """Requests so far whose tokens have more than one version."""
+
+    async def generate(self, request):
+        whole = await super().generate(request)
+        versions = []
+        for _ in whole.token_ids:
+            await asyncio.sleep(0.001)
+            versions.append(self.version)
+        self.num_changed += versions[0] != versions[-1]
+        return replace(whole, version=versions[-1], versions=tuple(versions))
+
+
 class StuckGenerator(FakeGenerator):
     """Answers no request."""
 

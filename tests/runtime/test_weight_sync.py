@@ -165,6 +165,15 @@ def test_every_engine_receives_its_shard_of_each_version(sides, folder):
     assert sides.history() == ["layout", "join_weight_transfer", *each_time * 2]
 
 
+def test_running_requests_are_held_if_weights_are_sent_in_flight(sides):
+    sides.weight_sync._config = replace(
+        sides.weight_sync._config, weight_sync=WeightSyncConfig(in_flight=True)
+    )
+    sides.sync(1)
+    assert sides.history()[2:4] == ["pause", "hold"]
+    sides.check_received(1)
+
+
 def test_a_transport_that_cannot_connect_the_ranks_is_refused(sides, processes):
     config = replace(processes.config, weight_sync=WeightSyncConfig(transport=TransportKind.nccl))
     weight_sync = WeightSynchronizer(sides.policy, sides.engines, config, dtype="float32")

@@ -149,8 +149,9 @@ class FakeEngine:
     def check_health(self):
         pass
 
-    def pause(self):
-        pass
+    def pause(self, hold):
+        if hold:
+            self.calls.append("hold")
 
     def resume(self):
         pass

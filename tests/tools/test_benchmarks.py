@@ -172,6 +172,7 @@ def steps(rollout_s, update_s, stale):
             "step": step,
             "time/rollout_s": rollout_s,
             "time/update_s": update_s,
+            "time/weight_sync_s": 0.5 * step,
             "mismatch/logp_mean_abs": 0.01,
             "mismatch/logp_max_abs": 0.1 * step,
             "mismatch/ess": 0.5,
@@ -188,9 +189,10 @@ def test_async_lines_by_hand():
         line["case"]: (line["ours"], line["baseline"])
         for line in bench_async.compare(steps(1.0, 3.0, 1), steps(3.0, 3.0, 0))
     }
-    assert lines["step/wall"] == (4.0, 6.0)
+    assert lines["step/wall"] == (5.25, 7.25)
     assert lines["step/waiting"] == (1.0, 3.0)
-    assert lines["step/learning"] == (3.0, 3.0)
+    assert lines["step/learning"] == (4.25, 4.25)
+    assert lines["step/weight_sync"] == (1.25, 1.25)
     assert lines["mismatch/max"][0] == 0.4
     assert lines["rollout_correction/capped_fraction"][0] == pytest.approx(0.025)
     assert lines["staleness/max"] == (1, 0)

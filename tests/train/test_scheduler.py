@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.config.enums import FilterMetric
+from mega_agentrl.config.sections.runtime import WeightSyncConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
@@ -18,7 +19,7 @@ from mega_agentrl.train.signals import RunInterrupted, SignalHandler
 from mega_agentrl.train.trainer import train
 from mega_agentrl.types.errors import RankLostError
 from tests.fakes import FakeGenerator
-from tests.rollout.stepped_engine import SteppedGenerator
+from tests.rollout.stepped_engine import HeldGenerator, SteppedGenerator
 from tests.train.conftest import FakePolicy
 from tests.train.interruptible_run import Killed, Moments, die, make_config, outcome, start
 from tests.train.metric_lines import metric_lines
@@ -195,6 +196,20 @@ def test_requests_that_weights_cut_in_two_keep_the_version_of_each_token(compone
     components.generator = Slow()
     lines = steps_of(components, config, staleness=2)
     assert max(line["rollout/staleness_max"] for line in lines) <= 2
+    assert [line["rollout/num_groups_kept"] for line in lines] == [3.0] * 5
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_requests_in_flight_are_not_waited_for_and_no_token_is_older_than_the_bound(
+    components, config, staleness
+):
+    config = replace(config, weight_sync=WeightSyncConfig(in_flight=True))
+    components.generator = HeldGenerator()
+    lines = steps_of(components, config, staleness=staleness)
+    assert components.generator.num_changed > 0
+    assert components.generator.aborted == []
+    ages = [line["rollout/staleness_max"] for line in lines]
+    assert 0 < max(ages) <= staleness
     assert [line["rollout/num_groups_kept"] for line in lines] == [3.0] * 5
 
 

@@ -74,7 +74,10 @@ class UpdateCost:
 
 
 def _bench_args(*arguments: Any, **keywords: Any) -> Any:
-    """Return the engine's arguments with random weights and the worker methods of the benchmark."""
+    """Return the engine's arguments with the worker methods of the benchmark.
+
+    The engine serves random weights until the first update, which may be a baseline's.
+    """
     return replace(
         engine_args(*arguments, **keywords),
         load_format="dummy",
@@ -95,7 +98,7 @@ async def run(
     engine = Engine()
     trainer = Trainer(folder, len(trainer_layouts(ModelShape.from_folder(folder))))
     try:
-        await engine.start(config, str(folder), seed=1)
+        await engine.start(config, str(folder), seed=1, load_weights=True)
         bench = ReshardBench(engine, trainer, folder, bucket_bytes, results)
         await bench.prepare()
         for transport in dict.fromkeys(case.transport for case in chosen):

@@ -224,9 +224,17 @@ def check_inference_template(config: TrainConfig) -> None:
 
 
 def check_staleness(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for a setting that asynchronous rollouts exclude."""
-    staleness = config.rollout.max_staleness
+    """Raise a `ConfigError` for a setting that asynchronous rollouts or their absence exclude."""
+    staleness, in_flight = config.rollout.max_staleness, config.weight_sync.in_flight
     if not staleness:
+        if in_flight:
+            raise ConfigError(
+                "weight_sync.in_flight",
+                True,
+                "False with rollout.max_staleness=0, where nothing is sampled while weights are "
+                "sent (or on the policy's GPUs, with cluster.colocated)",
+                "only one of the two was set",
+            )
         return
     if config.rollout.partial_rollout:
         raise ConfigError(
@@ -236,12 +244,12 @@ def check_staleness(config: TrainConfig) -> None:
             "the age of trained tokens",
             "both ways to avoid waiting for stragglers were set",
         )
-    if config.deterministic and staleness > 1:
+    if config.deterministic and (staleness > 1 or in_flight):
+        cause = "weight_sync.in_flight=true" if in_flight else f"rollout.max_staleness={staleness}"
         raise ConfigError(
             "deterministic",
             True,
-            f"rollout.max_staleness=1 or 0, not {staleness}, with which the weights that sample a "
-            "token would depend on timing",
+            f"False with {cause}, with which the weights that sample a token depend on timing",
             "settings of another run",
         )
     if config.algo.rollout_correction is RolloutCorrection.none:

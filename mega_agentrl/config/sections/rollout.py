@@ -88,7 +88,7 @@ class GroupSelectionConfig(Section, key="rollout"):
     max_staleness: Annotated[int, Range(at_least=0, at_most=1000, unit="steps")] = 0
     """Maximum age of a trained token in updates, and number of steps that sampling may be ahead of
     training. 0 is synchronous; 1 trains on a step while the next is sampled; above 1 sampling also
-    continues while weights are sent. See `algo.rollout_correction`."""
+    continues after weights are sent. See `weight_sync.in_flight`, `algo.rollout_correction`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -71,6 +71,10 @@ class WeightSyncConfig(Section, key="weight_sync"):
     """Size of a transfer bucket; a rank needs memory for two."""
     transport: TransportKind = TransportKind.auto
     """Transport between ranks; any value but auto must connect all ranks that exchange weights."""
+    in_flight: bool = False
+    """Send the weights while requests are running, with `rollout.max_staleness` of at least 1: they
+    are held meanwhile and go on with the new weights, each token with the version that sampled it.
+    Otherwise a step waits for the running requests, or interrupts them."""
 
 
 @dataclass

@@ -181,7 +181,11 @@ def _merge_generations(
     last = pieces[-1]
     if len(pieces) == 1 and last.finish_reason is finish:
         return last
-    versions = tuple(piece.version for piece in pieces for _ in piece.token_ids)
+    versions = tuple(
+        version
+        for piece in pieces
+        for version in piece.versions or (piece.version,) * len(piece.token_ids)
+    )
     return Generation(
         request_id=last.request_id,
         token_ids=_concat_token_ids(pieces),

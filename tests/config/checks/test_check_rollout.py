@@ -46,6 +46,15 @@ def test_deterministic_runs_are_refused(config):
     assert refused_setting(check_staleness, config) == ("deterministic", True)
     config.rollout.max_staleness = 1
     check_staleness(config)
+    config.weight_sync.in_flight = True
+    assert refused_setting(check_staleness, config) == ("deterministic", True)
+
+
+def test_weights_in_flight_need_asynchronous_rollouts(config):
+    config.weight_sync.in_flight = True
+    check_staleness(config)
+    config.rollout.max_staleness = 0
+    assert refused_setting(check_staleness, config) == ("weight_sync.in_flight", True)
 
 
 def lengths(prompt, response, model_len, budget, context=1):
