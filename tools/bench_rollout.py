@@ -1,6 +1,6 @@
 """Benchmarks rollouts with slow tools: streaming collection against lock-step rounds.
 
-    python tools/bench_rollout.py [--model FOLDER] [--prompts N] [--flight N] [--repeats N]
+    python tools/bench_rollout.py [--model FOLDER] [--prompts N] [--flight N] [--batches N]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline
 collects rollouts as the released ARPO code does (`rollout.branching=released`): a batch of prompts
@@ -14,7 +14,7 @@ the real tools, whose answers are delayed (`delayed_tools`). Cases:
     stream/sampled    tokens sampled per trajectory
     stream/prefilled  tokens per trajectory that the engine computed without sampling them
     stream/leaked     asyncio tasks that still exist at the end
-    batch/wall        seconds for a single batch, median over the repeats
+    batch/wall        seconds for a single batch, median over different batches
     latency/mean      mean seconds of a tool call, which must be about equal on both sides
 
 The model must call tools: by default the one that `make smoke` leaves in runs/smoke/model.
@@ -270,13 +270,15 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
             key="--data",
         )
         prompts = loaded.prompts[: args.prompts]
-        batch = prompts[: args.flight // CONFIG.group_size]
+        size = args.flight // CONFIG.group_size
+        # One batch lasts as long as its slowest tool calls, which are a matter of chance.
+        starts = range(0, min(args.batches * size, len(prompts)), size)
+        batches = [prompts[start : start + size] for start in starts]
         sides = (bench.stream, bench.lock_step)
-        names = [f"alone{repeat}" for repeat in range(args.repeats)]
         for side in sides:  # the first requests are slower
-            await side(batch[:2], RolloutCounts(), "warm")
+            await side(prompts[:2], RolloutCounts(), "warm")
         alone = [
-            statistics.median([await side(batch, RolloutCounts(), name) for name in names])
+            statistics.median([await side(batch, RolloutCounts(), "alone") for batch in batches])
             for side in sides
         ]
         walls, counts, leaked = [], [], []
@@ -306,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=ROOT / "runs/toolqa")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--flight", type=int, default=64, help="trajectories at a time")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions of batch/wall")
+    parser.add_argument("--batches", type=int, default=8, help="batches of batch/wall")
     args = parser.parse_args(arguments)
     for path in (args.model / "config.json", args.data / "train.parquet"):
         if not path.exists():

@@ -84,7 +84,7 @@ def test_resharding_sends_a_rank_only_its_half_of_the_model():
 @pytest.mark.slow(30)
 def test_both_rollout_loops_complete_every_group(assets):
     folders = ("--model", f"{assets}/model", "--data", str(assets))
-    lines = run_benchmark("rollout", *folders, "--prompts", "4", "--flight", "8", "--repeats", "1")
+    lines = run_benchmark("rollout", *folders, "--prompts", "4", "--flight", "8", "--batches", "1")
     assert lines["stream/leaked"]["ours"] == lines["stream/leaked"]["baseline"] == 0
     assert lines["stream/sampled"]["ours"] > 0
 
