@@ -145,10 +145,10 @@ def recipe_case(name: str) -> Case:
     from tools.preflight_parts.compose import compose_config, make_config_only_folder
 
     model = RECIPES[name]
-    unset = ("data.train", "data.validation", "tool.search.source")
+    unset = ("data.train=unset", "data.validation=unset", "tool.search.source=http://unset")
     with tempfile.TemporaryDirectory() as folder:
         path = make_config_only_folder(CONFIGS / f"{model}.json", Path(folder))
-        overrides = [f"experiment={name}", *(f"{key}=unset" for key in unset)]
+        overrides = [f"experiment={name}", *unset]
         config = compose_config(overrides, model_path=path)
         sizes = trainer_parallel_sizes(config, ModelShape.from_folder(path))
     return Case(
@@ -358,7 +358,7 @@ def trainer_layouts(shape: ModelShape, sizes: TrainerParallelSizes) -> list[Layo
 
 def _serialize(link_plan: LinkPlan) -> None:
     """Serialize all parts as the driver does; equal ones once."""
-    parts = [*link_plan.trainer_plans, *link_plan.engine_plans, *link_plan.trainer_regions]
+    parts = [*link_plan.trainer_plans, *link_plan.engine_plans]
     for part in {id(part): part for part in parts}.values():
         pickle.dumps(part)
 

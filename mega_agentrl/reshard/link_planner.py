@@ -8,6 +8,7 @@ only needs new hops, and a link with the ranks and locations of an earlier one n
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.planner.transfer_groups import TransferGroup
     from mega_agentrl.reshard.planner.transfer_plan import TransferPlan
     from mega_agentrl.reshard.topology import RankLocation
-    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 _MAX_CACHED_LINKS = 4
 """Links whose plans are kept: those to all engines, and to some without the others."""
@@ -52,7 +52,7 @@ class _Sides:
     groups: list[TransferGroup]
     """Transfer groups for one rollout rank with each of the distinct shards."""
     verifier: DigestVerifier
-    trainer_regions: list[list[DigestRegion]]
+    trainer_regions: list[bytes]
     region_indices: dict[int, np.ndarray]
     """Rows of the regions of a rollout rank, by id of its shards."""
 
@@ -66,8 +66,8 @@ class LinkPlan:
     """Part of the plan of each trainer rank."""
     engine_plans: list[TransferPlan]
     """Part of the plan of each engine."""
-    trainer_regions: list[list[DigestRegion]]
-    """Regions whose digests each trainer rank computes."""
+    trainer_regions: list[bytes]
+    """Regions whose digests each trainer rank computes, pickled once for all links."""
     region_indices: list[np.ndarray]
     """By rollout rank, the rows of its regions in the result of `verifier.expected_digests`."""
     verifier: DigestVerifier
@@ -128,7 +128,7 @@ class LinkPlanner:
         regions = collect_regions(distinct)
         verifier, region_index = DigestVerifier(trainer_layouts, regions), RegionIndex(regions)
         trainer_regions = {
-            id(layout): region_index.of_held_tensors(layout)
+            id(layout): pickle.dumps(region_index.of_held_tensors(layout))
             for layout in distinct_layouts(trainer_layouts)
         }
         return _Sides(

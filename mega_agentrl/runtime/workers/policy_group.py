@@ -11,6 +11,7 @@ To add an operation: a method on `PolicyRank`, an entry in `RANK_OPERATIONS`, a 
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.executor import TransferExecutor
     from mega_agentrl.reshard.layout import PackedLayout, ShardLayout
     from mega_agentrl.reshard.session import TransferSession
-    from mega_agentrl.reshard.verify.digest_verifier import DigestRegion, SourceDigests
+    from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
     from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
 
@@ -132,20 +133,18 @@ class PolicyActor(RankActor):
 
         return PackedLayout.pack(self.layout()), current_device_location()
 
-    def join_weight_transfer(
-        self, session: TransferSession, regions: Sequence[DigestRegion]
-    ) -> None:
+    def join_weight_transfer(self, session: TransferSession, regions: bytes) -> None:
         """Join a transfer session; returns when all its ranks have joined.
 
         Args:
             session: The session, with this rank's part of the plan.
-            regions: Regions whose digests this rank computes in every transfer.
+            regions: Pickled regions whose digests this rank computes in every transfer.
         """
         from mega_agentrl.reshard.session import join_session
         from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
 
         layout = self.layout()
-        source_digests = SourceDigests(layout, regions, session.plan.dtype_of)
+        source_digests = SourceDigests(layout, pickle.loads(regions), session.plan.dtype_of)
         with track_activity("joining the weight transfer", "the ranks of the link"):
             executor = join_session(session, self._rank, layout, store=self._tcp_store)
         self._transfers_by_link[session.key] = (executor, source_digests)
