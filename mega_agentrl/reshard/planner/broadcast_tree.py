@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mega_agentrl.reshard.planner.transfer_groups import split_into_buckets
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice
@@ -43,12 +43,15 @@ if TYPE_CHECKING:
 
 MIN_BUCKET_BYTES = 2**20
 """Below this size, the cost per message outweighs sharing the work between replicas."""
-MAX_SENDERS_PER_RANK = 20
+MAX_SENDERS_PER_RANK = 16
 """Trainer ranks that one rollout rank receives from, unless there are too few rollout ranks."""
 
 
 Content = tuple[tuple[TensorSlice, ...], tuple[Hop, ...]]
 """Slices and hops of a bucket."""
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,20 +294,23 @@ class BroadcastPlanner:
     def _order_unit(self, unit: Sequence[TransferGroup], bucket_bytes: int) -> Iterator[Content]:
         """Yield the contents of the buckets of a unit, in order."""
         heads = tuple(sorted({self._head_of.get(s.rank, 0) for g in unit for s in self._of(g)}))
-        queues: dict[tuple[bool, int], dict[int, list[Content]]]
-        queues = defaultdict(lambda: defaultdict(list))
+        # A queue for each rank of the machines, in the order of heads.
+        queues: dict[int, list[tuple[tuple[bool, int], Content]]] = defaultdict(list)
         for group in unit:
             tree, senders = self._tree(group), self._of(group)
             share = max(-(-group.num_bytes // len(senders)), MIN_BUCKET_BYTES)
             for number, slices in enumerate(split_into_buckets(group, min(bucket_bytes, share))):
                 sender = senders[number % len(senders)]
-                hops = self._hops_of(tree, sender, heads)
                 place = self._locations[sender.rank].node
                 if tree.enters_at_head:
                     place = self._head_of[sender.rank]
-                queues[tree.enters_at_head, place][hops[0].target].append((slices, hops))
-        for _, by_entry in sorted(queues.items()):
-            yield from take_turns(list(by_entry.values()))
+                content = (slices, self._hops_of(tree, sender, heads))
+                entry = tree.first_node.on_rail(sender.rail)
+                queues[entry].append(((tree.enters_at_head, place), content))
+        for queue in queues.values():
+            queue.sort(key=lambda item: item[0])
+        for _, content in take_turns([queue for _, queue in sorted(queues.items())]):
+            yield content
 
     def _hops_of(
         self, tree: BroadcastTree, sender: Sender, unit_heads: tuple[int, ...]
@@ -325,11 +331,11 @@ class BroadcastPlanner:
         return self._trees[group.holders, group.receivers]
 
 
-def take_turns(queues: Sequence[Sequence[Content]]) -> Iterator[Content]:
+def take_turns(queues: Sequence[Sequence[Item]]) -> Iterator[Item]:
     """Yield one item of each queue in turn.
 
     The queues have their items in the same order of senders. Each starts at another place, so that
-    they do not all need the same sender at the same time.
+    they do not all need the same sender, and all senders are busy.
     """
     starts = [number * len(queue) // len(queues) for number, queue in enumerate(queues)]
     shifted = [
