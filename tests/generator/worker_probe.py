@@ -77,6 +77,7 @@ def load_from_disk(worker: Any, folder: str) -> None:
     for module in worker.model_runner.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
+    worker.vllm_config.load_config.load_format = "auto"  # it may have started without weights
     worker.reload_weights(weights_path=folder)
 
 
