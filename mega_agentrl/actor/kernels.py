@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.core.transformer.moe.moe_layer import MoELayer
-
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.grouped_experts import GroupedExperts, supports_grouped_mm
 from mega_agentrl.actor.model.layer_spec import RMSNorm
@@ -65,6 +63,8 @@ def _optimizer_kernel(model: MegatronModel) -> str:
 
 def _expert_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
     """Return how experts are computed, empty for a dense model."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer  # only after `device`
+
     if not _has_module(modules, MoELayer):
         return ""
     if not _has_module(modules, GroupedExperts):
