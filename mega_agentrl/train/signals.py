@@ -44,6 +44,8 @@ Slurm sends USR1 120 s before the time limit (`slurm/train.sh`), and usually KIL
 """
 
 
+REPEAT_DELAY_S = 0.05
+"""Seconds after which a signal is delivered again whose exception was lost."""
 START_TIMEOUT_S = 10.0
 """Seconds from a signal to the end of the process if it is received while the run starts."""
 
@@ -73,12 +75,16 @@ class SignalHandler:
         self._is_handled = False
         self._task: asyncio.Task[Any] | None = None
         self._save_timer: threading.Timer | None = None
+        self._earlier_hook = sys.unraisablehook
 
     def install(self) -> None:
         """Install the handlers; may be called again. Does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in EXIT_CODES:
                 signal.signal(number, self.on_signal)
+            if sys.unraisablehook != self._on_unraisable:
+                self._earlier_hook = sys.unraisablehook
+                sys.unraisablehook = self._on_unraisable
 
     @property
     def exit_code(self) -> int:
@@ -109,6 +115,23 @@ class SignalHandler:
             task.get_loop().call_soon_threadsafe(task.cancel)
             return
         raise RunInterrupted(number)
+
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Deliver a signal again that Python handled in a finalizer, where exceptions are lost.
+
+        An import runs many of them, so that this is not rare while a run starts.
+        """
+        number, main = self.received_signal, threading.main_thread().ident
+        if number is None or not isinstance(unraisable.exc_value, RunInterrupted):
+            self._earlier_hook(unraisable)
+            return
+        assert main is not None
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+        self.received_signal = None
+        timer = threading.Timer(REPEAT_DELAY_S, signal.pthread_kill, (main, number))
+        timer.daemon = True
+        timer.start()
 
     def raise_if_signalled(self) -> None:
         """Raise `RunInterrupted` if a signal is pending."""

@@ -100,9 +100,25 @@ def test_a_cancellation_of_another_kind_stays_one():
 @pytest.fixture
 def handlers():
     before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    unraisable_hook = sys.unraisablehook
     yield
+    sys.unraisablehook = unraisable_hook
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_signal_in_a_finalizer_is_delivered_again(handlers, capsys):
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGUSR1)
+
+    signal_handler = SignalHandler()
+    signal_handler.install()
+    with pytest.raises(RunInterrupted, match="SIGUSR1"):
+        Finalized()
+        time.sleep(30)
+    assert signal_handler.exit_code == 75
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_save_that_is_too_slow_is_given_up(handlers, monkeypatch):
