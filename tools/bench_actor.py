@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
 from mega_agentrl.estimate.flops import peak_flops, train_flops  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
+from mega_agentrl.runtime.free_port import free_port  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from tools.measurement import bench_line  # noqa: E402
 
@@ -110,14 +110,11 @@ def measure_ours(
 
     config = TrainConfig(model=ModelConfig(path=str(folder), dtype=Dtype.bfloat16))
     config.optim.micro_batch_tokens = token_RT.numel()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     rank_info = RankInfo(
         rank=0,
         world_size=1,
         master_address="127.0.0.1",
-        master_port=port,
+        master_port=free_port(),
         timeout_s=300.0,
         num_threads=torch.get_num_threads(),
     )

@@ -26,7 +26,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from mega_agentrl.runtime.free_port import free_port  # noqa: E402
 from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
 
 VOCAB = 151_936
@@ -277,10 +277,7 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
 
 def _run_ranks(case: Case, path: str, repeats: int) -> tuple[dict[str, float], str]:
     """Run the ranks of a case; return their values, or none and the reason."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"case": asdict(case), "path": path, "repeats": repeats, "port": port}
+    job = {"case": asdict(case), "path": path, "repeats": repeats, "port": free_port()}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment["OMP_NUM_THREADS"] = "1" if case.ranks > 1 else "2"
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--rank"]

@@ -7,7 +7,6 @@ rank would otherwise block in a collective until its own timeout.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -135,11 +134,3 @@ def redirect_output(log_file: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on this host; another process may take it at any time."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

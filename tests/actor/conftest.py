@@ -7,7 +7,7 @@ import torch
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
-from tests.parallel.pool import free_port
+from mega_agentrl.runtime.free_port import free_port
 from tests.parallel.reference import make_batch
 from tests.tiny_models import make_tiny_model
 

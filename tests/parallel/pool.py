@@ -19,7 +19,6 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from mega_agentrl.runtime.free_port import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,13 +135,6 @@ def _collect(name: str, busy: list[_Rank], deadline_s: float) -> list[Any]:
                 raise RankError(f"{name}: rank {number} of {len(busy)} failed\n{failure}")
             results[number] = value
     return [results[number] for number in range(len(busy))]
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def fork_server() -> ForkServerContext:

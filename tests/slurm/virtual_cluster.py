@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.runtime.free_port import free_ports
 from tests.slurm import node_namespaces
 from tests.slurm.node_namespaces import SEARCH_PATH, NodeNetwork, child_of
 
@@ -70,18 +71,6 @@ def unavailable_reason() -> str:
     return node_namespaces.unavailable_reason()
 
 
-def free_ports(number: int) -> list[int]:
-    """Return different ports that nobody listens on."""
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 def live_processes(marker: str) -> Iterator[tuple[int, str, str, str]]:
     """Yield pid, name, command and environment of processes with `marker` in the environment."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -117,7 +106,7 @@ class VirtualCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        ports = free_ports(3)
+        controller_port, port_1, port_2 = free_ports(3)
         text = CONFIG.format(
             host=socket.gethostname().split(".")[0],
             folder=self.folder,
@@ -126,9 +115,9 @@ class VirtualCluster:
             cpus=CPUS_PER_NODE,
             address_1=self._network.addresses["n1"],
             address_2=self._network.addresses["n2"],
-            controller_port=ports[0],
-            port_1=ports[1],
-            port_2=ports[2],
+            controller_port=controller_port,
+            port_1=port_1,
+            port_2=port_2,
         )
         (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
         names = {"key-file": "key", "socket": "sock", "pid-file": "pid", "seed-file": "seed"}

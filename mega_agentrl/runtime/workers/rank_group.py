@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
+from mega_agentrl.runtime.free_port import free_port
 from mega_agentrl.runtime.gloo_interface import use_interface_of
 from mega_agentrl.runtime.heartbeat import HeartbeatMonitor, HeartbeatSender
 from mega_agentrl.runtime.remote_calls import (
     ModelRankDiedError,
     ProcessDiedError,
     RemoteCallError,
-    free_port,
     gather,
     redirect_output,
 )

@@ -12,8 +12,9 @@ from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, lat
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
+from mega_agentrl.runtime.free_port import free_port
 from tests.actor.checkpoint.checkpoint_jobs import call_all
-from tests.parallel.pool import fork_server, free_port
+from tests.parallel.pool import fork_server
 from tests.tiny_models import make_tiny_model
 
 # At 1, 2 and 4 tensor ranks the vocabulary of 67 is padded to 72, 80 and 96 rows.

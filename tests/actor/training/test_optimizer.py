@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
+from mega_agentrl.runtime.free_port import free_ports
 from tests.actor.training.optimizer_jobs import (
     CASES,
     KINDS,
@@ -18,7 +19,6 @@ from tests.actor.training.optimizer_jobs import (
     step_cases,
 )
 from tests.actor.training.small_model import SETTINGS, SHAPES, Reference, whole, wrap
-from tests.parallel.pool import free_port
 
 BF16 = torch.bfloat16
 
@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(scope="module")
 def two_ranks(rank_pool):
     """Return, per rank and case, (norm, applied) of each step, parameters and step count."""
-    return rank_pool.run(step_cases, 2, [free_port() for _ in CASES])
+    return rank_pool.run(step_cases, 2, free_ports(len(CASES)))
 
 
 OPTIMIZERS = {

@@ -18,9 +18,9 @@ from mega_agentrl.actor.vocab.vocab_parallel import (
     _select_kernel,
     logp_and_entropy,
 )
+from mega_agentrl.runtime.free_port import free_port
 from tests.actor.vocab.vocab_cases import CHECKS
 from tests.actor.vocab.vocab_rank import check_all, check_exchanges
-from tests.parallel.pool import free_port
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 500.0

@@ -1,6 +1,5 @@
 """The endpoint, scraped over HTTP."""
 
-import socket
 from pathlib import Path
 from socketserver import BaseServer
 from urllib.request import urlopen
@@ -11,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mega_agentrl.config.sections.runtime import ReportConfig
 from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.report.trackers.prometheus import PrometheusTracker
+from mega_agentrl.runtime.free_port import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,7 @@ def quick_ends(monkeypatch):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture
