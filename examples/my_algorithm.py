@@ -3,7 +3,7 @@
 import torch
 
 from mega_agentrl.config.sections.algo import AlgoConfig
-from mega_agentrl.train.advantages import AdvantageInputs, AdvantageResult
+from mega_agentrl.train.estimators.registry import AdvantageInputs, AdvantageResult
 
 
 def advantage(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:

@@ -142,7 +142,7 @@ def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection)
 def load_user_algorithm(config: TrainConfig) -> None:
     """Import the user's advantage, loss and branching rule; `check_config` has read them."""
     if config.algo.has_user_advantage:
-        from mega_agentrl.train.advantages import load_user_advantage
+        from mega_agentrl.train.estimators.registry import load_user_advantage
 
         load_user_advantage(config.algo.advantage)
     if config.algo.has_user_loss:

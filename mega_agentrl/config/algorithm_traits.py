@@ -1,6 +1,6 @@
 """What the rest of the program must know of an estimator or a loss: the traits it declares.
 
-An estimator is registered in `train/advantages.py`, a loss in `actor/training/losses.py`, and their
+An estimator is registered in `train/estimators`, a loss in `actor/training/losses.py`, and their
 traits are the arguments of the decorators. They are read from the source (`config.declarations`),
 so that checks, memory estimates and the driver know them without importing torch, and so that they
 hold for a user's own function, too. `AlgoConfig.estimator` and `AlgoConfig.loss_traits` return
@@ -23,7 +23,7 @@ ESTIMATORS = CodeSetting(
     default_name="advantage",
     arguments=("inputs", "algo"),
     decorator="register_advantage",
-    file="train/advantages.py",
+    source="train/estimators",
 )
 LOSSES = CodeSetting(
     key="algo.loss",
@@ -34,7 +34,7 @@ LOSSES = CodeSetting(
     arguments=("logp_BT", "old_logp_BT", "advantage_BT", "mask_BT"),
     decorator="register_loss",
     needs_decorator=True,
-    file="actor/training/losses.py",
+    source="actor/training/losses.py",
 )
 BRANCHING_RULES = CodeSetting(
     key="rollout.branching",

@@ -104,12 +104,13 @@ class CodeSetting:
     """Decorator that registers the objects; empty if it declares nothing."""
     needs_decorator: bool = False
     """Whether a user's object must have the decorator."""
-    file: str = ""
-    """File of the package with the registered objects; empty if these have no options."""
+    source: str = ""
+    """File of the package with the registered objects, or folder of such files; empty if these have
+    no options."""
 
     def registered(self) -> Mapping[str, Declaration]:
         """Return the declarations of the package's own objects by registered name."""
-        return _read_registered(_PACKAGE_DIR / self.file, self.decorator) if self.file else {}
+        return _read_registered(_PACKAGE_DIR / self.source, self.decorator) if self.source else {}
 
     def find(self, value: str) -> Declaration:
         """Return the declaration of what the setting names.
@@ -157,14 +158,15 @@ class _UnreadableError(ValueError):
 
 
 @cache
-def _read_registered(file: Path, decorator: str) -> dict[str, Declaration]:
-    """Return what the functions of a file with the decorator declare, by registered name."""
+def _read_registered(source: Path, decorator: str) -> dict[str, Declaration]:
+    """Return what the functions of a file or folder declare, by registered name."""
     found = {}
-    for statement in _parse(file).body:
-        if isinstance(statement, ast.FunctionDef):
-            for call in _find_decorators(statement, decorator):
-                name = _read_literal(call.args[0], "its name")
-                found[name] = _read_function(statement, call, name)
+    for file in sorted(source.glob("*.py")) if source.is_dir() else [source]:
+        for statement in _parse(file).body:
+            if isinstance(statement, ast.FunctionDef):
+                for call in _find_decorators(statement, decorator):
+                    name = _read_literal(call.args[0], "its name")
+                    found[name] = _read_function(statement, call, name)
     return found
 
 

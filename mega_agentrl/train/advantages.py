@@ -6,10 +6,9 @@
     A_t      the trajectory's A, or averaged over shared tokens of the tree (arpo_hard)
     A_t      * (1 + weight * z of the token's entropy)         algo.entropy_advantage_weight > 0
 
-The steps are applied in this order, with the formulas of `algo`. `reinforce_plus_plus` and `gae`
-work on tokens from the start and put each token's KL into that token's reward. Entropies and
-log-probs are those of the policy's own forward pass at the sampling temperature; if one is missing,
-that is an error.
+The steps are applied in this order, with the formulas of `algo`. Some estimators (`estimators`,
+which says how to add one) work on tokens from the start. Entropies and log-probs are those of the
+policy's own forward pass at the sampling temperature; if one is missing, that is an error.
 
 A trajectory counts once, however many rows it has (`trajectory_rows`): its rows share one
 advantage, one sum of KL and one chain of thought, and their values are read as one sequence, so
@@ -17,23 +16,11 @@ that the value after a row is that of the next row's first token. A failed traje
 trained token and a group of its own, so it changes nothing.
 
 Shape suffixes: B rows, A trajectories, T response positions, L positions of a whole trajectory.
-
-An estimator is a function with the decorator `register_advantage`, which declares its traits
-(`EstimatorTraits`); its keyword-only arguments are its options (`algo.advantage_options`). Both are
-read from the source before a run starts (`config.declarations`), so traits and defaults must be
-literals. To add one:
-1. a `register_advantage` function here, or in a file of your own; a formula with published numbers
-   belongs into `algo/advantage.py`
-2. its hand-worked test in `tests/train/test_advantages.py`
-3. a preset in `configs/algo/`, and `tools/make_config_reference.py`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -41,13 +28,10 @@ from mega_agentrl.algo import advantage as estimators
 from mega_agentrl.algo.aepo import entropy_scaled
 from mega_agentrl.algo.correction import importance_weights, logprob_mismatch
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
-from mega_agentrl.algo.kl import apply_kl_penalty, kl_penalty
-from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten
-from mega_agentrl.config.algorithm_traits import ESTIMATORS, EstimatorTraits
+from mega_agentrl.algo.kl import kl_penalty
+from mega_agentrl.algo.masking import masked_mean
 from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
-from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.config.ranges import Range
-from mega_agentrl.config.user_code import load_user_object
+from mega_agentrl.train.estimators.registry import AdvantageInputs, AdvantageResult, find_advantage
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
 
 if TYPE_CHECKING:
@@ -57,230 +41,6 @@ if TYPE_CHECKING:
 CotMarkerIds = tuple[tuple[int, ...], tuple[int, ...]]
 
 IMPORTANCE_WEIGHT_MODES = {"truncate": "truncated", "mask": "masked"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageInputs:
-    """What an estimator computes from."""
-
-    batch: TrainBatch
-    """A batch with rewards, log-probs and entropies, and with a critic also values."""
-    rows: TrajectoryRows
-    """The trajectories of the batch."""
-    kl_BT: torch.Tensor | None = None
-    """[B, T] KL to the reference in nats, 0 on untrained tokens; None unless it is in the reward.
-    """
-    kl_coef: float = 0.0
-    """Current weight of a KL in the reward."""
-
-    @property
-    def group_A(self) -> torch.Tensor:
-        """[A] group of each trajectory."""
-        return self.batch.group_B[self.rows.first_row_A]
-
-    @property
-    def reward_A(self) -> torch.Tensor:
-        """[A] reward of each trajectory, minus the weighted KL of all its tokens."""
-        reward_A = self.batch.reward_B[self.rows.first_row_A]
-        if self.kl_BT is None:
-            return reward_A
-        kl_A = self.rows.sum_rows(masked_sum(self.kl_BT, self.batch.mask_BT, 1))
-        return reward_A - self.kl_coef * kl_A
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageResult:
-    """Advantages of a batch."""
-
-    advantage: torch.Tensor
-    """[A], one per trajectory, or [B, T], one per token, ignored on untrained tokens."""
-    return_BT: torch.Tensor | None = None
-    """[B, T] float32 targets of the critic."""
-
-
-AdvantageFunction = Callable[..., AdvantageResult]
-"""A function of `AdvantageInputs`, `AlgoConfig` and its options."""
-
-_REGISTERED: dict[str, AdvantageFunction] = {}
-
-
-def register_advantage(
-    name: str, **traits: bool
-) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Register the decorated function as the estimator `name` with traits of `EstimatorTraits`."""
-    EstimatorTraits(**traits)  # refuses unknown ones
-
-    def register(function: AdvantageFunction) -> AdvantageFunction:
-        _REGISTERED[name] = function
-        return function
-
-    return register
-
-
-def find_advantage(algo: AlgoConfig) -> AdvantageFunction:
-    """Return the estimator of `algo.advantage`; a user's file is imported on the first call."""
-    if algo.has_user_advantage:
-        return load_user_advantage(algo.advantage)
-    return _REGISTERED[algo.advantage]
-
-
-@cache
-def load_user_advantage(reference: str) -> AdvantageFunction:
-    """Load a user's function, `algo.advantage=/folder/file.py:function`.
-
-    It runs on the driver, in the process of the training loop.
-
-    Raises:
-        ConfigError: There is no such function.
-    """
-    key, expected = ESTIMATORS.key, ESTIMATORS.expected
-    found = load_user_object(reference, key, expected, default_name=ESTIMATORS.default_name)
-    if not callable(found):
-        raise ConfigError(key, reference, expected, f"got {found!r}")
-    return cast("AdvantageFunction", found)
-
-
-@register_advantage("grpo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
-def _grpo(
-    inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
-) -> AdvantageResult:
-    """GRPO, the reward relative to the group (arXiv 2402.03300).
-
-    Args:
-        inputs: The batch.
-        algo: Settings of the algorithm.
-        norm_by_std: Divide by the standard deviation of the group; false is Dr. GRPO.
-    """
-    return AdvantageResult(
-        estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=norm_by_std)
-    )
-
-
-@register_advantage(
-    "arpo_hard",
-    needs_groups=True,
-    per_trajectory=True,
-    averages_shared_tokens=True,
-    supports_kl_in_reward=True,
-)
-def _arpo_hard(
-    inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
-) -> AdvantageResult:
-    """ARPO's hard estimator, GRPO averaged over the paths that share a token (arXiv 2507.19849).
-
-    Args:
-        inputs: The batch.
-        algo: Settings of the algorithm.
-        norm_by_std: Divide by the standard deviation of the group.
-    """
-    return _grpo(inputs, algo, norm_by_std=norm_by_std)
-
-
-@register_advantage("rloo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
-def _rloo(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """RLOO, the reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
-    return AdvantageResult(estimators.rloo(inputs.reward_A, inputs.group_A))
-
-
-@register_advantage(
-    "remax", needs_greedy_baseline=True, per_trajectory=True, supports_kl_in_reward=True
-)
-def _remax(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """ReMax, the reward minus that of a greedy answer (arXiv 2310.10505).
-
-    If the greedy answer failed, the baseline is the mean of the group's other rewards. Either
-    baseline is independent of what the trajectory itself did.
-    """
-    assert inputs.batch.baseline_B is not None, "add_advantages requires it"
-    reward_A, greedy_A = inputs.reward_A, inputs.batch.baseline_B[inputs.rows.first_row_A]
-    others_A = reward_A - estimators.rloo(reward_A, inputs.group_A)
-    return AdvantageResult(
-        estimators.remax(reward_A, torch.where(greedy_A.isnan(), others_A, greedy_A))
-    )
-
-
-@register_advantage(
-    "reinforce_plus_plus_baseline",
-    needs_groups=True,
-    per_trajectory=True,
-    supports_kl_in_reward=True,
-)
-def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """REINFORCE++ with the mean of the group as baseline, whitened over the batch."""
-    mask_AL = inputs.rows.concat_rows(inputs.batch.mask_BT, inputs.batch.length_B)
-    white_AL = estimators.reinforce_plus_plus_baseline(inputs.reward_A, inputs.group_A, mask_AL)
-    return AdvantageResult(masked_mean(white_AL, mask_AL, 1))
-
-
-@register_advantage("reinforce_plus_plus", equal_without_kl=True, supports_kl_in_reward=True)
-def _reinforce_plus_plus(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
-    """REINFORCE++, returns whitened over the batch, without groups (arXiv 2501.03262).
-
-    The returns of a row include the KL of the trajectory's later rows.
-    """
-    batch, kl_BT = inputs.batch, inputs.kl_BT
-    reward_B = batch.reward_B
-    if kl_BT is not None:
-        later_kl_B = inputs.rows.sum_later_rows(masked_sum(kl_BT, batch.mask_BT, 1))
-        reward_B = reward_B - inputs.kl_coef * later_kl_B
-    reward_BT = _token_rewards(
-        reward_B, batch.mask_BT, kl_BT, inputs.kl_coef, batch.rollout_logp_BT.dtype
-    )
-    return AdvantageResult(estimators.reinforce_plus_plus(reward_BT, batch.mask_BT))
-
-
-@register_advantage("gae", needs_critic=True, supports_kl_in_reward=True)
-def _gae(
-    inputs: AdvantageInputs,
-    algo: AlgoConfig,
-    *,
-    gamma: Annotated[float, Range(at_least=0, at_most=1)] = 1.0,
-    lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0,
-    norm_by_std: bool = True,
-) -> AdvantageResult:
-    """Generalized advantage estimation, with a critic (arXiv 1506.02438).
-
-    The rows of a trajectory are one sequence.
-
-    Args:
-        inputs: The batch.
-        algo: Settings of the algorithm.
-        gamma: Discount factor.
-        lam: GAE's lambda; with gamma and lam 1 the advantage is the return minus the value.
-        norm_by_std: Whiten the advantages of all trained tokens.
-    """
-    batch, rows = inputs.batch, inputs.rows
-    assert batch.value_BT is not None, "add_advantages requires it"
-    mask_AL = rows.concat_rows(batch.mask_BT, batch.length_B)
-    value_AL = rows.concat_rows(batch.value_BT, batch.length_B)
-    kl_AL = None if inputs.kl_BT is None else rows.concat_rows(inputs.kl_BT, batch.length_B)
-    reward_AL = _token_rewards(
-        batch.reward_B[rows.first_row_A], mask_AL, kl_AL, inputs.kl_coef, value_AL.dtype
-    )
-    advantage_AL, return_AL = estimators.gae(reward_AL, value_AL, mask_AL, gamma=gamma, lam=lam)
-    advantage_BT = rows.split_rows(advantage_AL, batch)
-    if norm_by_std:
-        advantage_BT = masked_whiten(advantage_BT, batch.mask_BT)
-    return AdvantageResult(advantage_BT, rows.split_rows(return_AL, batch).float())
-
-
-def _token_rewards(
-    reward_B: torch.Tensor,
-    mask_BT: torch.Tensor,
-    kl_BT: torch.Tensor | None,
-    kl_coef: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return the reward of each token, [B, T]; its sums from the right are the returns.
-
-    The last trained token of a row carries the row's reward, and each token its own KL.
-    """
-    last_B = mask_BT.size(1) - 1 - mask_BT.flip(1).int().argmax(1)
-    reward_BT = torch.zeros(mask_BT.shape, dtype=dtype)
-    reward_BT = reward_BT.scatter(1, last_B.unsqueeze(1), reward_B.unsqueeze(1))
-    if kl_BT is None:
-        return reward_BT
-    return apply_kl_penalty(reward_BT, kl_BT, mask_BT, coef=kl_coef)
 
 
 def add_advantages(

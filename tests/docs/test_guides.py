@@ -34,7 +34,7 @@ from mega_agentrl.rollout.interaction.base import load_interactions
 from mega_agentrl.rollout.interaction.session import load_interaction_registry
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.tool.user_tools import load_user_tools
-from mega_agentrl.train.advantages import AdvantageInputs, load_user_advantage
+from mega_agentrl.train.estimators.registry import AdvantageInputs, load_user_advantage
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
 from mega_agentrl.types.records import ToolStatus
 from tests.train.test_advantages import batch

@@ -20,9 +20,9 @@ from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
 from mega_agentrl.train.advantages import (
     add_advantages,
     add_importance_weights,
-    load_user_advantage,
     mismatch_metrics,
 )
+from mega_agentrl.train.estimators.registry import load_user_advantage
 from mega_agentrl.types.batch import TrainBatch
 from tests.config.refusals import refused
 from tests.train_batches import select_rows
@@ -94,6 +94,9 @@ def advantages(given_batch, algo, kl_coef=None, cot_marker_ids=((OPEN,), (CLOSE,
         ("rloo", [[1, 1], [-1, -1], [2, 2], [-2, 0]]),
         ("arpo_hard", [[0, 0.5], [0, -0.5], [1, 1], [-1, 0]]),
         ("remax", [[0.75, 0.75], [-0.25, -0.25], [-1, -1], [-3, 0]]),
+        # One leaf counts half; the token that two leaves share has the value of the group.
+        ("fork_credit", [[0, 0.25], [0, -0.25], [0.5, 0.5], [-0.5, 0]]),
+        ("tree_grpo", [[1, 1], [-1, -1], [1, 1], [-1, 0]]),
     ],
 )
 def test_advantages_by_hand(name, expected):
@@ -164,8 +167,8 @@ def test_a_failed_row_changes_nothing(name):
         mask_BT=torch.cat([plain.mask_BT, torch.zeros(1, 2).bool()]),
         entropy_BT=torch.ones(5, 2),
     )
-    on_tokens = ("reinforce_plus_plus", "gae")
-    settings = {} if name in on_tokens else {"lam": 0.4}
+    is_per_trajectory = AlgoConfig(advantage=name).estimator.per_trajectory
+    settings = {"lam": 0.4} if is_per_trajectory else {}
     egpo = EgpoConfig(cot_blocks=CotBlocks.response, **settings)
     algo = AlgoConfig(advantage=name, egpo=egpo, entropy_advantage_weight=0.2)
     expected_BT, expected = advantages(plain.with_fields(entropy_BT=torch.ones(4, 2)), algo)
@@ -400,7 +403,7 @@ def own(tmp_path):
     def own(body):
         file = tmp_path / "mine.py"
         file.write_text(
-            "import torch\n\nfrom mega_agentrl.train.advantages import AdvantageResult\n\n\n"
+            "import torch\n\nfrom mega_agentrl.train.estimators.registry import AdvantageResult\n\n\n"
             f"def advantage(inputs, algo):\n    batch = inputs.batch\n    return {body}\n"
         )
         return AlgoConfig(advantage=f"{file}:advantage")
@@ -453,7 +456,7 @@ def registered(tmp_path):
     def registered(traits, body="AdvantageResult(scale * inputs.reward_A)", **options):
         file = tmp_path / "registered.py"
         file.write_text(
-            "from mega_agentrl.train.advantages import AdvantageResult, register_advantage\n\n\n"
+            "from mega_agentrl.train.estimators.registry import AdvantageResult, register_advantage\n\n\n"
             f"@register_advantage('own', {traits})\n"
             f"def advantage(inputs, algo, *, scale: float = 3.0):\n    return {body}\n"
         )

@@ -1,6 +1,6 @@
 """Settings of the objective (`algo.*`): advantages, losses, KL, EGPO and ARES.
 
-How to add a loss is in `actor.training.losses`, how to add an estimator in `train.advantages`; both
+How to add a loss is in `actor.training.losses`, how to add an estimator in `train.estimators`; both
 can also be a file of your own (`config.user_code`). Settings that only one of them reads are its
 options, which it declares itself (`config.declarations`).
 """

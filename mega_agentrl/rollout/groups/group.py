@@ -9,8 +9,8 @@ With `RolloutContext.with_greedy` a group also gets a greedy trajectory, which R
 baseline of the group. It runs concurrently with the group, with the same engines, tools and limits,
 at temperature 0 and without branching, and is stored as `RolloutTree.greedy_trajectory`. It is
 scored like every trajectory, but never trained on and not part of the group's statistics. If it
-fails, `train.advantages` uses the mean of the group's other trajectories as the baseline; the
-metric `rollout/greedy_failed` is the share of such groups.
+fails, ReMax (`train.estimators.group_relative`) uses the mean of the group's other trajectories as
+the baseline; the metric `rollout/greedy_failed` is the share of such groups.
 """
 
 from __future__ import annotations
