@@ -403,7 +403,8 @@ def own(tmp_path):
     def own(body):
         file = tmp_path / "mine.py"
         file.write_text(
-            "import torch\n\nfrom mega_agentrl.train.estimators.registry import AdvantageResult\n\n\n"
+            "import torch\n\n"
+            "from mega_agentrl.train.estimators.registry import AdvantageResult\n\n\n"
             f"def advantage(inputs, algo):\n    batch = inputs.batch\n    return {body}\n"
         )
         return AlgoConfig(advantage=f"{file}:advantage")
@@ -456,8 +457,9 @@ def registered(tmp_path):
     def registered(traits, body="AdvantageResult(scale * inputs.reward_A)", **options):
         file = tmp_path / "registered.py"
         file.write_text(
-            "from mega_agentrl.train.estimators.registry import AdvantageResult, register_advantage\n\n\n"
-            f"@register_advantage('own', {traits})\n"
+            "from mega_agentrl.train.estimators import registry\n"
+            "from mega_agentrl.train.estimators.registry import AdvantageResult\n\n\n"
+            f"@registry.register_advantage('own', {traits})\n"
             f"def advantage(inputs, algo, *, scale: float = 3.0):\n    return {body}\n"
         )
         return AlgoConfig(advantage=str(file), advantage_options=options)
