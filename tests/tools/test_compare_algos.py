@@ -76,7 +76,7 @@ def test_finished_runs_make_table_and_plot_at_once(arguments, tmp_path, capsys):
     # 0.5 on the way from 0.2 to 0.7 is 3/5 of 50 calls.
     assert lines[3].startswith("| ARPO + EGPO | 2 | 0.700 ± 0.000 |")
     assert lines[3].endswith("| 30 | 60% |")
-    assert "`algo.egpo.cot_blocks=response`" in table
+    assert "entropy of the first chain of thought" in table
     assert "Budget: 2 steps per run" in table
     assert table in capsys.readouterr().out
     assert (out / "comparison.png").stat().st_size > 10_000

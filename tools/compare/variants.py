@@ -43,9 +43,9 @@ VARIANTS = {
         Variant(
             key="arpo_egpo",
             title="ARPO + EGPO",
-            overrides=("algo=arpo", "algo.egpo.lam=0.4", "algo.egpo.cot_blocks=response"),
-            note="ARPO + EGPO: entropy of the whole response (`algo.egpo.cot_blocks=response`), "
-            "because this model writes no chain of thought between tags.",
+            overrides=("algo=arpo", "algo.egpo.lam=0.4"),
+            note="ARPO + EGPO: entropy of the first chain of thought, between `<think>` and "
+            "`</think>`, on ARPO's trees; published EGPO samples without branching.",
         ),
         Variant(
             key="ares",

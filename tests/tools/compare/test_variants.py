@@ -29,7 +29,7 @@ def test_the_algorithms_are_what_their_names_say(configs):
     assert algo["arpo"].advantage == algo["grpo"].advantage == "grpo"
     assert (algo["arpo_egpo"].egpo.lam, algo["arpo_egpo"].egpo.cot_blocks) == (
         0.4,
-        CotBlocks.response,
+        CotBlocks.first,
     )
     assert algo["ares"].ares.mode is AresMode.paper
     assert [key for key in VARIANTS if algo[key].egpo.lam > 0] == ["arpo_egpo"]
@@ -53,7 +53,6 @@ def test_every_algorithm_can_share_the_parts(key, configs):
         "algo.advantage",
         "algo.kl_coef",
         "algo.egpo.lam",
-        "algo.egpo.cot_blocks",
         "algo.ares.mode",
         "rollout.branching",
     }
