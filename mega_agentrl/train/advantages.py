@@ -1,6 +1,7 @@
 """Advantages of a batch, per token, computed after the policy and the reference have scored it.
 
     reward   r - kl_coef * sum of KL over the trajectory's tokens      algo.kl_placement=reward
+             (with ARES each token has a weight of its own)
     A        the estimator of algo.advantage: a registered one, or a user's function
     A        + lam * clip(H, -|A| / alpha, |A| / alpha)                algo.egpo.lam > 0
     A_t      the trajectory's A, or averaged over shared tokens of the tree (arpo_hard)
@@ -44,7 +45,12 @@ IMPORTANCE_WEIGHT_MODES = {"truncate": "truncated", "mask": "masked"}
 
 
 def add_advantages(
-    batch: TrainBatch, algo: AlgoConfig, *, kl_coef: float, cot_marker_ids: CotMarkerIds | None
+    batch: TrainBatch,
+    algo: AlgoConfig,
+    *,
+    kl_coef: float,
+    cot_marker_ids: CotMarkerIds | None,
+    kl_weight_BT: torch.Tensor | None = None,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Fill `advantage_BT` [B, T] float32, 0 on untrained tokens; with a critic also `return_BT`.
 
@@ -53,6 +59,7 @@ def add_advantages(
         algo: Settings of the algorithm.
         kl_coef: Weight of a KL in the reward. It replaces `algo.kl_coef`, which is only its start.
         cot_marker_ids: Token ids that open and close the chain of thought; only read with EGPO.
+        kl_weight_BT: [B, T] weight of each token's KL in the reward (ARES), in place of `kl_coef`.
 
     Returns:
         The batch and metrics. Over trained tokens: `advantage/abs_mean`, `advantage/zero_fraction`,
@@ -67,9 +74,11 @@ def add_advantages(
     """
     mask_BT, rows, metrics = batch.mask_BT, TrajectoryRows.from_batch(batch), dict[str, float]()
     kl_BT = None
-    if algo.kl_placement is KlPlacement.reward and algo.kl_coef > 0:
+    if algo.kl_placement is KlPlacement.reward and algo.needs_reference:
         kl_BT = _ref_kl(batch, algo)
         metrics["advantage/ref_kl"] = float(masked_mean(kl_BT, mask_BT))
+        if kl_weight_BT is not None:
+            kl_BT, kl_coef = kl_BT * kl_weight_BT, 1.0
     inputs = AdvantageInputs(batch=batch, rows=rows, kl_BT=kl_BT, kl_coef=kl_coef)
     traits = algo.estimator
     _require_inputs(batch, algo)

@@ -79,20 +79,30 @@ class Algorithm:
         ares_step, kl_weight_BT = None, adaptive_kl_weights(controllers, algo, batch)
         if algo.ares.mode is not AresMode.off:
             ares_step = start_ares_step(
-                collect_entropy_stats(rollout_batch.finished_trees, self._components.trigger_ids),
+                collect_entropy_stats(
+                    rollout_batch.finished_trees,
+                    self._components.trigger_ids,
+                    window=algo.ares.window_tokens,
+                ),
                 controllers.ares,
                 build_rules(algo, kl_coef),
                 filtered=self._config.rollout.filter_metric is not FilterMetric.none,
             )
-            batch = add_entropy_rewards(batch, rollout_batch.trees, ares_step)
+            if algo.ares.shape_rewards:
+                batch = add_entropy_rewards(batch, rollout_batch.trees, ares_step)
             kl_weight_BT = token_kl_weights(batch, rollout_batch.trees, ares_step)
         batch, correction_metrics = add_importance_weights(batch, algo)
+        is_in_loss = algo.kl_placement is KlPlacement.loss
         batch, advantage_metrics = add_advantages(
-            batch, algo, kl_coef=kl_coef, cot_marker_ids=self._components.cot_marker_ids
+            batch,
+            algo,
+            kl_coef=kl_coef,
+            cot_marker_ids=self._components.cot_marker_ids,
+            kl_weight_BT=None if is_in_loss else kl_weight_BT,
         )
         return TrainInputs(
             batch=batch,
-            kl_weight_BT=kl_weight_BT,
+            kl_weight_BT=kl_weight_BT if is_in_loss else None,
             ares_step=ares_step,
             metrics=correction_metrics | advantage_metrics,
         )

@@ -11,12 +11,13 @@ from torch.testing import assert_close
 from mega_agentrl.algo.masking import masked_whiten
 from mega_agentrl.config.algorithm_traits import ESTIMATORS
 from mega_agentrl.config.enums import (
+    AresMode,
     CotBlocks,
     KlEstimator,
     KlPlacement,
     RolloutCorrection,
 )
-from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
+from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig, EgpoConfig
 from mega_agentrl.train.advantages import (
     add_advantages,
     add_importance_weights,
@@ -191,6 +192,24 @@ def test_kl_in_the_reward_is_summed_over_the_trajectory():
     expected_BT = torch.tensor([[0.2, 0.2], [-0.2, -0.2], [1, 1], [-1, 0]])
     assert_close(got_BT, expected_BT)
     assert metrics["advantage/ref_kl"] == pytest.approx(0.3 / 7)
+
+
+def test_each_token_s_kl_in_the_reward_has_the_weight_of_ares():
+    algo = AlgoConfig(
+        advantage="rloo",
+        ares=AresConfig(mode=AresMode.paper),
+        kl_coef=0.0,
+        kl_placement=KlPlacement.reward,
+        kl_estimator=KlEstimator.k1,
+    )
+    ref_BT = torch.tensor([[-1.0, -2.0], [0, 0], [0, 0], [0, 0]])
+    given = batch(old_logp_BT=torch.zeros(4, 2), ref_logp_BT=ref_BT)
+    weight_BT = torch.tensor([[0.5, 0.25], [9, 9], [9, 9], [9, 9]])
+    filled, _ = add_advantages(
+        given, algo, kl_coef=0.0, cot_marker_ids=None, kl_weight_BT=weight_BT
+    )
+    # The first reward is 1 - 0.5 * 1 - 0.25 * 2.
+    assert filled.advantage_BT[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_kl_in_the_reward_of_each_token():

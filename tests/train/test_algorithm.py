@@ -67,6 +67,21 @@ def test_ares_weighs_kl_and_moves_its_controllers(components, config):
     assert max(second.ares.betas) == pytest.approx(0.5 + max(second.ares.lambdas))
 
 
+def test_ares_without_shaping_weighs_kl_in_the_reward(components, config):
+    settings = AresConfig(mode=AresMode.paper, shape_rewards=False)
+    config.algo = AlgoConfig(kl_coef=0.5, ares=settings)
+    first = one_step(components, config, Controllers())[2]
+    state = replace(first.ares, targets=(0.0, 40.0, 40.0), alphas=(0.5, 0.5, 0.5))
+    advantages = []
+    for place in KlPlacement:
+        config.algo = AlgoConfig(kl_coef=0.5, ares=settings, kl_placement=place)
+        batch, train_inputs, _, _ = one_step(components, config, replace(first, ares=state))
+        assert torch.equal(train_inputs.batch.reward_B, batch.reward_B)
+        assert (train_inputs.kl_weight_BT is None) is (place is KlPlacement.reward)
+        advantages.append(train_inputs.batch.advantage_BT)
+    assert not torch.equal(*advantages)
+
+
 def test_the_first_batch_shapes_nothing_and_later_ones_do(components, config):
     config.algo = AlgoConfig(ares=AresConfig(mode=AresMode.paper))
     batch, train_inputs, first, _ = one_step(components, config, Controllers())

@@ -60,6 +60,7 @@ def entropy_reward(
     difficulty_B: torch.Tensor,
     *,
     rule: str = "released",
+    margin_fraction: tuple[float, float, float] = MARGIN_FRACTION,
 ) -> torch.Tensor:
     """Return the reward added to accuracy, within +- cap, [B] float32 (float64 if `alpha_B` is).
 
@@ -70,6 +71,7 @@ def entropy_reward(
         alpha_B: [B] strength of each trajectory's difficulty.
         difficulty_B: [B] difficulty code.
         rule: `released` or `centred`.
+        margin_fraction: margin around the target as a fraction of it, by difficulty.
     """
     check_same_shape(
         correct_B=correct_B,
@@ -85,7 +87,7 @@ def entropy_reward(
     code_B = torch.where(known_B, code_B, EASY)
     delta_B = hwe_B.double() - torch.where(known_B, target_B, 0).double()
     margin_B = margin(
-        torch.where(known_B, target_B, 0).double(), _per_difficulty(MARGIN_FRACTION, code_B)
+        torch.where(known_B, target_B, 0).double(), _per_difficulty(margin_fraction, code_B)
     )
     cap_B = alpha_B.double() * _per_difficulty(CAP_FACTOR, code_B)
     right_B = _correct_answer_reward(delta_B, margin_B, cap_B, code_B, rule)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mega_agentrl.algo.ares.reward import DIFFICULTY_NAMES
+from mega_agentrl.algo.ares.entropy_windows import WINDOW_TOKENS
+from mega_agentrl.algo.ares.reward import DIFFICULTY_NAMES, MARGIN_FRACTION
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
 
 UNSEEN = -1
@@ -23,12 +24,18 @@ OptionalPerDifficulty = tuple[float | None, float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AresHyperparams:
-    """Constants of the controllers."""
+    """Constants of rewards, KL weights and controllers."""
 
     name: str = "paper"
     """`paper`, or `released` for the rule of the released code, which uses only `kl_coef`,
-    `alpha_rate`, `alpha_max` and `threshold_decay`.
+    `window`, `margin_fraction`, `alpha_rate`, `alpha_max` and `threshold_decay`.
     """
+    window: int = WINDOW_TOKENS
+    """Number of tokens in a window."""
+    margin_fraction: PerDifficulty = MARGIN_FRACTION
+    """Margin around the target, as a fraction of it, by bucket."""
+    kl_window_factor: float = 0.5
+    """Factor rho on the KL weight inside high-entropy windows."""
     kl_coef: float = 0.01
     """Weight of the KL term while lambda is 0."""
     alpha_rate: float = 0.05

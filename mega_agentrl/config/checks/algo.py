@@ -20,12 +20,15 @@ from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES
 from mega_agentrl.config.enums import AresMode, Branching, KlPlacement, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
+from mega_agentrl.config.sections.algo import DEFAULT_TRIGGER_WORDS, AresConfig
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.algo import AlgoConfig
 
 INFERENCE_TEMPLATE_KEY = "rollout.use_inference_chat_template"
+PAPER_ONLY = ("kl_window_factor", "target_rate", "kl_budget", "kl_budget_rate", "min_trajectories")
+"""Settings of `algo.ares` that the published code does not have."""
 
 
 def check_algo(config: TrainConfig) -> None:
@@ -183,13 +186,6 @@ def _check_ares(algo: AlgoConfig) -> None:
                 "only the mode was switched off",
             )
         return
-    if algo.kl_placement is KlPlacement.reward:
-        raise ConfigError(
-            "algo.kl_placement",
-            algo.kl_placement,
-            f"loss with algo.ares.mode={ares.mode}, which weighs the KL of each token in the loss",
-            "a setting of another algorithm",
-        )
     if algo.kl_target is not None:
         raise ConfigError(
             "algo.kl_target",
@@ -197,8 +193,32 @@ def _check_ares(algo: AlgoConfig) -> None:
             f"null with algo.ares.mode={ares.mode}, which adapts the KL weights by difficulty",
             "two controllers of one coefficient",
         )
-    if ares.trigger_words_file:
+    if ares.mode is AresMode.released:
+        _check_released_ares(ares)
+    if ares.trigger_words_file not in ("", DEFAULT_TRIGGER_WORDS):
         _check_trigger_words(ares.trigger_words_file)
+
+
+def _check_released_ares(ares: AresConfig) -> None:
+    """Check that the settings are those of the published code."""
+    if not ares.trigger_words_file:
+        raise ConfigError(
+            "algo.ares.trigger_words_file",
+            "",
+            f"{DEFAULT_TRIGGER_WORDS} or a text file of words, with algo.ares.mode=released",
+            "the published code counts windows after 174 words only, and its list is not part of "
+            "this package; without words every token would count",
+        )
+    defaults = AresConfig()
+    for name in PAPER_ONLY:
+        value = getattr(ares, name)
+        if value != getattr(defaults, name):
+            raise ConfigError(
+                f"algo.ares.{name}",
+                value,
+                f"{getattr(defaults, name)}, its default, with algo.ares.mode=released",
+                "a setting of algo.ares.mode=paper, which the published code does not have",
+            )
 
 
 def _check_trigger_words(file: str) -> None:
@@ -217,4 +237,4 @@ def _check_trigger_words(file: str) -> None:
 
 
 def _kl_in_reward(algo: AlgoConfig) -> bool:
-    return algo.kl_coef > 0 and algo.kl_placement is KlPlacement.reward
+    return algo.needs_reference and algo.kl_placement is KlPlacement.reward

@@ -28,6 +28,9 @@ from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.ranges import Length, Range, Section
 from mega_agentrl.config.user_code import is_user_code, parse_choice
 
+DEFAULT_TRIGGER_WORDS = "default"
+"""Value of `algo.ares.trigger_words_file` for the words of `data.encoding.trigger_words`."""
+
 
 @dataclass
 class EgpoConfig(Section, key="algo.egpo"):
@@ -65,13 +68,41 @@ class AresConfig(Section, key="algo.ares"):
     mode: AresMode = AresMode.off
     """Variant of ARES."""
     trigger_words_file: str = ""
-    """Text file of trigger words, one per line, after which entropy windows are counted; empty
-    counts them after every token."""
+    """Text file of trigger words, one per line, after which entropy windows are counted; `default`
+    is the list of this package; empty counts them after every token."""
     bootstrap: bool = False
     """Sample the training data once before the first step to initialize difficulties, targets and
     threshold."""
     skip_mastered: bool = False
     """Skip prompts that the policy solves with low entropy."""
+    shape_rewards: bool = True
+    """Add the entropy reward; without it only the KL weights depend on the difficulty."""
+    window_tokens: Annotated[int, Range(at_least=1, at_most=1024)] = 4
+    """Number of tokens in an entropy window."""
+    kl_window_factor: Annotated[float, Range(at_least=0, at_most=1000)] = 0.5
+    """Factor on the KL weight of tokens inside high-entropy windows; 1 weighs all tokens alike."""
+    margin_fraction: Annotated[
+        list[float], Length(at_least=3, at_most=3), Range(at_least=0, at_most=1000)
+    ] = field(default_factory=lambda: [0.15, 0.25, 0.35])
+    """Distance from the target that is not rewarded or punished, as a fraction of the target; for
+    easy, medium and hard prompts."""
+    alpha_rate: Annotated[float, Range(at_least=0, at_most=1000)] = 0.05
+    """Step size of alpha, the strength of the entropy reward."""
+    alpha_max: Annotated[float, Range(at_least=0, at_most=1000)] = 2.0
+    """Largest alpha."""
+    threshold_decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.99
+    """Decay of the moving average of the entropy threshold."""
+    target_rate: Annotated[float, Range(at_least=0, at_most=1)] = 0.1
+    """Rate of the moving average of the target window counts."""
+    kl_budget: Annotated[
+        list[float], Length(at_least=3, at_most=3), Range(at_least=0, at_most=1000, unit="nats")
+    ] = field(default_factory=lambda: [0.01, 0.02, 0.04])
+    """KL in nats per token above which the KL weight grows; for easy, medium and hard prompts."""
+    kl_budget_rate: Annotated[float, Range(at_least=0, at_most=1000)] = 0.1
+    """Step size of the dual ascent on the KL budget; 0 keeps the KL weights of all difficulties at
+    `algo.kl_coef`."""
+    min_trajectories: Annotated[int, Range(at_least=1, at_most=1_000_000)] = 8
+    """Difficulties with fewer trajectories in a step keep their controllers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,5 +202,8 @@ class AlgoConfig(Section, key="algo"):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probs are needed; ARES uses them even if `kl_coef` is 0."""
+        """Whether there is a KL penalty, which needs reference log-probs.
+
+        ARES has one even if `kl_coef` is 0, because its KL weights grow.
+        """
         return self.kl_coef > 0 or self.ares.mode is not AresMode.off

@@ -1,6 +1,9 @@
 """Reads trigger words for ARES's entropy windows and finds their tokens.
 
-`algo.ares.trigger_words_file` is a text file with one word per line. A token is a trigger if its
+`algo.ares.trigger_words_file` is a text file with one word per line, or `default` for
+`DEFAULT_WORDS`. These are words after which a chain of thought takes a turn: it doubts, looks for
+another way, draws a conclusion, compares, supposes or checks. The published code's list of 174
+words is not part of this package; a file with them reproduces it. A token is a trigger if its
 text alone, in lower case and without the mark of a leading space (`normalize_trigger_token`), is
 one of the words. As published, a word of several tokens never triggers. The vocabulary is decoded
 once, instead of the most probable token at every position.
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.algo.ares.entropy_windows import normalize_trigger_token
 from mega_agentrl.config.input_files import reading
+from mega_agentrl.config.sections.algo import DEFAULT_TRIGGER_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,8 +24,35 @@ if TYPE_CHECKING:
     from mega_agentrl.types.protocols import TextCodec
 
 
+DEFAULT_WORDS = frozenset(
+    (
+        # Doubt and correction.
+        "wait hmm hm oops actually no not but however though although unless maybe perhaps "
+        "possibly probably unsure uncertain wrong mistake error incorrect "
+        # Another way.
+        "alternatively alternative instead otherwise another else or rather either "
+        # Conclusion.
+        "so thus therefore hence consequently then because since as given means implies follows "
+        "conclude finally overall "
+        # Comparison.
+        "while whereas similarly likewise unlike same different compare versus "
+        # Supposition.
+        "if suppose assume assuming consider imagine let case when "
+        # Check and plan.
+        "check verify recheck confirm test first second third next now again back recall remember "
+        "note notice need try should could would why how what which where"
+    ).split()
+)
+
+
 def load_trigger_words(path: str) -> frozenset[str]:
-    """Return the normalised words of a file; raise `ValueError` if it has none."""
+    """Return the normalised words of a file, or `DEFAULT_WORDS`.
+
+    Raises:
+        ValueError: The file cannot be read or has no words.
+    """
+    if path == DEFAULT_TRIGGER_WORDS:
+        return DEFAULT_WORDS
     with reading("algo.ares.trigger_words_file", path, "a text file with one word per line"):
         text = Path(path).read_text(encoding="utf-8")
     words = frozenset(filter(None, map(normalize_trigger_token, text.splitlines())))

@@ -72,7 +72,10 @@ def run_bootstrap(
     if file.result is None:
         for chunk in chunks[file.num_chunks_done :]:
             trees = sample_trees(components, config, chunk, step=BOOTSTRAP_STREAM)
-            file.append(collect_entropy_stats(trees, components.trigger_ids))
+            stats = collect_entropy_stats(
+                trees, components.trigger_ids, window=config.algo.ares.window_tokens
+            )
+            file.append(stats)
             if progress is not None:
                 progress(file.num_chunks_done, len(chunks))
         rules = build_rules(config.algo, controllers.kl_coef(config.algo))
@@ -137,6 +140,7 @@ def _settings_fingerprint(
         "data.train": _digest([prompt.prompt_id for prompt in prompts]),
         "algo.ares.mode": str(config.algo.ares.mode),
         "algo.ares.trigger_words_file": words,
+        "algo.ares.window_tokens": config.algo.ares.window_tokens,
         **{f"rollout.{name}": value for name, value in asdict(config.rollout).items()},
         **{f"reward.{name}": value for name, value in asdict(config.reward).items()},
     }

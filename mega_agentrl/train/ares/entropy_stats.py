@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mega_agentrl.algo.ares.entropy_windows import hwe_count, threshold_p95, window_entropy
+from mega_agentrl.algo.ares.entropy_windows import (
+    WINDOW_TOKENS,
+    hwe_count,
+    threshold_p95,
+    window_entropy,
+)
 from mega_agentrl.algo.masking import masked_mean
 from mega_agentrl.rollout.groups.scoring import valid_scores
 
@@ -65,13 +70,17 @@ class EntropyStats:
 
 
 def collect_entropy_stats(
-    trees: Iterable[RolloutTree], trigger_ids: Collection[int] | None
+    trees: Iterable[RolloutTree],
+    trigger_ids: Collection[int] | None,
+    *,
+    window: int = WINDOW_TOKENS,
 ) -> EntropyStats:
     """Return the statistics of the trees.
 
     Args:
         trees: Finished trees.
         trigger_ids: Tokens whose arg-max may start a window; None allows all.
+        window: Number of tokens in a window.
 
     Raises:
         ValueError: A trajectory has no arg-max tokens although they are needed.
@@ -85,7 +94,7 @@ def collect_entropy_stats(
         for tree in trees
     ]
     trigger_tensor = None if trigger_ids is None else torch.tensor(sorted(trigger_ids))
-    measured = [_measure_tree(group, trigger_tensor) for group in groups if group]
+    measured = [_measure_tree(group, trigger_tensor, window) for group in groups if group]
     trajectories = [trajectory for group in groups for trajectory in group]
     is_correct = [score.correct for score in valid_scores(trajectories)]
     return EntropyStats(
@@ -99,7 +108,7 @@ def collect_entropy_stats(
 
 
 def _measure_tree(
-    group: Sequence[Trajectory], trigger_tensor: torch.Tensor | None
+    group: Sequence[Trajectory], trigger_tensor: torch.Tensor | None, window: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return the 95th percentile [R], the mean entropy [R] and the windows of each trajectory."""
     positions = [_window_positions(trajectory) for trajectory in group]
@@ -109,13 +118,14 @@ def _measure_tree(
     for row, (trajectory, position_N) in enumerate(zip(group, positions, strict=True)):
         entropy_RS[row, position_N] = _tensor_via_numpy(trajectory.entropies, "f4")
         sampled_RS[row, position_N] = _uint8_tensor(trajectory.loss_mask).bool()
-    window_RS = window_entropy(entropy_RS, sampled_RS)
+    window_RS = window_entropy(entropy_RS, sampled_RS, window=window)
     windows = [
         _mask_untriggered(trajectory, window_RS[row, position_N], trigger_tensor)
         for row, (trajectory, position_N) in enumerate(zip(group, positions, strict=True))
     ]
     mean_R = masked_mean(entropy_RS, sampled_RS, 1)
-    return threshold_p95(entropy_RS, sampled_RS), mean_R, windows
+    p95_R = threshold_p95(entropy_RS, sampled_RS, window=window)
+    return p95_R, mean_R, windows
 
 
 def _window_positions(trajectory: Trajectory) -> torch.Tensor:

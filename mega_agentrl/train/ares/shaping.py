@@ -73,11 +73,24 @@ class AresStep:
 
 
 def build_rules(algo: AlgoConfig, kl_coef: float) -> AresHyperparams:
-    """Return the hyperparameters of `algo.ares.mode`; `kl_coef` is the current KL weight."""
-    rules = (
-        ares.RELEASED_HYPERPARAMS if algo.ares.mode is AresMode.released else ares.PAPER_HYPERPARAMS
+    """Return the hyperparameters of `algo.ares`; `kl_coef` is the current KL weight."""
+    settings = algo.ares
+    margin_easy, margin_medium, margin_hard = settings.margin_fraction
+    budget_easy, budget_medium, budget_hard = settings.kl_budget
+    return ares.AresHyperparams(
+        name="released" if settings.mode is AresMode.released else "paper",
+        window=settings.window_tokens,
+        margin_fraction=(margin_easy, margin_medium, margin_hard),
+        kl_window_factor=settings.kl_window_factor,
+        kl_coef=kl_coef,
+        alpha_rate=settings.alpha_rate,
+        alpha_max=settings.alpha_max,
+        threshold_decay=settings.threshold_decay,
+        target_rate=settings.target_rate,
+        lambda_rate=settings.kl_budget_rate,
+        kl_budget=(budget_easy, budget_medium, budget_hard),
+        min_trajectories=settings.min_trajectories,
     )
-    return replace(rules, kl_coef=kl_coef)
 
 
 def start_ares_step(
@@ -107,7 +120,7 @@ def start_ares_step(
         ares_stats=stats,
         threshold=state.threshold,
         difficulty_B=difficulty_B,
-        entropy_reward_B=_entropy_rewards(state, stats, difficulty_B, "centred"),
+        entropy_reward_B=_entropy_rewards(state, stats, difficulty_B, rules),
         kl_coef_B=state.betas_for(difficulty_B, rules),
     )
 
@@ -121,11 +134,10 @@ def _start_released_step(
     difficulty_B = updated_state.difficulty_codes(stats.prompt_ids)
     if filtered:
         start = ares.AresState(targets=(0.0, 0.0, 0.0))
-        entropy_reward_B = _entropy_rewards(
-            start, stats, torch.full_like(difficulty_B, ares.EASY), "released"
-        )
+        easy_B = torch.full_like(difficulty_B, ares.EASY)
+        entropy_reward_B = _entropy_rewards(start, stats, easy_B, rules)
     else:
-        entropy_reward_B = _entropy_rewards(updated_state, stats, difficulty_B, "released")
+        entropy_reward_B = _entropy_rewards(updated_state, stats, difficulty_B, rules)
     return AresStep(
         entropy_stats=entropy_stats,
         rules=rules,
@@ -149,7 +161,7 @@ def to_ares_stats(entropy_stats: EntropyStats, threshold: float | None) -> AresS
 
 
 def _entropy_rewards(
-    state: AresState, stats: AresStats, difficulty_B: torch.Tensor, rule: str
+    state: AresState, stats: AresStats, difficulty_B: torch.Tensor, rules: AresHyperparams
 ) -> torch.Tensor:
     return ares.entropy_reward(
         stats.correct_B,
@@ -157,7 +169,8 @@ def _entropy_rewards(
         state.targets_for(difficulty_B),
         state.alphas_for(difficulty_B),
         difficulty_B,
-        rule=rule,
+        rule="released" if rules.name == "released" else "centred",
+        margin_fraction=rules.margin_fraction,
     )
 
 
@@ -188,7 +201,8 @@ def token_kl_weights(
         window_BT[row, :size] = step.entropy_stats.window_entropies[index][start : start + size]
     if step.rules.name == "released" or step.threshold is None:
         return beta_B.unsqueeze(1).expand_as(window_BT).contiguous()
-    return ares.token_kl_weight(ares.hwe_mask(window_BT, threshold=step.threshold), beta_B)
+    hwe_BT = ares.hwe_mask(window_BT, threshold=step.threshold, window=step.rules.window)
+    return ares.token_kl_weight(hwe_BT, beta_B, rho=step.rules.kl_window_factor)
 
 
 def mean_ref_kl(

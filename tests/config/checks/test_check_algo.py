@@ -152,7 +152,7 @@ def test_egpo_adds_to_advantages_of_trajectories():
     egpo = {"egpo": EgpoConfig(lam=0.4)}
     by_token = "reinforce_plus_plus"
     assert refused_algo(egpo | {"advantage": by_token}) == ("algo.advantage", by_token)
-    for advantage in set(ESTIMATORS.registered()) - {"reinforce_plus_plus", "gae"}:
+    for advantage in ("grpo", "arpo_hard", "rloo", "remax", "tree_grpo"):
         passes(**egpo, advantage=advantage)
 
 
@@ -163,7 +163,8 @@ def test_a_bonus_that_may_change_signs_is_a_warning():
 
 
 def test_ares_has_its_own_kl():
-    assert refused_algo(PAPER | REWARD_KL) == ("algo.kl_placement", KlPlacement.reward)
+    passes(**PAPER, **REWARD_KL)
+    passes(**PAPER, **REWARD_KL | {"kl_coef": 0.0})
     adaptive = PAPER | {"kl_coef": 0.1, "kl_target": 0.02}
     assert refused_algo(adaptive) == ("algo.kl_target", 0.02)
     passes(**PAPER, kl_coef=0.1)
@@ -183,6 +184,21 @@ def test_trigger_words_are_a_non_empty_file(tmp_path):
     words.write_text("wait\n")
     passes(**with_words())
     assert refused_algo(with_words(AresMode.off)) == named
+
+
+def test_released_ares_needs_words_and_has_no_settings_of_the_paper():
+    def released(**changes):
+        return {"ares": AresConfig(mode=AresMode.released, **changes)}
+
+    assert refused_algo(released()) == ("algo.ares.trigger_words_file", "")
+    words = {"trigger_words_file": "default"}
+    passes(**released(**words))
+    passes(**released(**words, window_tokens=8, margin_fraction=[0.1, 0.2, 0.3]))
+    assert refused_algo(released(**words, kl_window_factor=1.0)) == (
+        "algo.ares.kl_window_factor",
+        1.0,
+    )
+    passes(ares=AresConfig(mode=AresMode.paper, kl_window_factor=1.0))
 
 
 def test_remax_excludes_released_branching_and_ares():

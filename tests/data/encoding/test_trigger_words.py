@@ -2,6 +2,7 @@
 
 import pytest
 
+from mega_agentrl.algo.ares.entropy_windows import normalize_trigger_token
 from mega_agentrl.data.encoding.trigger_words import load_trigger_words, trigger_token_ids
 
 PIECES = ["", "wait", "\u0120Wait", "\u2581but", " But ", "waiting", "\u0120", "x", "buts"]
@@ -42,3 +43,9 @@ def test_a_list_without_a_trigger_is_refused(tmp_path):
         load_trigger_words(str(tmp_path / "none.txt"))
     with pytest.raises(ValueError, match="words"):
         trigger_token_ids(PieceCodec(), {"wait a minute"}, key="words")
+
+
+def test_the_words_of_the_package_are_normalised_single_words():
+    words = load_trigger_words("default")
+    assert len(words) > 80 and "wait" in words
+    assert all(normalize_trigger_token(word) == word and word.isalpha() for word in words)

@@ -109,3 +109,10 @@ def test_unequal_lengths_are_refused():
     entropy_stats = collect_entropy_stats([tree("p", path(1, steady(1)))], None)
     with pytest.raises(ValueError, match="'prompt_ids': 2"):
         replace(entropy_stats, prompt_ids=("p", "p"))
+
+
+def test_windows_have_the_size_of_the_setting():
+    trees = [tree("p", path(1, [9, 1, 2, 3, 4, 5]))]
+    entropy_stats = collect_entropy_stats(trees, None, window=2)
+    (window_N,) = entropy_stats.window_entropies
+    assert window_N[:4].tolist() == [1.5, 2.5, 3.5, 4.5] and window_N[4:].isnan().all()

@@ -205,4 +205,44 @@ def test_released_counts_every_trigger_until_it_has_a_threshold():
 def test_rules_follow_the_mode_and_the_weight_of_now():
     paper = build_rules(AlgoConfig(ares=AresConfig(mode=AresMode.paper)), 0.03)
     assert (paper.name, paper.kl_coef) == ("paper", 0.03)
-    assert build_rules(AlgoConfig(ares=AresConfig(mode=AresMode.released)), 0.0).name == "released"
+    assert paper == replace(ares.PAPER_HYPERPARAMS, kl_coef=0.03)
+    released = build_rules(AlgoConfig(ares=AresConfig(mode=AresMode.released)), 0.01)
+    assert released == ares.RELEASED_HYPERPARAMS
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "name"),
+    [
+        ("window_tokens", 7, "window"),
+        ("kl_window_factor", 0.25, "kl_window_factor"),
+        ("margin_fraction", [0.1, 0.2, 0.3], "margin_fraction"),
+        ("alpha_rate", 0.2, "alpha_rate"),
+        ("alpha_max", 3.0, "alpha_max"),
+        ("threshold_decay", 0.5, "threshold_decay"),
+        ("target_rate", 0.3, "target_rate"),
+        ("kl_budget", [0.1, 0.2, 0.3], "kl_budget"),
+        ("kl_budget_rate", 0.4, "lambda_rate"),
+        ("min_trajectories", 2, "min_trajectories"),
+    ],
+)
+def test_every_setting_reaches_the_rules(setting, value, name):
+    settings = AresConfig(mode=AresMode.paper, **{setting: value})
+    expected = tuple(value) if isinstance(value, list) else value
+    rules = build_rules(AlgoConfig(ares=settings), ares.PAPER_HYPERPARAMS.kl_coef)
+    assert rules == replace(ares.PAPER_HYPERPARAMS, **{name: expected})
+
+
+def test_rewards_and_weights_follow_the_rules():
+    # `new` is hard with target 4 and has 2, 0, 5 windows; a margin of half is 2, of nothing is 1.
+    trees = two_groups()
+    wide = started(trees, rules=replace(RULES, margin_fraction=(0.0, 0.0, 1.0)))
+    assert not torch.equal(wide.entropy_reward_B, started(trees).entropy_reward_B)
+    batch = with_reference(pack_trees(trees), kl=0.1)
+    weights = [
+        token_kl_weights(
+            batch, trees, started(trees, rules=replace(RULES, kl_window_factor=factor))
+        )
+        for factor in (1.0, 0.25)
+    ]
+    ratio_BT = weights[1] / weights[0]
+    assert sorted(ratio_BT.unique().tolist()) == pytest.approx([0.25, 1.0])
