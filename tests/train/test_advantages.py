@@ -112,6 +112,26 @@ def test_advantages_by_hand(name, expected):
     }
 
 
+def test_gigpo_compares_turns_after_equal_answers_of_the_tool():
+    """A tool's token between two sampled ones: 7 for the first three rows, 8 for the last."""
+    response_BT = torch.tensor([[1, 7, 2], [3, 7, 4], [5, 7, 6], [1, 8, 2]])
+    given = batch(
+        response_BT=response_BT,
+        length_B=torch.full((4,), 3),
+        mask_BT=torch.tensor([[1, 0, 1]] * 4).bool(),
+        tree_token_BT=torch.arange(12).view(4, 3),
+        rollout_logp_BT=torch.zeros(4, 3),
+        rollout_entropy_BT=torch.zeros(4, 3),
+        version_BT=torch.zeros(4, 3, dtype=torch.int64),
+        value_BT=None,
+    )
+    options = {"gamma": 0.5, "norm_by_std": False}
+    got_BT, _ = advantages(given, AlgoConfig(advantage="gigpo", advantage_options=options))
+    # The first turns of a prompt start alike, with half the return; of the second turns, rows 2 and
+    # 3 differ in the answer.
+    assert got_BT.tolist() == [[0.75, 0, 1], [-0.75, 0, -1], [1.5, 0, 1], [-1.5, 0, -1]]
+
+
 def test_reinforce_plus_plus_by_hand():
     """Returns 1 1, 0 0, 3 3, 1: mean 9/7, squares 21 - 81/7 = 66/7 over 6."""
     got_BT, _ = advantages(batch(), AlgoConfig(advantage="reinforce_plus_plus"))

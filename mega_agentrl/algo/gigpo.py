@@ -1,0 +1,63 @@
+"""GiGPO: advantages of turns that start from the same state (arXiv 2505.10978).
+
+Trajectories of a prompt that did not share their history may still meet: the tool gives the same
+answer to both. What they do next is compared like the answers to one prompt. The states are only
+as equal as what is compared: the text of the tool's answer, not the history before it, so the
+estimate is biased where the history matters; `tree_credit` is exact, for forks.
+
+B trajectories, S turns of all of them; T response positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.advantage import group_index_and_size, grpo
+from mega_agentrl.algo.shape_checks import check_same_shape
+
+
+def gigpo(
+    reward_B: torch.Tensor,
+    group_B: torch.Tensor,
+    trajectory_S: torch.Tensor,
+    state_S: torch.Tensor,
+    num_later_S: torch.Tensor,
+    *,
+    gamma: float = 0.95,
+    weight: float = 1.0,
+    norm_by_std: bool = True,
+) -> torch.Tensor:
+    """Return the advantage of each turn, [S]: A + weight * A_turn.
+
+    A is the trajectory's advantage in its group (`advantage.grpo`). A_turn is the same of the
+    discounted return gamma^k r, with k later turns, among all turns that start from an equal state;
+    0 if there is no other.
+
+    Args:
+        reward_B: [B] reward of each trajectory.
+        group_B: [B] prompt of each trajectory.
+        trajectory_S: [S] int64 index of each turn's trajectory.
+        state_S: [S] int64 state before the turn; turns of different prompts have different ones.
+        num_later_S: [S] number of later turns of the same trajectory.
+        gamma: discount per turn.
+        weight: weight of the turn's own advantage.
+        norm_by_std: whether to divide by the standard deviations.
+    """
+    check_same_shape(reward_B=reward_B, group_B=group_B)
+    check_same_shape(trajectory_S=trajectory_S, state_S=state_S, num_later_S=num_later_S)
+    advantage_B = grpo(reward_B, group_B, norm_by_std=norm_by_std)
+    return_S = reward_B[trajectory_S] * gamma**num_later_S
+    turn_S = grpo(return_S.to(reward_B.dtype), state_S, norm_by_std=norm_by_std)
+    _, num_turns_S = group_index_and_size(state_S)
+    return advantage_B[trajectory_S] + weight * turn_S.where(num_turns_S > 1, 0.0)
+
+
+def number_turns(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the number of each unmasked token's turn in its row, from 0, [B, T]; -1 where masked.
+
+    A turn is a run of unmasked tokens.
+    """
+    on_BT = mask_BT.bool()
+    is_start_BT = on_BT.clone()
+    is_start_BT[:, 1:] &= ~on_BT[:, :-1]
+    return torch.where(on_BT, is_start_BT.cumsum(1) - 1, -1)
