@@ -19,6 +19,7 @@ Three cases for each game, estimator and way of sampling, less is better:
 
 The baseline is GRPO on flat samples. `gae` has a critic whose values are wrong by 0.05 (standard
 deviation of a fixed error for each state), `remax` the greedy answer's expected reward.
+`gigpo` sees equal answers wherever the tool has only one, as in all games but `luck`.
 """
 
 from __future__ import annotations
@@ -135,6 +136,15 @@ def make_batch(game: Game, groups: list[Group], critic_DS: list[np.ndarray]) -> 
     mask_BT[:, ::2] = True
     token_BT = torch.zeros(shape, dtype=torch.int64)
     token_BT[:, ::2] = torch.tensor([path.tokens for _, _, path in rows])
+    response_BT = torch.zeros(shape, dtype=torch.int64)
+    response_BT[:, ::2] = torch.tensor([path.actions for _, _, path in rows])
+    num_answers = [answer_SAO.shape[2] for answer_SAO in game.answer_DSAO]
+    response_BT[:, 1::2] = torch.tensor(
+        [
+            [state % number for state, number in zip(path.states[1:], num_answers, strict=True)]
+            for _, _, path in rows
+        ]
+    )
     value_BT = torch.zeros(shape)
     value_BT[:, ::2] = torch.tensor(
         [
@@ -147,7 +157,7 @@ def make_batch(game: Game, groups: list[Group], critic_DS: list[np.ndarray]) -> 
     )
     return TrainBatch(
         prompt_ids=((0,),) * len(rows),
-        response_BT=torch.zeros(shape, dtype=torch.int64),
+        response_BT=response_BT,
         length_B=torch.full((len(rows),), shape[1]),
         mask_BT=mask_BT,
         group_B=torch.tensor([number for number, _, _ in rows]),
