@@ -5,10 +5,10 @@
 A batch has 16 groups. Each is a prompt of its own, where the reward is easier or harder to get: its
 probability is half of the game's, plus a number from 0 to 0.5 that is the prompt's. Each has
 `--turns` sampled turns (a shared prefix of forks counts once), so that all estimators see equally
-many sampled tokens. *flat*: every trajectory
-starts at the prompt. *forked*: half of the turns are roots; the other half continue a random
-trajectory from a random turn on. The estimators are those of training, called as in training; the
-gradient is the sum over all rows of advantage times score function.
+many sampled tokens. *flat*: every trajectory starts at the prompt. *forked*: half of the turns are
+roots; the other half continue a random trajectory from a random turn on. The estimators are those
+of training, called as in training; the gradient is the sum over all rows of advantage times score
+function.
 
 Three cases for each game, estimator and way of sampling, less is better:
 
