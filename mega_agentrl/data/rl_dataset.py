@@ -55,7 +55,7 @@ class _LocatedRow:
     location: str
     """Setting, file and row, for error messages."""
     row_index: int
-    """Row number over all files."""
+    """Row number over all files, from 0."""
     file_weight: float
     """Sampling weight of the file."""
 
@@ -172,13 +172,13 @@ def _iter_rows(
         dataset_class = load_dataset_class(config.dataset_class)
         user_rows = iter_user_rows(dataset_class, list(local.values()), key=key)
         for number, values in enumerate(user_rows):
-            where = f"{key}, data.dataset_class={config.dataset_class} row {number}"
+            where = f"{key}, data.dataset_class={config.dataset_class} index {number}"
             check_columns(values, columns, where)
             yield _LocatedRow(values, where, number, 1.0)
         return
     for file, path in local.items():
-        for index, values in enumerate(read_rows(path, key=key, columns=columns)):
-            yield _LocatedRow(values, f"{key}={file.path} row {index}", number, file.weight)
+        for row in read_rows(path, key=key, columns=columns):
+            yield _LocatedRow(row.values, f"{key}={file.path} {row.place}", number, file.weight)
             number += 1
 
 

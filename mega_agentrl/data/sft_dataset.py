@@ -61,9 +61,9 @@ def read_conversations(path: str | Path, *, key: str = "sft.train_data") -> list
         ValueError: the file cannot be read or a row has no valid messages.
     """
     conversations = []
-    for number, row in enumerate(read_rows(path, key=key, columns=("messages",))):
-        where = f"{key}={path} row {number}"
-        messages = validate_messages(row["messages"], f"{where}, column messages")
+    for row in read_rows(path, key=key, columns=("messages",)):
+        where = f"{key}={path} {row.place}"
+        messages = validate_messages(row.values["messages"], f"{where}, column messages")
         conversations.append(Conversation(messages, where))
     return conversations
 

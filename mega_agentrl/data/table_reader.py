@@ -1,10 +1,15 @@
-"""Reads parquet and JSON Lines tables, with errors that name setting, file, row and column."""
+"""Reads parquet and JSON Lines tables, with errors that name setting, file, row and column.
+
+Errors count the rows of parquet files from 1, and the lines of JSONL files as editors do, blank
+ones included.
+"""
 
 from __future__ import annotations
 
 import gzip
 import os.path
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +24,17 @@ if TYPE_CHECKING:
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
-def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a table."""
+
+    values: dict[str, Any]
+    """Values by column."""
+    place: str
+    """`row 3` of a parquet file or `line 3` of a JSONL file, for error messages."""
+
+
+def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[TableRow]:
     """Read all rows of a table as plain values.
 
     Files whose names end with one of `JSONL_SUFFIXES` have one JSON object per line; all others are
@@ -45,8 +60,8 @@ def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[dic
     )
     if not rows:
         raise ConfigError(key, str(path), "at least one row", "the table is empty")
-    for number, row in enumerate(rows):
-        check_columns(row, columns, f"{key}={path} row {number}")
+    for row in rows:
+        check_columns(row.values, columns, f"{key}={path} {row.place}")
     return rows
 
 
@@ -59,7 +74,7 @@ def check_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
         )
 
 
-def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[TableRow]:
     with reading(key, file, "a complete parquet file", "not a readable parquet file"):
         table = pq.read_table(file)
         names = table.column_names
@@ -69,7 +84,10 @@ def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[dict[str
         _column_values(column, name, where)
         for name, column in zip(names, table.columns, strict=True)
     ]
-    return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    return [
+        TableRow(dict(zip(names, row, strict=True)), f"row {number}")
+        for number, row in enumerate(zip(*values, strict=True), start=1)
+    ]
 
 
 def _column_values(column: pa.ChunkedArray, name: str, where: str) -> list[Any]:
@@ -85,25 +103,37 @@ def _column_values(column: pa.ChunkedArray, name: str, where: str) -> list[Any]:
     try:
         values: list[Any] = column.to_pylist()
     except Exception:  # converted below, with the row
-        for number, value in enumerate(column):
+        for number, value in enumerate(column, start=1):
             with reading(f"{where} row {number}, column", name, expected):
                 value.as_py()
         raise
     return values
 
 
-def _read_jsonl(file: Path, key: str) -> list[dict[str, Any]]:
+def _read_jsonl(file: Path, key: str) -> list[TableRow]:
     expected = "a complete JSONL file in UTF-8, compressed with gzip if its name ends in .gz"
     with reading(key, file, expected, "not a readable JSONL file"):
         content = file.read_bytes()
         text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
+    return parse_json_lines(text, f"{key}={file}")
+
+
+def parse_json_lines(text: str, where: str) -> list[TableRow]:
+    """Return the objects in the lines of a text; raise a `ConfigError` for any other line.
+
+    Args:
+        text: the content of a file; blank lines are skipped.
+        where: setting and file, for errors.
+    """
     # Not splitlines: JSON strings may contain characters that it takes for line ends.
-    lines = [line for line in text.split("\n") if line.strip()]
-    where = f"{key}={file}"
-    return [_parse_json_object(line, f"{where} row {number}") for number, line in enumerate(lines)]
+    return [
+        TableRow(parse_json_object(line, f"{where} line {number}"), f"line {number}")
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
 
 
-def _parse_json_object(text: str, where: str) -> dict[str, Any]:
+def parse_json_object(text: str, where: str) -> dict[str, Any]:
     """Return the object in a JSON text; raise a `ConfigError` that names `where` for others."""
     expected = "JSON, one object per line"
     with reading(where, text, expected, "not JSON"):

@@ -89,7 +89,7 @@ def iter_user_rows(
         row = dataset[index]
         if not isinstance(row, Mapping):
             raise DatasetTypeError(
-                f"{where} row {index}: got a {type(row).__name__}, expected a mapping by column"
+                f"{where} index {index}: got a {type(row).__name__}, expected a mapping by column"
             )
         yield row
 

@@ -104,7 +104,7 @@ def test_missing_tools_kwargs_are_a_warning_where_they_are_needed(tmp_path, capl
     rows[3]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
     load(tmp_path, rows)
     (record,) = caplog.records
-    assert f"data.train={tmp_path}/train.parquet row 2" in record.getMessage()
+    assert f"data.train={tmp_path}/train.parquet row 3" in record.getMessage()
 
 
 def numbered(*texts):
@@ -113,7 +113,7 @@ def numbered(*texts):
 
 def test_overlong_prompts_are_an_error_that_counts_them(tmp_path):
     rows = numbered("a b c", "a b c d", "a b c d e")
-    with pytest.raises(ValueError, match=r"2 of 3 prompts .*=3 .* 5 tokens, .*parquet row 2\)"):
+    with pytest.raises(ValueError, match=r"2 of 3 prompts .*=3 .* 5 tokens, .*parquet row 3\)"):
         load(tmp_path, rows)
 
 
@@ -126,21 +126,21 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(tmp_path):
 
 
 def test_two_rows_with_one_id_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"row 1: id s/5 .*parquet row 0"):
+    with pytest.raises(ValueError, match=r"row 2: id s/5 .*parquet row 1"):
         load(tmp_path, [row(), row()])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward_model": {"style": "rule"}}, "row 0, column reward_model"),
-        ({"reward_model": {"ground_truth": 4}}, "row 0, column reward_model"),
-        ({"prompt": ""}, "row 0, column prompt: got an empty text"),
-        ({"prompt": " \n"}, "row 0, column prompt: got an empty text"),
-        ({"prompt": []}, "row 0, column prompt: got .*, expected a non-empty list"),
-        ({"prompt": 3}, "row 0, column prompt: got 3"),
-        ({"prompt": [{"role": "user"}]}, "row 0, column prompt: got message"),
-        ({"data_source": 3}, "row 0, column data_source"),
+        ({"reward_model": {"style": "rule"}}, "row 1, column reward_model"),
+        ({"reward_model": {"ground_truth": 4}}, "row 1, column reward_model"),
+        ({"prompt": ""}, "row 1, column prompt: got an empty text"),
+        ({"prompt": " \n"}, "row 1, column prompt: got an empty text"),
+        ({"prompt": []}, "row 1, column prompt: got .*, expected a non-empty list"),
+        ({"prompt": 3}, "row 1, column prompt: got 3"),
+        ({"prompt": [{"role": "user"}]}, "row 1, column prompt: got message"),
+        ({"data_source": 3}, "row 1, column data_source"),
     ],
 )
 def test_a_malformed_row_is_refused(tmp_path, changes, message):
@@ -183,7 +183,7 @@ def test_several_files_are_one_dataset_with_the_weights_of_the_files(tmp_path):
 
 def test_one_id_in_two_files_is_refused(tmp_path):
     files = [write_lines(tmp_path / name, [row()]) for name in ("a.jsonl", "b.jsonl")]
-    with pytest.raises(ValueError, match=r"b\.jsonl row 0: id s/5 .*a\.jsonl row 0"):
+    with pytest.raises(ValueError, match=r"b\.jsonl line 1: id s/5 .*a\.jsonl line 1"):
         load_files([DataFile(str(file)) for file in files])
 
 
@@ -225,7 +225,7 @@ def test_columns_with_other_names_and_a_text_as_prompt(tmp_path):
     (prompt,) = load_files(files, prompt_key="question", reward_fn_key="domain").prompts
     assert (prompt.prompt_id, prompt.data_source) == ("d/0", "d")
     assert prompt.messages == ({"role": "user", "content": "a b"},)
-    with pytest.raises(ValueError, match=r"row 0: missing column prompt"):
+    with pytest.raises(ValueError, match=r"line 1: missing column prompt"):
         load_files(files, reward_fn_key="domain")
 
 

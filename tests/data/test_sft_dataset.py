@@ -58,7 +58,7 @@ def test_every_row_is_read_and_its_length_checked(tmp_path):
     conversations = read_conversations(path)
     found = encode_demonstrations(conversations, LetterCodec(), max_tokens=7)
     assert [len(item.response_ids) for item in found] == [2, 4]
-    with pytest.raises(ValueError, match=r"sft\.train_data=.* row 1: .* 7 tokens"):
+    with pytest.raises(ValueError, match=r"sft\.train_data=.* line 2: .* 7 tokens"):
         encode_demonstrations(conversations, LetterCodec(), max_tokens=6)
     path.write_text('{"prompt": "x"}')
     with pytest.raises(ValueError, match=r"sft\.train_data=.*missing column messages"):

@@ -88,7 +88,7 @@ def test_another_object_is_refused(reference, cause):
 
 def test_an_empty_dataset_and_rows_that_are_no_mappings_are_refused():
     assert issubclass(DatasetTypeError, ValueError)  # one screen and exit code 2
-    with pytest.raises(TypeError, match=r"data\.dev, .*:Sequence row 0: got a str"):
+    with pytest.raises(TypeError, match=r"data\.dev, .*:Sequence index 0: got a str"):
         list(iter_user_rows(Sequence, ["a"], key="data.dev"))
     with pytest.raises(ValueError, match=r"data\.dev"):
         list(iter_user_rows(Sequence, [], key="data.dev"))

@@ -117,6 +117,6 @@ def test_a_bad_row_is_one_line_and_leaves_no_file(tmp_path, capsys):
     source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), {**xlam(1), "answers": "[{"}])
     assert run("function_calling", [source], tmp_path / "o.parquet") == 2
     error = capsys.readouterr().err
-    assert f"{source} row 1, field answers" in error and error.count("\n") == 1
+    assert f"{source} line 2, field answers" in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
     assert run("function_calling", [source], tmp_path / "o.parquet", "--limit", "0") == 2

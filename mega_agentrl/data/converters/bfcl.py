@@ -160,9 +160,9 @@ def _join_by_id(rows: Sequence[SourceRow]) -> tuple[list[SourceRow], dict[str, l
 
 def _merge_answer(name: str, row: SourceRow, answer: SourceRow | None) -> SourceRow:
     if answer is None:
-        return SourceRow(row.file, row.row_index, {**row.values, "id": name})
-    file = f"{row.file} (with {answer.file} row {answer.row_index})"
-    return SourceRow(file, row.row_index, {**row.values, **answer.values, "id": name})
+        return SourceRow(row.file, row.place, {**row.values, "id": name})
+    file = f"{row.file} (with {answer.file} {answer.place})"
+    return SourceRow(file, row.place, {**row.values, **answer.values, "id": name})
 
 
 def _parse_turns(row: SourceRow) -> list[list[Message]]:

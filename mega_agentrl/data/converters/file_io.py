@@ -14,9 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.input_files import parse_json, reading
 from mega_agentrl.data.converters.source_row import SourceRow
-from mega_agentrl.data.table_reader import read_rows
+from mega_agentrl.data.table_reader import (
+    TableRow,
+    parse_json_lines,
+    parse_json_object,
+    read_rows,
+)
 from mega_agentrl.types.atomic_file import atomic_path
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -63,34 +69,28 @@ def _read_file(path: Path) -> list[SourceRow]:
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--input {path}: expected a file that ends in {', '.join(SUFFIXES)}")
     if path.suffix == ".parquet":
-        values = read_rows(path, key="--input", columns=())
-        return [SourceRow(str(path), number, row) for number, row in enumerate(values)]
-    with reading("--input", path, "a readable file in UTF-8, not compressed"):
-        text = path.read_text(encoding="utf-8")
-    is_list = path.suffix == ".json" and text.lstrip().startswith("[")
-    rows = _parse_json(text, str(path), 0) if is_list else _parse_jsonl(text, str(path))
+        rows = read_rows(path, key="--input", columns=())
+    else:
+        with reading("--input", path, "a readable file in UTF-8, not compressed"):
+            text = path.read_text(encoding="utf-8")
+        rows = _parse_text(text, path)
     if not rows:
         raise ValueError(f"--input {path}: the file is empty, expected at least one row")
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(  # noqa: TRY004
-                f"--input {path} row {number}: got {row!r}, expected an object"
-            )
-    return [SourceRow(str(path), number, row) for number, row in enumerate(rows)]
+    return [SourceRow(str(path), row.place, row.values) for row in rows]
 
 
-def _parse_jsonl(text: str, file: str) -> list[Any]:
-    # Not splitlines: JSON strings may contain characters that it takes for line ends.
-    lines = [line for line in text.split("\n") if line.strip()]
+def _parse_text(text: str, path: Path) -> list[TableRow]:
+    where = f"--input {path}"
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        with reading(where, text, "JSON", "not JSON"):
+            values = parse_json(text)
+        for number, value in enumerate(values, start=1):
+            check_range(isinstance(value, dict), f"{where} row {number}", value, "an object")
+        return [TableRow(value, f"row {number}") for number, value in enumerate(values, start=1)]
     try:
-        return [_parse_json(line, file, number) for number, line in enumerate(lines)]
+        return parse_json_lines(text, where)
     except ValueError:
         # A .json file may contain one object over many lines.
-        if file.endswith(".json") and text.lstrip().startswith("{\n"):
-            return [_parse_json(text, file, 0)]
+        if path.suffix == ".json" and text.lstrip().startswith("{\n"):
+            return [TableRow(parse_json_object(text, where), "row 1")]
         raise
-
-
-def _parse_json(text: str, file: str, number: int) -> Any:
-    with reading(f"--input {file} row {number}", text, "JSON", "not JSON"):
-        return parse_json(text)

@@ -136,7 +136,7 @@ def _prompt_messages(row: SourceRow) -> tuple[Message, ...]:
     prompt = row.get_list("prompt")
     if not all(isinstance(message, dict) for message in prompt):
         raise row.error("prompt", prompt, "a list of chat messages")
-    return validate_messages(prompt, f"{row.file} row {row.row_index}, field prompt")
+    return validate_messages(prompt, f"{row.file} {row.place}, field prompt")
 
 
 def _arpo_extra_info(row: SourceRow) -> dict[str, Any]:

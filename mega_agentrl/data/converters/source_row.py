@@ -24,7 +24,8 @@ class SourceRow:
     """One row of a published data set."""
 
     file: str
-    row_index: int
+    place: str
+    """`row 3`, or `line 3` of a JSONL file, for error messages."""
     values: Mapping[str, Any]
     """Values by field."""
 
@@ -33,7 +34,7 @@ class SourceRow:
     ) -> ValueError:
         """Return the error for a bad field."""
         return ValueError(
-            f"{self.file} row {self.row_index}, field {name}: got {_abbreviate(got)}, expected "
+            f"{self.file} {self.place}, field {name}: got {_abbreviate(got)}, expected "
             f"{expected}; probable cause: {cause}"
         )
 

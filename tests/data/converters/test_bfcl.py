@@ -57,7 +57,7 @@ DOCUMENTS = [
 
 
 def rows(*values, file="q.json"):
-    return [SourceRow(file, number, value) for number, value in enumerate(values)]
+    return [SourceRow(file, f"line {number}", value) for number, value in enumerate(values, 1)]
 
 
 def documents():
@@ -143,7 +143,7 @@ def test_too_many_possible_answers_are_left_out_and_counted():
     [
         ([SIMPLE], "field ground_truth: .*possible_answer file was not given"),
         ([SIMPLE_ANSWER], "field id: .*question file was not given"),
-        ([SIMPLE, SIMPLE], "row 1, field id: .*given twice"),
+        ([SIMPLE, SIMPLE], "line 2, field id: .*given twice"),
         ([MULTI, MULTI_ANSWER], "field involved_classes: .*gorilla_file_system"),
         ([{**SIMPLE, **SIMPLE_ANSWER, "question": [["hi"]]}], "field question"),
         ([{**SIMPLE, **SIMPLE_ANSWER, "question": []}], "field question"),
@@ -156,7 +156,7 @@ def test_files_that_do_not_fit_together_are_refused(values, cause):
         convert_bfcl(rows(*values), "bfcl")
 
 
-ROW = SourceRow("b.json", 1, {})
+ROW = SourceRow("b.json", "line 1", {})
 
 
 def arguments(truth):
@@ -198,7 +198,7 @@ def test_python_calls():
     "truth", [[{"f": {"a": 1}}], [{"f": {"a": []}}], [{"f": [], "g": []}], [["f()"]], [{"f": 1}]]
 )
 def test_answers_of_another_form_are_refused(truth):
-    with pytest.raises(ValueError, match=r"b\.json row 1, field ground_truth"):
+    with pytest.raises(ValueError, match=r"b\.json line 1, field ground_truth"):
         possible_answers(truth, {}, ROW)
 
 

@@ -13,7 +13,7 @@ def test_sources_with_calls_are_those_of_the_reward():
 
 
 def test_the_source_names_its_rows():
-    row = SourceRow("g.jsonl", 0, {"question": "1+1?", "answer": "#### 2"})
+    row = SourceRow("g.jsonl", "line 1", {"question": "1+1?", "answer": "#### 2"})
     (made,) = convert_rows("gsm8k", [row]).rows
     assert made["data_source"] == "gsm8k"
 
@@ -25,8 +25,8 @@ def test_an_unknown_source_is_refused():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_of_another_data_set_are_refused(source):
-    row = SourceRow("w.jsonl", 0, {"text": "once"})
-    with pytest.raises(ValueError, match=r"w\.jsonl row 0, field \w+: got"):
+    row = SourceRow("w.jsonl", "line 1", {"text": "once"})
+    with pytest.raises(ValueError, match=r"w\.jsonl line 1, field \w+: got"):
         convert_rows(source, [row])
 
 
@@ -85,9 +85,9 @@ def damaged(value):
 
 
 def converted(source, values):
-    rows = [SourceRow("j.jsonl", 0, values)]
+    rows = [SourceRow("j.jsonl", "line 1", values)]
     if "involved_classes" in values:
-        rows.append(SourceRow("docs.json", 0, FUNCTION))
+        rows.append(SourceRow("docs.json", "line 1", FUNCTION))
     return convert_rows(source, rows).rows
 
 

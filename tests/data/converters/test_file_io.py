@@ -26,7 +26,8 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     path = written(tmp_path / name)
     read = read_source_rows([path])
     assert [row.values for row in read] == ROWS
-    assert [(row.file, row.row_index) for row in read] == [(str(path), 0), (str(path), 1)]
+    kind = "line" if name in ("a.jsonl", "a.json") else "row"
+    assert [(row.file, row.place) for row in read] == [(str(path), f"{kind} {n}") for n in (1, 2)]
 
 
 def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
@@ -34,7 +35,7 @@ def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
     one.write_text(json.dumps(ROWS[1], indent=1))
     read = read_source_rows([written(tmp_path / "a.jsonl"), one])
     assert [row.values["a"] for row in read] == [1, 2, 2]
-    assert read[2].row_index == 0
+    assert read[2].place == "row 1"
 
 
 @pytest.mark.parametrize(
@@ -42,11 +43,11 @@ def test_files_follow_each_other_and_one_object_may_fill_a_file(tmp_path):
     [
         ("a.csv", b"a,b", "expected a file that ends in"),
         ("a.jsonl", b"", "empty"),
-        ("a.jsonl", b'{"a": 1}\n{"a": ', r"row 1=.* expected JSON"),
-        ("a.json", b"[1]", "row 0: got 1, expected an object"),
+        ("a.jsonl", b'{"a": 1}\n\n{"a": ', r"line 3=.* expected JSON"),
+        ("a.json", b"[1]", "row 1=1: expected an object"),
         ("a.json", b"\xff\xfe", "UnicodeDecodeError"),
-        ("a.json", b"[" * 100_000, "row 0=.*nested"),
-        ("a.jsonl", b"[" * 100_000, "row 0=.*nested"),
+        ("a.json", b"[" * 100_000, "nested"),
+        ("a.jsonl", b"[" * 100_000, "line 1=.*nested"),
         ("a.parquet", b"PAR", "not a readable parquet file"),
     ],
 )

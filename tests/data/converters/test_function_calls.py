@@ -14,7 +14,7 @@ from mega_agentrl.data.converters.function_calls import (
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.reward.function_call import score
 
-ROW = SourceRow("a.json", 2, {})
+ROW = SourceRow("a.json", "row 2", {})
 CALL = {"name": "get", "arguments": {"a": 1, "b": "x"}}
 
 

@@ -43,7 +43,7 @@ def sharegpt():
 
 
 def convert(*values):
-    source = [SourceRow("o.jsonl", number, value) for number, value in enumerate(values)]
+    source = [SourceRow("o.jsonl", f"line {n}", value) for n, value in enumerate(values, 1)]
     return convert_agentic(source, "open_agentic_tool_use")
 
 
@@ -98,5 +98,5 @@ def test_rows_of_the_xlam_shape_are_taken():
 )
 def test_a_bad_message_is_named(message):
     question = {"role": "user", "content": "?"}
-    with pytest.raises(ValueError, match=r"o\.jsonl row 1, field messages: got"):
+    with pytest.raises(ValueError, match=r"o\.jsonl line 2, field messages: got"):
         convert({"messages": openai()}, {"messages": [question, message]})

@@ -17,7 +17,7 @@ GSM8K = {
 
 
 def rows(*values):
-    return [SourceRow("r.parquet", number, value) for number, value in enumerate(values)]
+    return [SourceRow("r.parquet", f"row {n}", value) for n, value in enumerate(values, 1)]
 
 
 def arpo(index=0, **changes):
@@ -57,7 +57,7 @@ def test_search_r1_takes_every_golden_answer():
 
 @pytest.mark.parametrize("answers", [[], [""], [3], None])
 def test_search_r1_without_answers_is_an_error(answers):
-    with pytest.raises(ValueError, match=r"r\.parquet row 0, field golden_answers: got"):
+    with pytest.raises(ValueError, match=r"r\.parquet row 1, field golden_answers: got"):
         convert_search_r1(rows({"question": "?", "golden_answers": answers}), "search_r1")
 
 
@@ -79,7 +79,7 @@ def test_gsm8k_numbers(end, number):
 
 @pytest.mark.parametrize("answer", ["18", "#### eighteen", "####"])
 def test_gsm8k_without_a_number_is_an_error(answer):
-    with pytest.raises(ValueError, match=r"row 1, field answer: got .*#### number"):
+    with pytest.raises(ValueError, match=r"row 2, field answer: got .*#### number"):
         convert_gsm8k(rows(GSM8K, {**GSM8K, "answer": answer}), "gsm8k")
 
 
@@ -130,5 +130,5 @@ def test_arpo_structs_that_parquet_cannot_hold_are_left_out():
     ],
 )
 def test_a_bad_arpo_row_is_named(change, field):
-    with pytest.raises(ValueError, match=rf"r\.parquet row 1, field {field}"):
+    with pytest.raises(ValueError, match=rf"r\.parquet row 2, field {field}"):
         convert_arpo(rows(arpo(), arpo(**change)), "arpo")

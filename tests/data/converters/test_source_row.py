@@ -6,7 +6,7 @@ from mega_agentrl.data.converters.source_row import SourceRow, unique_row_id
 
 
 def row(**values):
-    return SourceRow("a.jsonl", 3, values)
+    return SourceRow("a.jsonl", "line 3", values)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def row(**values):
     ],
 )
 def test_a_bad_field_is_refused(method, field, got):
-    with pytest.raises(ValueError, match=r"a\.jsonl row 3") as caught:
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3") as caught:
         getattr(row(blank=" ", number=4, cut="[1, "), method)(field)
     assert f"field {field}: got {got}, expected" in str(caught.value)
 
@@ -38,5 +38,5 @@ def test_the_id_of_a_row_is_its_own_or_its_place_and_occurs_once():
     seen = set()
     assert unique_row_id(row(id=7), 0, seen) == "7"
     assert unique_row_id(row(), 1, seen) == "1"
-    with pytest.raises(ValueError, match=r"a\.jsonl row 3, field id: got 7"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3, field id: got 7"):
         unique_row_id(row(id="7"), 2, seen)

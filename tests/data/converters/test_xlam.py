@@ -28,7 +28,10 @@ def rows(*changes):
         "answers": json.dumps(ANSWERS),
         "tools": json.dumps(TOOLS),
     }
-    return [SourceRow("x.json", i, {**base, "id": i, **c}) for i, c in enumerate(changes or ({},))]
+    return [
+        SourceRow("x.json", f"row {i}", {**base, "id": i, **c})
+        for i, c in enumerate(changes or ({},))
+    ]
 
 
 def test_a_row_holds_question_functions_and_calls():
