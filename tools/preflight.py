@@ -6,10 +6,10 @@ r"""Checks whether a configuration can run, without a GPU, for example on a logi
 
 Checks the configuration as the run does, compares the estimated memory of policy and engine ranks
 with that of the GPU (`--gpu-gib`), estimates the duration of a weight transfer over the links
-(`--*-gbs`), reads the prompts if data and tokenizer are present, and makes the example calls of
-your own tools. Models: Llama, Qwen2, Qwen3,
-Qwen3Moe; a folder with config.json is enough. Exit code 1: the run cannot start; the output names
-the key to change and working values. torch is never imported.
+(`--*-gbs`), reads the prompts if data and tokenizer are present, loads your own tools, rewards and
+simulated users, and makes the example calls of the tools. Models: Llama, Qwen2, Qwen3, Qwen3Moe; a
+folder with config.json is enough. Exit code 1: the run cannot start; the output names the key to
+change and working values. torch is never imported, except by your own code.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _add_tool_calls(found: PreflightFindings) -> None:
         found.tool_calls, problems, notes = call_user_tools(found.config)
     except ValueError as error:
         problems, notes = [_config_error_problem(error)], []
-    found.problems += problems
+    # The prompts need the tools too.
+    found.problems += [problem for problem in problems if problem not in found.problems]
     found.notes += notes
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from importlib.machinery import PathFinder
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mega_agentrl.config.errors import ConfigError, check_range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
 ChoiceT = TypeVar("ChoiceT", bound=str)
@@ -85,7 +86,7 @@ def load_user_object(
             module = _import_file((folder or Path()) / module_name)
         else:
             module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ConfigError(key, reference, expected, _describe_import_error(error)) from error
     if not hasattr(module, name):
         defined = ", ".join(_defined_names(module)) or "nothing"
@@ -173,16 +174,30 @@ def _defined_names(module: ModuleType) -> list[str]:
     return [name for name, value in names if name[0] != "_" and not isinstance(value, type(sys))]
 
 
-def _describe_import_error(error: Exception) -> str:
+def source_location(function: Callable[..., Any]) -> str:
+    """Return `FILE, line N` of a function, or its module where there is no source."""
+    function = inspect.unwrap(function)
+    try:
+        return f"{inspect.getsourcefile(function)}, line {inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):
+        return str(getattr(function, "__module__", "no source"))
+
+
+def _describe_import_error(error: BaseException) -> str:
     """Return one line: the error, where in the user's code it was raised, and a probable cause."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
     frames = [
-        frame
+        (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<") and frame.filename not in _LOADER_FILES
     ]
-    if frames:
-        text += f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    message = str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        message = error.msg  # the whole message has only the last part of the path
+        frames.append((error.filename, error.lineno))
+    text = " ".join(f"{type(error).__name__}: {message}".split())
+    # The first line is the user's, the last may be in a module that it imports.
+    if places := dict.fromkeys(f"{file}, line {line}" for file, line in frames[:1] + frames[-1:]):
+        text += f" ({'; raised in '.join(places)})"
     if isinstance(error, ModuleNotFoundError):
         text += "; not installed, mistyped, or not below the working folder or PYTHONPATH"
     return text

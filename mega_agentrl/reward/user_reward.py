@@ -8,8 +8,8 @@ The function is named by import path or file, `package.module:compute_score` or
 
 and returns a number, or a dict whose `score` is the number. The other fields of the dict are dumped
 with the trajectory, and become metrics if they are finite numbers. Scalars and arrays of numpy and
-torch count as numbers and lists. Every worker loads and checks the function when it starts
-(`warm_up_call`).
+torch count as numbers and lists. `find_problem` checks the function in a worker before a run
+starts; every worker loads it when it starts (`warm_up_call`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mega_agentrl.config.sections.reward import (
     FUNCTION_EXPECTED,
     FUNCTION_NAME,
 )
-from mega_agentrl.config.user_code import load_user_object
+from mega_agentrl.config.user_code import load_user_object, source_location
 from mega_agentrl.sandbox.worker_main import to_json
 from mega_agentrl.sandbox.worker_pool import (
     FunctionFailedError,
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.worker_pool import WorkerPool
 
 _MODULE = __name__
+FIND_PROBLEM = f"{_MODULE}:find_problem"
+"""Name of `find_problem` for a `WorkerPool`."""
 _KEY = "reward.functions"
 
 
@@ -145,13 +147,17 @@ class UserRewardFunction:
 
 
 def warm_up_call(path: str) -> WorkerCall:
-    """Return a call for `WorkerPool(warm_up=...)` that checks the function in every worker."""
-    return make_worker_call(f"{_MODULE}:check", {"path": path})
+    """Return a call for `WorkerPool(warm_up=...)` that loads the function in every worker."""
+    return make_worker_call(FIND_PROBLEM, {"path": path})
 
 
-def check(path: str) -> None:
-    """Load the function in this process; raise `ValueError` if it cannot be used."""
-    _load_function(path)
+def find_problem(path: str) -> str:
+    """Load the function in this process; return why it cannot be used, empty if it can."""
+    try:
+        _load_function(path)
+    except ConfigError as error:
+        return error.cause
+    return ""
 
 
 def run(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,32 +169,43 @@ def run(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the result is no score. Errors of the function itself pass through.
     """
-    return parse_result(path, _load_function(path)(**values))
+    function = _load_function(path)
+    name = getattr(function, "__name__", path)
+    return parse_result(function(**values), f"{name} ({source_location(function)})")
 
 
-def parse_result(path: str, result: object) -> dict[str, Any]:
-    """Return `score`, a finite float, and `fields`; raise `ValueError` for any other result."""
+def parse_result(result: object, function: str) -> dict[str, Any]:
+    """Return `score`, a finite float, and `fields`, of what a function returned.
+
+    Args:
+        result: what it returned.
+        function: its name and place, for errors.
+
+    Raises:
+        ValueError: the result is no score.
+    """
     fields = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in fields:
         raise ValueError(
-            f"reward function {path}: returned a dict with the keys {list(fields)}, expected one "
-            "named score"
+            f"{function} returned a dict with the keys {list(fields)}, expected one named score"
         )
-    score = _finite_score(path, fields.pop("score"))
+    score = _finite_score(fields.pop("score"), function)
     for name, value in fields.items():
         if not isinstance(name, str):
-            raise ValueError(f"reward function {path}: field {name!r}, expected a name as text")  # noqa: TRY004
+            raise ValueError(  # noqa: TRY004
+                f"{function} returned the field {name!r}, expected a name as text"
+            )
         try:
             to_json(value)
         except ValueError as error:
-            raise ValueError(f"reward function {path}: field {name}: {error}") from error
+            raise ValueError(f"{function} returned the field {name}: {error}") from error
     return {"score": score, "fields": fields}
 
 
-def _finite_score(path: str, value: object) -> float:
+def _finite_score(value: object, function: str) -> float:
     message = (
-        f"reward function {path}: returned the score {value!r:.200} of type "
-        f"{type(value).__name__}, expected a finite number, or a dict with one named score"
+        f"{function} returned the score {value!r:.200} of type {type(value).__name__}, expected a "
+        "finite number, or a dict with one named score"
     )
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if item is not None:
@@ -225,8 +242,12 @@ def _check_signature(path: str, function: Callable[..., object]) -> None:
 
 
 def _last_location(error: Exception) -> str:
-    """Return the last line of the worker's traceback that names a file; empty without one."""
+    """Return the last line of the worker's traceback that names a file.
+
+    Empty if there is none, or if it is in this module, whose error names the function.
+    """
     if not isinstance(error, FunctionFailedError):
         return ""
     lines = [line.strip() for line in error.traceback.splitlines()]
-    return next((line for line in reversed(lines) if line.startswith("File ")), "")
+    last = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return "" if last.startswith(f'File "{__file__}"') else last

@@ -1,7 +1,7 @@
 """Read and check the inputs of a run before any process starts: data, tokenizer, tools, users.
 
 Every error here is a `ValueError` about the input, and leaves nothing to close. `build` turns the
-inputs into components. This module imports neither torch nor Ray.
+inputs into components. This module imports neither torch nor Ray, but the user's code may.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ from mega_agentrl.data.sft_dataset import (
 )
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.rollout.interaction.session import load_interaction_registry
+from mega_agentrl.rollout.interaction.session import (
+    InteractionRegistry,
+    load_interaction_registry,
+)
 from mega_agentrl.runtime.cluster import check_local_size
-from mega_agentrl.tool.toolkit import build_toolkit
+from mega_agentrl.tool.toolkit import build_toolkit, built_in_tools, load_tools
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.toolkit import ToolKit
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.protocols import InteractionProvider
@@ -79,6 +83,16 @@ class RunInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """The user's own code, without datasets and algorithms."""
+
+    tools: Sequence[Tool]
+    """Tools of `tool.user_tools_file`."""
+    interactions: InteractionRegistry
+    """Users of `rollout.interaction_config_file`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _DataTables:
     """Rows of all data files, checked but not tokenized."""
 
@@ -93,8 +107,8 @@ def read_inputs(
 ) -> RunInputs:
     """Read and check all inputs; with `config.total_epochs`, also set `config.total_steps`.
 
-    Cheap checks come first: the layout size (unless a cluster is joined), then the rows of the data
-    files, then everything that needs the tokenizer, whose import is slow.
+    Cheap checks come first: the layout size (unless a cluster is joined), then the user's code and
+    the rows of the data files, then everything that needs the tokenizer, whose import is slow.
     `on_prompts_read` is called when the prompts are valid, before the demonstrations are encoded,
     which takes longest.
     """
@@ -102,16 +116,14 @@ def read_inputs(
     StartProgress().begin("inputs", "data files, tokenizer, tools")
     if not config.cluster.ray_address:
         check_local_size(config)
+    own = load_user_code(config)
     tables = _read_tables(config)
     # Imported here, because it imports sympy, which takes most of a second.
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
-    from mega_agentrl.runtime.rubric import check_reward_environment
 
-    check_reward_environment(config.reward)
     codec = HFCodec(config.model.path)
-    tools = _build_toolkit(config, codec)
+    tools, interactions = _build_toolkit(config, codec, own.tools), own.interactions
     _check_tag_tokens(codec, tools.call_markers)
-    interactions = load_interaction_registry(config.rollout.interaction_config_file, tools.names)
     check_rubric_parts(config.reward, (*tools.names, *interactions.names))
     # With tags, the prompts describe the tools; function calls need them in the chat template.
     schemas = tools.schemas() if tools.uses_tool_messages else {}
@@ -143,6 +155,22 @@ def read_inputs(
         trigger_ids=_load_trigger_ids(config, codec),
         read_time_s=time.perf_counter() - start_s,
     )
+
+
+def load_user_code(config: TrainConfig) -> UserCode:
+    """Load the user's reward functions (in another process), tools and simulated users.
+
+    Raises:
+        ValueError: The code of one cannot be used, or two have the same name.
+    """
+    from mega_agentrl.runtime.rubric import check_reward_environment, check_reward_functions
+
+    check_reward_environment(config.reward)
+    check_reward_functions(config.reward)
+    tools = load_tools(config.tool)
+    names = (*built_in_tools(config.tool), *(tool.name for tool in tools))
+    interactions = load_interaction_registry(config.rollout.interaction_config_file, names)
+    return UserCode(tools=tools, interactions=interactions)
 
 
 def _read_tables(config: TrainConfig) -> _DataTables:
@@ -216,7 +244,7 @@ def _open_demonstration_stream(
     return DemonstrationSampler(demonstrations, seed).next_batch
 
 
-def _build_toolkit(config: TrainConfig, codec: HFCodec) -> ToolKit:
+def _build_toolkit(config: TrainConfig, codec: HFCodec, user_tools: Sequence[Tool]) -> ToolKit:
     sandboxes = None
     if config.tool.python.num_hosts:
         from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool
@@ -225,6 +253,7 @@ def _build_toolkit(config: TrainConfig, codec: HFCodec) -> ToolKit:
     return build_toolkit(
         config.tool,
         codec,
+        user_tools=user_tools,
         control_tokens=codec.control_tokens,
         api_key=os.environ.get(config.tool.search.api_key_env, ""),
         sandboxes=sandboxes,

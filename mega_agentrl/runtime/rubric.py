@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.sections.reward import MODEL_PART
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.reward import FUNCTION_EXPECTED, MODEL_PART
 from mega_agentrl.reward.llm_judge import LLMJudge
 from mega_agentrl.reward.rubric import WeightedRubric
-from mega_agentrl.reward.user_reward import UserRewardFunction, warm_up_call
-from mega_agentrl.sandbox.worker_pool import WorkerPool
+from mega_agentrl.reward.user_reward import FIND_PROBLEM, UserRewardFunction, warm_up_call
+from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool
 from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.reward import RewardConfig
+
+
+_IMPORT_TIMEOUT_S = 120.0
+"""Time in which a module with a reward function must be imported."""
 
 
 def check_reward_environment(config: RewardConfig) -> None:
@@ -28,6 +33,31 @@ def check_reward_environment(config: RewardConfig) -> None:
         _require_env("worker_env_vars", name)
     if MODEL_PART in config.part_names and config.model.is_remote and config.model.api_key_env:
         _require_env("model.api_key_env", config.model.api_key_env)
+
+
+def check_reward_functions(config: RewardConfig) -> None:
+    """Load the user's functions in a worker process, as the rubric's processes will.
+
+    Raises:
+        ConfigError: A function cannot be loaded or called.
+        ValueError: An environment variable is missing.
+    """
+    if not config.functions:
+        return
+    pool = WorkerPool(1, _IMPORT_TIMEOUT_S, environment=_worker_environment(config))
+    with closing(pool):
+        pool.start()
+        for name, path in config.functions.items():
+            try:
+                cause = pool.submit(FIND_PROBLEM, {"path": path}).result()
+            except WorkerCallError as error:  # the module ended the process, or takes too long
+                cause = str(error).removeprefix(f"{FIND_PROBLEM}: ")
+            if cause:
+                raise ConfigError(f"reward.functions.{name}", path, FUNCTION_EXPECTED, cause)
+
+
+def _worker_environment(config: RewardConfig) -> dict[str, str]:
+    return {name: _require_env("worker_env_vars", name) for name in config.worker_env_vars}
 
 
 @contextmanager
@@ -42,8 +72,7 @@ def open_rubric(
             0 watches none.
 
     Raises:
-        ValueError: A reward function cannot be loaded or called, or an environment variable is
-            missing.
+        ValueError: An environment variable is missing.
     """
     with ExitStack() as stack:
         functions: dict[str, UserRewardFunction] = {}
@@ -53,9 +82,7 @@ def open_rubric(
                 config.num_workers,
                 config.timeout_s,
                 warm_up=[warm_up_call(path) for path in used.values()],
-                environment={
-                    name: _require_env("worker_env_vars", name) for name in config.worker_env_vars
-                },
+                environment=_worker_environment(config),
             )
             stack.callback(pool.close)
             pool.start()

@@ -10,6 +10,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.user_code import source_location
 from mega_agentrl.tool.base import Tool
 from mega_agentrl.tool.function import FunctionTool
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
@@ -58,12 +59,12 @@ def check_methods(tool: Tool, key: str) -> None:
         got = _described(given, name)
         if inspect.iscoroutinefunction(inspect.unwrap(given)) is not is_async:
             problem = "the method is not async" if is_async else "the method is async"
-            raise ConfigError(place, got, shown, f"{problem} ({_location(given)})")
+            raise ConfigError(place, got, shown, f"{problem} ({source_location(given)})")
         try:
             inspect.signature(given).bind(*parameters[1:])
         except TypeError as error:
             cause = f"a call with {len(parameters) - 1} positional arguments: {error}"
-            raise ConfigError(place, got, shown, f"{cause} ({_location(given)})") from error
+            raise ConfigError(place, got, shown, f"{cause} ({source_location(given)})") from error
 
 
 def validated_schema(tool: Tool, where: str) -> FunctionSchema:
@@ -114,7 +115,8 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
         if unknown := sorted(set(properties) - known):
             raise ValueError(
                 f"{where}: the schema has the parameters {unknown}, expected only those of the "
-                f"function {tool.function.__name__}, {sorted(known)} ({_location(tool.function)})"
+                f"function {tool.function.__name__}, {sorted(known)} "
+                f"({source_location(tool.function)})"
             )
     return schema
 
@@ -124,12 +126,3 @@ def _described(method: Callable[..., Any], name: str) -> str:
     function = inspect.unwrap(getattr(method, "__func__", method))
     parameters = ", ".join(inspect.signature(function).parameters)
     return f"{'async ' if is_async else ''}def {name}({parameters})"
-
-
-def _location(method: Callable[..., Any]) -> str:
-    """Return `FILE, line N` of a function, or its module where there is no source."""
-    function = inspect.unwrap(method)
-    try:
-        return f"{inspect.getsourcefile(function)}, line {inspect.getsourcelines(function)[1]}"
-    except (TypeError, OSError):
-        return str(getattr(function, "__module__", "no source"))

@@ -68,9 +68,6 @@ class ToolKit:
         watched: Collection[str] = (),
         max_failed_first_calls: int = 0,
     ) -> None:
-        names = [tool.name for tool in tools]
-        if len(set(names)) != len(names):
-            raise ValueError(f"tools: names {names}, expected each name once")
         self._tools = {
             tool.name: _register_tool(tool, max_failed_first_calls if tool.name in watched else 0)
             for tool in tools
@@ -159,10 +156,34 @@ class ToolKit:
         return self._call_protocol.render(outcome.answer)
 
 
+def built_in_tools(config: ToolConfig) -> dict[str, type[Tool]]:
+    """Return the classes of the enabled built-in tools by name."""
+    enabled: list[type[Tool]] = [PythonTool]
+    if config.search.is_enabled:
+        enabled.append(SearchTool)
+    if config.browse.is_enabled:
+        from mega_agentrl.tool.browse.browse_tool import BrowseTool
+
+        enabled.append(BrowseTool)
+    return {kind.name: kind for kind in enabled}
+
+
+def load_tools(config: ToolConfig) -> list[Tool]:
+    """Return the user's tools.
+
+    Raises:
+        ConfigError: a tool cannot be loaded, or has the name of another one.
+    """
+    if not config.user_tools_file:
+        return []
+    return load_user_tools(config.user_tools_file, built_in_tools(config))
+
+
 def build_toolkit(
     config: ToolConfig,
     codec: TextCodec,
     *,
+    user_tools: Sequence[Tool] = (),
     control_tokens: Iterable[str] = (),
     api_key: str = "",
     sandboxes: SandboxProvider | None = None,
@@ -170,22 +191,20 @@ def build_toolkit(
     escapes: bool = True,
     max_failed_first_calls: int = 0,
 ) -> ToolKit:
-    """Return the configured tools: Python, then search and browse if enabled, then user tools.
+    """Return the configured tools: Python, then search and browse if enabled, then the user's.
 
     Nothing is started.
 
     Args:
         config: section `tool`.
         codec: counts the tokens of search and browse responses.
+        user_tools: what `load_tools` returns.
         control_tokens: see `ToolKit`.
         api_key: the value of the environment variable `config.search.api_key_env`.
         sandboxes: where Python code runs; None for a pool in this process.
         protocol: how calls are written.
         escapes: see `ToolKit`.
         max_failed_first_calls: see `ToolKit`; holds for user tools.
-
-    Raises:
-        ValueError: user tools cannot be loaded.
     """
     cache = None
     fallback_dir = None
@@ -218,7 +237,6 @@ def build_toolkit(
                 cache=cache,
             )
         )
-    user_tools = load_user_tools(config.user_tools_file) if config.user_tools_file else []
     return ToolKit(
         [*tools, *user_tools],
         control_tokens=control_tokens,

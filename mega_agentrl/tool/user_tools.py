@@ -33,6 +33,8 @@ from mega_agentrl.tool.function_schema import FunctionSchema
 from mega_agentrl.tool.interface_check import check_methods, validated_schema
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mega_agentrl.config.user_entries import UserEntry
 
 _EXPECTED_CLASS = (
@@ -49,11 +51,31 @@ _VERL_CAUSE = (
 )
 
 
-def load_user_tools(path: str | Path) -> list[Tool]:
-    """Return the tools of the file in order; raises `ValueError` for any mistake in it."""
+def load_user_tools(
+    path: str | Path, built_in: Mapping[str, type[Tool]] | None = None
+) -> list[Tool]:
+    """Return the tools of the file in order; raises `ValueError` for any mistake in it.
+
+    Args:
+        path: the yaml file.
+        built_in: classes of the other tools of the run by name, which no tool here may have.
+    """
     own_keys = ("timeout_s", "max_concurrent", "tool_schema")
     entries = read_user_entries(Path(path), "tool.user_tools_file", own_keys, head="tools")
-    return [_make_tool(entry) for entry in entries]
+    owners = {name: f"the built-in {kind.__name__}" for name, kind in (built_in or {}).items()}
+    tools = []
+    for number, entry in enumerate(entries, start=1):
+        tool, class_name = _make_tool(entry), entry.values["class_name"]
+        if tool.name in owners:
+            raise ConfigError(
+                f"{entry.key}, class_name",
+                class_name,
+                f"a tool with another name than {tool.name}, which {owners[tool.name]} has",
+                "a copied class or entry; set another name in the class or in tool_schema",
+            )
+        owners[tool.name] = f"{class_name} (entry {number})"
+        tools.append(tool)
+    return tools
 
 
 def _make_tool(entry: UserEntry) -> Tool:

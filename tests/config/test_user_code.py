@@ -49,13 +49,18 @@ def test_a_module():
         ("other = 1\n", type(None), "the module has no value, but defines other"),
         ("x = 1\n1 / 0\n", ZeroDivisionError, "mine.py, line 2)"),
         ("import no_such_module\n", ModuleNotFoundError, "'no_such_module' ("),
-        ("def value(:\n", SyntaxError, "mine.py, line 1)"),
+        ("def value(:\n", SyntaxError, "/mine.py, line 1)"),
+        ("import sys\nsys.exit(3)\n", SystemExit, "SystemExit: 3 ("),
+        ("import bad_beside\n", ZeroDivisionError, "mine.py, line 1; raised in "),
+        ("import bad_syntax_beside\n", SyntaxError, "/bad_syntax_beside.py, line 2)"),
     ],
-    ids=["no such name", "error", "import", "syntax"],
+    ids=["no such name", "error", "import", "syntax", "exit", "other file", "other file's syntax"],
 )
 def test_what_is_wrong_with_the_users_code_is_the_cause(tmp_path, text, error_type, cause):
     file = tmp_path / "mine.py"
     file.write_text(text)
+    (tmp_path / "bad_beside.py").write_text("\n1 / 0\n")
+    (tmp_path / "bad_syntax_beside.py").write_text("\ndef value(:\n")
     error = refused(load, f"{file}:value")
     assert (error.key, error.got, error.expected) == ("a.key", f"{file}:value", "a number")
     assert type(error.__cause__) is error_type

@@ -29,7 +29,7 @@ from mega_agentrl.config.override_keys import (
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.sections.data import DataConfig, DataFile
 from mega_agentrl.data.rl_dataset import read_prompts
-from mega_agentrl.reward.user_reward import check, run
+from mega_agentrl.reward.user_reward import find_problem, run
 from mega_agentrl.rollout.interaction.base import load_interactions
 from mega_agentrl.rollout.interaction.session import load_interaction_registry
 from mega_agentrl.tool.toolkit import ToolKit
@@ -199,7 +199,7 @@ def test_a_run_is_composed_and_loads_the_files_that_it_names(block, overrides, p
     file = config.rollout.interaction_config_file
     load_interaction_registry(file, ToolKit(tools).names)
     for path in config.reward.functions.values():
-        check(path)
+        assert find_problem(path) == ""
 
 
 @pytest.mark.parametrize("block", RECORDS, ids=lambda one: one.id)

@@ -79,10 +79,34 @@ def test_bad_input_is_found_before_tools_start(config, monkeypatch, section, fie
         read_inputs(config)
 
 
-def test_bad_user_tools_are_found(config, tmp_path):
-    config.tool.user_tools_file = user_tool(tmp_path, "Gsm8k")
-    key, got = refused_setting(read_inputs, config)
+@pytest.fixture
+def unread(config):
+    """A configuration whose data and tokenizer would be refused if they were read."""
+    config.data.train = config.model.path = "nowhere"
+    return config
+
+
+def test_bad_user_tools_are_found_before_the_data_is_read(unread, tmp_path):
+    unread.tool.user_tools_file = user_tool(tmp_path, "Gsm8k")
+    key, got = refused_setting(read_inputs, unread)
     assert key.startswith("tool.user_tools_file=") and got == "mega_agentrl.tool.gsm8k.Gsm8k"
+
+
+def test_a_bad_reward_is_found_before_the_data_is_read(unread, tmp_path):
+    (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
+    unread.reward.functions = {"mine": f"{tmp_path}/mine.py"}
+    assert refused_setting(read_inputs, unread)[0] == "reward.functions.mine"
+
+
+def test_a_simulated_user_with_the_name_of_a_tool_is_found_before_the_data_is_read(
+    unread, tmp_path
+):
+    path = tmp_path / "users.yaml"
+    name = "mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction"
+    path.write_text(f"- {{name: python, class_name: {name}}}\n")
+    unread.rollout.interaction_config_file = str(path)
+    with pytest.raises(ValueError, match=r"users\.yaml: there are tools called python"):
+        read_inputs(unread)
 
 
 def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):

@@ -7,7 +7,12 @@ import pytest
 
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.runtime import rubric as module
-from mega_agentrl.runtime.rubric import check_reward_environment, open_rubric
+from mega_agentrl.runtime.rubric import (
+    check_reward_environment,
+    check_reward_functions,
+    open_rubric,
+)
+from tests.config.refusals import refused
 from tests.fakes import make_trajectory
 
 MINE = """
@@ -47,14 +52,35 @@ def test_user_functions_see_only_the_named_variables(tmp_path, monkeypatch):
         rubric.score(make_trajectory())
 
 
-def test_errors_are_found_at_the_start(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("x = 1", "no compute_score"),
+        ("\nimport nothing_of_this_name\n", "/mine.py, line 2)"),
+        (
+            "import os\nassert os.environ['MINE_KEY'] == 'secret'\nraise OSError('no file')\n",
+            "no f",
+        ),
+        ("import sys\nsys.exit('no licence')\n", "SystemExit: no licence"),
+        ("import os\nos._exit(3)\n", "exit code 3"),
+    ],
+    ids=["no function", "import", "error", "exit", "death"],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_with_its_part(
+    tmp_path, monkeypatch, text, cause
+):
+    monkeypatch.setenv("MINE_KEY", "secret")
+    path = f"{tmp_path}/mine.py"
+    error = refused(check_reward_functions, mine(tmp_path, text, functions={"mine": path}))
+    assert (error.key, error.got) == ("reward.functions.mine", path)
+    assert cause in error.cause and "worker pool" not in str(error)
+
+
+def test_the_variables_of_the_workers_must_be_set(tmp_path, monkeypatch):
     monkeypatch.delenv("MINE_KEY", raising=False)
-    for config, named in (
-        (mine(tmp_path), r"reward\.worker_env_vars: .*MINE_KEY"),
-        (mine(tmp_path, "x = 1", worker_env_vars=[]), "no compute_score"),
-    ):
-        with pytest.raises(ValueError, match=named), open_rubric(config):
-            pass
+    named = r"reward\.worker_env_vars: .*MINE_KEY"
+    with pytest.raises(ValueError, match=named), open_rubric(mine(tmp_path)):
+        pass
 
 
 def test_missing_variables_are_found_without_starting_anything(tmp_path, monkeypatch):

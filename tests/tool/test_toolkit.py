@@ -15,7 +15,7 @@ from mega_agentrl.config.sections.tools import (
 from mega_agentrl.sandbox.client import SandboxResult
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.gsm8k import Gsm8kTool
-from mega_agentrl.tool.toolkit import ToolKit, build_toolkit
+from mega_agentrl.tool.toolkit import ToolKit, build_toolkit, load_tools
 from mega_agentrl.types.errors import FirstCallsFailedError, ToolSessionError
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.fakes import CharCodec, make_prompt
@@ -61,7 +61,9 @@ def notes_kit(tmp_path):
     (tmp_path / "notes.py").write_text(BROKEN_TOOL)
     (tmp_path / "tools.yaml").write_text("- class_name: notes.py:Notes\n")
     config = ToolConfig(python=PYTHON, user_tools_file=str(tmp_path / "tools.yaml"))
-    toolkit = build_toolkit(config, CharCodec(), max_failed_first_calls=3)
+    toolkit = build_toolkit(
+        config, CharCodec(), user_tools=load_tools(config), max_failed_first_calls=3
+    )
     yield toolkit
     toolkit.close_now()
 
@@ -181,7 +183,9 @@ def test_user_tools_browse_and_control_tokens_reach_the_toolkit(tmp_path):
     config = ToolConfig(
         python=PYTHON, user_tools_file=str(path), browse=BrowseToolConfig(allowed_domains=["*"])
     )
-    toolkit = build_toolkit(config, CharCodec(), control_tokens=["[CTL]"])
+    toolkit = build_toolkit(
+        config, CharCodec(), user_tools=load_tools(config), control_tokens=["[CTL]"]
+    )
     assert toolkit.names == ("python", "browse", "gsm8k")
     assert toolkit.stop_strings == ("</python>", "</browse>", "</gsm8k>")
     outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="[CTL]", latency_s=0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mega_agentrl.tool.python import PythonTool
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.types.records import ToolStatus
@@ -101,16 +102,19 @@ def double(x: int) -> int:
 plain = 3
 '''
 
+NOTES = "class_name: 'mine.py:Notes'"
+DOUBLE = "class_name: 'mine.py:double'"
+
 
 @pytest.fixture
 def load(tmp_path):
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
 
-    def load(text):
+    def load(text, built_in=None):
         path = tmp_path / "tools.yaml"
         path.write_text(text)
-        return load_user_tools(path)
+        return load_user_tools(path, built_in)
 
     return load
 
@@ -148,16 +152,22 @@ async def test_classes_functions_and_renamed_tools(load):
 
 
 def test_limits_of_one_entry_are_not_those_of_the_next(load):
-    one, two = load(
-        "- {class_name: 'mine.py:double', timeout_s: 1}\n- class_name: mine.py:double\n"
-    )
+    one, two = load(f"""
+- {{{DOUBLE}, timeout_s: 1}}
+- {DOUBLE}
+  tool_schema: {{type: function, function: {{name: other, description: "",
+    parameters: {{type: object, properties: {{x: {{type: integer}}}}}}}}}}
+""")
     assert (one.timeout_s, two.timeout_s) == (1.0, 60.0)
-    with pytest.raises(ValueError, match="each name once"):
-        ToolKit([one, two])
 
 
-NOTES = "class_name: 'mine.py:Notes'"
-DOUBLE = "class_name: 'mine.py:double'"
+def test_two_tools_of_one_name_are_refused_with_both_classes(load):
+    error = refused(load, f"- {DOUBLE}\n- {{{NOTES}, config: {{prefix: a}}}}\n- {DOUBLE}\n")
+    assert error.key.endswith("tools.yaml, entry 3, class_name") and error.got == "mine.py:double"
+    assert "double, which mine.py:double (entry 1) has" in error.expected
+    error = refused(load, f"- {DOUBLE}", {"double": PythonTool})
+    assert error.key.endswith("tools.yaml, entry 1, class_name")
+    assert "the built-in PythonTool" in error.expected
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import pytest
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.reward import RewardConfig
 from mega_agentrl.config.sections.tools import ToolConfig
 from mega_agentrl.types.records import ToolStatus
+from tests.config.refusals import refused
 from tools.preflight_parts import user_tools
 from tools.preflight_parts.user_tools import ExampleCall, call_user_tools
 
@@ -64,6 +67,10 @@ class Unstarted(Slow):
 
     async def start(self):
         raise OSError("no server")
+
+
+class Python(Slow):
+    name = "python"
 
 
 class Demanding(Slow):
@@ -127,3 +134,21 @@ def test_an_example_that_fits_no_call_is_refused_with_the_file(call):
 
 def test_nothing_is_called_without_a_file():
     assert call_user_tools(TrainConfig()) == ([], [], [])
+
+
+def test_two_tools_of_one_name_are_refused(call):
+    with pytest.raises(ConfigError, match=r"entry 2, class_name='mine\.py:double'.*entry 1"):
+        call("double", "double")
+
+
+def test_a_tool_with_the_name_of_a_built_in_tool_is_refused(call):
+    with pytest.raises(ConfigError, match=r"entry 2, class_name='mine\.py:Python'.*PythonTool"):
+        call("double", "Python")
+
+
+def test_a_reward_that_cannot_be_imported_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
+    reward = RewardConfig(rubric={"all": {"mine": 1.0}}, functions={"mine": f"{tmp_path}/mine.py"})
+    error = refused(call_user_tools, TrainConfig(reward=reward))
+    assert (error.key, error.got) == ("reward.functions.mine", f"{tmp_path}/mine.py")
+    assert "'nothing_of_this_name'" in error.cause and "mine.py, line 1)" in error.cause

@@ -19,7 +19,7 @@ from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.estimate.preflight.report import PreflightProblem
 from mega_agentrl.estimate.preflight.suggestions import get_setting, with_overrides
 from mega_agentrl.rollout.conversation.messages import template_drift, tool_message
-from mega_agentrl.tool.toolkit import build_toolkit
+from mega_agentrl.tool.toolkit import build_toolkit, load_tools
 from mega_agentrl.types.records import Prompt, Role, ToolOutcome, ToolStatus, Turn
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def _schemas(config: TrainConfig, codec: HFCodec) -> Mapping[str, Mapping[str, A
     kit = build_toolkit(
         with_overrides(config, {"tool.cache.path": ""}).tool,
         codec,
+        user_tools=load_tools(config.tool),
         control_tokens=codec.control_tokens,
         protocol=config.rollout.call_protocol,
     )

@@ -1,4 +1,4 @@
-"""Builds the user's tools and makes the example calls of their schemas, as a run would."""
+"""Loads the user's code and makes the example calls of the tools' schemas, as a run would."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.estimate.preflight.report import PreflightProblem
+from mega_agentrl.runtime.inputs import load_user_code
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.tool.interface_check import validated_schema
 from mega_agentrl.tool.session import SessionLimits
 from mega_agentrl.tool.toolkit import ToolKit
-from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
@@ -46,15 +46,14 @@ def call_user_tools(
     """Return all example calls, those that failed as problems, and notes on tools without any.
 
     Raises:
-        ConfigError: The file or a tool in it cannot be loaded.
+        ValueError: A tool, a reward function or a simulated user cannot be loaded, or two of them
+            have the same name.
     """
     calls: list[ExampleCall] = []
     notes: list[str] = []
-    if not config.tool.user_tools_file:
-        return calls, [], notes
     if sys.modules.get("torch", sys) is None:
         del sys.modules["torch"]  # the user's code may import it
-    for tool in load_user_tools(config.tool.user_tools_file):
+    for tool in load_user_code(config).tools:
         examples = validated_schema(tool, f"tool {tool.name}").examples
         if not examples:
             notes.append(f"tool {tool.name} was not called: its parameters have no `examples`")
