@@ -19,12 +19,11 @@ from signal import Signals
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mega_agentrl.config.checks.cross_section import check_config
 from mega_agentrl.config.checks.inputs import check_run_dir
@@ -33,8 +32,10 @@ from mega_agentrl.config.override_keys import (
     CommandLine,
     check_overrides,
     check_yaml_keys,
+    compose_settings,
     parse_command_line,
     register_schema,
+    repeated_keys,
 )
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
@@ -233,7 +234,7 @@ def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:
 
 
 def _check_command_line(line: CommandLine, folder: Path) -> None:
-    """Check the names of overrides, then their values, and create the folder of the run or sweep.
+    """Check the names of overrides, then their values; then create the folder of the run or sweep.
 
     Hydra's own errors say less and exit with code 1.
     """
@@ -241,10 +242,24 @@ def _check_command_line(line: CommandLine, folder: Path) -> None:
     check_overrides(line.overrides, folder, *line.config_dirs)
     # Hydra composes each job of a sweep, and reports what is wrong with the values in it.
     overrides = without_swept(line.overrides) if line.is_sweep else line.overrides
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        composed = compose("train", overrides)
-    if line.starts_run:
-        _check_run_dir(composed)
+    composed = compose_settings(overrides, folder, *line.config_dirs)
+    for sentence in repeated_keys(line.overrides):
+        print(f"mega_agentrl: {sentence}", file=sys.stderr)
+    if not line.starts_run:
+        return
+    if not line.is_sweep:
+        _check_values(composed)
+    _check_run_dir(composed)
+
+
+def _check_values(composed: DictConfig) -> None:
+    """Check the configuration of a run, before there is a folder for it."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except InterpolationResolutionError:  # only Hydra can resolve it; `run` checks the rest
+        return
+    assert isinstance(config, TrainConfig)
+    check_config(config)
 
 
 def _check_run_dir(composed: DictConfig) -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES  # noqa: E402
 from mega_agentrl.config.field_docs import field_docs, format_value, type_name  # noqa: E402
-from mega_agentrl.config.override_keys import known_keys, yaml_keys  # noqa: E402
+from mega_agentrl.config.override_keys import file_keys, known_keys  # noqa: E402
 from mega_agentrl.config.paths import find_config_dir  # noqa: E402
 from mega_agentrl.config.ranges import MAX_ITEMS, MAX_TEXT_CHARS, setting_types  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
@@ -127,8 +127,9 @@ def files_that_set() -> dict[str, list[str]]:
     """Return the yaml files that set each key, as `group/file`."""
     files: dict[str, list[str]] = defaultdict(list)
     folder = find_config_dir()
-    for path, key in yaml_keys(folder):
-        files[key].append(path.relative_to(folder).with_suffix("").as_posix())
+    for path in sorted(folder.rglob("*.yaml")):
+        for key in file_keys(path, folder):
+            files[key].append(path.relative_to(folder).with_suffix("").as_posix())
     return files
 
 

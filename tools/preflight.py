@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mega_agentrl.config.errors import ConfigError  # noqa: E402
+from mega_agentrl.config.override_keys import repeated_keys  # noqa: E402
 from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
 from mega_agentrl.estimate.preflight.report import PreflightProblem, run_preflight  # noqa: E402
 from mega_agentrl.estimate.weight_transfer import estimate_transfer  # noqa: E402
@@ -51,6 +52,7 @@ def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFinding
         )
         path = make_config_only_folder(args.model_config, folder) if args.model_config else None
         config = compose_config(args.overrides, model_path=path)
+        found.notes += repeated_keys(args.overrides)
         found.config, found.device = config, device
         check = make_config_check(folder, files=not args.no_files)
         check(config)

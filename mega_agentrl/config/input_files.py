@@ -79,14 +79,31 @@ def read_json(path: Path, key: str, expected: str) -> dict[str, Any]:
     return value
 
 
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key which occurs twice in a mapping."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if first := lines.get((key.tag, key.value)):
+                raise ValueError(f"the key {key.value!r} is in line {first} and again in {line}")
+            lines[key.tag, key.value] = line
+        return node
+
+
 def read_yaml(path: Path, key: str, expected: str) -> Any:
     """Return the value in a yaml file, which the setting `key` names.
 
     Raises:
-        ConfigError: The file cannot be read, or its values are too many or nested too deeply.
+        ConfigError: The file cannot be read, has a key twice in one mapping, or its values are too
+            many or nested too deeply.
     """
     with reading(key, path, expected, "not valid yaml"):
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         _check_size(value, max_nodes=_MAX_YAML_NODES)
     return value
 

@@ -1,8 +1,8 @@
-"""Register the schema with Hydra, and check keys before Hydra composes a configuration.
+"""Register the schema with Hydra, check keys, and compose a configuration.
 
 The keys are those of command-line overrides and yaml files. A misspelt schema key, config group or
-option fails with the nearest known name, instead of Hydra's advice to append it. Types and ranges
-of values are checked by Hydra and the schema.
+option fails with the nearest known name, instead of Hydra's advice to append it. Hydra checks the
+types of values, whose errors get key and range from the schema, and the schema their ranges.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import yaml
+from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser  # private; checked with Hydra 1.3
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
-from omegaconf import OmegaConf
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import read_yaml
+from mega_agentrl.config.ranges import FieldType, setting_types
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sweep_overrides import sweep_dir_name
 
@@ -82,17 +85,24 @@ def known_sections(schema: type = TrainConfig) -> set[str]:
 
 def is_known(key: str) -> bool:
     """Whether a dotted key is a section, a leaf, or an entry of a dictionary leaf."""
-    return key in known_sections() or _leaf_type(key) is not None
+    return key in known_sections() or setting_type(key) is not None
 
 
-def _leaf_type(key: str) -> Any | None:
+def setting_type(key: str) -> FieldType | None:
     """Return the type of a leaf or of an entry of a dictionary leaf; None for other keys."""
-    keys = known_keys()
-    if key in keys:
-        return keys[key]
-    parent, dot, _ = key.rpartition(".")
-    above = _leaf_type(parent) if dot else None
-    return get_args(above)[1] if get_origin(above) is dict else None
+    section: type = TrainConfig
+    kind: FieldType | None = None
+    for name in key.split("."):
+        if kind is not None:
+            kind = kind.item if kind.kind is dict else None
+        elif is_dataclass(below := _field_types(section).get(name)) and isinstance(below, type):
+            section = below
+            continue
+        else:
+            kind = setting_types(section).get(name)
+        if kind is None:
+            return None
+    return kind
 
 
 def known_groups(config_dir: Path) -> dict[str, list[str]]:
@@ -164,7 +174,8 @@ def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
 
     Args:
         overrides: `a.b=c`, `+a=c`, `++a=c`, `~a`, `group=option` or `group@package=option`.
-        config_dirs: folders with config groups.
+        config_dirs: folders with config groups, the first of which `check_yaml_keys` has checked;
+            of the others the chosen files are checked here.
     """
     parsed = [_parse_override(text) for text in overrides]
     groups: dict[str, list[str]] = {}
@@ -173,6 +184,8 @@ def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
             groups[group] = sorted({*groups.get(group, []), *options})
     for override in parsed:
         _check_override(override, groups)
+        if str(override.key_or_group) in groups:
+            _check_chosen_files(override, config_dirs[1:])
     _check_single_choices(parsed, groups)
 
 
@@ -245,6 +258,14 @@ def _check_options(override: Override, group: str, known: Sequence[str]) -> None
             )
 
 
+def _check_chosen_files(override: Override, config_dirs: Iterable[Path]) -> None:
+    for option in _chosen_options(override):
+        for folder in config_dirs:
+            path = folder / str(override.key_or_group) / f"{option}.yaml"
+            if path.is_file():
+                _check_yaml_file(path, folder)
+
+
 def _chosen_options(override: Override) -> Iterator[str]:
     """Yield the options that a group override selects: several in a sweep, none for `~group`."""
     value = override.value()
@@ -256,24 +277,89 @@ def _chosen_options(override: Override) -> Iterator[str]:
         yield str(value)
 
 
+def repeated_keys(overrides: Sequence[str]) -> list[str]:
+    """Return a sentence for each key that is given twice; as in Hydra the last value holds.
+
+    Scripts rely on it, which append the user's arguments to their own.
+    """
+    last: dict[str, Override] = {}
+    sentences = []
+    for override in map(_parse_override, overrides):
+        key = str(override.key_or_group)
+        first = last.get(key)
+        last[key] = override
+        if first is not None and first.input_line != override.input_line:
+            sentences.append(
+                f"{key} is given twice: {override.input_line} holds, not {first.input_line}"
+            )
+    return sentences
+
+
+def compose_settings(overrides: Sequence[str], config_dir: Path, *other_dirs: Path) -> DictConfig:
+    """Compose `train.yaml` with overrides that `check_overrides` has checked.
+
+    Args:
+        overrides: Hydra overrides, each with one value.
+        config_dir: folder of `train.yaml`.
+        other_dirs: folders with further options of config groups.
+
+    Raises:
+        ConfigError: a value has another type than the setting.
+        HydraException: any other error of Hydra.
+    """
+    folders = ",".join(f"'file://{folder.resolve()}'" for folder in other_dirs)
+    search_path = [f"hydra.searchpath=[{folders}]"] if folders else []
+    try:
+        with initialize_config_dir(str(config_dir), version_base="1.3"):
+            return compose("train", [*search_path, *overrides])
+    except HydraException as error:
+        if (type_error := _type_error(error)) is not None:
+            raise type_error from error
+        raise
+
+
+def _type_error(error: HydraException) -> ConfigError | None:
+    """Return the error of a value that OmegaConf cannot convert; None for any other error."""
+    cause = error.__cause__ or error.__context__
+    if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
+        return None
+    kind = setting_type(cause.full_key.partition("[")[0])
+    if kind is None:
+        return None
+    origin, reason = str(error).splitlines()[0], str(cause).splitlines()[0]
+    if origin.startswith("In "):  # the yaml file
+        reason = f"{origin.rstrip(':')}: {reason}"
+    return ConfigError(cause.full_key, cause.value, kind.expected, reason)
+
+
 def check_yaml_keys(config_dir: Path) -> None:
-    """Raise a `ValueError` for the first yaml file that sets an unknown key."""
+    """Raise a `ValueError` for the first yaml file that is damaged or sets an unknown key."""
+    for path in sorted(config_dir.rglob("*.yaml")):
+        _check_yaml_file(path, config_dir)
+
+
+def _check_yaml_file(path: Path, config_dir: Path) -> None:
     known = {*known_keys(), *known_sections(), *known_options()}
-    for path, key in yaml_keys(config_dir):
+    for key in file_keys(path, config_dir):
         if not is_known(key) and key.split(".")[0] != _HYDRA:
             raise ValueError(
                 f"{path}: unknown key {key!r}; nearest known is {_suggest_names(key, known)}"
             )
 
 
-def yaml_keys(config_dir: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each yaml file with each dotted key that it sets, sections included."""
-    for path in sorted(config_dir.rglob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        group = path.parent.relative_to(config_dir).as_posix()
-        package = "" if group == "." or _GLOBAL_PACKAGE in text else group.replace("/", ".")
-        for key in _nested_keys(yaml.safe_load(text) or {}, package):
-            yield path, key
+def file_keys(path: Path, config_dir: Path) -> Iterator[str]:
+    """Yield each dotted key that a yaml file below `config_dir` sets, sections included."""
+    expected = "a yaml file of settings"
+    values = read_yaml(path, "configuration", expected) or {}
+    if not isinstance(values, dict):
+        cause = f"it holds a {type(values).__name__}"
+        raise ConfigError("configuration", str(path), expected, cause)
+    is_global = _GLOBAL_PACKAGE in path.read_text(encoding="utf-8")
+    group = path.parent.relative_to(config_dir).as_posix()
+    package = "" if group == "." or is_global else group.replace("/", ".")
+    for name, value in values.items():
+        _check_integers(value, f"{path}, {package}.{name}" if package else f"{path}, {name}")
+    yield from _nested_keys(values, package)
 
 
 def _nested_keys(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from math import inf, isfinite
 from types import NoneType, UnionType
@@ -132,8 +133,10 @@ class FieldType:
             text = f"a text of {self.length or _TEXT_LENGTH} characters, without NUL, in UTF-8"
         elif self.kind is Any:
             text = f"finite numbers and short texts, nested at most {_MAX_DEPTH} deep"
+        elif issubclass(self.kind, Enum):
+            text = f"one of {', '.join(choice.name for choice in self.kind)}"
         else:
-            text = str(self.kind.__name__)
+            text = "true or false" if self.kind is bool else str(self.kind.__name__)
         return f"{text}, or null" if self.is_optional else text
 
     @property

@@ -74,8 +74,10 @@ def aliases(depth):
         "a: &x [*x]",
         "? [a]\n: 1",
         "!!python/name:a",
+        "- class_name: a\n  timeout_s: 1\n  class_name: b",
+        "[{a: 1, a: 2}]",
     ],
-    ids=["cut", "nested", "aliases", "date", "cycle", "key", "tag"],
+    ids=["cut", "nested", "aliases", "date", "cycle", "key", "tag", "key twice", "in a line"],
 )
 def test_yaml_files_are_refused_with_their_name(tmp_path, text):
     path = tmp_path / "tools.yaml"
@@ -88,6 +90,10 @@ def test_yaml_is_read(tmp_path):
     path = tmp_path / "tools.yaml"
     path.write_text("- &a {x: [1, 2.5, null]}\n- *a\n")
     assert read_yaml(path, KEY, "a list") == [{"x": [1, 2.5, None]}] * 2
+    path.write_text("- &a {x: 1, y: 2}\n- &b {<<: *a, x: 3}\n- {<<: *b, y: 4}\n- {1: a, '1': b}\n")
+    one, two, three, four = read_yaml(path, KEY, "a list")
+    assert (one, two, three) == ({"x": 1, "y": 2}, {"x": 3, "y": 2}, {"x": 3, "y": 4})
+    assert four == {1: "a", "1": "b"}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")

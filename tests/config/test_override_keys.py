@@ -10,13 +10,16 @@ from hydra.errors import HydraException
 from mega_agentrl.config.override_keys import (
     check_overrides,
     check_yaml_keys,
+    compose_settings,
     known_groups,
     known_keys,
     known_sections,
     parse_command_line,
     register_schema,
+    repeated_keys,
 )
 from mega_agentrl.config.paths import find_config_dir
+from tests.config.refusals import refused, refused_setting
 
 
 @dataclass
@@ -208,6 +211,74 @@ def test_an_unknown_key_in_a_file_is_refused(folder, name, text, unknown, neares
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{name}: .*'{unknown}'.* '{nearest}'"):
         check_yaml_keys(folder)
+
+
+DAMAGED = {
+    "cut": "seed: [",
+    "key twice": "seed: 1\noptim: {lr: 1}\nseed: 2\n",
+    "list": "- seed: 1\n",
+    "digits": "seed: 1" + "0" * 5000,
+}
+HUGE = "optim:\n  lr: 1" + "0" * 400 + "\n"
+"""An integer that OmegaConf cannot convert to a float."""
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_refused_with_its_name(folder, damage):
+    path = folder / "train.yaml"
+    path.write_text(DAMAGED[damage])
+    assert refused_setting(check_yaml_keys, folder) == ("configuration", str(path))
+
+
+def test_a_huge_integer_in_a_file_is_refused_with_its_key(folder, tmp_path_factory):
+    mine = tmp_path_factory.mktemp("configs")
+    for place in (folder, mine):
+        path = place / "experiment" / "huge.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"# @package _global_\n{HUGE}")
+    assert refused(check_yaml_keys, folder).key == f"{folder}/experiment/huge.yaml, optim.lr"
+    error = refused(check_overrides, ["experiment=huge"], folder, mine)
+    assert error.key == f"{mine}/experiment/huge.yaml, optim.lr"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "got", "expected"),
+    [
+        ("sft.lr=.nan", "sft.lr", ".nan", "a finite number, at least 0, at most 10"),
+        ("sft.lr=", "sft.lr", "", "a finite number, at least 0, at most 10"),
+        ("sft.lr=null", "sft.lr", None, "a finite number, at least 0, at most 10"),
+        ("total_steps=1e9", "total_steps", 1e9, "a whole number, at least 0"),
+        ("optim.betas=[a,b]", "optim.betas[0]", "a", "2 items, each a finite number, at least 0"),
+        ("rollout.top_p=[1]", "rollout.top_p", [1], "a finite number, above 0, at most 1"),
+        ("algo.kl_target=x", "algo.kl_target", "x", "1000 nats, or null"),
+        ("algo.kl_placement=none", "algo.kl_placement", "none", "one of loss, reward"),
+        ("deterministic=maybe", "deterministic", "maybe", "true or false"),
+        ("+reward.rubric.default={arpo:x}", "reward.rubric.default.arpo", "x", "a finite number"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_key_and_range(override, key, got, expected):
+    register_schema()
+    error = refused(compose_settings, [override], find_config_dir())
+    assert (error.key, error.got) == (key, got)
+    assert expected in error.expected
+
+
+def test_a_value_of_another_type_in_a_file_is_refused_with_key_and_file(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsft: {lr: fast}\n")
+    register_schema()
+    error = refused(compose_settings, ["experiment=mine"], find_config_dir(), tmp_path)
+    assert (error.key, error.got) == ("sft.lr", "fast") and "experiment/mine" in error.cause
+
+
+def test_the_last_value_of_a_key_holds_and_is_reported():
+    overrides = ["seed=1", "algo=grpo", "+optim.lr=1e-4", "seed=2", "seed=2", "optim.lr=1e-5"]
+    assert repeated_keys(overrides) == [
+        "seed is given twice: seed=2 holds, not seed=1",
+        "optim.lr is given twice: optim.lr=1e-5 holds, not +optim.lr=1e-4",
+    ]
+    register_schema()
+    assert compose_settings(["seed=1", "seed=2"], find_config_dir()).seed == 2
 
 
 def test_keys_of_hydra_in_a_file_pass(folder):

@@ -76,6 +76,10 @@ CASES = {
     "type of a value": (lambda a, t: "optim.lr=fast", "optim.lr"),
     "run folder": (run_folder_below_a_file, "file is a file"),
     "range of a value": (lambda a, t: "rollout.top_p=1.5", "rollout.top_p=1.5"),
+    "value that Hydra resolves": (
+        lambda a, t: "rollout.top_p=1.5 tool.cache.path=${hydra:runtime.cwd}/cache",
+        "rollout.top_p=1.5",
+    ),
     "model folder": (other_architecture, "MambaForCausalLM"),
     "own branching rule": (rule_without_a_decision, "Branching does not define num_forks"),
     "own loss": (loss_of_one_argument, "the arguments of loss are (logp_BT)"),
@@ -86,6 +90,16 @@ CASES = {
     "data with an own loss": (parquet_without_truth_with_an_own_loss, "reward_model"),
     "tokenizer": (lambda a, t: "data.max_prompt_tokens=17", "data.truncation=drop"),
 }
+
+
+WITH_FOLDER = (
+    "value that Hydra resolves",
+    "host size",
+    "data",
+    "data with an own loss",
+    "tokenizer",
+)
+"""Stages after Hydra has created the run folder."""
 
 
 @pytest.mark.parametrize("stage", CASES)
@@ -102,6 +116,9 @@ def test_bad_input_is_one_screen_and_exit_code_2_before_slow_imports(stage, asse
     assert "Traceback" not in output
     *screen, loaded = output.splitlines()
     assert len(screen) <= 24, "more than one screen"
+    run_dir = tmp_path / "run"
+    assert run_dir.exists() == (stage in WITH_FOLDER)
+    assert stage not in WITH_FOLDER or run_dir.stat().st_mode & 0o777 == 0o700
     assert loaded == f"loaded: {['transformers'] if stage == 'tokenizer' else []}"
 
 

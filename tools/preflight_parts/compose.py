@@ -6,12 +6,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from mega_agentrl.config.checks.cross_section import check_config
 from mega_agentrl.config.enums import SearchBackend
-from mega_agentrl.config.override_keys import check_overrides, check_yaml_keys, register_schema
+from mega_agentrl.config.override_keys import (
+    check_overrides,
+    check_yaml_keys,
+    compose_settings,
+    register_schema,
+)
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.estimate.preflight.suggestions import with_overrides
@@ -28,14 +32,14 @@ def compose_overrides(overrides: Sequence[str]) -> DictConfig:
     """Compose `configs/train.yaml` with Hydra overrides.
 
     Raises:
-        ValueError: an unknown key. Hydra and OmegaConf raise their own errors for malformed values.
+        ValueError: an unknown key or a value of a wrong type. Hydra raises its own errors for
+            anything else.
     """
     register_schema()
     folder = find_config_dir()
     check_yaml_keys(folder)
     check_overrides(overrides, folder)
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        return compose("train", list(overrides))
+    return compose_settings(overrides, folder)
 
 
 def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -> TrainConfig:
@@ -46,8 +50,8 @@ def compose_config(overrides: Sequence[str], *, model_path: str | None = None) -
         model_path: replaces `model.path` if given.
 
     Raises:
-        ValueError: an unknown key, a value out of range, or no `model.path`. Hydra and OmegaConf
-            raise their own errors for malformed values.
+        ValueError: an unknown key, a value out of range or of a wrong type, or no `model.path`.
+            Hydra raises its own errors for anything else.
     """
     composed = compose_overrides(overrides)
     if model_path is not None:
