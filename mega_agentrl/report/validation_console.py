@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,6 +12,9 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+_REWARD, _SUCCESS = 0, 1
+"""Places in the means of a question."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -56,6 +60,18 @@ class EvalSummary:
     """The same by data source, also for a source without a scored answer."""
     first_failure: str = ""
     """Why the first answer failed; empty if none did."""
+    question_means: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    """Reward and success of each question with a scored answer, by data source (empty for all) and
+    prompt id."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PairedChange:
+    """The change of a mean over the questions that both evaluations have scored."""
+
+    change: float | None
+    """Mean over these questions of the difference after minus before; None without any."""
+    num_questions: int
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -78,13 +94,31 @@ class EvalComparisonRow:
     """Answers that `before` is about; None if unknown."""
     after_scored: ScoredCount | None = None
     """Answers that `after` is about; None if unknown."""
+    paired: PairedChange | None = None
+    """Change over the questions that both have scored; None if it was not computed."""
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether `before` and `after` may be about different answers, because some failed."""
+        return bool(str(self.before_scored or "") or str(self.after_scored or ""))
 
     @property
     def change(self) -> float | None:
-        """Difference after minus before."""
+        """Difference after minus before, if answers failed over the questions scored in both."""
+        if self.has_missing and self.paired is not None:
+            return self.paired.change
         if self.before is None or self.after is None:
             return None
         return self.after - self.before
+
+    @property
+    def change_note(self) -> str:
+        """What `change` is about, if answers failed."""
+        if not self.has_missing or self.before is None or self.after is None:
+            return ""
+        if self.paired is None:
+            return "different answers"
+        return f"{self.paired.num_questions} questions scored in both"
 
 
 def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalComparisonRow]:
@@ -98,6 +132,7 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
             after_se=after.reward_se,
             before_scored=before.scored,
             after_scored=after.scored,
+            paired=_paired_change(before, after, "", _REWARD),
         ),
         EvalComparisonRow(
             label="success",
@@ -105,6 +140,7 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
             after=after.success,
             before_scored=before.scored,
             after_scored=after.scored,
+            paired=_paired_change(before, after, "", _SUCCESS),
         ),
     ]
     for source in _sorted_names(
@@ -120,6 +156,7 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
                 after=after.success_by_source.get(source),
                 before_scored=before.scored_by_source.get(source),
                 after_scored=after.scored_by_source.get(source),
+                paired=_paired_change(before, after, source, _SUCCESS),
             )
         )
     if before.greedy_success is not None or after.greedy_success is not None:
@@ -140,6 +177,15 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
     old, new = before.response_tokens_mean, after.response_tokens_mean
     rows.append(EvalComparisonRow(label="response tokens", before=old, after=new, digits=1))
     return rows
+
+
+def _paired_change(
+    before: EvalSummary, after: EvalSummary, source: str, place: int
+) -> PairedChange:
+    """Return the change of the reward (`_REWARD`) or the success (`_SUCCESS`) of a data source."""
+    old, new = (one.question_means.get(source, {}) for one in (before, after))
+    changes = [new[name][place] - old[name][place] for name in old if name in new]
+    return PairedChange(change=fmean(changes) if changes else None, num_questions=len(changes))
 
 
 def _sorted_names(*maps: Mapping[str, object]) -> Iterator[str]:
@@ -216,7 +262,8 @@ def _console_cell(
 
 
 def _console_change_cell(row: EvalComparisonRow) -> Text:
+    note = f"\n{row.change_note}".rstrip()
     if row.change is None:
-        return Text("-")
+        return Text(f"-{note}")
     style = "green" if row.change > 0 else "red" if row.change < 0 else ""
-    return Text(f"{row.change:+.{row.digits}f}", style=style)
+    return Text(f"{row.change:+.{row.digits}f}{note}", style=style)

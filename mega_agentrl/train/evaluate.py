@@ -55,6 +55,9 @@ class EvalResult:
     """All answers and the failed ones, which are in no mean."""
     failures_by_source: Mapping[str, FailureCounts] = field(default_factory=dict)
     """The same by data source, also for a source without any scored answer."""
+    question_means: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    """Reward and success of each question with a scored answer, by data source (empty for all) and
+    prompt id."""
 
     def to_metrics(self, prefix: str) -> dict[str, float]:
         """Return flat metrics, named with a prefix."""
@@ -148,7 +151,7 @@ def evaluate(
     trees = sample_trees(
         components, replace(config, rollout=rollout), questions, step=name, temperature=temperature
     )
-    warn_missing_rewards(trees)
+    warn_missing_rewards(trees, "are in no mean of the evaluation")
     if save_trees is not None:
         save_trees(trees)
     return compute_eval_result(trees, num_samples=num_samples)
@@ -192,6 +195,7 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
     all_scores: list[tuple[float, float]] = []
     correct_by_question: defaultdict[str, list[list[bool]]] = defaultdict(list)
     failures_by_source: defaultdict[str, FailureCounts] = defaultdict(FailureCounts)
+    means_by_source: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for tree in trees:
         for name in _source_names(tree.prompt):
             failures_by_source[name] += count_failures([tree])
@@ -202,11 +206,12 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
         is_correct = [float(score.correct) for score in scores]
         question_means.append(_mean(values))
         all_scores += zip(values, is_correct, strict=True)
-        correct_by_question[""].append([score.correct for score in scores])
+        for name in ("", *_source_names(tree.prompt)):
+            correct_by_question[name].append([score.correct for score in scores])
+            means_by_source[name][tree.prompt.prompt_id] = _mean(values), _mean(is_correct)
         for name in _source_names(tree.prompt):
             reward[name] += values
             success[name] += is_correct
-            correct_by_question[name].append([score.correct for score in scores])
     return EvalResult(
         num_questions=len(trees),
         num_samples=num_samples,
@@ -223,6 +228,7 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
         },
         failures=count_failures(trees),
         failures_by_source=dict(sorted(failures_by_source.items())),
+        question_means=dict(means_by_source),
     )
 
 

@@ -37,16 +37,21 @@ class FailureGuard:
             return
         self._num_failed_steps += 1
         if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise self._make_error(f"RL step {step}, and the step before it", counts)
+            where = f"RL step {step}, and the step before it"
+            raise self._make_error(where, counts, is_training=True)
 
     def check_evaluation(self, when: str, counts: FailureCounts) -> None:
         """Raise `TooManyFailedError` if the evaluation exceeds the bound."""
         if counts.exceeds(self._bound):
-            raise self._make_error(f"held-out evaluation {when} RL", counts)
+            where = f"held-out evaluation {when} RL"
+            raise self._make_error(where, counts, is_training=False)
 
-    def _make_error(self, where: str, counts: FailureCounts) -> TooManyFailedError:
+    def _make_error(
+        self, where: str, counts: FailureCounts, *, is_training: bool
+    ) -> TooManyFailedError:
         return TooManyFailedError(
             where=where,
+            is_training=is_training,
             num_failed=counts.num_failed,
             num_trajectories=counts.num_trajectories,
             bound=self._bound,

@@ -56,7 +56,7 @@ class RewardResolver:
             if (answer := tree.greedy_trajectory) is not None
         ]
         add_reward_model_scores(self._components, greedy)
-        warn_missing_rewards(rollout_batch.finished_trees)
+        warn_missing_rewards(rollout_batch.finished_trees, "are not trained on")
         return fill_rewards(batch, rollout_batch.trees)
 
 
@@ -97,16 +97,17 @@ def add_reward_model_scores(
             trajectory.reward_error = f"the reward model gave {value}"
 
 
-def warn_missing_rewards(trees: Sequence[RolloutTree]) -> None:
-    """Log one warning about the trajectories that have no reward."""
+def warn_missing_rewards(trees: Sequence[RolloutTree], consequence: str) -> None:
+    """Log one warning about the trajectories that have no reward, with its consequence."""
     unrewarded = [
         trajectory for tree in trees for trajectory in tree.trajectories if trajectory.reward_error
     ]
     if unrewarded:
         first = unrewarded[0]
         _logger.warning(
-            "%d trajectories have no reward and are not trained on; the first, %s: %s",
+            "%d trajectories have no reward and %s; the first, %s: %s",
             len(unrewarded),
+            consequence,
             first.trajectory_id,
             first.reward_error,
         )

@@ -401,4 +401,5 @@ def _eval_view(result: ValidationResult) -> EvalSummary:
             source: _scored_count(counts) for source, counts in sampled.failures_by_source.items()
         },
         first_failure=sampled.failures.first_reason,
+        question_means=sampled.question_means,
     )

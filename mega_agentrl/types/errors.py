@@ -81,11 +81,20 @@ class TooManyFailedError(RunStoppedError):
     """More trajectories failed than `rollout.max_failed_fraction` allows."""
 
     def __init__(
-        self, *, where: str, num_failed: int, num_trajectories: int, bound: float, reason: str
+        self,
+        *,
+        where: str,
+        is_training: bool,
+        num_failed: int,
+        num_trajectories: int,
+        bound: float,
+        reason: str,
     ) -> None:
-        super().__init__(where, num_failed, num_trajectories, bound, reason)
+        super().__init__(where, is_training, num_failed, num_trajectories, bound, reason)
         self.where = where
         """Part of the run, for example `RL step 3`."""
+        self.is_training = is_training
+        """Whether the trajectories would have been trained on."""
         self.num_failed = num_failed
         self.num_trajectories = num_trajectories
         self.bound = bound
@@ -95,11 +104,12 @@ class TooManyFailedError(RunStoppedError):
 
     def __str__(self) -> str:
         """Return the message, with the setting that changes the bound."""
+        untrained = " and are not trained on" if self.is_training else ""
         return (
             f"{self.where}: {self.num_failed} of {self.num_trajectories} trajectories failed, "
             f"expected at most a share of rollout.max_failed_fraction={self.bound:g}; the first "
-            f"one: {self.reason}. Failed trajectories are in no mean and are not trained on, so "
-            "the numbers would be those of the rest. Probable cause: a tool or a reward function "
+            f"one: {self.reason}. Failed trajectories are in no mean{untrained}, so the numbers "
+            "would be those of the rest. Probable cause: a tool or a reward function "
             "that fails or is too slow; logs/driver.log names each failure. Mend it and start the "
             "same command again, or raise the bound (1: never stop)"
         )

@@ -102,3 +102,40 @@ def test_counts_stand_beside_the_means_where_answers_failed():
     shown = out.getvalue()
     assert "2 of 6 scored" in shown and "0 of 4 scored" in shown
     assert "4 of 6 answers failed" in shown and "notes: KeyError" in shown
+
+
+def test_the_change_is_over_the_questions_scored_in_both():
+    """Before: a and b scored 0 and 1; after: b and c scored .5 and 1. Only b compares, 1 to .5."""
+    all_scored = ScoredCount(num_scored=3, num_answers=3)
+    two_scored = ScoredCount(num_scored=2, num_answers=3)
+    means = {"a": (0.0, 0.0), "b": (1.0, 1.0)}, {"b": (0.5, 0.0), "c": (1.0, 1.0)}
+    before, after = (
+        replace(
+            BEFORE,
+            reward=reward,
+            success=0.5,
+            scored=two_scored,
+            success_by_source={"toolqa_python": 0.5},
+            scored_by_source={"toolqa_python": two_scored},
+            question_means={"": found, "toolqa_python": found},
+        )
+        for reward, found in zip((0.5, 0.75), means, strict=True)
+    )
+    rows = {row.label.strip(): row for row in eval_comparison_rows(before, after)}
+    assert (rows["reward"].change, rows["success"].change) == (-0.5, -1.0)
+    assert rows["toolqa_python"].change == -1.0
+    out = io.StringIO()
+    print_eval_comparison(before, after, Console(file=out, width=120, force_terminal=False))
+    assert out.getvalue().count("1 questions scored in both") == 3
+    whole = [replace(one, scored=all_scored, scored_by_source={}) for one in (before, after)]
+    rows = {row.label.strip(): row for row in eval_comparison_rows(*whole)}
+    assert (rows["reward"].change, rows["reward"].change_note) == (0.25, "")
+
+
+def test_without_a_question_scored_in_both_there_is_no_change():
+    scored = ScoredCount(num_scored=1, num_answers=2)
+    before, after = (
+        replace(BEFORE, scored=scored, question_means={"": {name: (1.0, 1.0)}}) for name in "ab"
+    )
+    reward = eval_comparison_rows(before, after)[0]
+    assert (reward.change, reward.change_note) == (None, "0 questions scored in both")

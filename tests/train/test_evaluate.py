@@ -38,7 +38,21 @@ def test_means_by_hand():
 
 
 def test_failed_trajectories_do_not_count():
-    assert compute_eval_result([tree("a", "easy", 1.0, None)], num_samples=2).reward == 1.0
+    trees = [tree("a", "easy", 1.0, None), tree("b", "easy", None, None)]
+    result = compute_eval_result(trees, num_samples=2)
+    assert result.reward == 1.0
+    assert result.question_means == {"": {"a": (1.0, 1.0)}, "easy": {"a": (1.0, 1.0)}}
+
+
+def test_a_warning_of_an_evaluation_does_not_speak_of_training(components, config, caplog):
+    class Failing(FakeRubric):
+        def score(self, trajectory):
+            trajectory.reward_error = "reward function mine: returned None"
+
+    components.rubric = Failing()
+    evaluate_validation_set(components, config)
+    assert "returned None" in caplog.text and "in no mean of the evaluation" in caplog.text
+    assert "trained on" not in caplog.text
 
 
 def test_questions_of_one_turn_and_of_several_are_told_apart():

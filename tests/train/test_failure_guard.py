@@ -75,6 +75,7 @@ def test_one_bad_step_is_ridden_out_and_two_in_a_row_are_not():
         guard.check_step(6, counts(6))
     assert (caught.value.num_failed, caught.value.num_trajectories) == (6, 10)
     assert caught.value.bound == 0.5 and caught.value.reason == "broken"
+    assert caught.value.is_training and "are not trained on" in str(caught.value)
 
 
 def test_a_tool_that_always_fails_stops_the_run_at_its_first_evaluation(components, config):
@@ -82,6 +83,7 @@ def test_a_tool_that_always_fails_stops_the_run_at_its_first_evaluation(componen
     with pytest.raises(TooManyFailedError) as caught:
         train(components, config)
     assert caught.value.num_failed == caught.value.num_trajectories == 12
+    assert not caught.value.is_training and "trained on" not in str(caught.value)
     assert "python" in caught.value.reason and "no disk" in caught.value.reason
     assert "update" not in components.policy.calls
     (line,) = metric_lines(components.run_dir)

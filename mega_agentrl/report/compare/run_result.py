@@ -56,6 +56,8 @@ class RunResult:
     """Seconds of training."""
     failed_fraction: float = math.nan
     """Trajectories that failed in training, as a fraction of all; nan if it is unknown."""
+    held_out_failed_fraction: float = math.nan
+    """The same of the answers of the evaluations before and after training."""
 
 
 def read_run_result(folder: Path) -> RunResult:
@@ -86,7 +88,8 @@ def read_run_result(folder: Path) -> RunResult:
         num_tokens=sum(map(_num_tokens, steps)),
         num_tool_calls=sum(map(_num_tool_calls, steps)),
         train_s=float(summary.get("train_seconds") or sum(line.duration_s for line in steps)),
-        failed_fraction=_failed_fraction(summary),
+        failed_fraction=_failed_fraction(summary, "training"),
+        held_out_failed_fraction=_failed_fraction(summary, "before", "after"),
     )
 
 
@@ -126,12 +129,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _failed_fraction(summary: Mapping[str, Any]) -> float:
-    """Return the share of trajectories that failed in training; nan if the summary lacks it."""
+def _failed_fraction(summary: Mapping[str, Any], *parts: str) -> float:
+    """Return the share of trajectories that failed in parts of the run; nan if it has none."""
     failed = summary.get("failed")
-    training = failed.get("training") if isinstance(failed, dict) else None
-    fraction = training.get("fraction") if isinstance(training, dict) else None
-    return float(fraction) if isinstance(fraction, int | float) else math.nan
+    counts = [failed.get(part) for part in parts] if isinstance(failed, dict) else []
+    pairs = [
+        (one.get("num_failed", 0), one.get("num_trajectories", 0))
+        for one in counts
+        if isinstance(one, dict)
+    ]
+    num_trajectories = sum(number for _, number in pairs)
+    return sum(number for number, _ in pairs) / num_trajectories if num_trajectories else math.nan
 
 
 def _seed(config: Mapping[str, Any], overrides: tuple[str, ...]) -> int:

@@ -35,7 +35,7 @@ MAX_SETTINGS_IN_NAME = 4
 
 _SWEEP_HEADINGS = (
     "settings", "runs", "reward before", "reward after", "success before", "success after",
-    "failed", "tokens", "tool calls", "minutes",
+    "failed in training", "failed held out", "tokens", "tool calls", "minutes",
 )  # fmt: skip
 
 
@@ -65,7 +65,9 @@ class SweepRow:
     success_after_std: float | None
     """Sample standard deviation over runs; None for fewer than two."""
     failed_fraction: float
-    """Failed trajectories as a fraction of all."""
+    """Trajectories that failed in training, as a fraction of all."""
+    held_out_failed_fraction: float
+    """The same of the answers of the evaluations before and after training."""
     num_tokens: float
     """Tokens sampled in training."""
     num_tool_calls: float
@@ -191,6 +193,7 @@ def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
         success_after=_mean([point.success for point in after]),
         success_after_std=_finite_std([point.success for point in after]),
         failed_fraction=_mean([run.failed_fraction for run in done]),
+        held_out_failed_fraction=_mean([run.held_out_failed_fraction for run in done]),
         num_tokens=_mean([run.num_tokens for run in done]),
         num_tool_calls=_mean([run.num_tool_calls for run in done]),
         minutes=_mean([run.train_s / 60 for run in done]),
@@ -218,6 +221,7 @@ def _sweep_cells(row: SweepRow) -> list[str]:
         _format_with_std(row.success_before, row.success_before_std),
         _format_with_std(row.success_after, row.success_after_std),
         _format_or_missing(row.failed_fraction, ".1%"),
+        _format_or_missing(row.held_out_failed_fraction, ".1%"),
         _format_or_missing(row.num_tokens, ",.0f"),
         _format_or_missing(row.num_tool_calls, ",.0f"),
         _format_or_missing(row.minutes, ".1f"),

@@ -1,6 +1,6 @@
 """Counts of failed trajectories and the reason of the first one.
 
-A failed trajectory is in no mean over scores and is not trained on, so every table that shows a
+A failed trajectory is in no mean over scores and is never trained on, so every table that shows a
 mean shows beside it how many trajectories the mean is about.
 """
 

@@ -67,7 +67,7 @@ def test_a_finished_run(folder):
 @pytest.mark.parametrize(
     ("summary", "fraction"),
     [
-        ({"failed": {"training": {"fraction": 0.25}}}, 0.25),
+        ({"failed": {"training": {"num_failed": 1, "num_trajectories": 4}}}, 0.25),
         ({"failed": {"training": None}}, None),
         ({}, None),
     ],
@@ -77,6 +77,14 @@ def test_the_fraction_of_failed_trajectories_is_nan_if_unknown(folder, summary, 
     (folder / "summary.json").write_text(json.dumps(summary))
     found = read_run_result(folder).failed_fraction
     assert math.isnan(found) if fraction is None else found == fraction
+
+
+def test_failed_answers_are_those_of_all_evaluations(folder):
+    before, after = ({"num_failed": n, "num_trajectories": 8} for n in (1, 3))
+    summary = {"failed": {"training": None, "before": before, "after": after}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    found = read_run_result(folder)
+    assert found.held_out_failed_fraction == 0.25 and math.isnan(found.failed_fraction)
 
 
 def test_a_killed_run_has_what_it_wrote(folder):

@@ -44,10 +44,24 @@ def failed(name, *overrides, reason):
 
 
 RUNS = [
-    run("0-a", "experiment=x", "algo=grpo", "seed=1", rewards=(0.1, 0.4), failed_fraction=0.1),
+    run(
+        "0-a",
+        "experiment=x",
+        "algo=grpo",
+        "seed=1",
+        rewards=(0.1, 0.4),
+        failed_fraction=0.1,
+        held_out_failed_fraction=0.5,
+    ),
     run(
         *("1-b", "experiment=x", "algo=grpo", "seed=2"),
-        **{"seed": 2, "rewards": (0.3, 0.8), "num_tokens": 300, "failed_fraction": 0.05},
+        **{
+            "seed": 2,
+            "rewards": (0.3, 0.8),
+            "num_tokens": 300,
+            "failed_fraction": 0.05,
+            "held_out_failed_fraction": 0.25,
+        },
     ),
     run("2-c", "experiment=x", "algo=arpo", "seed=1", rewards=(0.1, 0.9), train_s=60.0),
     failed("3-d", "experiment=x", "algo=arpo", "seed=2", reason="boom\nmore"),
@@ -63,6 +77,7 @@ def test_seeds_are_one_row_and_failed_runs_count_in_no_mean():
     assert grpo.success_before == pytest.approx(0.1)
     assert grpo.success_after_std == pytest.approx(math.sqrt(0.02))
     assert grpo.failed_fraction == pytest.approx(0.075)
+    assert grpo.held_out_failed_fraction == pytest.approx(0.375)
     assert math.isnan(arpo.failed_fraction), "an earlier version wrote no such summary"
     assert (grpo.num_tokens, grpo.num_tool_calls, grpo.minutes) == (200, 10, 1.5)
     assert (arpo.name, arpo.num_runs, arpo.num_finished_runs) == ("algo=arpo", 2, 1)
@@ -73,10 +88,11 @@ def test_the_table_lists_failed_and_unfinished_runs():
     text = sweep_markdown(
         [*RUNS, run("4-e", "experiment=x", "algo=x", state=STATE_UNFINISHED, rewards=())]
     )
-    grpo = "0.200 ± 0.141 | 0.600 ± 0.283 | 0.100 ± 0.071 | 0.300 ± 0.141 | 7.5% | 200 | 10 | 1.5"
-    assert f"| algo=grpo | 2 | {grpo} |" in text
-    assert "| algo=arpo | 1 of 2 | 0.100 | 0.900 | 0.050 | 0.450 | - |" in text
-    assert "| algo=x | 0 of 1 | - | - | - | - | - | - | - | - |" in text
+    grpo = "0.200 ± 0.141 | 0.600 ± 0.283 | 0.100 ± 0.071 | 0.300 ± 0.141 | 7.5% | 37.5%"
+    assert "| failed in training | failed held out |" in text
+    assert f"| algo=grpo | 2 | {grpo} | 200 | 10 | 1.5 |" in text
+    assert "| algo=arpo | 1 of 2 | 0.100 | 0.900 | 0.050 | 0.450 | - | - |" in text
+    assert "| algo=x | 0 of 1 | - | - | - | - | - | - | - | - | - |" in text
     assert "* 3-d: failed: boom\n" in text
     assert "* 4-e: unfinished: " in text
 

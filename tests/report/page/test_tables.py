@@ -114,3 +114,10 @@ def test_counts_stand_beside_the_means_also_of_a_source_without_a_score():
     assert str(rows["success on hard"].before_scored) == "0 of 4 scored"
     table = validation_table([line(0, values)])
     assert "2 of 6 scored" in table and "0 of 4 scored" in table and "2 of 2" not in table
+
+
+def test_a_change_of_means_over_different_answers_is_marked():
+    whole = {"sampled/reward": 0.5, "sampled/num_answers": 6.0, "sampled/num_scored": 6.0}
+    part = whole | {"sampled/num_scored": 2.0}
+    assert validation_table([line(0, whole), line(1, part)]).count("different answers") == 1
+    assert "different answers" not in validation_table([line(0, whole), line(1, whole)])

@@ -53,6 +53,7 @@ def test_json_gives_back_the_same_values():
         success_by_source={},
         metrics={"rollout/x": 5e-324},
         pass_at_k={"pass@2": 1.0},
+        question_means={"": {"a/1": (1 / 3, 0.0)}},
     )
     state = state_at(
         3,
