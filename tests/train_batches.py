@@ -1,10 +1,31 @@
-"""Train batches made of generations, or cut to some of their rows."""
+"""Train batches made of token ids or generations, or cut to some of their rows."""
 
 from dataclasses import fields
 
 import torch
 
+from mega_agentrl.data.sft_dataset import Demonstration, collate_demonstrations
 from mega_agentrl.types.batch import TrainBatch
+
+
+def batch_of_rows(token_RT, num_prompt, lengths=None):
+    """Rows of token ids as a batch; every token behind the prompt is trained on.
+
+    Args:
+        token_RT: [rows, tokens] ids of prompts and responses.
+        num_prompt: number of tokens of each prompt.
+        lengths: lengths of the responses; None takes all tokens.
+    """
+    rows = token_RT.tolist()
+    lengths = lengths or [len(row) - num_prompt for row in rows]
+    return collate_demonstrations(
+        [
+            Demonstration(
+                tuple(row[:num_prompt]), tuple(row[num_prompt : num_prompt + length]), (1,) * length
+            )
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+    )
 
 
 def select_rows(batch, rows):

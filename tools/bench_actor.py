@@ -39,10 +39,10 @@ sys.path.insert(0, str(ROOT))
 from mega_agentrl.config.enums import Dtype  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
+from mega_agentrl.data.sft_dataset import Demonstration, collate_demonstrations  # noqa: E402
 from mega_agentrl.estimate.flops import peak_flops, train_flops  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
 from mega_agentrl.runtime.free_port import free_port  # noqa: E402
-from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from tools.measurement import bench_line  # noqa: E402
 
 LEARNING_RATE = 1e-5
@@ -120,29 +120,16 @@ def measure_ours(
     )
     policy = PolicyRank(config, rank_info)
     policy.load_hf(str(folder))
-    batch = supervised_batch(token_RT)
+    # Every token but the first of a row is trained on.
+    batch = collate_demonstrations(
+        [
+            Demonstration((first,), tuple(rest), (1,) * len(rest))
+            for first, *rest in token_RT.tolist()
+        ]
+    )
     measured = measure_steps(lambda: policy.sft_step(batch, LEARNING_RATE).loss, device, repeats)
     policy.close()
     return measured
-
-
-def supervised_batch(token_RT: torch.Tensor) -> TrainBatch:
-    """Return the rows as a batch that trains on every token but the first of each."""
-    response_BT = token_RT[:, 1:].clone()
-    zeros_BT = torch.zeros(response_BT.shape)
-    num_rows, width = response_BT.shape
-    return TrainBatch(
-        prompt_ids=tuple((int(token),) for token in token_RT[:, 0]),
-        response_BT=response_BT,
-        length_B=torch.full((num_rows,), width),
-        mask_BT=torch.ones(response_BT.shape, dtype=torch.bool),
-        group_B=torch.zeros(num_rows, dtype=torch.int64),
-        reward_B=torch.zeros(num_rows),
-        tree_token_BT=zeros_BT.long(),
-        rollout_logp_BT=zeros_BT,
-        rollout_entropy_BT=zeros_BT,
-        version_BT=zeros_BT.long(),
-    )
 
 
 def measure_steps(step: Callable[[], float], device: torch.device, repeats: int) -> Measured:

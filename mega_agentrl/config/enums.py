@@ -205,12 +205,12 @@ class Recompute(StrEnum):
     """Activations that a training pass drops and computes again in the backward pass."""
 
     none = "none"
-    """All are kept: the fastest."""
+    """Keep all activations: the fastest."""
     selective = "selective"
-    """Those inside MLPs and experts, the widest of a layer; the tokens of a mixture of experts are
-    sent to their experts a second time."""
+    """Recompute the activations inside MLPs and experts, the widest of a layer; the tokens of a
+    mixture of experts are sent to their experts a second time."""
     full = "full"
-    """All but the input of each layer; every layer runs its forward pass twice."""
+    """Keep only the input of each layer; every layer runs its forward pass twice."""
 
 
 class LrSchedule(StrEnum):

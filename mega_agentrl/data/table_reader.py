@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
-
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import MAX_DEPTH, parse_json, reading
 
@@ -75,6 +73,8 @@ def check_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
 
 
 def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[TableRow]:
+    import pyarrow.parquet as pq
+
     with reading(key, file, "a complete parquet file", "not a readable parquet file"):
         table = pq.read_table(file)
         names = table.column_names

@@ -43,7 +43,10 @@ Layout = Sequence[ShardLayout]
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """What follows from the layouts alone, for any number of engines."""
+    """The parts of a plan that depend only on the layouts of both sides.
+
+    Links with the same layouts and other numbers of engines share one.
+    """
 
     trainer_layouts: Sequence[Layout]
     """Shards of every trainer rank."""

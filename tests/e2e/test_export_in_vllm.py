@@ -14,9 +14,9 @@ import torch
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
-from mega_agentrl.types.batch import TrainBatch
 from tests.actor.checkpoint.checkpoint_jobs import call_all
 from tests.tiny_models import make_tiny_model
+from tests.train_batches import batch_of_rows
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300.0
@@ -24,23 +24,13 @@ DEADLINE_S = 300.0
 
 def make_batch():
     generator = torch.Generator().manual_seed(5)
-    rows, width = 4, 20
-    ids = torch.randint(3, 61, (rows, width + 6), generator=generator)
-    zero_BT = torch.zeros(rows, width)
-    return TrainBatch(
-        prompt_ids=tuple(map(tuple, ids[:, :6].tolist())),
-        response_BT=ids[:, 6:],
-        length_B=torch.tensor([20, 7, 13, 20]),
-        mask_BT=torch.arange(width)[None] < torch.tensor([[20], [7], [13], [20]]),
-        group_B=torch.zeros(rows, dtype=torch.int64),
-        reward_B=torch.zeros(rows),
-        tree_token_BT=zero_BT.long(),
-        rollout_logp_BT=zero_BT,
-        rollout_entropy_BT=zero_BT,
-        version_BT=zero_BT.long(),
-        old_logp_BT=zero_BT - 4,
-        ref_logp_BT=zero_BT - 4,
-        advantage_BT=torch.ones(rows, width),
+    token_RT = torch.randint(3, 61, (4, 26), generator=generator)
+    batch = batch_of_rows(token_RT, 6, lengths=[20, 7, 13, 20])
+    old_logp_BT = torch.full(batch.response_BT.shape, -4.0)
+    return batch.with_fields(
+        old_logp_BT=old_logp_BT,
+        ref_logp_BT=old_logp_BT,
+        advantage_BT=torch.ones(batch.response_BT.shape),
     )
 
 

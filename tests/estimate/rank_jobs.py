@@ -14,7 +14,7 @@ from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.types.batch import TrainBatch
+from tests.train_batches import batch_of_rows
 
 ROWS, TOKENS, PROMPT = 8, 64, 8
 """Rows of a micro-batch; tokens a model reads of each row; prompt tokens among them."""
@@ -137,17 +137,5 @@ def sum_loss(micro, logp_RT, entropy_RT):
 
 def full_rows(num_rows):
     """Return identical rows of which a model reads TOKENS tokens each."""
-    width = TOKENS - PROMPT + 1
-    zeros_BT = torch.zeros(num_rows, width)
-    return TrainBatch(
-        prompt_ids=(tuple(range(PROMPT)),) * num_rows,
-        response_BT=torch.arange(width).expand(num_rows, -1) % 61,
-        length_B=torch.full((num_rows,), width),
-        mask_BT=torch.ones(num_rows, width, dtype=torch.bool),
-        group_B=torch.zeros(num_rows, dtype=torch.int64),
-        reward_B=torch.zeros(num_rows),
-        tree_token_BT=zeros_BT.long(),
-        rollout_logp_BT=zeros_BT,
-        rollout_entropy_BT=zeros_BT,
-        version_BT=zeros_BT.long(),
-    )
+    row_T = torch.cat([torch.arange(PROMPT), torch.arange(TOKENS - PROMPT + 1) % 61])
+    return batch_of_rows(row_T.expand(num_rows, -1), PROMPT)

@@ -12,6 +12,7 @@ from mega_agentrl.estimate.memory.policy import estimate_policy_memory
 from tests.estimate.configs import configured
 from tests.estimate.shapes import released
 from tests.gpu.gpus import FOUND, needs_gpus
+from tests.train_batches import batch_of_rows
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 TOKENS, ROW = 8192, 1024
@@ -30,7 +31,8 @@ def peak_allocated(rank_info, config, shape):
     for parameter in network.parameters.values():
         parameter.detach().normal_(0.0, 0.02)
     network.optimizer.reload_master_weights()
-    batch = full_rows(2 * TOKENS // ROW, shape.vocab_size)
+    # A model reads ROW tokens of each row, all but the last.
+    batch = batch_of_rows(torch.randint(0, shape.vocab_size, (2 * TOKENS // ROW, ROW + 1)), 1)
     mask_BT = batch.mask_BT
     head = LogProbHead(
         temperature=1.0,
@@ -45,25 +47,6 @@ def peak_allocated(rank_info, config, shape):
     assert network.max_micro_batch_tokens == TOKENS
     network.close()
     return torch.cuda.max_memory_allocated() - before
-
-
-def full_rows(num_rows, vocab):
-    """Return rows of ROW processed tokens, one of them from the prompt."""
-    from mega_agentrl.types.batch import TrainBatch
-
-    zeros_BT = torch.zeros(num_rows, ROW)
-    return TrainBatch(
-        prompt_ids=((1,),) * num_rows,
-        response_BT=torch.randint(0, vocab, zeros_BT.shape),
-        length_B=torch.full((num_rows,), ROW),
-        mask_BT=torch.ones(num_rows, ROW, dtype=torch.bool),
-        group_B=torch.zeros(num_rows, dtype=torch.int64),
-        reward_B=torch.zeros(num_rows),
-        tree_token_BT=zeros_BT.long(),
-        rollout_logp_BT=zeros_BT,
-        rollout_entropy_BT=zeros_BT,
-        version_BT=zeros_BT.long(),
-    )
 
 
 @pytest.mark.parametrize("num_layers", [4, 12])
