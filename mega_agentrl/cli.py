@@ -122,15 +122,17 @@ def run(composed: DictConfig) -> float:
 def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection) -> RunInputs:
     """Read and check the inputs that the configuration names.
 
-    Ray starts meanwhile, once the prompts are valid.
+    The user's algorithm is imported, and Ray starts meanwhile, once the prompts are valid.
     """
     from mega_agentrl.runtime.inputs import read_inputs
 
+    def begin() -> None:
+        load_user_algorithm(config)  # after the data and the tools, because it imports torch
+        cluster.begin()
+
     try:
         with PROCESS_SIGNAL_HANDLER.limit_start():  # Ray waits a minute for servers that have ended
-            inputs = read_inputs(config, cluster.begin)
-            # After the data and the tools, because it imports torch.
-            load_user_algorithm(config)
+            inputs = read_inputs(config, begin)
     except ValueError as error:
         logging.exception("the input is invalid")
         _fail_run(error, EXIT_BAD_INPUT)

@@ -311,7 +311,8 @@ def compose_settings(overrides: Sequence[str], config_dir: Path, *other_dirs: Pa
     search_path = [f"hydra.searchpath=[{folders}]"] if folders else []
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):
-            return compose("train", [*search_path, *overrides])
+            composed: DictConfig = compose("train", [*search_path, *overrides])
+            return composed
     except HydraException as error:
         if (type_error := _type_error(error)) is not None:
             raise type_error from error

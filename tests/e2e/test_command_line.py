@@ -77,8 +77,8 @@ CASES = {
     "run folder": (run_folder_below_a_file, "file is a file"),
     "range of a value": (lambda a, t: "rollout.top_p=1.5", "rollout.top_p=1.5"),
     "value that Hydra resolves": (
-        lambda a, t: "rollout.top_p=1.5 tool.cache.path=${hydra:runtime.cwd}/cache",
-        "rollout.top_p=1.5",
+        lambda a, t: "algo.loss_options.clip_hihg=1 tool.cache.path=${hydra:runtime.cwd}/cache",
+        "the nearest is clip_high",
     ),
     "model folder": (other_architecture, "MambaForCausalLM"),
     "own branching rule": (rule_without_a_decision, "Branching does not define num_forks"),
