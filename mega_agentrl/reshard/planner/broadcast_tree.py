@@ -11,25 +11,30 @@ while a machine forwards one bucket it receives the next, so all of them stay bu
 
 The number of peers of a rank is bounded, because a connection costs memory and time to set up:
 
-    senders   of the replicas that hold a slice as few send as keep the receivers busy, and a rank
-              that sends one slice is preferred for others
-    heads     a sender sends only to one machine, its head; another machine becomes a head for every
-              `MAX_SENDERS_PER_RANK` senders that one rank would receive from
     rails     the n-th receiver of a machine forwards to the n-th receiver of the next one
+    senders   of the replicas that hold a slice, each rail gets it from one: preferably from one
+              that it gets other slices from, and else from the one that sends least
+    turns     the senders of a rail have turns, numbered in the order in which units need them
+    heads     a rail gets the buckets of a turn at one machine, its head; the next machine becomes
+              the head after `MAX_SENDERS_PER_RANK` turns
 
-Buckets are ordered unit by unit (`transfer_groups`), and within a unit by head, because all ranks
-receive in the same order: a machine can take its next bucket from a sender only after those that
-arrive along the chain. The chain of a bucket therefore goes from its head to the other heads of the
-unit in turn, so that a change of heads costs the time of one bucket.
+Buckets are ordered unit by unit (`transfer_groups`), because all ranks receive in the same order.
+Within a unit each rail takes its buckets by turn. Rails begin with different senders, so that they
+do not all need the same one, but change heads at the same turns: otherwise a bucket that one rail
+passes on to another would come to its head last, and all later buckets would wait for it.
+
+A machine can take its next bucket from a sender only after those that arrive along the chain. The
+chain of a bucket therefore goes from its head to the other heads of the unit in turn, and then to
+the machines after them, so that a change of heads costs the time of one bucket.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from mega_agentrl.reshard.planner.transfer_groups import split_into_buckets
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice
@@ -49,9 +54,6 @@ MAX_SENDERS_PER_RANK = 16
 
 Content = tuple[tuple[TensorSlice, ...], tuple[Hop, ...]]
 """Slices and hops of a bucket."""
-
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,10 @@ class BroadcastTree:
         """A machine that stands for all those that buckets may enter."""
         return (self.nodes_without_holder or self.nodes_with_holder)[0]
 
+    def entry(self, sender: Sender) -> int:
+        """Return the receiver on that machine that a sender's buckets enter at."""
+        return self.first_node.on_rail(sender.rail)
+
     @property
     def enters_at_head(self) -> bool:
         """Whether senders reach the receivers over the network only."""
@@ -131,13 +137,20 @@ class BroadcastTree:
         return sorted(nodes, key=lambda targets: (targets.node < node, targets.node))
 
     def _nodes_from_head(self, route: Route) -> list[NodeTargets]:
-        """Return the head, the other heads of the unit in turn, and then the other machines."""
-        nodes = self.nodes_without_holder
-        heads = sorted({head * len(nodes) // route.num_positions for head in route.unit_heads})
-        first = heads.index(route.head * len(nodes) // route.num_positions)
-        after = range(heads[-1] + 1, heads[-1] + 1 + len(nodes))
-        others = [at % len(nodes) for at in after if at % len(nodes) not in heads]
-        return [nodes[at] for at in heads[first:] + heads[:first] + others]
+        """Return the machines of the head, of the other heads of the unit in turn, and the others.
+
+        If there are more machines than positions, neighbors share a position. So the chains of
+        all trees visit the machines in the same order.
+        """
+        nodes, num, heads = self.nodes_without_holder, route.num_positions, route.unit_heads
+        first = heads.index(route.head)
+        after = (at % num for at in range(heads[-1] + 1, heads[-1] + 1 + num))
+        order = [*heads[first:], *heads[:first], *(at for at in after if at not in heads)]
+        return [
+            targets
+            for at in order
+            for targets in nodes[at * len(nodes) // num : (at + 1) * len(nodes) // num]
+        ]
 
 
 class Route(NamedTuple):
@@ -208,11 +221,15 @@ class BroadcastPlanner:
                 self._trees[key] = build_broadcast_tree(*key, locations)
             self._largest[key] = max(self._largest[key], group.num_bytes)
         self._senders: dict[tuple[Ranks, Ranks], tuple[Sender, ...]] = {}
-        self._sender_ranks: dict[int, None] = {}
-        """All trainer ranks that send, in the order in which they come into use."""
+        self._turns: dict[tuple[int, int], int] = {}
+        """Turns of senders, by entry and sender. The entry, a rank of a first machine, stands for
+        a rail."""
+        self._num_turns = 0
         for unit in self._units:
             self._choose_senders(unit)
-        self._num_positions, self._head_of = self._choose_heads()
+        at_head = [tree for tree in self._trees.values() if tree.enters_at_head]
+        self._num_positions = min((len(tree.nodes_without_holder) for tree in at_head), default=1)
+        self._num_heads = min(self._num_positions, -(-self._num_turns // MAX_SENDERS_PER_RANK))
         self._hops: dict[tuple[int, Route], tuple[Hop, ...]] = {}
 
     def make_buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -226,6 +243,8 @@ class BroadcastPlanner:
 
     def _choose_senders(self, unit: Sequence[TransferGroup]) -> None:
         """Choose senders for the groups of a unit whose ranks have not occurred before."""
+        if all((group.holders, group.receivers) in self._senders for group in unit):
+            return
         entry_bytes: Counter[int] = Counter()
         for group in unit:
             targets = self._tree(group).first_node.receivers
@@ -235,17 +254,18 @@ class BroadcastPlanner:
         capacity = max(entry_bytes.values())
         sent: Counter[int] = Counter()
         entered: Counter[int] = Counter()
-        new_ranks = set()
+        pairs = set(self._turns)
         for group in sorted(unit, key=lambda group: len(self._tree(group).roots)):
             key, tree = (group.holders, group.receivers), self._tree(group)
             if key not in self._senders:
-                self._senders[key] = self._choose_group_senders(key, sent, entered, capacity)
-                new_ranks |= {sender.rank for sender in self._senders[key]}
+                self._senders[key] = self._choose_group_senders(key, sent, entered, capacity, pairs)
             for sender in self._senders[key]:
                 share = group.num_bytes // len(self._senders[key])
+                entry = tree.entry(sender)
                 sent[sender.rank] += share
-                entered[tree.first_node.on_rail(sender.rail)] += share
-        self._sender_ranks |= dict.fromkeys(sorted(new_ranks))
+                entered[entry] += share
+                pairs.add((entry, sender.rank))
+        self._number_turns(sorted(pairs - self._turns.keys()))
 
     def _choose_group_senders(
         self,
@@ -253,6 +273,7 @@ class BroadcastPlanner:
         sent: Counter[int],
         entered: Counter[int],
         capacity: int,
+        pairs: Collection[tuple[int, int]],
     ) -> tuple[Sender, ...]:
         """Choose as many senders as there are rails, each for another rail."""
         tree, num_bytes = self._trees[key], self._largest[key]
@@ -260,63 +281,58 @@ class BroadcastPlanner:
         count = min(len(tree.roots), len(targets), max(1, num_bytes // MIN_BUCKET_BYTES))
         share = num_bytes // count
         rails = sorted(range(len(targets)), key=lambda rail: (entered[targets[rail]], rail))
-        ranks: list[int] = []
-        for _ in range(count):
-            free = [rank for rank in tree.roots if rank not in ranks]
-            in_use = [
+        senders: list[Sender] = []
+        free = list(tree.roots)
+        for rail in rails[:count]:
+            known = [
                 rank
                 for rank in free
-                if (rank in self._sender_ranks or sent[rank]) and sent[rank] + share <= capacity
+                if (targets[rail], rank) in pairs and sent[rank] + share <= capacity
             ]
-            ranks.append(min(in_use or free, key=lambda rank: (sent[rank], rank)))
-        return tuple(Sender(rank, rail) for rank, rail in zip(ranks, rails, strict=False))
+            rank = min(known or free, key=lambda rank: (sent[rank], rank))
+            senders.append(Sender(rank, rail))
+            free.remove(rank)
+        return tuple(senders)
 
-    def _choose_heads(self) -> tuple[int, dict[int, int]]:
-        """Return the number of positions of machines, and each sender's position."""
-        peers: dict[int, set[int]] = defaultdict(set)
-        lengths, ranks = [1], []
-        for key, senders in self._senders.items():
-            tree = self._trees[key]
-            if tree.enters_at_head:
-                lengths.append(len(tree.nodes_without_holder))
-                for sender in senders:
-                    peers[tree.first_node.on_rail(sender.rail)].add(sender.rank)
-                    ranks.append(sender.rank)
-        num_positions = min(lengths[1:], default=1)
-        max_senders = max(map(len, peers.values()), default=0)
-        num_heads = min(num_positions, -(-max_senders // MAX_SENDERS_PER_RANK))
-        used = set(ranks)
-        order = [rank for rank in self._sender_ranks if rank in used]
-        return num_positions, {
-            rank: number * num_heads // len(order) for number, rank in enumerate(order)
+    def _number_turns(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Give turns to new senders of entries, which each begin with another sender."""
+        ranks_of = {
+            entry: [rank for _, rank in of_entry]
+            for entry, of_entry in groupby(pairs, key=lambda pair: pair[0])
         }
+        for number, (entry, ranks) in enumerate(ranks_of.items()):
+            start = number * len(ranks) // len(ranks_of)
+            for turn, rank in enumerate(ranks[start:] + ranks[:start], self._num_turns):
+                self._turns[entry, rank] = turn
+        self._num_turns += max(map(len, ranks_of.values()), default=0)
 
     def _order_unit(self, unit: Sequence[TransferGroup], bucket_bytes: int) -> Iterator[Content]:
         """Yield the contents of the buckets of a unit, in order."""
-        heads = tuple(sorted({self._head_of.get(s.rank, 0) for g in unit for s in self._of(g)}))
-        # A queue for each rank of the machines, in the order of heads.
-        queues: dict[int, list[tuple[tuple[bool, int], Content]]] = defaultdict(list)
+        heads = tuple(sorted({self._head(self._turn(g, s)) for g in unit for s in self._of(g)}))
+        queues: dict[int, list[tuple[tuple[bool, int], int, Content]]] = defaultdict(list)
         for group in unit:
             tree, senders = self._tree(group), self._of(group)
             share = max(-(-group.num_bytes // len(senders)), MIN_BUCKET_BYTES)
             for number, slices in enumerate(split_into_buckets(group, min(bucket_bytes, share))):
                 sender = senders[number % len(senders)]
-                place = self._locations[sender.rank].node
-                if tree.enters_at_head:
-                    place = self._head_of[sender.rank]
-                content = (slices, self._hops_of(tree, sender, heads))
-                entry = tree.first_node.on_rail(sender.rail)
-                queues[entry].append(((tree.enters_at_head, place), content))
-        for queue in queues.values():
-            queue.sort(key=lambda item: item[0])
-        for _, content in take_turns([queue for _, queue in sorted(queues.items())]):
+                turn = self._turn(group, sender)
+                content = (slices, self._hops_of(tree, sender, self._head(turn), heads))
+                num_bytes = sum(tensor_slice.num_bytes for tensor_slice in slices)
+                queues[tree.entry(sender)].append(((tree.enters_at_head, turn), num_bytes, content))
+        # Bytes that an entry has received by then stand for the time at which a bucket is sent.
+        order: list[tuple[int, int, Content]] = []
+        for entry, queue in sorted(queues.items()):
+            received = 0
+            for _, num_bytes, content in sorted(queue, key=lambda item: item[0]):
+                order.append((received, entry, content))
+                received += num_bytes
+        for *_, content in sorted(order, key=lambda item: item[:2]):
             yield content
 
     def _hops_of(
-        self, tree: BroadcastTree, sender: Sender, unit_heads: tuple[int, ...]
+        self, tree: BroadcastTree, sender: Sender, head: int, unit_heads: tuple[int, ...]
     ) -> tuple[Hop, ...]:
         """Return the hops of a route; equal ones are one object."""
-        head = self._head_of.get(sender.rank, 0)
         route = Route(*sender, head, unit_heads, self._num_positions)
         key = (id(tree), route)
         hops = self._hops.get(key)
@@ -324,22 +340,15 @@ class BroadcastPlanner:
             hops = self._hops[key] = tree.hops(route, self._locations)
         return hops
 
+    def _turn(self, group: TransferGroup, sender: Sender) -> int:
+        return self._turns[self._tree(group).entry(sender), sender.rank]
+
+    def _head(self, turn: int) -> int:
+        """Return the position of the machine at which the buckets of a turn enter."""
+        return turn * self._num_heads // self._num_turns
+
     def _of(self, group: TransferGroup) -> tuple[Sender, ...]:
         return self._senders[group.holders, group.receivers]
 
     def _tree(self, group: TransferGroup) -> BroadcastTree:
         return self._trees[group.holders, group.receivers]
-
-
-def take_turns(queues: Sequence[Sequence[Item]]) -> Iterator[Item]:
-    """Yield one item of each queue in turn.
-
-    The queues have their items in the same order of senders. Each starts at another place, so that
-    they do not all need the same sender, and all senders are busy.
-    """
-    starts = [number * len(queue) // len(queues) for number, queue in enumerate(queues)]
-    shifted = [
-        (*queue[start:], *queue[:start]) for start, queue in zip(starts, queues, strict=True)
-    ]
-    for number in range(max(map(len, shifted))):
-        yield from (queue[number] for queue in shifted if number < len(queue))
