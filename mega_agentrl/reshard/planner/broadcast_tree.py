@@ -312,8 +312,8 @@ class BroadcastPlanner:
         queues: dict[int, list[tuple[tuple[bool, int], int, Content]]] = defaultdict(list)
         for group in unit:
             tree, senders = self._tree(group), self._of(group)
-            share = max(-(-group.num_bytes // len(senders)), MIN_BUCKET_BYTES)
-            for number, slices in enumerate(split_into_buckets(group, min(bucket_bytes, share))):
+            num_shares = min(len(senders), max(1, group.num_bytes // MIN_BUCKET_BYTES))
+            for number, slices in enumerate(split_into_buckets(group, bucket_bytes, num_shares)):
                 sender = senders[number % len(senders)]
                 turn = self._turn(group, sender)
                 content = (slices, self._hops_of(tree, sender, self._head(turn), heads))

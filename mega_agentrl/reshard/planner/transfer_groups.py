@@ -4,14 +4,15 @@ An update goes through the model layer by layer; a tensor outside of the layers 
 own. A module of an engine has all its weights in one unit, so a rank that receives the units one
 after another never has modules of two units in memory that are begun but not complete.
 
-A group is split into buckets of at most the given size; larger slices are split along their first
+A group is split into equal buckets of at most the given size; slices are split along their first
 dim.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -83,30 +84,61 @@ def min_network_bytes(groups: Iterable[TransferGroup], locations: Sequence[RankL
     return total
 
 
-def split_into_buckets(group: TransferGroup, limit: int) -> Iterator[tuple[TensorSlice, ...]]:
-    """Yield the slices of a group by bucket, each of at most `limit` bytes or one row."""
-    bucket: list[TensorSlice] = []
-    size = 0
-    for tensor_slice in group.slices:
-        for part in _split_slice(tensor_slice, limit):
-            if bucket and size + part.num_bytes > limit:
-                yield tuple(bucket)
-                bucket, size = [], 0
-            bucket.append(part)
-            size += part.num_bytes
-    yield tuple(bucket)
+def split_into_buckets(
+    group: TransferGroup, max_bytes: int, multiple_of: int = 1
+) -> list[tuple[TensorSlice, ...]]:
+    """Return the slices of a group by bucket.
+
+    Buckets are equal parts of the group but for a row, so that none travels almost empty.
+
+    Args:
+        group: The group.
+        max_bytes: Maximum size of a bucket, unless a single row is larger.
+        multiple_of: The number of buckets is a multiple of it if they can be that small.
+    """
+    if group.num_bytes <= max_bytes and multiple_of == 1:
+        return [tuple(group.slices)]
+    for factor in itertools.count(max(1, -(-group.num_bytes // (max_bytes * multiple_of)))):
+        buckets = _cut(group, factor * multiple_of)
+        if all(_is_small(bucket, max_bytes) for bucket in buckets):
+            return buckets
+    raise AssertionError("buckets of one row are small enough")
 
 
-def _split_slice(tensor_slice: TensorSlice, limit: int) -> Iterator[TensorSlice]:
-    """Split a slice along its first dim into parts of at least one row."""
-    if tensor_slice.num_bytes <= limit or not tensor_slice.rect.start:
-        yield tensor_slice
-        return
+def _is_small(bucket: Sequence[TensorSlice], max_bytes: int) -> bool:
+    (first, *others) = bucket
+    return sum(part.num_bytes for part in bucket) <= max_bytes or (
+        not others and _num_rows(first) == 1
+    )
+
+
+def _num_rows(tensor_slice: TensorSlice) -> int:
     rect = tensor_slice.rect
-    first, last = rect.start[0], rect.stop[0]
-    row_bytes = tensor_slice.num_bytes // (last - first)
-    rows = max(1, limit // row_bytes)
-    for start in range(first, last, rows):
-        stop = min(start + rows, last)
-        part = Rect((start, *rect.start[1:]), (stop, *rect.stop[1:]))
-        yield TensorSlice(tensor_slice.hf_name, part, row_bytes * (stop - start))
+    return rect.stop[0] - rect.start[0] if rect.start else 1
+
+
+def _cut(group: TransferGroup, num_parts: int) -> list[tuple[TensorSlice, ...]]:
+    """Cut a group at the rows before equal shares of its bytes; leave out empty parts."""
+    parts: list[list[TensorSlice]] = [[] for _ in range(num_parts)]
+    end = 0
+    for tensor_slice in group.slices:
+        row_bytes, row = tensor_slice.num_bytes // _num_rows(tensor_slice), 0
+        while row < _num_rows(tensor_slice):
+            # The part of the next row, by the row's end, and the rows up to the end of that part.
+            number = (end + row_bytes - 1) * num_parts // group.num_bytes
+            share_end = -(-(number + 1) * group.num_bytes // num_parts)
+            num_rows = min((share_end - end) // row_bytes, _num_rows(tensor_slice) - row)
+            parts[number].append(_rows_of(tensor_slice, row, row + num_rows))
+            row, end = row + num_rows, end + num_rows * row_bytes
+    return [tuple(part) for part in parts if part]
+
+
+def _rows_of(tensor_slice: TensorSlice, first: int, last: int) -> TensorSlice:
+    """Return the rows from `first` to before `last` of a slice."""
+    rect, num_rows = tensor_slice.rect, _num_rows(tensor_slice)
+    if last - first == num_rows:
+        return tensor_slice
+    start = rect.start[0]
+    part = Rect((start + first, *rect.start[1:]), (start + last, *rect.stop[1:]))
+    num_bytes = tensor_slice.num_bytes // num_rows * (last - first)
+    return TensorSlice(tensor_slice.hf_name, part, num_bytes)

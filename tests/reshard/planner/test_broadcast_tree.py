@@ -15,7 +15,6 @@ from mega_agentrl.reshard.planner.broadcast_tree import (
     MIN_BUCKET_BYTES,
     BroadcastPlanner,
     build_broadcast_tree,
-    take_turns,
 )
 from mega_agentrl.reshard.planner.regions import TransferRegion
 from mega_agentrl.reshard.planner.transfer_groups import (
@@ -61,7 +60,16 @@ def test_regions_of_a_unit_with_equal_ranks_share_a_group():
 def test_a_region_larger_than_a_bucket_is_split_by_rows():
     buckets = buckets_of(tensor_slice("w", 10), bucket_bytes=12)
     spans = [(part.rect.start[0], part.rect.stop[0]) for bucket in buckets for part in bucket]
-    assert spans == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert spans == [(0, 2), (2, 5), (5, 7), (7, 10)]
+
+
+def test_senders_get_equal_shares_of_slices_that_do_not_divide_into_them():
+    slices = [tensor_slice("w", 3), tensor_slice("v", 5)]
+    (one, other) = split_into_buckets(TransferGroup("u", (0, 1), (9,), 32, slices), 32, 2)
+    assert [(part.hf_name, part.rect.shape[0]) for part in one] == [("w", 3), ("v", 1)]
+    assert [(part.hf_name, part.rect.shape[0]) for part in other] == [("v", 4)]
+    # Three buckets of at most 12 bytes would do; two senders make it four.
+    assert len(split_into_buckets(TransferGroup("u", (0, 1), (9,), 32, slices), 12, 2)) == 4
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 100))
@@ -145,16 +153,16 @@ def test_replicas_share_a_large_group_between_the_network_ports_of_a_machine():
     assert len(hops_of([group((0, 1), (2, 3))], locations)) == 1
 
 
-def test_a_rank_that_sends_already_is_preferred_until_it_would_delay_the_receivers():
+def test_a_receiver_gets_slices_from_few_ranks_unless_that_would_delay_it():
     locations = locations_of(*range(6))
     groups = [
         group((0,), (4,), num_bytes=LARGE),
         group((1, 2), (4,), num_bytes=LARGE),  # a replica starts to send
         group((0, 3), (4,), num_bytes=LARGE),  # rank 0 has time: rank 4 receives three groups
-        group((1, 2), (5,), num_bytes=LARGE),
+        group((1, 2), (5,), num_bytes=LARGE),  # another receiver: the replicas share the work
     ]
     sources = sorted(hops[0] for hops in hops_of(groups, locations))
-    assert sources == [(0, 4), (0, 4), (1, 4), (1, 5)]
+    assert sources == [(0, 4), (0, 4), (1, 4), (2, 5)]
     alone = [group((0, 1), (rank,), num_bytes=LARGE) for rank in (4, 5)]
     assert sorted(hops[0] for hops in hops_of(alone, locations)) == [(0, 4), (1, 5)]
 
@@ -203,10 +211,6 @@ def test_receivers_do_not_all_wait_for_the_same_sender():
     for start in (0, 3, 6):
         together = hops[start : start + 3]
         assert len({hop.source for hop in together}) == len({hop.target for hop in together}) == 3
-
-
-def test_queues_of_different_lengths_take_turns_until_all_are_empty():
-    assert list(take_turns(["abc", "d", "ef"])) == ["a", "d", "f", "b", "e", "c"]
 
 
 def test_buckets_are_numbered_in_order_and_nothing_is_lost():
