@@ -4,8 +4,8 @@ vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU for weights, th
 pass (which vLLM profiles) and the runtime; the KV cache gets the rest. vLLM's profiling misses the
 CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight transfer with the
 modules that an update has begun but not completed; these are outside the fraction. Weights arrive
-layer by layer (`planner.transfer_groups`), so that at most those of the largest layer, or of a
-larger tensor outside of the layers, are open.
+layer by layer (`planner.transfer_groups`), so that at most those of the largest layer, of a larger
+tensor outside of the layers, or of a bucket are open.
 
 With `cluster.colocated` the policy leaves some memory allocated while the engine is awake, and the
 engine while it sleeps (`sleeping_bytes`).
@@ -119,6 +119,7 @@ def estimate_engine_memory(
         share = engine.gpu_memory_utilization * device.memory_gib * GIB
     kv_heads = max(1, shape.num_kv_heads // engine.tensor_parallel_size)
     buckets = 2 * bucket
+    opened = max(bucket, num_open_elements(shape, engine.tensor_parallel_size) * item)
     shared = config.cluster.colocated and device.is_gpu
     return EngineMemory(
         weights=weights,
@@ -127,7 +128,7 @@ def estimate_engine_memory(
         runtime=runtime,
         kv_cache=round(share) - used,
         entropy_tap=3 * num_logits * _FLOAT_BYTES,
-        transfer=buckets + num_open_elements(shape, engine.tensor_parallel_size) * item,
+        transfer=buckets + opened,
         cuda_graphs=_CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
         vllm_share=share,

@@ -31,12 +31,12 @@ the machines after them, so that a change of heads costs the time of one bucket.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from mega_agentrl.reshard.planner.transfer_groups import split_into_buckets
+from mega_agentrl.reshard.planner.transfer_groups import merge_units, split_into_buckets
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice
 from mega_agentrl.reshard.topology import LinkType, link_type_between
 
@@ -208,14 +208,20 @@ class BroadcastPlanner:
     Args:
         groups: Result of `group_regions`.
         locations: Locations of all ranks.
+        bucket_bytes: Maximum size of a bucket, unless a single row is larger.
     """
 
-    def __init__(self, groups: Sequence[TransferGroup], locations: Sequence[RankLocation]) -> None:
-        self._locations = locations
-        self._units = [list(unit) for _, unit in groupby(groups, key=lambda group: group.unit)]
+    def __init__(
+        self,
+        groups: Iterable[TransferGroup],
+        locations: Sequence[RankLocation],
+        bucket_bytes: int,
+    ) -> None:
+        self._locations, self._bucket_bytes = locations, bucket_bytes
+        self._units = merge_units(groups, bucket_bytes)
         self._trees: dict[tuple[Ranks, Ranks], BroadcastTree] = {}
         self._largest: Counter[tuple[Ranks, Ranks]] = Counter()
-        for group in groups:
+        for group in (group for unit in self._units for group in unit):
             key = (group.holders, group.receivers)
             if key not in self._trees:
                 self._trees[key] = build_broadcast_tree(*key, locations)
@@ -232,11 +238,11 @@ class BroadcastPlanner:
         self._num_heads = min(self._num_positions, -(-self._num_turns // MAX_SENDERS_PER_RANK))
         self._hops: dict[tuple[int, Route], tuple[Hop, ...]] = {}
 
-    def make_buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """Return all buckets in execution order, each of at most `bucket_bytes` or one row."""
+    def make_buckets(self) -> tuple[Bucket, ...]:
+        """Return all buckets in execution order."""
         buckets: list[Bucket] = []
         for unit in self._units:
-            for slices, hops in self._order_unit(unit, bucket_bytes):
+            for slices, hops in self._order_unit(unit):
                 num_bytes = sum(tensor_slice.num_bytes for tensor_slice in slices)
                 buckets.append(Bucket(len(buckets), num_bytes, slices, hops))
         return tuple(buckets)
@@ -306,14 +312,16 @@ class BroadcastPlanner:
                 self._turns[entry, rank] = turn
         self._num_turns += max(map(len, ranks_of.values()), default=0)
 
-    def _order_unit(self, unit: Sequence[TransferGroup], bucket_bytes: int) -> Iterator[Content]:
+    def _order_unit(self, unit: Sequence[TransferGroup]) -> Iterator[Content]:
         """Yield the contents of the buckets of a unit, in order."""
         heads = tuple(sorted({self._head(self._turn(g, s)) for g in unit for s in self._of(g)}))
         queues: dict[int, list[tuple[tuple[bool, int], int, Content]]] = defaultdict(list)
         for group in unit:
             tree, senders = self._tree(group), self._of(group)
             num_shares = min(len(senders), max(1, group.num_bytes // MIN_BUCKET_BYTES))
-            for number, slices in enumerate(split_into_buckets(group, bucket_bytes, num_shares)):
+            for number, slices in enumerate(
+                split_into_buckets(group, self._bucket_bytes, num_shares)
+            ):
                 sender = senders[number % len(senders)]
                 turn = self._turn(group, sender)
                 content = (slices, self._hops_of(tree, sender, self._head(turn), heads))

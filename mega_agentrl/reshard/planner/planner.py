@@ -130,7 +130,7 @@ def plan_from_groups(
         num_trainer_ranks=num_trainer_ranks,
         num_rollout_ranks=len(locations) - num_trainer_ranks,
         dtype_of=_dtype_of_each(names, dtypes),
-        buckets=BroadcastPlanner(groups, locations).make_buckets(bucket_bytes),
+        buckets=BroadcastPlanner(groups, locations, bucket_bytes).make_buckets(),
         min_network_bytes=min_network_bytes(groups, locations),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -64,6 +65,48 @@ def group_regions(
         num_bytes = region.rect.numel * item_bytes[region.hf_name]
         group.num_bytes += num_bytes
         group.slices.append(TensorSlice(region.hf_name, region.rect, num_bytes))
+    return list(groups.values())
+
+
+def merge_units(groups: Iterable[TransferGroup], max_bytes: int) -> list[list[TransferGroup]]:
+    """Return the groups by unit; a unit takes in the next one while no rank gets more than a size.
+
+    Args:
+        groups: Result of `group_regions`.
+        max_bytes: Maximum number of bytes that a rank receives in a unit made of several.
+    """
+    merged: list[list[TransferGroup]] = []
+    received: Counter[int] = Counter()
+    for _, unit in itertools.groupby(groups, key=lambda group: group.unit):
+        unit_groups = list(unit)
+        unit_bytes: Counter[int] = Counter()
+        for group in unit_groups:
+            for rank in group.receivers:
+                unit_bytes[rank] += group.num_bytes
+        received += unit_bytes
+        if merged and max(received.values()) <= max_bytes:
+            merged[-1] += unit_groups
+        else:
+            merged.append(unit_groups)
+            received = unit_bytes
+    return [_join_groups(unit) for unit in merged]
+
+
+def _join_groups(unit: Sequence[TransferGroup]) -> list[TransferGroup]:
+    """Return one group for each pair of holders and receivers."""
+    groups: dict[tuple[Ranks, Ranks], TransferGroup] = {}
+    for group in unit:
+        key = (group.holders, group.receivers)
+        joined = groups.get(key)
+        if joined is None:
+            groups[key] = group
+        else:
+            groups[key] = TransferGroup(
+                joined.unit,
+                *key,
+                joined.num_bytes + group.num_bytes,
+                [*joined.slices, *group.slices],
+            )
     return list(groups.values())
 
 

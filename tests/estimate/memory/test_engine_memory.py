@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.estimate.device import GIB, DeviceSpec
-from mega_agentrl.estimate.memory.engine import estimate_engine_memory, num_engine_rank_parameters
+from mega_agentrl.estimate.memory.engine import (
+    estimate_engine_memory,
+    num_engine_rank_parameters,
+    num_open_elements,
+)
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.planner.planner import plan_transfer
+from mega_agentrl.reshard.planner.traffic import max_open_bytes
+from mega_agentrl.reshard.topology import RankLocation
 from tests.estimate.configs import configured
 from tests.estimate.shapes import released
+from tests.reshard.model_cuts import trainer_layouts_of
+from tests.reshard.rollout_cuts import engine_layouts
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -75,7 +85,9 @@ def test_on_a_cpu_a_bucket_is_no_larger_than_the_weights():
     usual = estimate_engine_memory(config, shape, DeviceSpec(memory_gib=None))
     config.weight_sync.bucket_mib = 2**20
     large = estimate_engine_memory(config, shape, DeviceSpec(memory_gib=None))
-    assert large.transfer - usual.transfer == 2 * (large.weights - 64 * 2**20)
+    # The whole model fits into a bucket, so all of its modules are open at once.
+    opened = large.weights - 4 * num_open_elements(shape, 1)
+    assert large.transfer - usual.transfer == 2 * (large.weights - 64 * 2**20) + opened
     assert large.runtime == (45 + 90) * 2**20
 
 
@@ -91,3 +103,37 @@ def test_on_shared_gpus_it_lies_beside_what_the_policy_leaves():
     assert shared.sleeping_bytes == 2 * GIB + buckets
     assert shared.loading_bytes == shared.weights + shared.transfer + 2 * GIB
     assert estimate_engine_memory(config, shape, DeviceSpec(memory_gib=None)).colocated_policy == 0
+
+
+SMALL_VOCABULARY = {"vocab_size": 1024}
+"""With it the largest unit of an update is a layer, and otherwise the embedding of dense models."""
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "trainer", "size"),
+    [
+        ("qwen3-4b", {}, {"tensor": 2, "data": 4}, 1),
+        ("qwen3-4b", SMALL_VOCABULARY, {"tensor": 2, "data": 4}, 1),
+        ("qwen3-32b", SMALL_VOCABULARY, {"tensor": 8, "pipeline": 2}, 8),
+        ("qwen3-30b-a3b", {}, {"tensor": 4, "data": 2, "expert": 8}, 4),
+        ("deepseek-v3-sized", {}, {"tensor": 8, "pipeline": 2, "data": 2, "expert": 16}, 16),
+    ],
+    ids=["embedding", "dense-layer", "dense-many-ranks", "experts", "experts-over-machines"],
+)
+def test_the_plan_opens_no_more_modules_than_the_estimate_has(name, changes, trainer, size):
+    shape = released(name, num_hidden_layers=8, **changes)
+    trainer_layouts, engine = trainer_layouts_of(shape, **trainer), engine_layouts(shape, size)
+    num_trainer_ranks = len(trainer_layouts)
+    plan = plan_transfer(
+        trainer_layouts,
+        engine * 2,
+        [RankLocation(rank // 8, rank) for rank in range(num_trainer_ranks + 2 * size)],
+        "bfloat16",
+        names=list(hf_shapes(shape)),
+    )
+    walked = max(
+        max_open_bytes(plan, rank, layout) for rank, layout in enumerate(engine, num_trainer_ranks)
+    )
+    estimate = 2 * num_open_elements(shape, size)
+    # A layer that comes in several buckets closes some modules before it opens others.
+    assert walked <= estimate <= 2 * walked

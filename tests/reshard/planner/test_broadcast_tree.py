@@ -20,6 +20,7 @@ from mega_agentrl.reshard.planner.regions import TransferRegion
 from mega_agentrl.reshard.planner.transfer_groups import (
     TransferGroup,
     group_regions,
+    merge_units,
     split_into_buckets,
     transfer_unit,
 )
@@ -93,7 +94,7 @@ def group(holders, receivers, name="w", num_bytes=BYTES, unit="u"):
 
 
 def plan(groups, locations, bucket_bytes=2**40):
-    return BroadcastPlanner(groups, locations).make_buckets(bucket_bytes)
+    return BroadcastPlanner(groups, locations, bucket_bytes).make_buckets()
 
 
 def hops_of(groups, locations, bucket_bytes=2**40):
@@ -120,7 +121,7 @@ W_TO_2 = group((0, 1), (2,))
     ids=["near-holder", "copy", "forwarded-copy"],
 )
 def test_hops_by_hand(places, groups, hops):
-    assert sorted(hops_of(groups, locations_of(*places))) == hops
+    assert sorted(hops_of(groups, locations_of(*places), BYTES)) == hops
 
 
 def test_receivers_on_a_holders_device_copy_and_forward_to_the_others():
@@ -201,8 +202,29 @@ def test_units_are_sent_one_after_the_other():
         for source in (0, 1)
         for target in (2, 3)
     ]
-    names = [bucket.slices[0].hf_name for bucket in plan(groups, locations_of(*range(4)))]
-    assert [name[0] for name in names] == [*"aaaabbbbcccc"]
+    buckets = plan(groups, locations_of(*range(4)), 2 * BYTES)
+    assert [bucket.slices[0].hf_name[0] for bucket in buckets] == [*"aaaabbbbcccc"]
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "units"),
+    [(BYTES, ["a", "b", "cc"]), (2 * BYTES, ["ab", "cc"]), (4 * BYTES, ["abcc"])],
+    ids=["none", "two", "all"],
+)
+def test_units_are_merged_while_every_rank_gets_no_more_than_a_bucket(max_bytes, units):
+    groups = [
+        group((0,), (2, 3), "a", unit="a"),
+        group((0,), (2, 3), "b", unit="b"),
+        group((0,), (2,), "c", unit="c"),
+        group((0,), (2, 3), "c", unit="c"),
+    ]
+    merged = merge_units(groups, max_bytes)
+    names = [
+        "".join(sorted(part.hf_name for group in unit for part in group.slices)) for unit in merged
+    ]
+    assert names == units
+    assert all(g.num_bytes == sum(s.num_bytes for s in g.slices) for unit in merged for g in unit)
+    assert len({(g.holders, g.receivers) for g in merged[0]}) == len(merged[0])
 
 
 def test_receivers_do_not_all_wait_for_the_same_sender():
