@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mega_agentrl.reshard.frames import CopyFn
+    from mega_agentrl.reshard.frames import CopyFn, PartBatch
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.planner.transfer_plan import Bucket, ParamSlice, TransferPlan
+    from mega_agentrl.reshard.planner.transfer_plan import Bucket, TransferPlan
     from mega_agentrl.reshard.transports.base import RecvHandle, SendHandle, Transport
 
 NUM_SLOTS = 2
@@ -48,8 +48,8 @@ NUM_SLOTS = 2
 class WeightWriter(Protocol):
     """Receives the weights that arrive at a rollout rank."""
 
-    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
-        """Copy `values`, shaped like the rectangle of `param_slice`, to where they belong."""
+    def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
+        """Copy all parts of a frame to where they belong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class TransferExecutor:
         self._routes = routes_of_rank(plan, rank)
         for route in self._routes:
             if route.source is None or rank >= plan.num_trainer_ranks:
-                self._codec.parts(route.bucket)  # raises now if the plan is from other layouts
+                self._codec.batch(route.bucket)  # raises now if the plan is from other layouts
         sizes = [num_frame_bytes(route.bucket) for route in self._routes]
         self._slots = transport.allocate_slots(NUM_SLOTS, max([HEADER_BYTES, *sizes]))
         self._targets = sorted({target for route in self._routes for target in route.targets})
@@ -238,8 +238,7 @@ class TransferExecutor:
             in_flight.send_handles = self._send_to_targets(
                 route, frame[: num_frame_bytes(route.bucket)]
             )
-            for param_slice, values in self._codec.read(route.bucket, frame):
-                writer.write(param_slice, values)
+            writer.write(self._codec.batch(route.bucket), frame)
         for target, handle in in_flight.send_handles:
             with self._describe_failure("send", target, route.bucket):
                 handle.wait(self._timeout_s)

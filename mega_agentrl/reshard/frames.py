@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,11 +31,8 @@ if TYPE_CHECKING:
         TransferPlan,
     )
 
-CopyFn = Callable[["ParamSlice", torch.Tensor, torch.Tensor], None]
-"""Copies from a slice of a parameter (third argument) to a frame (second argument).
-
-The shapes are those of `DigestAccumulator.copy`.
-"""
+CopyFn = Callable[["PartBatch", torch.Tensor, "Mapping[str, torch.Tensor]"], None]
+"""Copies a batch to a frame (second argument) from parameters by name, as `PartBatch.pack`."""
 
 END_OF_UPDATE = -1
 HEADER_BYTES = 32
@@ -44,7 +42,7 @@ _SLICE_ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class FramePart:
-    """A tensor slice in a frame and in the shards of one rank."""
+    """A tensor slice in a frame and in a parameter of one rank."""
 
     tensor_slice: TensorSlice
     """The slice, in Hugging Face coordinates."""
@@ -52,12 +50,52 @@ class FramePart:
     """Its bytes in the frame."""
     dtype: torch.dtype
     """Dtype in the frame."""
-    param_slices: tuple[ParamSlice, ...]
-    """Where this rank holds the slice: once on a trainer rank, at least once on a rollout rank."""
+    param_slice: ParamSlice
+    """Where this rank holds the slice."""
 
     def view(self, frame: torch.Tensor) -> torch.Tensor:
-        """Return the slice's values as a view of a frame, shaped like its rectangle."""
-        return frame[self.span].view(self.dtype).view(self.tensor_slice.rect.shape)
+        """Return the values as a view of a frame, shaped like the slice of the parameter."""
+        return frame[self.span].view(self.dtype).view(self.param_slice.rect.shape)
+
+    def view_param(self, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the slice of the parameter."""
+        return params[self.param_slice.param].detach()[self.param_slice.rect.slices]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartBatch:
+    """Parts of a frame that are copied together.
+
+    Batches are made once per session and compared by identity, so that what is prepared for the
+    copies of a batch can be kept.
+    """
+
+    parts: tuple[FramePart, ...]
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """Names of the parameters, each once."""
+        return tuple(dict.fromkeys(part.param_slice.param for part in self.parts))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(part.param_slice.rect.numel for part in self.parts)
+
+    def pack(self, frame: torch.Tensor, params: Mapping[str, torch.Tensor]) -> None:
+        """Copy from parameters, of any dtype, to a frame."""
+        for part in self.parts:
+            part.view(frame).copy_(part.view_param(params))
+
+    def unpack(self, frame: torch.Tensor, params: Mapping[str, torch.Tensor]) -> None:
+        """Copy from a frame to parameters of any dtype."""
+        for part in self.parts:
+            part.view_param(params).copy_(part.view(frame))
+
+    def split_by_module(self) -> list[tuple[str, PartBatch]]:
+        """Return runs of parts of the same module, which is what a parameter's name starts with."""
+        runs = groupby(self.parts, lambda part: part.param_slice.param.rpartition(".")[0])
+        return [(module, PartBatch(tuple(parts))) for module, parts in runs]
 
 
 def num_frame_bytes(bucket: Bucket) -> int:
@@ -71,25 +109,25 @@ class FrameCodec:
     def __init__(self, plan: TransferPlan, layout: Iterable[ShardLayout]) -> None:
         self._dtype_of = {name: getattr(torch, dtype) for name, dtype in plan.dtype_of.items()}
         self._slice_index = ParamSliceIndex(layout)
-        self._parts: dict[int, list[FramePart]] = {}
+        self._batches: dict[int, PartBatch] = {}
 
-    def parts(self, bucket: Bucket) -> list[FramePart]:
-        """Locate every slice of a bucket; raises `ValueError` for one not held by this rank."""
-        if bucket.index not in self._parts:
-            self._parts[bucket.index] = self._locate_parts(bucket)
-        return self._parts[bucket.index]
+    def batch(self, bucket: Bucket) -> PartBatch:
+        """Locate all slices of a bucket; raises `ValueError` for one not held by this rank.
 
-    def _locate_parts(self, bucket: Bucket) -> list[FramePart]:
+        On a rollout rank that holds a slice in several places, it is in the batch several times.
+        """
+        if bucket.index not in self._batches:
+            self._batches[bucket.index] = PartBatch(tuple(self._locate_parts(bucket)))
+        return self._batches[bucket.index]
+
+    def _locate_parts(self, bucket: Bucket) -> Iterator[FramePart]:
         offset = HEADER_BYTES
-        parts = []
         for tensor_slice in bucket.slices:
             span = slice(offset, offset + tensor_slice.num_bytes)
-            param_slices = tuple(self._slice_index.find(tensor_slice))
-            parts.append(
-                FramePart(tensor_slice, span, self._dtype_of[tensor_slice.hf_name], param_slices)
-            )
+            dtype = self._dtype_of[tensor_slice.hf_name]
+            for param_slice in self._slice_index.find(tensor_slice):
+                yield FramePart(tensor_slice, span, dtype, param_slice)
             offset += _align(tensor_slice.num_bytes)
-        return parts
 
     def write(
         self,
@@ -106,27 +144,12 @@ class FrameCodec:
             slot: Buffer of at least `num_frame_bytes(bucket)` bytes.
             shards: Parameters by name, in any dtype.
             version: Weight version.
-            copy_fn: Copies values into the frame; by default a plain copy.
+            copy_fn: Copies values to the frame; by default a plain copy.
         """
         frame = slot[: num_frame_bytes(bucket)]
         frame[:HEADER_BYTES].view(torch.int64).copy_(_header(version, bucket.index, len(frame)))
-        for part in self.parts(bucket):
-            param_slice = part.param_slices[0]
-            values = shards[param_slice.param].detach()[param_slice.rect.slices]
-            if copy_fn is not None:
-                copy_fn(param_slice, part.view(frame), values)
-            else:
-                part.view(frame).copy_(values.reshape(part.tensor_slice.rect.shape))
+        (copy_fn or PartBatch.pack)(self.batch(bucket), frame, shards)
         return frame
-
-    def read(
-        self, bucket: Bucket, frame: torch.Tensor
-    ) -> Iterator[tuple[ParamSlice, torch.Tensor]]:
-        """Yield every parameter slice with its values, shaped like its rectangle."""
-        for part in self.parts(bucket):
-            values = part.view(frame)
-            for param_slice in part.param_slices:
-                yield param_slice, values.view(param_slice.rect.shape)
 
 
 def write_end_frame(slot: torch.Tensor, version: int) -> torch.Tensor:

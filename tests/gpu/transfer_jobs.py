@@ -21,8 +21,8 @@ from tests.reshard.transports.ranks import ADDRESS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mega_agentrl.reshard.frames import PartBatch
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
     from mega_agentrl.reshard.topology import RankLocation
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
     from tests.reshard.transports.ranks import Group, RankState
@@ -37,10 +37,9 @@ class DeviceWriter:
         self.layout, self.digests = layout, digests
         self.params = {s.name: torch.zeros(s.shape, dtype=dtype, device="cuda") for s in layout}
 
-    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
-        assert values.is_cuda, "values must stay on the GPU"
-        target = self.params[param_slice.param][param_slice.rect.slices]
-        self.digests.copy(param_slice, target, values)
+    def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
+        assert frame.is_cuda, "values must stay on the GPU"
+        self.digests.copy(batch, frame, self.params)
 
 
 def make_session(

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mega_agentrl.reshard.frames import FramePart, PartBatch
+from mega_agentrl.reshard.layout import round_up
+from mega_agentrl.reshard.planner.transfer_plan import TensorSlice
 from mega_agentrl.reshard.session import join_session
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
 from tests.reshard.faults import inject
@@ -37,6 +40,20 @@ def expected_of(
     return np.array([digest_of[region] for region in regions], dtype=np.uint32).reshape(-1, 2)
 
 
+def frame_of(values_of: Mapping[ParamSlice, torch.Tensor]) -> tuple[PartBatch, torch.Tensor]:
+    """A frame with these values, without a header, and its parts."""
+    parts, start = [], 0
+    for param_slice, values in values_of.items():
+        tensor_slice = TensorSlice(param_slice.param, param_slice.rect, values.nbytes)
+        span = slice(start, start + values.nbytes)
+        parts.append(FramePart(tensor_slice, span, values.dtype, param_slice))
+        start = round_up(span.stop, 16)
+    frame = torch.zeros(start, dtype=torch.uint8)
+    for part, values in zip(parts, values_of.values(), strict=True):
+        part.view(frame).copy_(values)
+    return PartBatch(tuple(parts)), frame
+
+
 class PlainWeightWriter:
     """Parameters that are simply there."""
 
@@ -52,13 +69,12 @@ class PlainWeightWriter:
         if self.regions is not None:
             self.regions.reset()
 
-    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
-        to = self.params[param_slice.param][param_slice.rect.slices]
+    def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
         if self.regions is not None:
-            self.regions.copy(param_slice, to, values)
+            self.regions.copy(batch, frame, self.params)
         else:
-            to.copy_(values)
-        self.missing -= param_slice.rect.numel
+            batch.unpack(frame, self.params)
+        self.missing -= batch.numel
 
 
 class FakeRollout:

@@ -169,7 +169,7 @@ def _aim_at_content(
 
     def spoil(bucket: Bucket, frame: torch.Tensor) -> torch.Tensor:
         if fault.kind == "flip":
-            return _flipped(frames.parts(bucket), frame, fault.bit)
+            return _flipped(frames.batch(bucket).parts, frame, fault.bit)
         spoiled = frames.write(bucket, frame.clone(), spoilers[fault.kind], 0)
         spoiled[:HEADER_BYTES] = frame[:HEADER_BYTES]
         return spoiled
@@ -179,7 +179,7 @@ def _aim_at_content(
         right = torch.zeros(num_frame_bytes(bucket), dtype=torch.uint8)
         if "right" in spoilers:
             frames.write(bucket, right, spoilers["right"], 0)
-        if names := _changed(frames.parts(bucket), right, spoil(bucket, right)):
+        if names := _changed(frames.batch(bucket).parts, right, spoil(bucket, right)):
             found.append((at, Hit(names, frozenset([bucket.index]), frozenset([target]))))
     at, hit = _pick(found, fault)
     return at, hit, lambda frame: spoil(sends[at][0], frame)
@@ -279,7 +279,7 @@ def told_hit(
         one, two = (torch.zeros(num_frame_bytes(ours[key]), dtype=torch.uint8) for _ in "12")
         good.write(ours[key], one, shards, 0)
         wrong.write(theirs[key], two, shards, 0)
-        if changed := _changed(good.parts(ours[key]), one, two):
+        if changed := _changed(good.batch(ours[key]).parts, one, two):
             names |= changed
             buckets.add(key[0])
             targets.add(key[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,19 @@ from mega_agentrl.reshard.frames import (
     END_OF_UPDATE,
     HEADER_BYTES,
     FrameCodec,
+    PartBatch,
     check_header,
     num_frame_bytes,
     write_end_frame,
 )
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
-from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop, TensorSlice, TransferPlan
+from mega_agentrl.reshard.planner.transfer_plan import (
+    Bucket,
+    Hop,
+    ParamSlice,
+    TensorSlice,
+    TransferPlan,
+)
 
 MAGIC = 0x6D65676157
 VERSION = 41
@@ -74,17 +82,24 @@ def test_every_byte_by_hand():
 
 def test_a_rank_reads_its_slices_at_every_place_that_it_holds_them():
     frame, _ = written()
-    read = FrameCodec(PLAN, SINK).read(BUCKET, frame)
-    found = {param_slice.param: (param_slice.rect, values) for param_slice, values in read}
-    assert found.keys() == {"one", "two", "stack"}
+    params = {shard.name: torch.zeros(shard.shape) for shard in SINK}
+    batch = FrameCodec(PLAN, SINK).batch(BUCKET)
+    batch.unpack(frame, params)
+    assert batch.param_names == ("one", "two", "stack")
+    assert batch.numel == 4 + 4 + 3
     for name in ("one", "two"):
-        rect, values = found[name]
-        assert rect == Rect((2, 1), (4, 3))
-        assert values.dtype is torch.bfloat16
-        assert values.tolist() == [[2.0, 3.0], [5.0, 6.0]]
-    rect, values = found["stack"]
-    assert rect == Rect((1, 1, 0), (2, 4, 1))
-    assert values.tolist() == [[[1.5], [2.5], [3.5]]]
+        assert params[name].tolist() == [[0, 0, 0], [0, 0, 0], [0, 2, 3], [0, 5, 6]]
+    assert params["stack"].flatten().tolist() == [0, 0, 0, 0, 0, 1.5, 2.5, 3.5]
+
+
+def test_parts_of_one_module_in_sequence_are_one_run():
+    names = ("a.w", "a.b", "b.w", "a.w")
+    part = FrameCodec(PLAN, SOURCE).batch(BUCKET).parts[0]
+    parts = [replace(part, param_slice=ParamSlice(name, part.param_slice.rect)) for name in names]
+    runs = PartBatch(tuple(parts)).split_by_module()
+    assert [(path, run.parts) for path, run in runs] == [
+        ("a", tuple(parts[:2])), ("b", (parts[2],)), ("a", (parts[3],))
+    ]  # fmt: skip
 
 
 def test_gradients_are_not_recorded():

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from mega_agentrl.reshard.frames import PartBatch
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.session import TransferSession, join_session, open_store
-from mega_agentrl.reshard.verify.digest import compile_kernel
+from mega_agentrl.reshard.verify.copy_table import compile_kernel
 from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
 from tools.measurement import PeakMemory
 from tools.reshard_bench.baselines import BaselineBucket, BaselineSender
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mega_agentrl.reshard.executor import TransferExecutor
-    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 ADDRESS = "127.0.0.1"
@@ -76,7 +76,7 @@ class TrainerRank:
     def send(self, version: int, proof: bool) -> Any:
         """Send by our path; return the digests of the rank if `proof` is set."""
         assert self._executor is not None and self._source_digests is not None, "join comes first"
-        copy_fn = self._source_digests.make_copy_fn() if proof else _plain_copy
+        copy_fn = self._source_digests.make_copy_fn() if proof else PartBatch.pack
         self._proof_s = 0.0
         self._executor.send(self._shards, version, self._timed(copy_fn))
         compute = self._timed(self._source_digests.compute)
@@ -173,10 +173,6 @@ class Trainer:
         for process in self._processes:
             process.kill()
             process.join(10)
-
-
-def _plain_copy(param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor) -> None:
-    to.copy_(values)
 
 
 def _serve(pipe: Any, rank: int, folder: str) -> None:

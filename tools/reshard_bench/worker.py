@@ -28,8 +28,8 @@ from vllm.model_executor.model_loader.reload import (
 from mega_agentrl.generator.weights import weight_writer
 from mega_agentrl.generator.worker_extension import WorkerExtension
 from mega_agentrl.reshard.executor import TransferExecutor
-from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
-from mega_agentrl.reshard.verify.digest import compile_kernel
+from mega_agentrl.reshard.frames import PartBatch
+from mega_agentrl.reshard.verify.copy_table import compile_kernel
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
 from tools.measurement import PeakMemory
 from tools.reshard_bench.baselines import BaselineReceiver
@@ -195,15 +195,15 @@ class BenchExtension(WorkerExtension):
 class _DiscardingWriter:
     """A `WeightWriter` that discards everything."""
 
-    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:
+    def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
         """Discard the values."""
 
 
 def _plain_copy(
-    digests: ReceivedDigests, param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor
+    digests: ReceivedDigests, batch: PartBatch, frame: torch.Tensor, params: dict[str, torch.Tensor]
 ) -> None:
     """Copy without a digest."""
-    to.copy_(values)
+    batch.unpack(frame, params)
 
 
 def _no_op(*arguments: Any, **keywords: Any) -> None:

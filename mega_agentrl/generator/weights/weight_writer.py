@@ -32,8 +32,8 @@ from mega_agentrl.reshard.layout import round_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mega_agentrl.reshard.frames import PartBatch
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
     from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
 
 
@@ -99,6 +99,9 @@ class _PendingModule:
     is_materialized: bool = False
 
 
+_ModuleRun = tuple[_PendingModule, "PartBatch", tuple[str, ...], int]
+
+
 class ModuleWeightWriter:
     """Implements `reshard.executor.WeightWriter` for one update after another."""
 
@@ -108,6 +111,8 @@ class ModuleWeightWriter:
         self._digests = digests
         self._staging_pool = StagingBufferPool()
         self._pending_modules: dict[str, _PendingModule] = {}
+        self._runs: dict[PartBatch, list[_ModuleRun]] = {}
+        """The parts of a batch by module, with names and number of elements."""
         for shard in layout:
             path, _, attribute = shard.name.rpartition(".")
             if path not in self._pending_modules:
@@ -139,22 +144,29 @@ class ModuleWeightWriter:
                         "the loader; probable cause: a kernel that reshapes it before loading"
                     )
 
-    def write(self, param_slice: ParamSlice, values: torch.Tensor) -> None:  # noqa: D102
-        path, _, attribute = param_slice.param.rpartition(".")
-        pending = self._pending_modules[path]
-        if pending.num_missing < param_slice.rect.numel:
-            raise ValueError(
-                f"{param_slice.param} {param_slice.rect} arrived with {pending.num_missing} "
-                "elements of its module missing; probable cause: a plan that sends something twice"
+    def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
+        """Copy all parts of a frame, module by module."""
+        runs = self._runs.get(batch)
+        if runs is None:
+            runs = self._runs[batch] = [
+                (self._pending_modules[path], run, run.param_names, run.numel)
+                for path, run in batch.split_by_module()
+            ]
+        for pending, run, names, numel in runs:
+            if pending.num_missing < numel:
+                raise ValueError(
+                    f"{', '.join(names)}: {numel} elements arrived with {pending.num_missing} "
+                    "elements of the module missing; probable cause: a plan that sends something "
+                    "twice"
+                )
+            if not pending.is_materialized:
+                self._materialize(pending)
+            self._digests.copy(
+                run, frame, {name: getattr(pending.module, _attribute(name)).data for name in names}
             )
-        if not pending.is_materialized:
-            self._materialize(pending)
-        self._digests.copy(
-            param_slice, getattr(pending.module, attribute).data[param_slice.rect.slices], values
-        )
-        pending.num_missing -= param_slice.rect.numel
-        if pending.num_missing == 0:
-            self._finish_module(pending)
+            pending.num_missing -= numel
+            if pending.num_missing == 0:
+                self._finish_module(pending)
 
     def check_complete(self) -> None:
         """End an update; raises `ValueError` if modules are incomplete."""
@@ -197,6 +209,11 @@ class ModuleWeightWriter:
         info.load_numel = info.load_numel_total or 0
         force_expert_repack(pending.module)
         _layerwise_process(pending.module, info)
+
+
+def _attribute(param: str) -> str:
+    """Return the name of a parameter in its module."""
+    return param.rpartition(".")[2]
 
 
 def drop_packed_linear(module: torch.nn.Module) -> None:

@@ -12,112 +12,27 @@ the intersection of a region and a block of a trainer rank. For every region,
 Regions and parts follow from the layouts of both sides alone, not from the plan, so a wrong plan
 is detected as well as wrong bytes.
 
-On a CPU both sides compute digests while they copy values (`DigestAccumulator`). While a slice that
-lies inside one block is copied, its digest is added to the block's. The sum is valid if the slices
-covered the block exactly, without overlap. Any other block (written twice, or by a copy that
-converts the dtype) is read again.
+Both sides compute digests while they copy values (`DigestAccumulator`). Blocks whose copies do not
+give a digest are read again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from mega_agentrl.reshard.layout import distinct_layouts
-from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex, TensorSlice, map_rect
-from mega_agentrl.reshard.verify.digest import CopyWithDigest, compile_kernel, compute_digests
+from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex, TensorSlice
+from mega_agentrl.reshard.verify.digest import compute_digests
+from mega_agentrl.reshard.verify.digest_accumulator import DigestAccumulator, ParamBlock
 
 if TYPE_CHECKING:
-    from mega_agentrl.reshard.frames import CopyFn
+    from mega_agentrl.reshard.frames import CopyFn, PartBatch
     from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
-    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
-
-
-class ParamBlock(NamedTuple):
-    """A rectangle of a parameter and the rectangle of the tensor it holds."""
-
-    param: str
-    """Name of the parameter."""
-    local_rect: Rect
-    """Rectangle in the parameter."""
-    hf_rect: Rect
-    """Rectangle in the Hugging Face tensor."""
-
-
-class DigestAccumulator:
-    """Digests of the blocks of one rank, which are referred to by index."""
-
-    def __init__(self, blocks: Sequence[ParamBlock]) -> None:
-        self._blocks = blocks
-        self._blocks_by_param: dict[str, list[int]] = {}
-        for index, block in enumerate(blocks):
-            self._blocks_by_param.setdefault(block.param, []).append(index)
-        self._copiers: dict[ParamSlice, tuple[list[int], CopyWithDigest | None]] = {}
-        """By slice, the blocks it overlaps and, if it lies inside one, how to digest it."""
-        self._sums = np.zeros((len(blocks), 2), dtype=np.uint32)
-        self._sums_address = self._sums.ctypes.data
-        self._last_cover: list[list[Rect] | None] = [None] * len(blocks)
-        """Rectangles that covered the block the last time; they rarely change."""
-        self.reset()
-        if not torch.cuda.is_available():
-            compile_kernel()  # when a rank joins, not during its first update
-
-    def reset(self) -> None:
-        """Discard all sums."""
-        self._sums[:] = 0
-        self._copied_rects: list[list[Rect] | None] = [[] for _ in self._blocks]
-        """Local rectangles included in the sum, or None if the block has no valid sum."""
-
-    def copy(self, param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy `values` to `to`, of the same number of elements, and add their digest.
-
-        `param_slice` is the rectangle of the parameter that is written or read.
-        """
-        entry = self._copiers.get(param_slice)
-        if entry is None:
-            entry = self._copiers[param_slice] = self._make_copier(param_slice)
-        indices, copier = entry
-        if copier is not None:
-            rects = self._copied_rects[indices[0]]
-            sums_at = self._sums_address + 8 * indices[0]
-            if rects is not None and copier.copy(to, values, sums_at):
-                rects.append(param_slice.rect)
-                return
-        to.copy_(values.view(to.shape))
-        for index in indices:
-            self._copied_rects[index] = None
-
-    def digest_of_block(self, index: int) -> np.ndarray | None:
-        """Return `[2]` uint32, or None if the digest must be computed from memory."""
-        rects = self._copied_rects[index]
-        if rects is None or not (rects == self._last_cover[index] or self._covers(index, rects)):
-            return None
-        self._last_cover[index] = rects
-        digest: np.ndarray = self._sums[index]
-        return digest
-
-    def _covers(self, index: int, rects: list[Rect]) -> bool:
-        """Return whether the rectangles, which lie inside the block, cover it without overlap."""
-        covered = sum(rect.numel for rect in rects)
-        return covered == self._blocks[index].local_rect.numel and all(
-            one.intersect(other) is None for one, other in combinations(rects, 2)
-        )
-
-    def _make_copier(self, param_slice: ParamSlice) -> tuple[list[int], CopyWithDigest | None]:
-        common = {
-            n: self._blocks[n].local_rect.intersect(param_slice.rect)
-            for n in self._blocks_by_param.get(param_slice.param, [])
-        }
-        indices = [index for index, rect in common.items() if rect is not None]
-        if len(indices) != 1 or common[indices[0]] != param_slice.rect:
-            return indices, None
-        block = self._blocks[indices[0]]
-        return indices, CopyWithDigest(map_rect(param_slice.rect, block.local_rect, block.hf_rect))
 
 
 RankLayout = Sequence["ShardLayout"]
@@ -187,68 +102,67 @@ class ReceivedDigests:
 
     def __init__(self, layout: RankLayout, dtype_of: Mapping[str, str]) -> None:
         self.regions = regions_of_layout(layout)
-        self._index_of = {region: number for number, region in enumerate(self.regions)}
         self._dtype_of = dtype_of
-        self._digests = np.zeros((len(self.regions), 2), dtype=np.uint32)
-        self._is_computed = np.zeros(len(self.regions), dtype=bool)
         blocks = [(shard.name, block) for shard in layout for block in shard.blocks]
         self._accumulator = DigestAccumulator(
-            [ParamBlock(name, b.local_rect, b.hf_rect) for name, b in blocks]
+            [ParamBlock(name, b.local_rect, b.hf_rect) for name, b in blocks], to_frame=False
         )
+        index_of = {region: number for number, region in enumerate(self.regions)}
+        self._region_of_block = np.array(
+            [index_of[DigestRegion(b.hf_name, b.hf_rect)] for _, b in blocks], dtype=np.int64
+        )
+        self._digests = np.zeros((len(blocks), 2), dtype=np.uint32)
+        """Digests of the blocks that were computed from memory."""
+        self._is_computed = np.zeros(len(blocks), dtype=bool)
+        self._is_copied = np.zeros(len(blocks), dtype=bool)
+        """Blocks whose digests the accumulator has."""
         self._blocks_by_param: dict[str, list[tuple[int, Block]]] = defaultdict(list)
         for number, (name, block) in enumerate(blocks):
             self._blocks_by_param[name].append((number, block))
 
     def reset(self) -> None:
         """Discard all digests."""
-        self._is_computed[:] = False
+        self._is_computed[:] = self._is_copied[:] = False
         self._accumulator.reset()
 
-    def copy(self, param_slice: ParamSlice, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy received values to `to`, the slice of the parameter, and digest them."""
-        self._accumulator.copy(param_slice, to, values)
+    def copy(
+        self, batch: PartBatch, frame: torch.Tensor, params: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy a batch from a frame to parameters, and digest it."""
+        self._accumulator.copy(batch, frame, params)
 
     def compute(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
-        """Compute the digests of all blocks of some parameters.
+        """Complete the digests of all blocks of some parameters.
 
         Args:
             shards: The parameters with their values, which are read where copies did not cover a
                 block.
-
-        Raises:
-            ValueError: If a region is held in two places with different values.
         """
-        regions, items = [], []
+        missing, items = [], []
         for shard, values in shards:
             for index, block in self._blocks_by_param[shard.name]:
-                region = DigestRegion(block.hf_name, block.hf_rect)
-                if (copied := self._accumulator.digest_of_block(index)) is not None:
-                    self._store_digest(region, copied)
-                    continue
-                held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
-                dtype = getattr(torch, self._dtype_of[block.hf_name])
-                regions.append(region)
-                items.append((held.to(dtype), block.hf_rect))
-        for region, digest in zip(regions, compute_digests(items), strict=True):
-            self._store_digest(region, digest)
+                self._is_copied[index] = self._accumulator.is_covered(index)
+                if not self._is_copied[index]:
+                    missing.append(index)
+                    items.append(self._read_block(block, values))
+        self._digests[missing] = compute_digests(items)
+        self._is_computed[missing] = True
 
-    def _store_digest(self, region: DigestRegion, digest: np.ndarray) -> None:
-        number = self._index_of[region]
-        if self._is_computed[number] and (self._digests[number] != digest).any():
-            raise ValueError(
-                f"{region.hf_name} {region.rect} is held twice by this rank, with different values"
-            )
-        self._digests[number] = digest
-        self._is_computed[number] = True
+    def _read_block(self, block: Block, values: torch.Tensor) -> tuple[torch.Tensor, Rect]:
+        held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
+        return held.to(getattr(torch, self._dtype_of[block.hf_name])), block.hf_rect
 
     def find_mismatches(self, expected: np.ndarray) -> list[DigestRegion]:
-        """Return the regions with another digest than expected, or without one.
+        """Return the regions of blocks with another digest than expected, or without one.
 
         Args:
             expected: `[regions, 2]` uint32 in the order of `regions`.
         """
-        wrong = ~self._is_computed | (self._digests != expected).any(axis=1)
-        return [self.regions[number] for number in np.flatnonzero(wrong)]
+        copied = self._is_copied[:, None]
+        digests = np.where(copied, self._accumulator.digests(), self._digests)
+        is_wrong = (digests != expected[self._region_of_block]).any(axis=1)
+        is_wrong |= ~(self._is_computed | self._is_copied)
+        return [self.regions[number] for number in np.unique(self._region_of_block[is_wrong])]
 
 
 class SourceDigests:
@@ -266,7 +180,7 @@ class SourceDigests:
             param, local_rect = slice_index.find(TensorSlice(name, part.rect, num_bytes=0))[0]
             self._blocks.append(ParamBlock(param, local_rect, part.rect))
             self._dtypes.append(getattr(torch, dtype_of[name]))
-        self._accumulator = DigestAccumulator(self._blocks)
+        self._accumulator = DigestAccumulator(self._blocks, to_frame=True)
 
     def make_copy_fn(self) -> CopyFn:
         """Return a function that digests the rank's shards while it copies from them."""
@@ -279,14 +193,9 @@ class SourceDigests:
         Args:
             parameter: Returns the rank's parameter of a name, with the values that were sent.
         """
-        digests = np.zeros((len(self._blocks), 2), dtype=np.uint32)
-        missing = []
-        for index in range(len(self._blocks)):
-            copied = self._accumulator.digest_of_block(index)
-            if copied is None:
-                missing.append(index)
-            else:
-                digests[index] = copied
+        digests = self._accumulator.digests()
+        blocks = range(len(self._blocks))
+        missing = [index for index in blocks if not self._accumulator.is_covered(index)]
         self._accumulator.reset()
         digests[missing] = compute_digests(self._read_block(index, parameter) for index in missing)
         return digests

@@ -21,7 +21,8 @@ from mega_agentrl.generator.weights.transfer_engine import (
 )
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
-from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+from mega_agentrl.reshard.verify.digest import compute_digests
+from tests.reshard.fake_rollout import frame_of
 
 RECT = Rect((0, 0), (2, 3))
 LAYOUT = [ShardLayout("weight", (2, 3), (Block("w", RECT, RECT),))]
@@ -39,7 +40,7 @@ class FakeExecutor:
     def receive(self, writer, version):
         if self.error is not None:
             raise self.error
-        writer.write(ParamSlice("weight", RECT), VALUES * version)
+        writer.write(*frame_of({ParamSlice("weight", RECT): VALUES * version}))
 
     def sources_of(self, name):
         return {3: [5]}
@@ -68,9 +69,7 @@ def worker(monkeypatch):
 
 
 def expected(values):
-    digests = ReceivedDigests(LAYOUT, {"w": "float32"})
-    digests.compute([(LAYOUT[0], values)])
-    return digests._digests
+    return compute_digests([(values, RECT)])
 
 
 def received(worker, version, executor=None):

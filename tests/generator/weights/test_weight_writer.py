@@ -24,7 +24,9 @@ from mega_agentrl.generator.weights.weight_writer import (
 )
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+from mega_agentrl.reshard.verify.digest import compute_digests
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
+from tests.reshard.fake_rollout import frame_of
 
 ROWS, COLUMNS = 4, 3
 
@@ -82,22 +84,28 @@ def begun(model, regions, layout=LAYOUT):
     return writer
 
 
+def write(writer, *param_slices, plus=0):
+    writer.write(
+        *frame_of({param_slice: WHOLE[param_slice] + plus for param_slice in param_slices})
+    )
+
+
 def params_and_digests():
     """What a complete update leaves."""
-    regions = ReceivedDigests(LAYOUT, dict.fromkeys("abcd", "float32"))
     params = {shard.name: torch.zeros(shard.shape) for shard in LAYOUT}
     for param_slice, values in WHOLE.items():
         params[param_slice.param][param_slice.rect.slices] = values
-    regions.compute((shard, params[shard.name]) for shard in LAYOUT)
-    return params, regions._digests
+    blocks = [one for shard in LAYOUT for one in shard.blocks]
+    return params, compute_digests(
+        (values, one.hf_rect) for values, one in zip(WHOLE.values(), blocks, strict=True)
+    )
 
 
 def test_all_slices_are_written_and_padding_is_zero(model, regions):
     pointers_before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for _ in range(2):  # one update after another
         writer = begun(model, regions)
-        for param_slice, values in reversed(WHOLE.items()):
-            writer.write(param_slice, values)
+        write(writer, *reversed(WHOLE))
         writer.check_complete()
         finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
         params, expected = params_and_digests()
@@ -111,10 +119,10 @@ def test_a_module_has_memory_between_its_first_and_its_last_slice(model, regions
     writer = begun(model, regions)
     param_slices = [param_slice for param_slice in WHOLE if param_slice.param == "fused.weight"]
     assert model.fused.weight.is_meta
-    writer.write(param_slices[0], WHOLE[param_slices[0]])
+    write(writer, param_slices[0])
     assert not model.fused.weight.is_meta
     assert model.padded.weight.is_meta
-    writer.write(param_slices[1], WHOLE[param_slices[1]])
+    write(writer, param_slices[1])
     assert model.fused.weight.tolist() == [[1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6]]
 
 
@@ -139,9 +147,9 @@ def test_large_modules_arrive_one_after_another_in_the_same_memory():
     addresses = []
     for module, shard in zip(model.children(), layout, strict=True):
         values = torch.rand(shard.shape)
-        writer.write(ParamSlice(shard.name, half[0]), values[half[0].slices])
+        writer.write(*frame_of({ParamSlice(shard.name, half[0]): values[half[0].slices]}))
         addresses.append(module.weight.data_ptr())
-        writer.write(ParamSlice(shard.name, half[1]), values[half[1].slices])
+        writer.write(*frame_of({ParamSlice(shard.name, half[1]): values[half[1].slices]}))
         assert torch.equal(module.weight, values)
     assert addresses[0] == addresses[1]
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers_before
@@ -153,15 +161,16 @@ def test_values_are_converted_to_the_dtype_of_the_parameter(regions):
     record_metadata_for_reloading(model)
     writer = begun(model, regions)
     (param_slice,) = [param_slice for param_slice in WHOLE if param_slice.param == "norm.scale"]
-    writer.write(param_slice, torch.full((5,), 1.00390625))  # between two values of bfloat16
+    writer.write(
+        *frame_of({param_slice: torch.full((5,), 1.00390625)})
+    )  # between two values of bfloat16
     assert model.norm.scale.dtype == torch.bfloat16
     assert model.norm.scale.tolist() == [1.0] * 5
 
 
 def test_a_hole_is_named(model, regions):
     writer = begun(model, regions)
-    for param_slice, values in list(WHOLE.items())[1:]:
-        writer.write(param_slice, values)
+    write(writer, *list(WHOLE)[1:])
     with pytest.raises(ValueError, match=r"fused \(6 elements\), 1 in all"):
         writer.check_complete()
     _, expected = params_and_digests()
@@ -170,19 +179,18 @@ def test_a_hole_is_named(model, regions):
 
 def test_a_slice_that_arrives_twice_is_named_and_changes_nothing(model, regions):
     writer = begun(model, regions)
-    for param_slice, values in WHOLE.items():
-        writer.write(param_slice, values)
-    again = next(iter(WHOLE))
-    with pytest.raises(ValueError, match=r"fused\.weight .* 0 elements of its module missing"):
-        writer.write(again, WHOLE[again] + 1)
+    write(writer, *WHOLE)
+    with pytest.raises(
+        ValueError, match=r"fused\.weight: 6 .* with 0 elements of the module missing"
+    ):
+        write(writer, next(iter(WHOLE)), plus=1)
     params, _ = params_and_digests()
     assert torch.equal(model.fused.weight, params["fused.weight"])
 
 
 def test_a_complete_update_may_follow_one_that_was_given_up(model, regions):
     writer = begun(model, regions)
-    param_slice = next(iter(WHOLE))
-    writer.write(param_slice, WHOLE[param_slice])
+    write(writer, next(iter(WHOLE)))
     finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
     assert torch.equal(model.fused.weight, torch.full((ROWS, COLUMNS), -7.0))
     test_all_slices_are_written_and_padding_is_zero(model, regions)

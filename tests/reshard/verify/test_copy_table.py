@@ -1,0 +1,55 @@
+"""All kernels copy the same bits and compute the same digests; see `copy_cases`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.reshard.verify.copy_table import MatrixCopy
+from tests.reshard.verify.copy_cases import CHECKS, GPU_CHECKS
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_loop_for_cpus(check):
+    check("cpu")
+
+
+def test_the_triton_kernel_in_its_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/verify/copy_cases.py")]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.split("\n")[:-1] == [f"{check.__name__} passed" for check in GPU_CHECKS]
+
+
+def test_the_triton_kernel_compiles_for_hopper(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mega_agentrl.reshard.verify import triton_copy
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = triton_copy._copy_kernel
+    constants = {"FIELDS": len(MatrixCopy._fields), "BLOCK": triton_copy.BLOCK}
+    types = {"copies_ptr": "*i64", "address_ptr": "*i64", "num_row_factors": "i32"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i32")
+        for name in kernel.arg_names
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": triton_copy.NUM_WARPS},
+    )
+    assert "st.global.b32" in compiled.asm["ptx"]
+    assert "st.global.b16" in compiled.asm["ptx"]
