@@ -17,6 +17,8 @@ Prints one JSON line per case, and ends with code 1 if a bound is broken:
                    that engine, and then one to all; at most 10 (`REPLACE_LIMIT_S`), likewise
     predicted_s    time on the links (`planner.traffic`); `floor_s` is that of a rank's own bytes
                    over one network link, and `published` what others report, in seconds
+    copies_max     slices that a rollout rank copies to its parameters in an update;
+                   `copy_calls_max` calls copy and digest them, each one launch on a GPU
     received_ratio received / own bytes, of the rank where it is farthest from 1
     network_gib    bytes between machines, at least `min_network_gib`
 
@@ -41,6 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_agentrl.estimate.weight_transfer import plan_rank_locations, trainer_parallel_sizes
+from mega_agentrl.reshard.frames import FrameCodec
 from mega_agentrl.reshard.layout import Block, ShardLayout, distinct_layouts
 from mega_agentrl.reshard.link_planner import Layout, LinkPlan, LinkPlanner
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
@@ -51,7 +54,7 @@ from mega_agentrl.reshard.planner.owner_expansion import (
     first_layer_of_each_type,
 )
 from mega_agentrl.reshard.planner.traffic import count_traffic, max_open_bytes, module_bytes
-from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES
+from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES, TransferPlan
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
 
 CONFIGS = Path(__file__).resolve().parent / "model_configs"
@@ -221,12 +224,13 @@ def _describe(
         traffic.received_bytes_of(rank) / own[id(layout)]
         for rank, layout in zip(plan.rollout_ranks, layouts, strict=True)
     ]
-    open_bytes, largest = 0, 0
+    open_bytes, largest, copies = 0, 0, (0, 0)
     for layout in distinct_layouts(sides.engine_layouts[0]):
         rank = plan.num_trainer_ranks + layouts.index(layout)
         open_bytes = max(open_bytes, max_open_bytes(link_plan.engine_plans[0], rank, layout))
         modules = module_bytes(layout, item_bytes)
         largest = max(largest, *modules.values())
+        copies = max(copies, _count_copies(link_plan.engine_plans[0], rank, layout))
     slots = 2 * max(bucket.num_bytes for bucket in plan.buckets)
     return {
         "bench": "simulate_reshard",
@@ -238,6 +242,8 @@ def _describe(
         "open_limit_gib": round((2 * largest + slots) / GIB, 3),
         "peers_max": traffic.max_peers(),
         "peers_limit": PEERS_LIMIT,
+        "copies_max": copies[0],
+        "copy_calls_max": copies[1],
         "predicted_s": round(traffic.predicted_s, 4),
         "floor_s": round(max(own.values()) / args.speeds.network, 4),
         "received_ratio": max(ratios, key=lambda ratio: abs(ratio - 1.0)),
@@ -246,6 +252,14 @@ def _describe(
         "published": case.published,
         "buckets": len(plan.buckets),
     }
+
+
+def _count_copies(plan: TransferPlan, rank: int, layout: Layout) -> tuple[int, int]:
+    """Return how many slices a rollout rank copies in an update, and with how many calls."""
+    codec = FrameCodec(plan, layout)
+    batches = [codec.batch(bucket) for bucket, hop in plan.hops_of(rank) if hop.target == rank]
+    calls = sum(len(batch.split_by_module()) for batch in batches)
+    return sum(len(batch.parts) for batch in batches), calls
 
 
 def broken_bounds(line: dict[str, Any]) -> list[str]:

@@ -4,9 +4,9 @@
     rollout rank    executor.receive(writer, version)
 
 A rank processes its buckets in the plan's order with two slots of memory: while one bucket is in
-transit, the next is packed or already expected. A rollout rank forwards a bucket from the slot in
-which it arrived. End frames close an update for every pair of ranks, so that a bucket that is lost
-or sent twice is detected within the same update.
+transit, the next is packed or already expected. Small buckets that a rank sends share a slot. A
+rollout rank forwards a bucket from the slot in which it arrived. End frames close an update for
+every pair of ranks, so that a bucket that is lost or sent twice is detected within the same update.
 
 Consumes: shards, or frames of peers. Produces: frames, or values written to parameters. Waits for:
 peers of its hops. Unblocked by: those peers, their death, or the deadline of each wait. All ranks
@@ -29,6 +29,7 @@ from mega_agentrl.reshard.frames import (
     num_frame_bytes,
     write_end_frame,
 )
+from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.types.activity import WAIT_OVERDUE_S, track_activity
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.transports.base import RecvHandle, SendHandle, Transport
 
 NUM_SLOTS = 2
-"""Buckets in transit at the same time, per rank."""
+"""Buffers for buckets in transit, per rank."""
+MAX_FRAMES_PER_SLOT = 4
+"""Few enough that a peer need not read control messages while this rank sends others."""
+_FRAME_ALIGN_BYTES = 64
 
 
 class WeightWriter(Protocol):
@@ -83,12 +87,47 @@ class _SendBuffers:
     copy_fn: CopyFn | None
 
 
+class FrameSlots:
+    """Gives frames places in slots.
+
+    Args:
+        slots: Buffers, each at least as large as any frame.
+        is_shared: Whether a frame may follow another in a slot, so that a small one does not keep
+            the next large one waiting. Frames to receive may not: if another than the expected one
+            arrives, it may be larger.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor], *, is_shared: bool) -> None:
+        self._slots = slots
+        self._limit = MAX_FRAMES_PER_SLOT if is_shared else 1
+        self._num_frames = [0] * len(slots)
+        self._last = 0
+        self._num_used_bytes = 0
+        """Bytes that are used in the last slot that was taken."""
+
+    def take(self, num_bytes: int) -> tuple[int, torch.Tensor] | None:
+        """Return the index of a slot and its free part, or None if frames must finish first."""
+        start = round_up(self._num_used_bytes, _FRAME_ALIGN_BYTES)
+        has_room = start + num_bytes <= self._slots[self._last].numel()
+        if not (0 < self._num_frames[self._last] < self._limit and has_room):
+            if 0 not in self._num_frames:
+                return None
+            self._last, start = self._num_frames.index(0), 0
+        self._num_used_bytes = start + num_bytes
+        self._num_frames[self._last] += 1
+        return self._last, self._slots[self._last][start:]
+
+    def give_back(self, index: int) -> None:
+        """Declare that a frame in a slot is finished."""
+        self._num_frames[index] -= 1
+
+
 @dataclass(slots=True)
 class _InFlightBucket:
-    """A route that occupies a slot."""
+    """A route that occupies a slot or a part of it."""
 
     route: Route
-    slot: torch.Tensor
+    slot_index: int
     recv_handle: RecvHandle | None
     send_handles: list[tuple[int, SendHandle]]
 
@@ -194,17 +233,15 @@ class TransferExecutor:
         self, version: int, send_buffers: _SendBuffers, writer: WeightWriter | None
     ) -> TransferReport:
         start_s = time.perf_counter()
-        free_slots = list(self._slots)
-        in_flight_buckets: deque[_InFlightBucket] = deque()
+        slots = FrameSlots(self._slots, is_shared=writer is None)
+        in_flight: deque[_InFlightBucket] = deque()
         for route in self._routes:
-            if not free_slots:
-                free_slots.append(self._finish_bucket(in_flight_buckets.popleft(), version, writer))
-            in_flight_buckets.append(
-                self._start_bucket(route, free_slots.pop(), version, send_buffers)
-            )
-        while in_flight_buckets:
-            free_slots.append(self._finish_bucket(in_flight_buckets.popleft(), version, writer))
-        self._exchange_end_frames(free_slots, version)
+            while (place := slots.take(num_frame_bytes(route.bucket))) is None:
+                slots.give_back(self._finish_bucket(in_flight.popleft(), version, writer))
+            in_flight.append(self._start_bucket(route, *place, version, send_buffers))
+        while in_flight:
+            self._finish_bucket(in_flight.popleft(), version, writer)
+        self._exchange_end_frames(self._slots, version)
         sizes = [(num_frame_bytes(route.bucket), route) for route in self._routes]
         return TransferReport(
             sent_bytes=sum(size * len(route.targets) for size, route in sizes),
@@ -213,22 +250,27 @@ class TransferExecutor:
         )
 
     def _start_bucket(
-        self, route: Route, slot: torch.Tensor, version: int, send_buffers: _SendBuffers
+        self,
+        route: Route,
+        slot_index: int,
+        slot: torch.Tensor,
+        version: int,
+        send_buffers: _SendBuffers,
     ) -> _InFlightBucket:
         if route.source is not None:
             with self._describe_failure("receive", route.source, route.bucket):
                 buffer = self._receive_buffer(slot, num_frame_bytes(route.bucket))
                 handle = self._transport.receive(buffer, route.source)
-                return _InFlightBucket(route, slot, handle, [])
+                return _InFlightBucket(route, slot_index, handle, [])
         frame = self._codec.write(
             route.bucket, slot, send_buffers.shards, version, send_buffers.copy_fn
         )
-        return _InFlightBucket(route, slot, None, self._send_to_targets(route, frame))
+        return _InFlightBucket(route, slot_index, None, self._send_to_targets(route, frame))
 
     def _finish_bucket(
         self, in_flight: _InFlightBucket, version: int, writer: WeightWriter | None
-    ) -> torch.Tensor:
-        """Complete a bucket and return its slot."""
+    ) -> int:
+        """Complete a bucket and return the index of its slot."""
         route = in_flight.route
         if in_flight.recv_handle is not None and route.source is not None:
             assert writer is not None, "trainer ranks only send"
@@ -244,7 +286,7 @@ class TransferExecutor:
                 handle.wait(self._timeout_s)
         if in_flight.recv_handle is not None:
             in_flight.recv_handle.release()
-        return in_flight.slot
+        return in_flight.slot_index
 
     def _send_to_targets(self, route: Route, frame: torch.Tensor) -> list[tuple[int, SendHandle]]:
         handles = []

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from mega_agentrl.reshard.executor import NUM_SLOTS, Route, TransferExecutor, routes_of_rank
+from mega_agentrl.reshard.executor import (
+    MAX_FRAMES_PER_SLOT,
+    NUM_SLOTS,
+    FrameSlots,
+    Route,
+    TransferExecutor,
+    routes_of_rank,
+)
 from mega_agentrl.reshard.frames import HEADER_BYTES, num_frame_bytes
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
@@ -48,14 +55,34 @@ def test_routes_by_hand():
     ]
 
 
+def test_small_frames_share_a_slot_with_a_large_one():
+    slots = FrameSlots([torch.zeros(128), torch.zeros(128)], is_shared=True)
+    taken = [slots.take(num_bytes) for num_bytes in (60, 10, 60, 10)]
+    assert [(index, 128 - len(room)) for index, room in taken] == [(0, 0), (0, 64), (1, 0), (1, 64)]
+    assert slots.take(60) is None
+    slots.give_back(0)
+    assert slots.take(60) is None, "the other frame in that slot is not finished"
+    slots.give_back(0)
+    index, room = slots.take(60)
+    assert (index, len(room)) == (0, 128)
+
+
+def test_frames_to_receive_have_a_slot_each():
+    slots = FrameSlots([torch.zeros(128), torch.zeros(128)], is_shared=False)
+    assert [slots.take(10)[0], slots.take(10)[0]] == [0, 1]
+    assert slots.take(10) is None
+    slots.give_back(1)
+    assert slots.take(10)[0] == 1
+
+
 class CountingTransport:
-    """Checks that frames lie in the slots, and counts the slots in use."""
+    """Checks that frames lie in the slots without overlap, and counts the slots in use."""
 
     def __init__(self, transport):
         self.transport, self.needs_exact_size = transport, transport.needs_exact_size
         self.slot_sizes = []
         """Number and size of slots, for each allocation."""
-        self.num_in_use, self.max_in_use = Counter(), 0
+        self.places_in_use, self.max_in_use, self.max_in_slot = Counter(), 0, 0
 
     def allocate_slots(self, count, num_bytes):
         self.slot_sizes.append((count, num_bytes))
@@ -72,19 +99,31 @@ class CountingTransport:
         self.transport.close()
 
     def _count(self, frame, handle):
-        (slot,) = (i for i, s in enumerate(self.slots) if s.data_ptr() == frame.data_ptr())
-        self.num_in_use[slot] += 1
-        self.max_in_use = max(self.max_in_use, sum(map(bool, self.num_in_use.values())))
-        return CountedHandle(self, slot, handle)
+        starts = [frame.data_ptr() - slot.data_ptr() for slot in self.slots]
+        (slot,) = (
+            index
+            for index, (start, slot) in enumerate(zip(starts, self.slots, strict=True))
+            if 0 <= start <= slot.numel() - frame.numel()
+        )
+        place = (slot, starts[slot], starts[slot] + frame.numel())
+        for other, start, stop in +self.places_in_use:
+            # One frame may be sent to several peers.
+            overlaps = other == slot and start < place[2] and place[1] < stop
+            assert not overlaps or (start, stop) == place[1:]
+        self.places_in_use[place] += 1
+        in_use = Counter(index for index, _, _ in +self.places_in_use)
+        self.max_in_use = max(self.max_in_use, len(in_use))
+        self.max_in_slot = max(self.max_in_slot, *in_use.values())
+        return CountedHandle(self, place, handle)
 
 
 class CountedHandle:
-    def __init__(self, transport, slot, handle):
-        self.transport, self.slot, self.handle = transport, slot, handle
+    def __init__(self, transport, place, handle):
+        self.transport, self.place, self.handle = transport, place, handle
 
     def wait(self, timeout_s):
         frame = self.handle.wait(timeout_s)
-        self.transport.num_in_use[self.slot] -= 1
+        self.transport.places_in_use[self.place] -= 1
         return frame
 
     def release(self):
@@ -177,6 +216,8 @@ def test_two_engines_get_ten_versions_and_forward_buckets(team, make, dtype):
         assert report.duration_s > 0
         assert transport.slot_sizes == [(2, max([size for size, _ in hops], default=HEADER_BYTES))]
     assert max(transport.max_in_use for transport in group.transports) == NUM_SLOTS == 2
+    assert 1 < max(t.max_in_slot for t in group.transports[:4]) <= MAX_FRAMES_PER_SLOT
+    assert max(t.max_in_slot for t in group.transports[4:]) == 1
 
 
 def small_team(team, **options):

@@ -100,6 +100,7 @@ def test_a_small_model_keeps_the_bounds(small, capsys):
     assert line["network_gib"] == line["min_network_gib"]
     assert line["peers_max"] <= line["peers_limit"] == 32
     assert line["open_gib"] <= line["open_limit_gib"]
+    assert 0 < line["copy_calls_max"] < line["copies_max"]
 
 
 def test_colocated_ranks_on_one_machine_use_no_network(small, capsys):

@@ -10,8 +10,9 @@ lost or sent twice shows in the header of the next one.
                                                       ... frame ...
                                                       received.release()
 
-`send` and `receive` return at once. A slot may be written again after `wait` of all send handles
-from it. All waits raise `RuntimeError` if the peer is gone or the deadline has passed.
+`send` and `receive` return at once. A slot may hold several frames to send. It may be written again
+after `wait` of all send handles from it. All waits raise `RuntimeError` if the peer is gone or the
+deadline has passed.
 
     transport      slots in        a frame              the slot of `receive`
     shared_memory  shared memory   stays with the sender and is read there; used for forwarding
@@ -57,7 +58,7 @@ class Transport(Protocol):
         """Return `count` buffers `[num_bytes]` uint8 to send from and receive into; called once."""
 
     def send(self, frame: torch.Tensor, peer: int) -> SendHandle:
-        """Start sending `frame`, which begins at the start of a slot."""
+        """Start sending `frame`, which lies in a slot."""
 
     def receive(self, slot: torch.Tensor, peer: int) -> RecvHandle:
         """Start receiving the next frame of a peer, which must fit into the slot."""

@@ -103,6 +103,17 @@ def supports_tables(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and _has_triton())
 
 
+def prepare_kernel() -> None:
+    """Compile or load the kernel for the device of this process, which takes up to seconds."""
+    if not torch.cuda.is_available():
+        compile_kernel()
+    elif _has_triton():
+        device = torch.device("cuda", torch.cuda.current_device())
+        one = MatrixCopy(4, 0, 0, 1, NO_TARGET, 0, 0, 1, 1, 0, 0, 0)
+        sum_D2 = torch.zeros(1, 2, dtype=torch.int32, device=device)
+        CopyTable([one]).run([torch.zeros(1, device=device)], sum_D2)
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

@@ -9,9 +9,11 @@ adjacent) are copied by torch, and the digests of their blocks must be computed 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import accumulate, chain, combinations
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,13 +25,14 @@ from mega_agentrl.reshard.planner.transfer_plan import map_rect
 from mega_agentrl.reshard.verify.copy_table import (
     CopyTable,
     MatrixCopy,
-    compile_kernel,
+    prepare_kernel,
     supports_tables,
 )
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.frames import FramePart
     from mega_agentrl.reshard.layout import Rect
+    from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
 
 _FRAME = 0
 """Index of the frame among the tensors of a table; the parameters follow."""
@@ -44,6 +47,31 @@ class ParamBlock(NamedTuple):
     """Rectangle in the parameter."""
     hf_rect: Rect
     """Rectangle in the Hugging Face tensor."""
+
+
+class _BlockIndex:
+    """Finds blocks by their position in a parameter; a stack of experts has hundreds."""
+
+    def __init__(self, blocks: Sequence[ParamBlock]) -> None:
+        self._sorted: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """First row or expert and index of each block, ascending, by parameter."""
+        self._max_stops: dict[str, list[int]] = defaultdict(list)
+        """One past the last row or expert of a block or of any before it."""
+        for index, block in enumerate(blocks):
+            self._sorted[block.param].append((block.local_rect.start[0], index))
+        for param, entries in self._sorted.items():
+            entries.sort()
+            stops = (blocks[index].local_rect.stop[0] for _, index in entries)
+            self._max_stops[param] = list(accumulate(stops, max))
+
+    def find(self, param_slice: ParamSlice) -> list[int]:
+        """Return the indices of all blocks that overlap in the first dim, and maybe in others."""
+        param, rect = param_slice
+        if param not in self._sorted:
+            return []
+        first = bisect_right(self._max_stops[param], rect.start[0])
+        last = bisect_left(self._sorted[param], (rect.stop[0],))
+        return [index for _, index in self._sorted[param][first:last]]
 
 
 class _TensorType(NamedTuple):
@@ -81,16 +109,13 @@ class DigestAccumulator:
 
     def __init__(self, blocks: Sequence[ParamBlock], *, to_frame: bool) -> None:
         self._blocks, self._to_frame = blocks, to_frame
-        self._blocks_by_param: dict[str, list[int]] = {}
-        for index, block in enumerate(blocks):
-            self._blocks_by_param.setdefault(block.param, []).append(index)
+        self._block_index = _BlockIndex(blocks)
         self._prepared: dict[PartBatch, _PreparedBatch] = {}
         self._sum_D2 = torch.zeros(len(blocks), 2, dtype=torch.int32)
         self._last_cover: list[list[tuple[Rect, ...]] | None] = [None] * len(blocks)
         """Rectangles that covered the block the last time; they rarely change."""
         self.reset()
-        if not torch.cuda.is_available():
-            compile_kernel()  # when a rank joins, not during its first update
+        prepare_kernel()  # when a rank joins, not during its first update
 
     def reset(self) -> None:
         """Discard all sums."""
@@ -154,7 +179,7 @@ class DigestAccumulator:
             param, rect = part.param_slice
             overlaps = {
                 index: self._blocks[index].local_rect.intersect(rect)
-                for index in self._blocks_by_param.get(param, [])
+                for index in self._block_index.find(part.param_slice)
             }
             indices = [index for index, overlap in overlaps.items() if overlap is not None]
             copy = None
