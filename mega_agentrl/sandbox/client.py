@@ -41,6 +41,7 @@ _FORK_TIMEOUT_S = 20.0
 """Time for a fork; longer than all deadlines of `guest.interpreter_manager` together."""
 
 _NUM_GUEST_PROCESSES = 32
+"""Processes of a cgroup beside those that one interpreter may start: supervisor, helpers, forks."""
 
 
 class SandboxLostError(RuntimeError):

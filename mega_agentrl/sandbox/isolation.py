@@ -9,10 +9,12 @@ and a system call filter. This works for root, whose sandboxes run under user id
 Not covered: bugs of the kernel in the allowed system calls; side channels (timing, caches, load);
 the total memory of several processes where no control group can be written, since limits are then
 per process; disk bandwidth and CPU share of other users; writes of a fork to files that its parent
-had open; the kernel's counts per user, which the sessions of one sandbox share, beside those of
-processes (namespaces limit them), inotify instances and descriptors in flight (the filters deny
-both): pages of pipes, queued signals, epoll watches. `check_isolation` reports containers in which
-sandboxes cannot run, because they forbid user namespaces or mounting proc.
+had open; two of the kernel's counts per user, which the sessions of one sandbox share (without root
+those of all sandboxes, and the launcher): pages of pipes, of which new pipes get fewer when they
+are used up, and epoll watches. Of the other counts a session gets nothing (inotify instances,
+descriptors in flight, keys, message queues, locked memory) or a small share (queued signals), and
+processes are limited per namespace. `check_isolation` reports containers in which sandboxes cannot
+run, because they forbid user namespaces or mounting proc.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class SandboxPool:
                 raise failures[0]
             raise ValueError(
                 f"tool.python: a sandbox did not start ({failures[0]}); expected a warm "
-                "interpreter. Probable cause: nested user namespaces or (mode=stateful) seccomp "
-                "user notification are not allowed here, or a module of "
+                "interpreter. Probable cause: nested user namespaces or (mode=stateful) ptrace or "
+                "seccomp user notification are not allowed here, or a module of "
                 f"tool.python.preload_modules={list(self._config.preload_modules)} "
                 "cannot be imported"
             ) from failures[0]

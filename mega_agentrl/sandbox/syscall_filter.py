@@ -10,8 +10,8 @@ library falls back to clone, whose flags a filter can inspect. System calls abov
 `_MAX_KNOWN_SYSCALL` and calls of a foreign architecture return ENOSYS. The limits of processes and
 CPU time cannot be changed.
 
-In a stateful sandbox the kernel asks the supervisor about a clone with namespace flags
-(`guest.interpreter_manager`); in a stateless one it is denied.
+In a stateful sandbox the kernel asks the supervisor about a clone with namespace flags or
+CLONE_UNTRACED (`guest.interpreter_manager`); in a stateless one it is denied.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import tempfile
 from functools import cache
 from typing import Any
 
-_NAMESPACE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000
-_NAMESPACE_FLAGS |= 0x40000000
+_REFERRED_CLONE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000
+_REFERRED_CLONE_FLAGS |= 0x40000000 | 0x00800000
+"""All new namespaces, and CLONE_UNTRACED, which would hide a child from `guest.clone_tracer`."""
+
 _MAX_KNOWN_SYSCALL = 462  # mseal, Linux 6.10; the numbers from 424 on are the same everywhere
 _TIOCSTI = 0x5412
 _TIOCLINUX = 0x541C
@@ -77,12 +79,12 @@ def build_seccomp_filter(*, stateful: bool) -> bytes:
         if number >= 0:  # else this architecture does not have it
             seccomp_filter.add_rule(deny_action, number)
     seccomp_filter.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
-    namespace_action = seccomp.NOTIFY if stateful else deny_action
+    clone_action = seccomp.NOTIFY if stateful else deny_action
     for bit in range(32):
-        if _NAMESPACE_FLAGS >> bit & 1:
+        if _REFERRED_CLONE_FLAGS >> bit & 1:
             flag = 1 << bit
             seccomp_filter.add_rule(
-                namespace_action, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag)
+                clone_action, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag)
             )
     _add_argument_rules(seccomp_filter, seccomp, deny_action)
     with tempfile.TemporaryFile() as file:

@@ -321,38 +321,6 @@ async def test_no_descriptor_can_be_passed(target, tmp_path):
     await target.check_serves()  # while the attacker's session lives
 
 
-REFUSE = """
-import errno
-tries = []
-def spin(settings):
-    import resource
-    tries.append(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    for _ in range(4):
-        if os.fork() == 0:
-            open('/proc/self/comm', 'w').write(name)
-            while True:
-                pass
-    while not os.path.exists('/proc/self/comm'):
-        pass
-    time.sleep(0.2)
-    raise OSError(errno.EPERM, 'refused')
-guest._fork_process = spin
-"""
-
-
-async def test_a_refused_fork_leaves_nothing_running(pool, marker):
-    session = await pool.open()
-    code = CHANNEL + with_values(REFUSE, name=marker)
-    assert (await session.run(code)).status.value == "ok"
-    for _ in range(2):
-        assert await refused(session)
-        assert vanish(marker, timeout_s=5.0)
-    limits = json.loads((await session.run("print(tries)")).output)
-    assert len(limits) == 2
-    assert max(limits) <= 16 * 64
-    await session.close()
-
-
 EARLY_THREAD = """
 import os, threading, time
 found = []

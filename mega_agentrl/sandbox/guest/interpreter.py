@@ -58,6 +58,8 @@ _MAX_ORDER_BYTES = 1 << 26
 _NUM_FORK_FDS = 3
 _MAX_FD = 1 << 30
 _NUM_RESERVED_FDS = 32
+_NUM_PENDING_SIGNALS = 256
+"""Queued signals and timers of an interpreter's processes together."""
 
 
 def run_interpreter(
@@ -154,6 +156,10 @@ def _apply_limits(settings: GuestSettings) -> None:
         number = settings.num_processes
         soft = number if hard == resource.RLIM_INFINITY else min(number, hard)
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+        # The kernel counts these per user, whom the sessions of a sandbox share.
+        _set_hard_limit(resource.RLIMIT_SIGPENDING, _NUM_PENDING_SIGNALS)
+        _set_hard_limit(resource.RLIMIT_MSGQUEUE, 0)
+        _set_hard_limit(resource.RLIMIT_MEMLOCK, 0)
     with contextlib.suppress(OSError):  # the OOM killer should choose this process first
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("900")
@@ -254,9 +260,11 @@ def _serve_fork(channel: Channel, settings: GuestSettings) -> Channel:
 
 
 def _fork_process(settings: GuestSettings) -> int:
-    if settings.isolated:
-        return syscalls.clone(syscalls.INTERPRETER_NAMESPACES | syscalls.CLONE_NEWNET)
-    return os.fork()
+    if not settings.isolated:
+        return os.fork()
+    while True:
+        with contextlib.suppress(InterruptedError):  # by a signal that the code has a handler for
+            return syscalls.clone(syscalls.INTERPRETER_NAMESPACES | syscalls.CLONE_NEWNET)
 
 
 def _enter_fork(fds: list[int], settings: GuestSettings, folder: str) -> Channel:

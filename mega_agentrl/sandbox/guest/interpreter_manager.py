@@ -17,10 +17,27 @@ from outside. If that fails, the interpreter itself is killed, and all below it 
 
 **Permission.** The seccomp filter keeps an interpreter from creating a namespace. The kernel asks
 the supervisor about every clone with namespace flags, and the supervisor allows only the one that
-it has ordered (by the retired interpreter's main thread, with those flags, once). It decides by the
-value of a register, which no thread can change meanwhile. A thread that the policy left running
-could at most make the main thread misuse that permission, and would gain a nested user namespace,
-in which mount, setns, unshare and the like are still filtered.
+it has ordered (by the retired interpreter's main thread, with those flags, until it has a child).
+It decides by the value of a register, which no thread can change meanwhile, and all other threads
+are held until the child exists (`clone_tracer`).
+
+**Limit of processes.** An interpreter's processes and threads are limited by `RLIMIT_NPROC`, which
+they cannot change. The kernel counts the processes of nested user namespaces in the outer ones too
+and compares each of these counts with the limit that the creator of the next inner namespace had
+when it cloned. Nothing can set that maximum later. A fork that is to have its own full number
+therefore needs a creator whose limit is higher at the clone. No code of the policy runs under the
+higher limit: it is set while the main thread hangs in the clone and the other threads are stopped,
+the kernel stops the child before its first instruction, and both limits are back, and read back,
+before either continues. If the clone fails, the main thread alone may run until it is stopped, at
+most 2 s later; the first process that it creates is stopped at birth like the fork.
+
+A session and its forks together are bounded by `pids.max` of their control group, where there is
+one: one interpreter's number and 32 more (`client`), never lifted. Without control groups they are
+bounded by 16 times the number.
+
+**No freezer.** A cgroup freezer would add nothing: an interpreter that is stopped between calls has
+no other process, and nobody else can continue it, since its forks are in other PID namespaces. A
+group can only be frozen while all of its sessions are idle.
 """
 
 from __future__ import annotations
@@ -36,11 +53,13 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.guest import processes, syscalls
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
+from mega_agentrl.sandbox.guest.clone_tracer import traced_clone
 from mega_agentrl.sandbox.guest.interpreter import WRITABLE_FOLDERS, run_interpreter
 from mega_agentrl.sandbox.guest.messages import INTERPRETER_EVENTS
 from mega_agentrl.sandbox.guest.privileged_helper import copy_tree, set_up_fork
@@ -51,13 +70,13 @@ if TYPE_CHECKING:
 _SETUP_TIMEOUT_S = 5.0
 _FORK_TIMEOUT_S = 8.0
 """Time for a fork beside the stopping of processes; in all less than the host waits for it."""
+_CLONE_TIMEOUT_S = 2.0
+"""Time for the ordered clone itself."""
 _MAX_EVENT_BYTES = 256
 _NUM_FULL_FORKS = 16
 """How many forks of an interpreter may have the full number of processes at once.
 
-The kernel counts the processes of nested user namespaces in the outer ones too, against the limit
-that the cloning process had. Therefore an interpreter's limit of processes must be raised, to so
-many times the number, while it is cloned.
+An interpreter's limit of processes is raised to so many times the number while it is cloned.
 """
 
 _CAPABILITY_FIELDS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
@@ -94,6 +113,13 @@ class InterpreterProcess:
         return bool(poller.poll(0))
 
 
+RunClone = Callable[[Callable[[], None]], bool]
+
+
+def _refuse_clone(_: Callable[[], None]) -> bool:
+    return False
+
+
 class SeccompListener:
     """Answers the filter's notifications for one interpreter and all its forks."""
 
@@ -101,10 +127,17 @@ class SeccompListener:
         self.fd = fd
         self.ref_count = 0
         self._allowed_pid: int | None = None
+        self._run_clone: RunClone = _refuse_clone
 
-    def allow_fork(self, pid: int | None) -> None:
-        """Allow this process one fork; None withdraws the permission."""
-        self._allowed_pid = pid
+    def allow_fork(self, pid: int | None, run_clone: RunClone | None = None) -> None:
+        """Allow this process one fork; None withdraws the permission.
+
+        Args:
+            pid: The process, whose main thread clones.
+            run_clone: Calls its argument, which lets the clone continue, and returns whether the
+                clone has created a child.
+        """
+        self._allowed_pid, self._run_clone = pid, run_clone or _refuse_clone
 
     def respond(self) -> bool:
         """Answer one notification, if there is one and its caller still exists.
@@ -124,19 +157,19 @@ class SeccompListener:
             flags = syscalls.clone_flags_register(
                 syscalls.INTERPRETER_NAMESPACES | syscalls.CLONE_NEWNET
             )
-            allowed = (
-                number == syscalls.CLONE_NUMBER and register == flags and pid == self._allowed_pid
-            )
-            if allowed:
-                self._allowed_pid = None
-            error = 0 if allowed else errno.EPERM
-            fcntl.ioctl(
-                self.fd, syscalls.SECCOMP_NOTIF_SEND, syscalls.pack_response(cookie, error=error)
-            )
+            ordered = number == syscalls.CLONE_NUMBER and register == flags
+            if not ordered or pid != self._allowed_pid:
+                self._answer(cookie, errno.EPERM)
+            elif self._run_clone(lambda: self._answer(cookie, 0)):
+                self.allow_fork(None)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EINTR):
                 raise
         return True
+
+    def _answer(self, cookie: int, error: int) -> None:
+        response = syscalls.pack_response(cookie, error=error)
+        fcntl.ioctl(self.fd, syscalls.SECCOMP_NOTIF_SEND, response)
 
 
 class InterpreterManager:
@@ -144,6 +177,17 @@ class InterpreterManager:
 
     def __init__(self, settings: GuestSettings) -> None:
         self._settings = settings
+
+    def check(self) -> None:
+        """Start and end an interpreter; raises like `spawn`, and if it cannot be traced."""
+        interpreter = self.spawn()
+        try:
+            if self._settings.isolated:
+                deadline = time.monotonic() + _CLONE_TIMEOUT_S
+                with traced_clone(interpreter.pid, deadline, is_child=True):
+                    pass
+        finally:
+            self.release(interpreter)
 
     def spawn(self) -> InterpreterProcess:
         """Return a fresh interpreter that waits for orders.
@@ -257,10 +301,8 @@ class InterpreterManager:
     def _request_fork(self, parent: InterpreterProcess, pipes: _InterpreterPipes) -> int:
         """Have the parent clone itself and stop both; return the fork's process id."""
         listener = parent.listener
-        num_processes = self._settings.num_processes
         if listener is not None:
-            _set_process_limit(parent.pid, _NUM_FULL_FORKS * num_processes)
-            listener.allow_fork(parent.pid)
+            listener.allow_fork(parent.pid, lambda answer: self._run_clone(parent, answer))
         pid = 0
         try:
             fds = (pipes.stdout_pipe[1], pipes.stderr_pipe[1], pipes.peer_socket.fileno())
@@ -278,15 +320,45 @@ class InterpreterManager:
             raise ValueError(_INTERFERED)
         return pid
 
+    def _run_clone(self, parent: InterpreterProcess, answer: Callable[[], None]) -> bool:
+        """Let the clone in which an interpreter's main thread hangs continue, by `answer`.
+
+        The limit of processes is raised only while all other threads are held, and the child is
+        held from its birth until its own limit is back.
+
+        Returns:
+            Whether a child was created.
+        """
+        number = self._settings.num_processes
+        deadline = time.monotonic() + _CLONE_TIMEOUT_S
+        is_child = parent.parent is None
+        with traced_clone(parent.pid, deadline, is_child=is_child) as tracer:
+            _set_process_limit(parent.pid, _NUM_FULL_FORKS * number)
+            try:
+                pid = tracer.run_clone(
+                    answer, lambda: parent.control.has_unread() or parent.has_exited()
+                )
+            finally:
+                _set_process_limit(parent.pid, number)
+            if pid is not None:
+                _set_process_limit(pid, number)
+        return pid is not None
+
+    def _check_process_limit(self, pid: int) -> None:
+        """Raise `ValueError` if a process has a higher limit than an interpreter may have."""
+        soft, _ = resource.prlimit(pid, resource.RLIMIT_NPROC)
+        if not 0 <= soft <= self._settings.num_processes:
+            raise ValueError(f"{_INTERFERED}: its limit of processes is {soft}")
+
     def _still_parent(self, parent: InterpreterProcess, spare: set[int]) -> None:
         """Stop an interpreter after a fork and end all else that it started; or kill it."""
         try:
-            if parent.listener is not None and not parent.has_exited():
-                _set_process_limit(parent.pid, self._settings.num_processes)
             parent.send_signal(signal.SIGSTOP)
             processes.wait_until_stopped(parent.pid)
             processes.kill_descendants(parent.pid, spare=spare)
-        except OSError:
+            if parent.listener is not None and not parent.has_exited():
+                self._check_process_limit(parent.pid)
+        except (OSError, ValueError):
             parent.send_signal(signal.SIGKILL)
             raise
 
@@ -297,7 +369,7 @@ class InterpreterManager:
         processes.wait_until_stopped(interpreter.pid)
         if self._settings.isolated:
             _verify_fork(interpreter, parent)
-            _set_process_limit(interpreter.pid, self._settings.num_processes)
+            self._check_process_limit(interpreter.pid)
             set_up_fork(self._settings, interpreter.pid, parent.pid, deadline=deadline)
         else:
             interpreter.folder = tempfile.mkdtemp(prefix="call-")

@@ -57,6 +57,7 @@ _SENDING_NUMBERS = {"x86_64": (46, 307), "aarch64": (211, 269)}.get(platform.mac
 """Numbers of sendmsg and sendmmsg."""
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libpython = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL during calls
 
 
@@ -99,8 +100,15 @@ def clone(flags: int) -> int:
     if pid == 0:
         (_,) = becomes_child
         return 0
+    error = ctypes.get_errno()
     _libpython.PyOS_AfterFork_Parent()
+    ctypes.set_errno(error)
     return check_status(pid, "clone into new namespaces")
+
+
+def ptrace(request: int, thread: int, data: int) -> None:
+    """Make a request about a thread, with the address 0."""
+    check_status(libc.ptrace(request, thread, None, data), f"ptrace request {request:#x}")
 
 
 def setns(fd: int, flags: int) -> None:

@@ -50,7 +50,7 @@ class Zygote:
         """Serve until the main channel closes; an error of the first interpreter is passed on."""
         syscalls.adopt_orphans()
         interpreters = InterpreterManager(self._settings)
-        interpreters.release(interpreters.spawn())
+        interpreters.check()
         self._channel.send({"event": "up"})
         while True:
             for fd, _ in self._poller.poll():

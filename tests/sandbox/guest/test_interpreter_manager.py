@@ -276,14 +276,14 @@ def test_a_listener_lets_one_clone_of_one_process_through(monkeypatch):
     os.write(writing, b".")
     refused, let_go = (bytes(syscalls.pack_response(9, error=error)) for error in (1, 0))
     ask(5)
-    listener.allow_fork(5)
+    listener.allow_fork(5, lambda answer: answer() is None)
     ask(6)
     ask(5, syscalls.CLONE_NUMBER + 1)
     ask(5, first=flags | syscalls.CLONE_NEWUTS)
     ask(5, is_gone=True)
     ask(5)
     ask(5)  # once
-    listener.allow_fork(5)
+    listener.allow_fork(5, lambda answer: answer() is None)
     listener.allow_fork(None)
     ask(5)
     assert answers == [refused] * 4 + [let_go] + [refused] * 2
