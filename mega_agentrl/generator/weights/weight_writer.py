@@ -18,7 +18,7 @@ import mmap
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -99,7 +99,14 @@ class _PendingModule:
     is_materialized: bool = False
 
 
-_ModuleRun = tuple[_PendingModule, "PartBatch", tuple[str, ...], int]
+class _ModuleRun(NamedTuple):
+    """The parts of a batch that belong to one module."""
+
+    pending: _PendingModule
+    parts: PartBatch
+    attributes: dict[str, str]
+    """Names in the module by name of the parameter."""
+    numel: int
 
 
 class ModuleWeightWriter:
@@ -112,7 +119,6 @@ class ModuleWeightWriter:
         self._staging_pool = StagingBufferPool()
         self._pending_modules: dict[str, _PendingModule] = {}
         self._runs: dict[PartBatch, list[_ModuleRun]] = {}
-        """The parts of a batch by module, with names and number of elements."""
         for shard in layout:
             path, _, attribute = shard.name.rpartition(".")
             if path not in self._pending_modules:
@@ -146,27 +152,29 @@ class ModuleWeightWriter:
 
     def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
         """Copy all parts of a frame, module by module."""
-        runs = self._runs.get(batch)
-        if runs is None:
-            runs = self._runs[batch] = [
-                (self._pending_modules[path], run, run.param_names, run.numel)
-                for path, run in batch.split_by_module()
-            ]
-        for pending, run, names, numel in runs:
+        if batch not in self._runs:
+            self._runs[batch] = self._make_runs(batch)
+        for pending, parts, attributes, numel in self._runs[batch]:
             if pending.num_missing < numel:
                 raise ValueError(
-                    f"{', '.join(names)}: {numel} elements arrived with {pending.num_missing} "
+                    f"{', '.join(attributes)}: {numel} elements arrived with {pending.num_missing} "
                     "elements of the module missing; probable cause: a plan that sends something "
                     "twice"
                 )
             if not pending.is_materialized:
                 self._materialize(pending)
-            self._digests.copy(
-                run, frame, {name: getattr(pending.module, _attribute(name)).data for name in names}
-            )
+            params = {name: getattr(pending.module, at).data for name, at in attributes.items()}
+            self._digests.copy(parts, frame, params)
             pending.num_missing -= numel
             if pending.num_missing == 0:
                 self._finish_module(pending)
+
+    def _make_runs(self, batch: PartBatch) -> list[_ModuleRun]:
+        runs = []
+        for path, parts in batch.split_by_module():
+            attributes = {name: name.rpartition(".")[2] for name in parts.param_names}
+            runs.append(_ModuleRun(self._pending_modules[path], parts, attributes, parts.numel))
+        return runs
 
     def check_complete(self) -> None:
         """End an update; raises `ValueError` if modules are incomplete."""
@@ -209,11 +217,6 @@ class ModuleWeightWriter:
         info.load_numel = info.load_numel_total or 0
         force_expert_repack(pending.module)
         _layerwise_process(pending.module, info)
-
-
-def _attribute(param: str) -> str:
-    """Return the name of a parameter in its module."""
-    return param.rpartition(".")[2]
 
 
 def drop_packed_linear(module: torch.nn.Module) -> None:

@@ -44,7 +44,7 @@ def run_table(table: CopyTable, tensors: Sequence[torch.Tensor], sum_D2: torch.T
     )
     row_factor_2R = row_factors(table.num_rows, device)
     grid = (len(table.copies), min(programs, triton.cdiv(table.max_numel, block)))
-    with torch.cuda.device_of(sum_D2):
+    with torch.cuda.device_of(sum_D2):  # type: ignore[no-untyped-call]
         _copy_kernel[grid](
             table.on_device(device),
             address_N.to(device, non_blocking=True),
@@ -58,7 +58,7 @@ def run_table(table: CopyTable, tensors: Sequence[torch.Tensor], sum_D2: torch.T
         )
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_kernel(
     copies_ptr: tl.tensor,
     address_ptr: tl.tensor,
@@ -124,7 +124,7 @@ def _copy_kernel(
     tl.atomic_add(sums_ptr + 1, second, sem="relaxed")
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_blocks(
     source_ptr: tl.tensor,
     stride: tl.tensor,
