@@ -14,6 +14,7 @@ import pytest
 
 from tests.escape.outside import outside, pids_named, vanish, with_values
 from tests.escape.test_bombs import can_limit_memory
+from tests.sandbox.sandboxes import wait_until_running
 
 DEADLINE_S = 60.0
 
@@ -405,6 +406,18 @@ async def test_every_interpreter_is_born_in_the_group_of_its_session(pool, marke
     assert group_names(marker) == [True]
     for one in (child, session):
         await one.close()
+
+
+async def test_every_call_is_in_the_group_of_its_sandbox(stateless_pool, marker):
+    if not can_limit_memory():
+        pytest.skip("a machine whose cgroups we may not use")
+    name = f"open('/proc/self/comm', 'w').write({marker!r})\nimport os, time\n"
+    await stateless_pool.run(name + "os._exit(0)")
+    call = asyncio.create_task(stateless_pool.run(name + "os.fork(); time.sleep(60)"))
+    await asyncio.to_thread(wait_until_running, marker, 2)
+    assert group_names(marker) == [True, True]
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
 
 
 def charged_mib(session):

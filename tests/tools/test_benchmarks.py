@@ -16,6 +16,7 @@ from tools import (
     bench_driver,
     bench_logprob,
     bench_memory,
+    bench_neighbours,
     bench_reshard,
     bench_rollout,
     bench_sandbox,
@@ -116,8 +117,9 @@ def test_driver_seconds_add_up():
         (bench_logprob.main, "forward_backward/T4096/TP2/H4096"),
         (bench_reshard.main, "memory/rollout/gloo/verl"),
         (bench_sandbox.main, "stateful/p99"),
+        (bench_neighbours.main, "stateful/fork bomb/fork-max"),
     ],
-    ids=["driver", "logprob", "reshard", "sandbox"],
+    ids=["driver", "logprob", "reshard", "sandbox", "neighbours"],
 )
 def test_a_pattern_without_a_match_lists_the_cases(main, known_case, capsys):
     assert main(["--cases", "transfer/pigeon/verl"]) == 2
