@@ -36,6 +36,8 @@ import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from mega_agentrl.batch.packed_rows import PackedRows  # noqa: E402
+from mega_agentrl.batch.row_sharding import RowSharder  # noqa: E402
 from mega_agentrl.config.enums import Dtype  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
@@ -127,7 +129,10 @@ def measure_ours(
             for first, *rest in token_RT.tolist()
         ]
     )
-    measured = measure_steps(lambda: policy.sft_step(batch, LEARNING_RATE).loss, device, repeats)
+    (shard,) = RowSharder.from_config(config).update_shards(
+        batch, [batch.mask_BT], rows=PackedRows.from_batch(batch), aggregation="token_mean"
+    )
+    measured = measure_steps(lambda: policy.sft_step(shard, LEARNING_RATE).loss, device, repeats)
     policy.close()
     return measured
 

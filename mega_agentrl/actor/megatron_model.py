@@ -2,11 +2,11 @@
 
 `MegatronModel` holds what policy, critic and reward model share; each of them adds an output
 head and an objective. Every rank of the parallel layout creates one `MegatronModel` and calls
-the same methods in the same order with the same batch; each rank processes the rows of its
-data-parallel rank with its pipeline stage and tensor shard.
+the same methods in the same order, each with the rows of its data-parallel rank
+(`batch.row_sharding`), which it processes with its pipeline stage and tensor shard.
 
 To add a role: a head in `model.heads`, an objective (`training.objectives`) if it is trained, a
-class like `critic.CriticRank` whose arguments and results are plain values or CPU tensors, a group
+class like `critic.CriticRank` whose arguments and results are plain values or numpy arrays, a group
 of its ranks in `runtime.workers`; a test against one process, as `tests/actor/test_critic.py`.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,9 +33,9 @@ from mega_agentrl.actor.model.gpt_model import (
 from mega_agentrl.actor.parallel import process_groups
 from mega_agentrl.actor.training.offload import Offloader, require_on_device
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
-from mega_agentrl.actor.training.packing import MicroBatch, pack_rows, row_lengths
+from mega_agentrl.actor.training.packing import MicroBatch, pack_rows, selected_tokens
 from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
-from mega_agentrl.batch.micro_batching import plan_micro_batches
+from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
@@ -47,9 +48,10 @@ if TYPE_CHECKING:
 
     from mega_agentrl.actor.model.heads import OutputHead
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats, Objective
+    from mega_agentrl.batch.packed_rows import PackedRows
+    from mega_agentrl.batch.row_sharding import MicroPlan
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.policy import OptimConfig
-    from mega_agentrl.types.batch import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,61 +185,70 @@ class MegatronModel:
         self.num_steps = 0
 
     def forward_only(
-        self, batch: TrainBatch, select_BT: torch.Tensor, head: OutputHead
-    ) -> tuple[list[int], tuple[torch.Tensor, ...]] | None:
+        self,
+        rows: PackedRows,
+        plan: MicroPlan,
+        head: OutputHead,
+        select_M: np.ndarray | None = None,
+    ) -> PackedScores | None:
         """Apply the head to the rows of this data-parallel rank, without gradients.
 
         Args:
-            batch: All rows.
-            select_BT: `[B, T]` bool, the response tokens to evaluate.
+            rows: The rows of the data rank.
+            plan: Their micro-batches.
             head: Maps hidden states to the tensors that are returned.
+            select_M: `[M]` bool, the response tokens to evaluate; None for all.
 
         Returns:
-            Row numbers and the head's `[rows, T]` tensors on the CPU. One rank of the last
-            pipeline stage of each data-parallel rank returns them, all others None.
+            The head's values of these tokens. One rank of the last pipeline stage of each
+            data-parallel rank returns them, all others None.
         """
-        micros = self._build_micro_batches(batch, range(batch.num_rows), select_BT)
-        scores = self._pipeline_schedule.forward_only(micros, head)
+        if select_M is None:
+            select_M = np.ones(rows.response_start_R1[-1], dtype=bool)
+        micros = self._build_micro_batches(rows, plan, select_M)
+        outputs = self._pipeline_schedule.forward_only(micros, head)
         coordinates = self.groups.coordinates
         if not coordinates.is_last_stage or coordinates.model_parallel_rank.tensor_rank:
             return None
-        rows = [row for micro in micros for row in micro.rows]
-        values = [torch.cat(parts) for parts in zip(*scores, strict=True)]
+        places = [selected_tokens(rows, micro.rows, select_M) for micro in micros]
+        values = [
+            torch.cat([value_RT[place] for value_RT, place in zip(parts, places, strict=True)])
+            for parts in zip(*outputs, strict=True)
+        ]
         if coordinates.context_size > 1:
             with track_activity("sum of the scores", self.groups.describe_peers("context")):
                 for value in values:
                     dist.all_reduce(value, group=self.groups.pg_collection.cp)
         if coordinates.context_rank:
             return None
-        return rows, tuple(value.cpu() for value in values)
+        return PackedScores(
+            row_R=rows.row_R[[index for micro in micros for index in micro.rows]],
+            values=tuple(value.cpu().numpy() for value in values),
+        )
 
     def train_step(
         self,
-        batch: TrainBatch,
-        mask_BT: torch.Tensor,
+        rows: PackedRows,
+        plan: MicroPlan,
+        mask_M: np.ndarray,
         head: OutputHead,
         objective: Objective,
         names: Sequence[str],
         *,
         lr: float | None = None,
-    ) -> StepResult | None:
-        """Take one optimizer step on the rows that have a token in `mask_BT`.
+    ) -> StepResult:
+        """Take one optimizer step.
 
         Args:
-            batch: All rows.
-            mask_BT: `[B, T]` bool, the trained tokens.
+            rows: The rows of the data rank.
+            plan: The micro-batches of the step.
+            mask_M: `[M]` bool, the trained tokens of all of `rows`.
             head: Maps hidden states to the inputs of the objective.
             objective: Loss and metrics of a micro-batch.
             names: Metrics of the objective to sum over micro-batches and ranks.
             lr: Learning rate; replaces the schedule's.
-
-        Returns:
-            The step's result, or None, without a step, if no token is trained on.
         """
-        rows = torch.nonzero(mask_BT.any(dim=1)).flatten().tolist()
-        if not rows:
-            return None
-        micros = self._build_micro_batches(batch, rows, mask_BT)
+        micros = self._build_micro_batches(rows, plan, mask_M)
         self.max_micro_batch_tokens = max(
             self.max_micro_batch_tokens, *(len(micro.token_S) for micro in micros)
         )
@@ -284,28 +295,21 @@ class MegatronModel:
         )
 
     def _build_micro_batches(
-        self, batch: TrainBatch, rows: Sequence[int], select_BT: torch.Tensor
+        self, rows: PackedRows, plan: MicroPlan, select_M: np.ndarray
     ) -> list[MicroBatch]:
-        lengths = row_lengths(batch)
         coordinates, parallel = self.groups.coordinates, self.config.parallel
-        plan = plan_micro_batches(
-            [lengths[row] for row in rows],
-            num_data=coordinates.data_size,
-            budget_tokens=self.config.optim.micro_batch_tokens * coordinates.context_size,
-            num_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        )
         target_device = device.current_device()
         return [
             pack_rows(
-                batch,
-                [rows[index] for index in micro],
-                select_BT,
+                rows,
+                indices,
+                select_M,
                 target_device,
                 multiple=parallel.tensor if parallel.sequence_parallel else 1,
                 context_rank=coordinates.context_rank,
                 context_size=coordinates.context_size,
             )
-            for micro in plan[coordinates.data_rank]
+            for indices in plan
         ]
 
     def _reduce_metrics(
@@ -390,9 +394,8 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
     return settings.min_lr + (settings.lr - settings.min_lr) * decay
 
 
-def summarize_steps(results: Sequence[StepResult | None], names: Sequence[str]) -> UpdateStats:
-    """Combine the steps of one update; a None entry is a step without trained tokens."""
-    steps = [result for result in results if result is not None]
+def summarize_steps(steps: Sequence[StepResult], names: Sequence[str]) -> UpdateStats:
+    """Combine the steps of one update."""
     num_tokens = sum(step.metric_sums["num_tokens"] for step in steps)
     norms = [step.grad_norm for step in steps if step.applied] or [math.nan]
     return UpdateStats(

@@ -1,6 +1,7 @@
 """One Megatron rank of the policy: scoring, policy updates, SFT steps, the frozen reference.
 
-Arguments and results are plain values or CPU tensors, so that a remote call can carry them.
+Arguments and results are plain values or arrays in host memory, so that a remote call can carry
+them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,21 +32,22 @@ from mega_agentrl.actor.training.objectives import (
     policy_metrics,
 )
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
-from mega_agentrl.actor.training.packing import response_mask
-from mega_agentrl.batch.micro_batching import minibatch_masks
+from mega_agentrl.batch.packed_rows import PackedRows
+from mega_agentrl.batch.row_sharding import RowSharder
 from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.verify.weight_probe import probe_batch
 from mega_agentrl.types.atomic_file import atomic_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
     from contextlib import AbstractContextManager
 
+    from mega_agentrl.batch.packed_rows import PackedScores
+    from mega_agentrl.batch.row_sharding import ScoringShard, UpdateShard
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.layout import ShardLayout
-    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.batch import UpdateStats
 
 
 class PolicyRank(TrainableRank):
@@ -112,87 +115,92 @@ class PolicyRank(TrainableRank):
             self.snapshot_reference()
 
     def compute_log_probs(
-        self, batch: TrainBatch, reference: bool = False
-    ) -> tuple[list[int], torch.Tensor, torch.Tensor] | None:
+        self, shard: ScoringShard, reference: bool = False
+    ) -> PackedScores | None:
         """Compute log-prob and entropy of every response token at `rollout.temperature`.
 
         Args:
-            batch: All rows; this rank scores those of its data-parallel rank.
+            shard: The rows of this data rank.
             reference: Score with the reference weights instead of the current ones.
 
         Returns:
-            Row numbers and their `[rows, T]` float32 log-probs and entropies (nats), 0 after
-            the end of a row. One rank of the last pipeline stage of each data-parallel rank
-            returns them, all others None.
+            Log-probs and entropies (nats). One rank of the last pipeline stage of each
+            data-parallel rank returns them, all others None.
 
         Raises:
             ValueError: If `reference` is set and there is no reference.
         """
-        width = batch.response_BT.size(1)
         with self._reference_swapped_in() if reference else nullcontext():
-            scored = self.megatron_model.forward_only(
-                batch, response_mask(batch), self._log_prob_head(width, self._temperature)
-            )
-        if scored is None:
-            return None
-        rows, (logp_BT, entropy_BT) = scored
-        return rows, logp_BT, entropy_BT
+            head = self._log_prob_head(shard.rows, self._temperature)
+            return self.megatron_model.forward_only(shard.rows, shard.micros, head)
 
     def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Compute the log-probs of a prompt's tokens after the first, at temperature 1.
 
-        One rank of the last pipeline stage of data-parallel rank 0 returns them, all others
-        None.
+        Every data-parallel rank scores the same row. One rank of the last pipeline stage of
+        data-parallel rank 0 returns the log-probs, all others None.
         """
-        batch = probe_batch(token_ids, self.megatron_model.groups.coordinates.data_size)
-        width = batch.response_BT.size(1)
-        select_BT = torch.ones_like(batch.mask_BT)
-        scored = self.megatron_model.forward_only(batch, select_BT, self._log_prob_head(width, 1.0))
-        if scored is None or self.megatron_model.groups.coordinates.data_rank:
+        rows = PackedRows.from_sequences(
+            [np.array(token_ids, dtype=np.int32)],
+            row_R=np.zeros(1, dtype=np.int64),
+            prompt_lengths=[1],
+            num_positions=len(token_ids) - 1,
+        )
+        sharder = replace(RowSharder.from_config(self._config), num_data=1)
+        (shard,) = sharder.scoring_shards(rows)
+        scores = self.megatron_model.forward_only(
+            rows, shard.micros, self._log_prob_head(rows, 1.0)
+        )
+        if scores is None or self.megatron_model.groups.coordinates.data_rank:
             return None
-        _, (logp_BT, _) = scored
-        logps: list[float] = logp_BT[0].tolist()
+        logps: list[float] = scores.values[0].tolist()
         return logps
 
     def update(
-        self,
-        batch: TrainBatch,
-        kl_weight_BT: torch.Tensor | None = None,
-        lr: float | None = None,
+        self, shard: UpdateShard, scored: ScoringShard | None = None, lr: float | None = None
     ) -> UpdateStats:
-        """Take `optim.num_minibatches` optimizer steps on the policy loss, in row order.
+        """Take the optimizer steps of the shard on the policy loss.
 
         Args:
-            batch: All rows, with old log-probs and advantages.
-            kl_weight_BT: `[B, T]` weight of the KL term of each token; replaces `algo.kl_coef`.
+            shard: Rows, old log-probs and advantages of this data rank.
+            scored: What `compute_log_probs` was given, if the update is of the same batch.
             lr: Learning rate; replaces the schedule of `optim`.
         """
-        head = self._log_prob_head(batch.response_BT.size(1), self._temperature)
+        rows = shard.gather_rows(scored)
+        head = self._log_prob_head(rows, self._temperature)
         metrics = policy_metrics(self._config.algo)
         results = []
-        for mask_BT in minibatch_masks(batch.mask_BT, self._config.optim.num_minibatches):
-            objective = PolicyObjective(self._config.algo, batch, mask_BT, kl_weight_BT)
+        for step in shard.steps:
+            objective = PolicyObjective(self._config.algo, shard.targets, step.denominator)
             results.append(
-                self.megatron_model.train_step(batch, mask_BT, head, objective, metrics, lr=lr)
+                self.megatron_model.train_step(
+                    rows, step.micros, shard.targets.mask_M, head, objective, metrics, lr=lr
+                )
             )
         return summarize_steps(results, metrics)
 
-    def sft_step(self, batch: TrainBatch, lr: float | None = None) -> UpdateStats:
+    def sft_step(self, shard: UpdateShard, lr: float | None = None) -> UpdateStats:
         """Take one step on the mean negative log-prob of the masked tokens, at temperature 1.
 
         The learning rate is `sft.lr` unless `lr` is given; the schedule of `optim` applies to
         `update` only.
         """
-        mask_BT = batch.mask_BT.bool()
-        result = self.megatron_model.train_step(
-            batch,
-            mask_BT,
-            self._log_prob_head(batch.response_BT.size(1), 1.0),
-            SftObjective(mask_BT),
-            SFT_METRICS,
-            lr=self._config.sft.lr if lr is None else lr,
-        )
-        return summarize_steps([result], SFT_METRICS)
+        rows = shard.gather_rows(None)
+        head = self._log_prob_head(rows, 1.0)
+        lr = self._config.sft.lr if lr is None else lr
+        results = [
+            self.megatron_model.train_step(
+                rows,
+                step.micros,
+                shard.targets.mask_M,
+                head,
+                SftObjective(shard.targets, step.denominator),
+                SFT_METRICS,
+                lr=lr,
+            )
+            for step in shard.steps
+        ]
+        return summarize_steps(results, SFT_METRICS)
 
     def layout(self) -> list[ShardLayout]:
         """Return the shards of this rank."""
@@ -250,9 +258,11 @@ class PolicyRank(TrainableRank):
     def _temperature(self) -> float:
         return self._config.rollout.temperature
 
-    def _log_prob_head(self, num_positions: int, temperature: float) -> LogProbHead:
+    def _log_prob_head(self, rows: PackedRows, temperature: float) -> LogProbHead:
         return LogProbHead(
-            temperature=temperature, vocab_shard=self._vocab_shard, num_positions=num_positions
+            temperature=temperature,
+            vocab_shard=self._vocab_shard,
+            num_positions=rows.num_positions,
         )
 
     def _reference_swapped_in(self) -> AbstractContextManager[None]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
 from mega_agentrl.types.batch import TrainBatch
 
@@ -96,31 +95,6 @@ def fill_rewards(batch: TrainBatch, trees: Sequence[RolloutTree]) -> TrainBatch:
         reward_B=_rewards(trajectories)[trajectory_B],
         baseline_B=_baseline_rewards(trees, trajectory_B),
     )
-
-
-def pad_response_length(batch: TrainBatch, width: int) -> TrainBatch:
-    """Return the validated batch, padded to `width` response positions.
-
-    Raises:
-        ValueError: the batch is wider already.
-    """
-    more = width - batch.response_BT.size(1)
-    if more < 0:
-        raise ValueError(
-            f"pad_response_length: width={width}, expected at least {batch.response_BT.size(1)}, "
-            "the width of response_BT"
-        )
-    return batch.with_fields(
-        **{
-            spec.name: functional.pad(
-                getattr(batch, spec.name),
-                (0, more),
-                value=PAD_TREE_TOKEN if spec.name == "tree_token_BT" else 0,
-            )
-            for spec in fields(TrainBatch)
-            if spec.name.endswith("_BT") and getattr(batch, spec.name) is not None
-        }
-    ).validate()
 
 
 def _all_trajectories(trees: Sequence[RolloutTree]) -> list[Trajectory]:

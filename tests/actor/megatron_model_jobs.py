@@ -10,6 +10,7 @@ from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.types import activity
 from tests.parallel.policy_jobs import poisoned
+from tests.rank_shards import sft_step, update
 
 
 def refused_load(rank_info, config, folder):
@@ -31,7 +32,7 @@ def scheduled_steps(rank_info, config, batch, spoiled):
         with poisoned(
             policy.megatron_model, "dense" if step in spoiled and not rank_info["rank"] else ""
         ):
-            stats.append(policy.update(batch))
+            stats.append(update(policy, batch))
     return stats, policy.megatron_model.num_steps
 
 
@@ -56,7 +57,7 @@ def activities_of_a_step(rank_info, config, batch, folder):
     try:
         policy = PolicyRank(config, RankInfo(**rank_info))
         policy.load_hf(config.model.path)
-        policy.sft_step(batch, 1e-3)
+        sft_step(policy, batch, 1e-3)
         policy.export_hf(folder)
     finally:
         activity._activities = before
@@ -71,7 +72,7 @@ def threads_left_behind(rank_info, config, batch):
     before = len(os.listdir("/proc/self/task"))
     policy = PolicyRank(config, RankInfo(**rank_info))
     policy.load_hf(config.model.path)
-    policy.sft_step(batch, 1e-3)
+    sft_step(policy, batch, 1e-3)
     with_policy = len(os.listdir("/proc/self/task")) - before
     policy.close()
     del policy

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from mega_agentrl.actor.critic import CriticRank, ValueObjective
-from mega_agentrl.actor.training.packing import pack_rows
-from mega_agentrl.algo.policy_loss import AGGREGATION_MODES, aggregate
-from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
+from mega_agentrl.algo.policy_loss import AGGREGATION_MODES, aggregate, loss_denominator
+from mega_agentrl.algo.value_loss import clipped_value_loss
+from mega_agentrl.batch.packed_rows import CRITIC_TARGETS
 from mega_agentrl.reshard.mapping.model_mapping import HF_SCORE_HEAD, hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.role_jobs import run_role
 from tests.parallel.merge import assemble, relative_errors
+from tests.rank_shards import pack_rows, targets_of
 from tests.tiny_models import make_tiny_model
 from tests.train_batches import select_rows
 
@@ -120,14 +121,12 @@ def check_metrics(stats, known):
     mask_BT = batch.mask_BT
     assert 0.05 < known.info["value_clipfrac"] < 0.95
     assert stats.num_tokens == mask_BT.sum()
-    variance = explained_variance(batch.value_BT, batch.return_BT, mask_BT)
     assert stats.metrics == pytest.approx(
         {
             "value_loss": known.loss,
             "value_clipfrac": known.info["value_clipfrac"].item(),
             "value": known.value_BT[mask_BT].mean().item(),
             "return": batch.return_BT[mask_BT].mean().item(),
-            "explained_variance": variance.item(),
         },
         rel=1e-4,
         abs=1e-4,
@@ -230,7 +229,8 @@ def test_stats_add_up_for_any_split_of_the_rows(mode, batch):
     generator = torch.Generator().manual_seed(1)
     value, old, target = torch.randn(3, *batch.response_BT.shape, generator=generator)
     batch = batch.with_fields(value_BT=old, return_BT=target)
-    objective = ValueObjective(batch, batch.mask_BT, CLIP, mode)
+    denominator = loss_denominator(batch.mask_BT, mode).item()
+    objective = ValueObjective(targets_of(batch, CRITIC_TARGETS), denominator, CLIP, mode)
     micros = [
         [pack_rows(batch, rows, batch.mask_BT, torch.device("cpu")) for rows in cut]
         for cut in ([range(6)], [[2, 4], [], [5, 0, 1, 3]])
@@ -246,4 +246,4 @@ def test_stats_add_up_for_any_split_of_the_rows(mode, batch):
 
 def test_an_update_without_values_is_refused(batch):
     with pytest.raises(ValueError, match="no value_BT, return_BT"):
-        ValueObjective(batch, batch.mask_BT, CLIP, "token_mean")
+        ValueObjective(targets_of(batch, CRITIC_TARGETS), 1.0, CLIP, "token_mean")

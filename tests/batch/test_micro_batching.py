@@ -15,7 +15,8 @@ from mega_agentrl.batch.micro_batching import (
     plan_micro_batches,
     token_imbalance,
 )
-from mega_agentrl.reshard.verify.weight_probe import probe_batch
+from tests.parallel.reference import make_batch
+from tests.train_batches import select_rows
 
 
 def test_longest_rows_are_assigned_first():
@@ -95,10 +96,9 @@ def test_five_rows_in_two_steps_by_hand():
 
 
 def test_lengths_are_those_of_rows_that_are_trained_on():
-    given = probe_batch([7, 1, 2, 3], 4)  # a prompt of one token and a response of three
     mask_BT = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 1, 1], [1, 1, 1]]).bool()
-    given = given.with_fields(
-        mask_BT=mask_BT,
+    given = select_rows(make_batch(), range(4)).with_fields(
+        mask_BT=torch.nn.functional.pad(mask_BT, (0, 9)),
         prompt_ids=((1,), (1,), (1, 2, 3), (1,)),
         length_B=torch.tensor([3, 3, 3, 1]),
     )

@@ -14,7 +14,6 @@ from mega_agentrl.batch.packing import (
     PAD_TREE_TOKEN,
     fill_rewards,
     pack_trees,
-    pad_response_length,
 )
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
@@ -203,15 +202,3 @@ def test_baselines_are_the_rewards_of_greedy_answers():
     found = fill_rewards(batch, trees).baseline_B.tolist()
     assert found[:3] == [0.25] * 3
     assert all(math.isnan(value) for value in found[3:])
-
-
-def test_further_positions_are_padding():
-    batch = pack_trees([_tree(_row("a", [1, 2, 3], [1, 0, 1], 1.0), _row("b", [4], [1], 0.5))])
-    wide = pad_response_length(batch.with_fields(advantage_BT=batch.rollout_logp_BT), 5)
-    assert wide.response_BT.tolist() == [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]]
-    assert wide.mask_BT.tolist() == [[True, False, True, False, False], [True, *[False] * 4]]
-    assert wide.tree_token_BT[:, 3:].eq(PAD_TREE_TOKEN).all()
-    assert wide.advantage_BT.tolist() == [[-0.5, -0.5, -0.5, 0, 0], [-0.5, 0, 0, 0, 0]]
-    assert wide.length_B.tolist() == [3, 1]
-    with pytest.raises(ValueError, match="width=2, expected at least 3"):
-        pad_response_length(batch, 2)

@@ -9,11 +9,11 @@ from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
 from mega_agentrl.actor.training import optimizer
-from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from tests.rank_shards import pack_rows
 from tests.train_batches import batch_of_rows
 
 ROWS, TOKENS, PROMPT = 8, 64, 8

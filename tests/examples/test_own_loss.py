@@ -13,17 +13,16 @@ import torch
 
 from mega_agentrl.actor.training.losses import load_user_loss
 from mega_agentrl.actor.training.objectives import (
-    PolicyObjective,
     compute_policy_loss,
     policy_metrics,
 )
-from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.cli import load_user_algorithm
 from mega_agentrl.config.checks.algo import check_algo
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
 from tests.config.refusals import refused, refused_setting
 from tests.parallel.reference import make_batch
+from tests.rank_shards import pack_rows, policy_objective
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "my_loss.py")
 
@@ -65,9 +64,7 @@ def test_a_step_of_it_follows_the_advantages():
         return logits_BTV.log_softmax(-1).gather(-1, batch.response_BT[..., None]).squeeze(-1)
 
     old_BT = logps().detach()
-    objective = PolicyObjective(
-        AlgoConfig(loss=EXAMPLE), batch.with_fields(old_logp_BT=old_BT), batch.mask_BT
-    )
+    objective = policy_objective(AlgoConfig(loss=EXAMPLE), batch.with_fields(old_logp_BT=old_BT))
     for rows in ([4], [5, 0], [1, 2, 3]):
         micro = pack_rows(batch, rows, batch.mask_BT, torch.device("cpu"))
         loss, _ = objective(micro, logps()[rows], torch.zeros_like(old_BT[rows]))

@@ -9,6 +9,7 @@ import torch
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.actor.training.offload import ALL_STATE
+from tests.rank_shards import sft_step
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -29,13 +30,13 @@ def step_around_offloading(
     seconds, allocated = [], {}
     for moves in (False, True):
         policy.load_hf(config.model.path)
-        policy.sft_step(batch, lr)
+        sft_step(policy, batch, lr)
         if moves:
             allocated["resident"] = torch.cuda.memory_allocated() - before
             policy.set_gpu_resident(frozenset())
             allocated["offloaded"] = torch.cuda.memory_allocated() - before
             policy.set_gpu_resident({"weights"})
             policy.set_gpu_resident(ALL_STATE)
-        seconds.append(policy.sft_step(batch, lr))
+        seconds.append(sft_step(policy, batch, lr))
     policy.close()
     return *seconds, allocated

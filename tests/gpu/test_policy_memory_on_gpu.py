@@ -23,7 +23,10 @@ def peak_allocated(rank_info, config, shape):
     from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
     from mega_agentrl.actor.model.gpt_model import make_vocab_shard
     from mega_agentrl.actor.model.heads import LogProbHead
-    from mega_agentrl.actor.training.objectives import SFT_METRICS, SftObjective
+    from mega_agentrl.actor.training.objectives import SFT_METRICS
+    from mega_agentrl.batch.packed_rows import PackedRows
+    from mega_agentrl.batch.row_sharding import RowSharder
+    from tests.rank_shards import sft_objective, targets_of
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -33,15 +36,17 @@ def peak_allocated(rank_info, config, shape):
     network.optimizer.reload_master_weights()
     # A model reads ROW tokens of each row, all but the last.
     batch = batch_of_rows(torch.randint(0, shape.vocab_size, (2 * TOKENS // ROW, ROW + 1)), 1)
-    mask_BT = batch.mask_BT
+    rows = PackedRows.from_batch(batch)
+    (shard,) = RowSharder.from_config(config).scoring_shards(rows)
+    objective, mask_M = sft_objective(batch), targets_of(batch).mask_M
     head = LogProbHead(
         temperature=1.0,
         vocab_shard=make_vocab_shard(shape, network.groups),
-        num_positions=mask_BT.size(1),
+        num_positions=rows.num_positions,
     )
     for _ in range(3):
         result = network.train_step(
-            batch, mask_BT, head, SftObjective(mask_BT), SFT_METRICS, lr=1e-5
+            rows, shard.micros, mask_M, head, objective, SFT_METRICS, lr=1e-5
         )
         assert result.applied
     assert network.max_micro_batch_tokens == TOKENS

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 from tests.parallel.reference import LR, NUM_STEPS
+from tests.rank_shards import call_policy, score, scoring_shards, sft_step, update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +36,7 @@ class Measured:
     """Results of one rank."""
 
     scores: tuple[list[int], torch.Tensor, torch.Tensor] | None
-    """Result of `PolicyRank.compute_log_probs`."""
+    """Row numbers, log-probs and entropies, `[rows, T]`; None if the rank returns none."""
     updates: dict[int, tuple[UpdateStats, Blocks]]
     """Stats of a step with learning rate 0 and its gradients before clipping, by token budget."""
     curve: list[UpdateStats]
@@ -53,25 +54,25 @@ def measure(
     policy = PolicyRank(config, RankInfo(**rank_info))
     model = policy.megatron_model
     policy.load_hf(config.model.path)
-    scores = policy.compute_log_probs(batch)
+    scores, scored = score(policy, "compute_log_probs", batch), scoring_shards(policy, batch)
     updates = {}
     for budget in budgets:
         config.optim.micro_batch_tokens = budget
         with gradients_before_step(model) as caught:
-            stats = policy.update(batch, lr=0.0)
+            stats = update(policy, batch, lr=0.0, scored=scored)
         updates[budget] = (stats, caught[0])
     policy.reset_optimizer()
-    curve, skipped = [policy.sft_step(batch, LR)], []
+    curve, skipped = [sft_step(policy, batch, LR)], []
     before = weights_of(model)
     kinds = ("dense", "expert") if model.shape.moe else ("dense",)
     for rank, kind in product(range(rank_info["world_size"]), kinds):
         with poisoned(model, kind if rank_info["rank"] == rank else ""):
-            skipped.append(policy.sft_step(batch, LR))
+            skipped.append(sft_step(policy, batch, LR))
     weights_unchanged = all(
         torch.equal(old, new)
         for (_, _, old), (_, _, new) in zip(before, weights_of(model), strict=True)
     )
-    curve += [policy.sft_step(batch, LR) for _ in range(NUM_STEPS - 1)]
+    curve += [sft_step(policy, batch, LR) for _ in range(NUM_STEPS - 1)]
     policy.close()
     return Measured(
         scores=scores,
@@ -91,7 +92,7 @@ def run_calls(
     results = [
         weights_of(policy.megatron_model)
         if method == "weights"
-        else getattr(policy, method)(*arguments)
+        else call_policy(policy, method, *arguments)
         for method, *arguments in calls
     ]
     policy.close()

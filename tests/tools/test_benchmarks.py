@@ -13,6 +13,7 @@ from mega_agentrl.types.records import GenerateRequest
 from tests.fakes import FakeGenerator, FakeTools
 from tools import (
     bench_async,
+    bench_batch,
     bench_driver,
     bench_logprob,
     bench_memory,
@@ -102,6 +103,18 @@ def test_actor_and_transformers_take_the_same_first_step():
         assert mfu["ours"] is memory["ours"] is None
 
 
+def test_a_rank_receives_the_share_of_its_data_rank(capsys):
+    # The script also compares what the data ranks get with the batch.
+    sizes = ("--rows", "32", "--tokens", "256", "--data", "4")
+    assert bench_batch.main(sizes) == 0
+    lines = {one["case"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert tuple(lines) == bench_batch.CASES
+    sent, received = lines["sent/step"], lines["received/rank"]
+    assert received["ours"] == pytest.approx(sent["ours"] / 4, rel=1e-3)
+    # Four machines get the padded batch twice, and a rank unpickles it three times.
+    assert received["baseline"] == pytest.approx(3 * sent["baseline"] / (2 * 4), rel=1e-3)
+
+
 def test_driver_seconds_add_up():
     # In a process of its own: the peak of its memory counts.
     lines = run_benchmark("driver", "--rows", "32", "--tokens", "256", "--share", "1")
@@ -113,13 +126,14 @@ def test_driver_seconds_add_up():
 @pytest.mark.parametrize(
     ("main", "known_case"),
     [
+        (bench_batch.main, "received/rank"),
         (bench_driver.main, "seconds/ares"),
         (bench_logprob.main, "forward_backward/T4096/TP2/H4096"),
         (bench_reshard.main, "memory/rollout/gloo/verl"),
         (bench_sandbox.main, "stateful/p99"),
         (bench_neighbours.main, "stateful/fork bomb/fork-max"),
     ],
-    ids=["driver", "logprob", "reshard", "sandbox", "neighbours"],
+    ids=["batch", "driver", "logprob", "reshard", "sandbox", "neighbours"],
 )
 def test_a_pattern_without_a_match_lists_the_cases(main, known_case, capsys):
     assert main(["--cases", "transfer/pigeon/verl"]) == 2

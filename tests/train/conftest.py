@@ -40,18 +40,18 @@ class FakePolicy(FilePolicy):
     def update(self, batch, kl_weight_BT=None):
         assert batch.advantage_BT is not None
         self.calls.append("update")
-        return self._stats(batch)
+        return self._stats(int(batch.mask_BT.sum()))
 
     def sft_step(self, batch):
         self.calls.append("sft_step")
-        return self._stats(batch)
+        return self._stats(int(batch.mask_BT.sum()))
 
-    def _stats(self, batch):
+    def _stats(self, num_tokens):
         return UpdateStats(
             loss=0.5,
             grad_norm=1.0,
             learning_rate=0.1,
-            num_tokens=int(batch.mask_BT.sum()),
+            num_tokens=num_tokens,
             num_skipped_steps=0,
             metrics={"clipfrac": 0.0},
         )

@@ -6,9 +6,11 @@ side checks that it holds what it needs, and records what it does in one list.
 
 from pathlib import Path
 
-import torch
+import numpy as np
 
+from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.runtime.coordinator import Coordinator
+from mega_agentrl.runtime.workers.batch_sender import BatchSender
 from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
 from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
@@ -21,13 +23,15 @@ class Ranks(PolicyGroup):
 
     def __init__(self, config, calls):
         super().__init__([None], config)
+        self._sender = BatchSender(config, put=lambda shard: shard)
         self.calls, self.fake, self.parts = calls, FakePolicy(), ALL_STATE
 
-    def submit(self, method, *args):
-        return {"policy rank 0": (method, args)}
+    def submit_each(self, method, arguments):
+        assert method == "call"
+        return {"policy rank 0": arguments[0]}
 
     def gather(self, operation, calls):
-        return {name: self.answer(*call) for name, call in calls.items()}
+        return {name: self.answer(method, args) for name, (method, *args) in calls.items()}
 
     def answer(self, method, args):
         if method == "set_gpu_resident":
@@ -37,9 +41,9 @@ class Ranks(PolicyGroup):
         assert self.parts == ALL_STATE, f"{method} with {self.parts}"
         self.calls.append(method)
         if method == "compute_log_probs":
-            batch = args[0]
-            filled = torch.zeros(batch.response_BT.shape)
-            return list(range(batch.num_rows)), filled, filled
+            rows = args[0].rows
+            zeros_M = np.zeros(rows.response_start_R1[-1], dtype=np.float32)
+            return PackedScores(row_R=rows.row_R, values=(zeros_M, zeros_M))
         if method == "save_checkpoint":
             folder, extra, keep = args
             self.calls[-1] = f"save {folder.rsplit('/', 1)[-1]}"
@@ -47,7 +51,7 @@ class Ranks(PolicyGroup):
         if method == "load_checkpoint":
             return self.fake.load_checkpoint(Path(args[0]))
         if method in ("update", "sft_step"):
-            return self.fake._stats(args[0])
+            return self.fake._stats(int(args[0].targets.mask_M.sum()))
         return None
 
     def restart(self):

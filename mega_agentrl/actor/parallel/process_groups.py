@@ -114,7 +114,7 @@ class RankCoordinates:
                 expert_tensor_rank=inside % parallel.expert_tensor_size,
                 expert_tensor_size=parallel.expert_tensor_size,
             ),
-            data_rank=inside // (parallel.tensor * parallel.context),
+            data_rank=parallel.data_rank(rank),
             data_size=parallel.data,
             context_rank=inside // parallel.tensor % parallel.context,
             context_size=parallel.context,

@@ -7,19 +7,20 @@ micro-batches nor on the number of data ranks. The SFT objective is the mean neg
 of the masked tokens. A context rank adds only the tokens that it predicts, and the mean of a row
 is still over the whole row. The losses are in `actor.training.losses`, the formulas in `algo/`.
 
-Shape suffixes: R rows of a micro-batch, B rows of the batch, T response positions.
+Shape suffixes: R rows of a micro-batch, T response positions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from mega_agentrl.actor.training.losses import find_loss
 from mega_agentrl.algo.kl import kl_penalty
-from mega_agentrl.algo.policy_loss import aggregate, loss_denominator
+from mega_agentrl.algo.policy_loss import aggregate
 from mega_agentrl.config.enums import KlPlacement
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from mega_agentrl.actor.training.losses import RegisteredLoss
     from mega_agentrl.actor.training.packing import MicroBatch
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats
+    from mega_agentrl.batch.packed_rows import PackedTargets
     from mega_agentrl.config.sections.algo import AlgoConfig
-    from mega_agentrl.types.batch import TrainBatch
 
 CLIP_METRICS = ("clipfrac", "clipfrac_lower", "approx_kl")
 """Metrics that are reported with every loss; 0 if the loss does not have them."""
@@ -40,35 +41,34 @@ SFT_METRICS = ("entropy",)
 class PolicyObjective:
     """RL objective of one optimizer step.
 
-    The metric `ref_kl` is reported whenever the batch has reference log-probs, even if the loss
-    has no KL term.
+    The metric `ref_kl` is reported whenever there are reference log-probs, even if the loss has no
+    KL term.
     """
 
     algo: AlgoConfig
-    batch: TrainBatch
-    """All rows. `old_logp_BT` and `advantage_BT` are required, `ref_logp_BT` with a KL term;
-    `importance_weight_BT` weighs the policy loss if it is set."""
-    mask_BT: torch.Tensor
-    """`[B, T]` bool, the trained tokens of this step; a row belongs to one step."""
-    kl_weight_BT: torch.Tensor | None = None
-    """`[B, T]` weight of the KL term per token; replaces `algo.kl_coef`."""
+    targets: PackedTargets
+    """Of the rows of the data rank. `old_logp` and `advantage` are required, `ref_logp` with a KL
+    term; `importance_weight` weighs the policy loss if it is set, `kl_weight` replaces
+    `algo.kl_coef`."""
+    denominator: float
+    """Divisor of the loss, counted over the whole step."""
 
     def __post_init__(self) -> None:
-        needed = ["old_logp_BT", "advantage_BT"] + (["ref_logp_BT"] if self.has_kl_term else [])
-        require_fields(self.batch, needed, "update", "compute_log_probs")
+        needed = ["old_logp", "advantage"] + (["ref_logp"] if self.has_kl_term else [])
+        require_targets(self.targets, needed, "update", "compute_log_probs")
 
     @property
     def has_kl_term(self) -> bool:
         """Whether the loss has a KL term."""
         in_loss = self.algo.kl_coef > 0 and self.algo.kl_placement is KlPlacement.loss
-        return self.kl_weight_BT is not None or in_loss
+        return self.targets.kl_weight_M is not None or in_loss
 
     def __call__(
         self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
-        rows, device = list(micro.rows), logp_RT.device
-        mask_RT = self.mask_BT[rows].to(device)
+        pad = partial(self.targets.padded, indices=micro.rows, device=logp_RT.device)
+        mask_RT = pad("mask")
         own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         assert micro.context_size == 1 or not find_loss(self.algo).traits.per_trajectory, (
             "check_algo refuses losses per trajectory with context parallelism"
@@ -76,51 +76,45 @@ class PolicyObjective:
         loss_RT, info = compute_policy_loss(
             self.algo,
             logp_RT,
-            self.batch.old_logp_BT[rows].to(device),
-            self.batch.advantage_BT[rows].to(device),
+            pad("old_logp"),
+            pad("advantage"),
             own_RT,
-            None
-            if self.batch.importance_weight_BT is None
-            else self.batch.importance_weight_BT[rows].to(device),
+            None if self.targets.importance_weight_M is None else pad("importance_weight"),
         )
         num_tokens = own_RT.sum().float()
         sums = {name: value * num_tokens for name, value in info.items()}
         sums["policy_loss"] = loss_RT.detach().sum()
-        sums["ref_kl"] = torch.zeros((), device=device)
-        if self.batch.ref_logp_BT is not None:
-            kl_RT = kl_penalty(
-                logp_RT, self.batch.ref_logp_BT[rows].to(device), self.algo.kl_estimator
-            )
+        sums["ref_kl"] = torch.zeros((), device=logp_RT.device)
+        if self.targets.ref_logp_M is not None:
+            kl_RT = kl_penalty(logp_RT, pad("ref_logp"), self.algo.kl_estimator)
             kl_RT = torch.where(own_RT, kl_RT, 0.0)
             sums["ref_kl"] = kl_RT.detach().sum()
             if self.has_kl_term:
-                loss_RT = loss_RT + self._kl_weight(rows, device) * kl_RT
+                has_weight = self.targets.kl_weight_M is not None
+                loss_RT = loss_RT + (pad("kl_weight") if has_weight else self.algo.kl_coef) * kl_RT
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
         sums["entropy"] = entropy_RT.detach()[own_RT].sum()
-        loss = aggregate_share(loss_RT, mask_RT, self.mask_BT, str(self.algo.loss_aggregation))
+        mode = str(self.algo.loss_aggregation)
+        loss = aggregate(loss_RT, mask_RT, mode, denominator=self.denominator)
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
-
-    def _kl_weight(self, rows: list[int], device: torch.device) -> torch.Tensor | float:
-        if self.kl_weight_BT is None:
-            return self.algo.kl_coef
-        return self.kl_weight_BT[rows].to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class SftObjective:
     """Mean negative log-prob of the masked tokens of the batch."""
 
-    mask_BT: torch.Tensor
-    """`[B, T]` bool."""
+    targets: PackedTargets
+    denominator: float
+    """Number of masked tokens of the whole batch."""
 
     def __call__(
         self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
-        mask_RT = self.mask_BT[list(micro.rows)].to(logp_RT.device)
+        mask_RT = self.targets.padded("mask", micro.rows, logp_RT.device)
         own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
-        loss = aggregate_share(-logp_RT, mask_RT, self.mask_BT, "token_mean")
+        loss = aggregate(-logp_RT, mask_RT, "token_mean", denominator=self.denominator)
         return loss, {
             "loss": loss.detach(),
             "num_tokens": own_RT.sum().float(),
@@ -128,24 +122,9 @@ class SftObjective:
         }
 
 
-def aggregate_share(
-    loss_RT: torch.Tensor, mask_RT: torch.Tensor, step_mask_BT: torch.Tensor, mode: str
-) -> torch.Tensor:
-    """Return a micro-batch's 0-d share of the loss of the step.
-
-    Args:
-        loss_RT: Loss of each token of the micro-batch.
-        mask_RT: Trained tokens of the micro-batch.
-        step_mask_BT: Trained tokens of the optimizer step.
-        mode: Mode of `algo.policy_loss.aggregate`.
-    """
-    denominator = loss_denominator(step_mask_BT, mode).item()
-    return aggregate(loss_RT, mask_RT, mode, denominator=denominator)
-
-
-def require_fields(batch: TrainBatch, names: Sequence[str], what: str, source: str) -> None:
-    """Raise `ValueError` if a field of the batch is None; `source` is the call that sets it."""
-    missing = [name for name in names if getattr(batch, name) is None]
+def require_targets(targets: PackedTargets, names: Sequence[str], what: str, source: str) -> None:
+    """Raise `ValueError` if one of the targets is None; `source` is the call that sets it."""
+    missing = [f"{name}_BT" for name in names if getattr(targets, f"{name}_M") is None]
     if missing:
         raise ValueError(
             f"{what}: the batch has no {', '.join(missing)}; expected them from {source} and from "

@@ -57,6 +57,10 @@ class ParallelConfig(Section, key="parallel"):
         """Number of policy ranks."""
         return self.tensor * self.context * self.data * self.pipeline
 
+    def data_rank(self, rank: int) -> int:
+        """Return the data rank of a global rank: ranks count tensor, context, data, pipeline."""
+        return rank // (self.tensor * self.context) % self.data
+
     @property
     def expert_tensor_size(self) -> int:
         """`expert_tensor` with its default resolved."""

@@ -1,18 +1,20 @@
 """The critic and a local reward model, each a group of Ray actors with one Megatron rank.
 
 Both have the policy's parallel layout (`parallel`), but ranks and, on GPUs, devices of their own.
-Every rank receives the whole batch and works on its part. If a rank is dead or hangs, calls raise
-`AuxiliaryModelLostError`.
+Every rank receives the rows of its data rank (`batch_sender`). If a rank is dead or hangs, calls
+raise `AuxiliaryModelLostError`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 
-from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
+from mega_agentrl.algo.value_loss import explained_variance
+from mega_agentrl.batch.packed_rows import CRITIC_TARGETS, unpack_scores
+from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
@@ -41,14 +43,6 @@ class AuxiliaryGroup(RankGroup):
         """Call a method of all ranks and wait; return the results in rank order."""
         calls = self.submit_to_ranks("call", method, *args)
         return list(self.gather(f"{self.model_name} {method}", calls).values())
-
-    def _compute_rows(self, method: str, batch: TrainBatch, shape: Sequence[int]) -> torch.Tensor:
-        """Return a float32 tensor of this shape whose rows the ranks compute."""
-        result = torch.zeros(shape, dtype=torch.float32)
-        answers = self._call_all(method, ray.put(batch))
-        for rows, part in iter_rank_rows(answers, batch.num_rows):
-            result[rows] = part
-        return result
 
 
 class CriticActor(AuxiliaryActor):
@@ -81,14 +75,23 @@ class CriticGroup(AuxiliaryGroup):
 
     def compute_values(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with `value_BT`, [B, T] float32."""
-        value_BT = self._compute_rows("compute_values", batch, batch.response_BT.shape)
+        shards = self._sender.send_for_scoring(batch)
+        answers = self.call_data_ranks("compute_values", shards)
+        (value_BT,) = unpack_scores(answers, batch.length_B, batch.response_BT.size(1))
         return batch.with_fields(value_BT=value_BT)
 
     def update(self, batch: TrainBatch) -> UpdateStats:
-        """Train on the batch and return the stats of rank 0."""
+        """Train on the batch and return the stats of rank 0.
+
+        The metric `explained_variance` is that of the batch's values from before the update.
+        """
         self._is_initial_state = False
-        stats: UpdateStats = self._call_all("update", ray.put(batch))[0]
-        return stats
+        aggregation = str(self._config.algo.loss_aggregation)
+        shards = self._sender.send_for_update(batch, CRITIC_TARGETS, aggregation)
+        stats: UpdateStats = self.call_data_ranks("update", shards)[0]
+        assert batch.value_BT is not None and batch.return_BT is not None, "the ranks refuse that"
+        explained = explained_variance(batch.value_BT, batch.return_BT, batch.mask_BT).item()
+        return replace(stats, metrics={**stats.metrics, "explained_variance": explained})
 
     def save_checkpoint(
         self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
@@ -136,4 +139,6 @@ class RewardModelGroup(AuxiliaryGroup):
 
     def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
         """Return the score of every row, [B] float32."""
-        return self._compute_rows("compute_scores", batch, (batch.num_rows,))
+        answers = self.call_data_ranks("compute_scores", self._sender.send_last_tokens(batch))
+        (score_B1,) = unpack_scores(answers, torch.ones_like(batch.length_B), 1)
+        return score_B1.squeeze(1)

@@ -1,9 +1,9 @@
 """The policy as a group of Ray actors, one per Megatron rank (`types.protocols.Policy`).
 
-Every rank receives the whole batch as one shared object and works on its part; ranks without
-results return None. If a rank is dead or hangs, calls raise `RankLostError`, whatever errors the
-other ranks report; `restart` then creates the group again with the initial weights. `Coordinator`
-serializes the calls and shares the GPUs with the engines.
+Every rank receives the rows of its data rank (`batch_sender`); ranks without results return None.
+If a rank is dead or hangs, calls raise `RankLostError`, whatever errors the other ranks report;
+`restart` then creates the group again with the initial weights. `Coordinator` serializes the calls
+and shares the GPUs with the engines.
 
 To add an operation: a method on `PolicyRank`, an entry in `RANK_OPERATIONS`, a method here and in
 `Coordinator`, one in `types.protocols.Policy`.
@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
+from mega_agentrl.batch.packed_rows import POLICY_TARGETS, unpack_scores
 from mega_agentrl.runtime.remote_calls import (
     ModelRankDiedError,
     PolicyRankDiedError,
     RemoteCallError,
 )
-from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup, iter_rank_rows
+from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
+    import torch
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.algo import AlgoConfig
@@ -228,24 +229,19 @@ class PolicyGroup(RankGroup):
 
         Reference log-probs are only computed if the objective needs them.
         """
-        shared = ray.put(batch)
-        logp_BT, entropy_BT = self._gather_log_probs(batch, shared, reference=False)
+        shards = self._sender.send_for_scoring(batch)
+        logp_BT, entropy_BT = self._score(batch, shards, reference=False)
         batch = batch.with_fields(old_logp_BT=logp_BT, entropy_BT=entropy_BT)
         if self._config.algo.needs_reference:
-            ref_logp_BT, _ = self._gather_log_probs(batch, shared, reference=True)
+            ref_logp_BT, _ = self._score(batch, shards, reference=True)
             batch = batch.with_fields(ref_logp_BT=ref_logp_BT)
         return batch
 
-    def _gather_log_probs(
-        self, batch: TrainBatch, shared: Any, *, reference: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logp_BT = torch.zeros(batch.response_BT.shape, dtype=torch.float32)
-        entropy_BT = torch.zeros_like(logp_BT)
-        answers = self.call_all("compute_log_probs", shared, reference)
-        for rows, part_logp_BT, part_entropy_BT in iter_rank_rows(answers, batch.num_rows):
-            logp_BT[rows] = part_logp_BT
-            entropy_BT[rows] = part_entropy_BT
-        return logp_BT, entropy_BT
+    def _score(
+        self, batch: TrainBatch, shards: list[tuple[Any]], *, reference: bool
+    ) -> tuple[torch.Tensor, ...]:
+        answers = self.call_data_ranks("compute_log_probs", shards, reference)
+        return unpack_scores(answers, batch.length_B, batch.response_BT.size(1))
 
     def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
         """Train on the batch and return the stats of rank 0.
@@ -255,13 +251,15 @@ class PolicyGroup(RankGroup):
             kl_weight_BT: [B, T] weight of each token's KL term; None for the configured
                 coefficient.
         """
-        weight_ref = None if kl_weight_BT is None else ray.put(kl_weight_BT)
-        stats: UpdateStats = self.call_all("update", ray.put(batch), weight_ref)[0]
+        aggregation = str(self._config.algo.loss_aggregation)
+        shards = self._sender.send_for_update(batch, POLICY_TARGETS, aggregation, kl_weight_BT)
+        stats: UpdateStats = self.call_data_ranks("update", shards)[0]
         return stats
 
     def sft_step(self, batch: TrainBatch) -> UpdateStats:
         """Train on a batch of demonstrations and return the stats of rank 0."""
-        stats: UpdateStats = self.call_all("sft_step", ray.put(batch))[0]
+        shards = self._sender.send_demonstrations(batch)
+        stats: UpdateStats = self.call_data_ranks("sft_step", shards)[0]
         return stats
 
     def reset_optimizer(self) -> None:

@@ -24,10 +24,11 @@ from mega_agentrl.runtime.remote_calls import (
     gather,
     redirect_output,
 )
+from mega_agentrl.runtime.workers.batch_sender import BatchSender
 from mega_agentrl.runtime.workers.placement import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
     from mega_agentrl.actor.megatron_model import RankInfo
@@ -124,6 +125,7 @@ class RankGroup:
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         self._actors = list(actors)
         self._config = config
+        self._sender = BatchSender(config)
         self._placement: Placement | None = None
         self._owns_placement = False
         self._heartbeat_monitor: HeartbeatMonitor | None = None
@@ -199,6 +201,23 @@ class RankGroup:
             for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True))
         }
 
+    def call_data_ranks(
+        self, method: str, shards: Sequence[tuple[Any, ...]], *args: Any
+    ) -> list[Any]:
+        """Call a method of all ranks and wait; return the results in rank order.
+
+        Args:
+            method: Method of the ranks.
+            shards: First arguments of the ranks of each data rank.
+            args: Further arguments.
+        """
+        layout = self._config.parallel
+        arguments = [
+            (method, *shards[layout.data_rank(rank)], *args) for rank in range(len(self._actors))
+        ]
+        calls = self.submit_each("call", arguments)
+        return list(self.gather(f"{self.model_name} {method}", calls).values())
+
     def gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
         """Wait for the calls within the timeout; return results by rank name."""
         try:
@@ -260,13 +279,3 @@ class RankGroup:
         if self._placement is not None and self._owns_placement:
             self._placement.release()
             self._placement = None
-
-
-def iter_rank_rows(
-    answers: Sequence[tuple[list[int], *tuple[Any, ...]] | None], num_rows: int
-) -> Iterator[tuple[list[int], *tuple[Any, ...]]]:
-    """Yield row numbers and values of the ranks that have results; other answers are None."""
-    parts = [part for part in answers if part is not None]
-    all_rows = sorted(row for rows, *_ in parts for row in rows)
-    assert all_rows == list(range(num_rows)), "ranks must answer for each row once"
-    yield from parts

@@ -16,6 +16,7 @@ from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
 from mega_agentrl.actor.checkpoint.sharded_state import _iter_flat_ranges, iter_hf_views
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
+from tests.rank_shards import score, update
 
 
 def load(policy, folder):
@@ -24,7 +25,7 @@ def load(policy, folder):
 
 def steps(policy, batch, count, lr=1e-2):
     """Take policy-gradient steps and return their losses."""
-    return [policy.update(batch, None, lr).loss for _ in range(count)]
+    return [update(policy, batch, None, lr).loss for _ in range(count)]
 
 
 def save(policy, folder, extra=None):
@@ -51,7 +52,7 @@ def values(policy):
 
 
 def logprobs(policy, batch):
-    return policy.compute_log_probs(batch)
+    return score(policy, "compute_log_probs", batch)
 
 
 def export(policy, folder):

@@ -12,11 +12,11 @@ from mega_agentrl.actor import device
 from mega_agentrl.actor.model import gpt_model
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.parallel import process_groups
-from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
+from tests.rank_shards import pack_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from mega_agentrl.actor.model.gpt_model import (
     set_grad_sync_flags,
     wrap_with_ddp,
 )
-from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.config.enums import Recompute
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.hf_checkpoint import read_shards
@@ -25,6 +24,7 @@ from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layou
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
 from tests.actor.model.model_jobs import differentiate
 from tests.parallel.reference import checkpoint_tensors
+from tests.rank_shards import pack_rows
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")

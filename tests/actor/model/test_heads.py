@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from mega_agentrl.actor.model.heads import ScalarHead
-from mega_agentrl.actor.training.packing import pack_rows
+from tests.rank_shards import pack_rows
 
 CPU = torch.device("cpu")
 HIDDEN = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 from tests.parallel.policy_jobs import gradients_before_step
+from tests.rank_shards import update
 
 
 def gradients(rank_info, config, batch, algos):
@@ -15,7 +16,7 @@ def gradients(rank_info, config, batch, algos):
     for algo in algos:
         policy.set_objective(algo, config.rollout.temperature)
         with gradients_before_step(policy.megatron_model) as caught:
-            stats = policy.update(batch, lr=0.0)
+            stats = update(policy, batch, lr=0.0)
         found.append((stats, caught[0]))
     policy.close()
     return found

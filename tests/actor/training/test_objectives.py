@@ -11,12 +11,9 @@ import torch
 
 from mega_agentrl.actor.training.objectives import (
     CLIP_METRICS,
-    PolicyObjective,
-    SftObjective,
     compute_policy_loss,
     policy_metrics,
 )
-from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.config.algorithm_traits import LOSSES
 from mega_agentrl.config.enums import KlPlacement, LossAggregation
 from mega_agentrl.config.sections.algo import AlgoConfig
@@ -24,6 +21,7 @@ from tests.actor.training.objective_jobs import gradients
 from tests.actor.training.whole_objective import loss_in_one_piece, objective, with_corrections
 from tests.parallel.merge import assemble, relative_errors
 from tests.parallel.reference import checkpoint_tensors, load_model, score
+from tests.rank_shards import pack_rows, policy_objective, sft_objective
 
 CPU = torch.device("cpu")
 EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "my_loss.py")
@@ -54,7 +52,7 @@ def value_of(piece, batch, cut):
 @pytest.mark.parametrize("aggregation", LossAggregation)
 def test_the_split_into_micro_batches_changes_nothing(aggregation, loss, batch):
     algo = AlgoConfig(loss_aggregation=aggregation, loss=loss, kl_coef=0.1, entropy_coef=0.01)
-    piece = PolicyObjective(algo, batch, batch.mask_BT)
+    piece = policy_objective(algo, batch)
     whole = value_of(piece, batch, [[0, 1, 2, 3, 4, 5]])
     cut = value_of(piece, batch, [[4], [], [5, 0], [1, 2, 3]])
     assert cut[0] == pytest.approx(whole[0], abs=1e-6)
@@ -69,7 +67,7 @@ def test_context_ranks_add_up_to_the_whole(aggregation, size, batch):
     algo = AlgoConfig(loss_aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
     rows = [0, 1, 2, 3, 4, 5]
     logp_BT = 1.05 * batch.old_logp_BT
-    for piece in (PolicyObjective(algo, batch, batch.mask_BT), SftObjective(batch.mask_BT)):
+    for piece in (policy_objective(algo, batch), sft_objective(batch)):
         _, whole = piece(pack_rows(batch, rows, batch.mask_BT, CPU), logp_BT, -logp_BT)
         parts = []
         for rank in range(size):
@@ -85,7 +83,7 @@ def test_context_ranks_add_up_to_the_whole(aggregation, size, batch):
 
 
 def test_sft_loss_is_the_mean_negative_log_prob(batch):
-    loss, gradient_BT, _ = value_of(SftObjective(batch.mask_BT), batch, [[0, 1, 2], [3, 4, 5]])
+    loss, gradient_BT, _ = value_of(sft_objective(batch), batch, [[0, 1, 2], [3, 4, 5]])
     expected = -1.05 * batch.old_logp_BT[batch.mask_BT].mean()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(gradient_BT, -batch.mask_BT.float() / batch.mask_BT.sum())
@@ -94,9 +92,9 @@ def test_sft_loss_is_the_mean_negative_log_prob(batch):
 def test_fields_that_a_batch_lacks_are_named(batch):
     bare = dataclasses.replace(batch, old_logp_BT=None, ref_logp_BT=None)
     with pytest.raises(ValueError, match="no old_logp_BT;"):
-        PolicyObjective(AlgoConfig(), bare, batch.mask_BT)
+        policy_objective(AlgoConfig(), bare)
     with pytest.raises(ValueError, match="no old_logp_BT, ref_logp_BT;"):
-        PolicyObjective(AlgoConfig(), bare, batch.mask_BT, torch.ones_like(batch.mask_BT).float())
+        policy_objective(AlgoConfig(), bare, torch.ones(batch.mask_BT.shape))
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -112,7 +110,7 @@ def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected,
         loss_in_one_piece(algo, batch, logp_BT, entropy_BT), (logp_BT, entropy_BT)
     )
     assert expected[0][batch.mask_BT].abs().sum() > 0.1
-    piece = PolicyObjective(algo, batch, batch.mask_BT)
+    piece = policy_objective(algo, batch)
     for num_context in (1, 2) if loss != "gspo" else (1,):
         total = 0.0
         for rank in range(num_context):
@@ -127,7 +125,7 @@ def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected,
 
 
 def test_gspo_over_a_divided_row_is_a_bug(batch):
-    piece = PolicyObjective(objective("gspo"), batch, batch.mask_BT)
+    piece = policy_objective(objective("gspo"), batch)
     micro = pack_rows(batch, [0], batch.mask_BT, CPU, context_rank=0, context_size=2)
     with pytest.raises(AssertionError, match="check_algo"):
         piece(micro, batch.old_logp_BT[:1], batch.old_logp_BT[:1])
@@ -136,7 +134,7 @@ def test_gspo_over_a_divided_row_is_a_bug(batch):
 def test_a_kl_in_the_reward_is_reported_and_has_no_gradient(batch):
     rows = [0, 1, 2, 3, 4, 5]
     in_loss, in_reward, without = (
-        value_of(PolicyObjective(AlgoConfig(**algo), batch, batch.mask_BT), batch, [rows])
+        value_of(policy_objective(AlgoConfig(**algo), batch), batch, [rows])
         for algo in ({"kl_coef": 0.5}, {"kl_coef": 0.5, "kl_placement": KlPlacement.reward}, {})
     )
     assert in_reward[2]["ref_kl"] == in_loss[2]["ref_kl"] > 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_agentrl.actor.training.packing import pack_rows, row_lengths
+from mega_agentrl.batch.packed_rows import PackedRows
+from tests.rank_shards import pack_rows
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ def test_two_rows_by_hand(batch):
 
 
 def test_lengths_are_those_of_the_packed_rows(batch):
-    lengths = row_lengths(batch)
+    lengths = PackedRows.from_batch(batch).input_length_R.tolist()
     assert lengths == [11, 12, 8, 7, 10, 9]
     for row, length in enumerate(lengths):
         assert len(pack_rows(batch, [row], batch.mask_BT, CPU).token_S) == length

@@ -1,16 +1,19 @@
 """`CriticGroup` and `RewardModelGroup` with fake ranks, and with real ones."""
 
+import math
 import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
 
+from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig
-from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig
+from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig, ParallelConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.inputs import check_tokenizers
@@ -18,9 +21,11 @@ from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
 from mega_agentrl.types.errors import AuxiliaryModelLostError
 from tests.fakes import CharCodec
-from tests.runtime.workers.test_policy_group import batch
+from tests.runtime.workers.test_policy_group import batch, response_tokens
 from tests.tiny_models import make_tiny_model
 from tests.train_batches import select_rows
+
+TWO_DATA_RANKS = TrainConfig(parallel=ParallelConfig(data=2))
 
 
 @ray.remote(num_cpus=0)
@@ -34,16 +39,18 @@ class Rank:
         return "here", 1
 
     def call(self, method, *args):
-        if method == "update" and args[0].num_rows == 1:
+        if method == "update" and args[1] is None:
             if self.rank == 1:
                 os._exit(1)
             time.sleep(1)
         if method == "compute_values":
-            rows = list(range(self.rank, args[0].num_rows, 2))
-            return rows, args[0].response_BT[rows] / 2
-        if method == "compute_scores" and args[0].num_rows > 1:
-            rows = list(range(self.rank, args[0].num_rows, 2))
-            return rows, args[0].response_BT[rows].sum(dim=1).float()
+            rows = args[0].rows
+            return PackedScores(row_R=rows.row_R, values=(response_tokens(rows) / 2,))
+        if method == "compute_scores" and args[0].rows.num_rows:
+            rows = args[0].rows
+            # The appended token is a 0.
+            sums_R = np.add.reduceat(response_tokens(rows), rows.response_start_R1[:-1])
+            return PackedScores(row_R=rows.row_R, values=(sums_R,))
         if method == "load_checkpoint":
             return {"from": args[0]}
         if method == "save_checkpoint":
@@ -52,17 +59,16 @@ class Rank:
 
 
 def test_values_are_assembled_and_a_dead_rank_is_named(ray_local):
-    group = CriticGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
+    group = CriticGroup([Rank.remote(rank) for rank in range(2)], TWO_DATA_RANKS)
     filled = group.compute_values(batch())
     assert filled.value_BT.tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]]
     assert group.load_checkpoint(Path("/run/step-000001")) == {"from": "/run/step-000001"}
     group.save_checkpoint(Path("/run/critic/step-000002"), {}, 3)
     with pytest.raises(RemoteCallError, match=r"update .*critic rank \d"):
         group.update(filled)
-    one = select_rows(batch(), [0])
     # Whichever shows first, its death or the other rank's failure, the error is the same.
     with pytest.raises(AuxiliaryModelLostError, match="critic rank 1 died"):
-        group.update(one)
+        group.update(filled)
     failed = RemoteCallError("critic update failed on critic rank 0: OSError('lost its peer')")
     found = group.diagnose(failed)
     assert isinstance(found, AuxiliaryModelLostError)
@@ -94,6 +100,7 @@ def test_real_critic_trains_saves_and_resumes(ray_local, tmp_path):
         learned = group.compute_values(given)
         second = group.update(learned)
         assert second.metrics["value_loss"] < first.metrics["value_loss"]
+        assert math.isnan(first.metrics["explained_variance"]), "the returns do not vary"
         assert group.load_checkpoint(tmp_path / "critic" / "step-000001") == {"step": 1}
         assert torch.equal(group.compute_values(given).value_BT, learned.value_BT)
         assert group.update(learned).loss == pytest.approx(second.loss, abs=1e-7)
@@ -105,7 +112,7 @@ def test_real_critic_trains_saves_and_resumes(ray_local, tmp_path):
 
 
 def test_scores_are_assembled_from_all_ranks(ray_local):
-    group = RewardModelGroup([Rank.remote(rank) for rank in range(2)], TrainConfig())
+    group = RewardModelGroup([Rank.remote(rank) for rank in range(2)], TWO_DATA_RANKS)
     assert group.compute_scores(batch()).tolist() == [3.0, 7.0, 11.0]
     with pytest.raises(RemoteCallError, match=r"compute_scores .*reward model rank \d"):
         group.compute_scores(select_rows(batch(), [0]))

@@ -4,14 +4,17 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
 
 from mega_agentrl.actor.policy import PolicyRank
+from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import AresMode
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
+from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS, PolicyGroup
 from mega_agentrl.types.batch import TrainBatch, UpdateStats
@@ -33,11 +36,14 @@ class Rank:
         assert method in RANK_OPERATIONS
         self.methods.append(method)
         if method == "compute_log_probs":
-            batch, reference = args
-            rows = list(range(self.rank, batch.num_rows, 2))
-            logp = -batch.response_BT[rows].float() - (10 if reference else 0)
-            return rows, logp, torch.full_like(logp, float(self.rank))
-        if method == "update":
+            shard, reference = args
+            logp_M = -response_tokens(shard.rows) - np.float32(10 if reference else 0)
+            return PackedScores(
+                row_R=shard.rows.row_R, values=(logp_M, np.full_like(logp_M, self.rank))
+            )
+        if method in ("update", "sft_step"):
+            shard, *scored = args
+            self.args = len(shard.new_rows.token_N), shard.gather_rows(*(scored or [None])).token_N
             return UpdateStats(
                 loss=float(self.rank),
                 grad_norm=1.0,
@@ -72,6 +78,16 @@ class Rank:
         return self.args
 
 
+def response_tokens(rows):
+    """Return the response tokens of all rows, float32."""
+    return np.concatenate(
+        [
+            rows.sequence(index)[length:].astype(np.float32)
+            for index, length in enumerate(rows.prompt_length_R)
+        ]
+    )
+
+
 def batch():
     zeros = torch.zeros(3, 2)
     return TrainBatch(
@@ -89,7 +105,8 @@ def batch():
 
 
 def group_of(actors, **algo):
-    return PolicyGroup(actors, TrainConfig(algo=AlgoConfig(**algo))), actors
+    config = TrainConfig(algo=AlgoConfig(**algo), parallel=ParallelConfig(data=len(actors)))
+    return PolicyGroup(actors, config), actors
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +143,20 @@ def test_start_joins_all_ranks_at_the_address_of_rank_zero(group):
         assert ray.get(actor.recorded_methods.remote()) == ["start 127.0.0.1:1", "load_hf"]
 
 
-def test_update_returns_the_stats_of_rank_zero(group):
-    assert group()[0].update(batch()).loss == 0.0
+def test_an_update_sends_no_tokens_that_the_rank_has_scored(group):
+    policy, actors = group()
+    scored = policy.compute_log_probs(batch())
+    assert policy.update(scored).loss == 0.0, "the stats of rank zero"
+    # Prompt and response of rows 0 and 2, and of row 1.
+    expected = [[1, 1, 2, 3, 5, 6], [2, 3, 4]]
+    for actor, tokens in zip(actors, expected, strict=True):
+        num_new, token_N = ray.get(actor.last_args.remote())
+        assert (num_new, token_N.tolist()) == (0, tokens)
+    for call in (policy.update, policy.sft_step):
+        call(scored)
+        for actor, tokens in zip(actors, expected, strict=True):
+            num_new, token_N = ray.get(actor.last_args.remote())
+            assert (num_new, token_N.tolist()) == (len(tokens), tokens)
 
 
 def test_only_rank_zero_is_profiled(group, tmp_path, monkeypatch):

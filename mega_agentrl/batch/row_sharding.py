@@ -1,0 +1,161 @@
+"""Decides on the driver which data rank gets which rows of a batch, and what each is sent.
+
+A pass over the batch and each optimizer step balance the tokens of the rows that they read
+(`plan_micro_batches`). So a data rank scores some rows and may train on others; for an update it is
+sent the tokens of those rows only that it has not been sent for scoring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mega_agentrl.algo.policy_loss import loss_denominator
+from mega_agentrl.batch.micro_batching import plan_micro_batches
+from mega_agentrl.batch.packed_rows import PackedRows, PackedTargets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.batch import TrainBatch
+
+MicroPlan = tuple[tuple[int, ...], ...]
+"""Indices of the rows of each micro-batch of a data rank."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoringShard:
+    """What a data rank needs to compute log-probs, values or scores."""
+
+    rows: PackedRows
+    micros: MicroPlan
+    """Indices in `rows`."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class StepPlan:
+    """The share of a data rank in one optimizer step."""
+
+    micros: MicroPlan
+    """Indices in the rows of the `UpdateShard`."""
+    denominator: float
+    """Divisor of the loss, counted over the rows of all data ranks (`loss_denominator`)."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class UpdateShard:
+    """What a data rank needs for an update, beside the rows that it was sent for scoring."""
+
+    row_R: np.ndarray
+    """[R] int64 numbers of the rows that it trains on, ascending."""
+    new_rows: PackedRows
+    """Those of them that it was not sent for scoring."""
+    targets: PackedTargets
+    """Of the rows `row_R`, in their order."""
+    steps: tuple[StepPlan, ...]
+    """The optimizer steps; one without any trained token is left out."""
+
+    def gather_rows(self, scored: ScoringShard | None) -> PackedRows:
+        """Return the rows `row_R`, given what the data rank was sent for scoring."""
+        parts = [self.new_rows] if scored is None else [self.new_rows, scored.rows]
+        return PackedRows.merge(parts, self.row_R)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RowSharder:
+    """Assigns rows to data ranks and micro-batches; for the arguments see `plan_micro_batches`."""
+
+    num_data: int
+    budget_tokens: int
+    num_multiple: int
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> RowSharder:
+        """Return the sharder for the ranks of a run."""
+        parallel = config.parallel
+        return cls(
+            num_data=parallel.data,
+            budget_tokens=config.optim.micro_batch_tokens * parallel.context,
+            num_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        )
+
+    def scoring_shards(self, rows: PackedRows) -> list[ScoringShard]:
+        """Return the part of each data rank in a pass over all rows of a batch."""
+        shards = []
+        for micros in self._plan(rows, range(rows.num_rows)):
+            numbers = sorted(row for micro in micros for row in micro)
+            shards.append(
+                ScoringShard(rows=rows.take(numbers), micros=_local_indices(micros, numbers))
+            )
+        return shards
+
+    def update_shards(
+        self,
+        batch: TrainBatch,
+        step_masks: Iterable[torch.Tensor],
+        *,
+        rows: PackedRows,
+        aggregation: str,
+        targets: Sequence[str] = (),
+        kl_weight_BT: torch.Tensor | None = None,
+        scored: Sequence[ScoringShard] | None = None,
+    ) -> list[UpdateShard]:
+        """Return the part of each data rank in an update.
+
+        Args:
+            batch: The whole batch.
+            step_masks: [B, T] bool trained tokens of each optimizer step, in different rows.
+            rows: All rows of the batch.
+            aggregation: Mode of `algo.policy_loss.aggregate`.
+            targets: Fields of the batch that the objective reads.
+            kl_weight_BT: [B, T] weight of each token's KL term; None for the coefficient.
+            scored: What the data ranks were sent for scoring, if this batch was scored.
+        """
+        plans, denominators = [], []
+        for mask_BT in step_masks:
+            numbers = mask_BT.any(dim=1).nonzero().flatten().tolist()
+            if numbers:
+                plans.append(self._plan(rows, numbers))
+                denominators.append(loss_denominator(mask_BT, aggregation).item())
+        shards = []
+        for data_rank in range(self.num_data):
+            own = [plan[data_rank] for plan in plans]
+            trained = sorted(row for micros in own for micro in micros for row in micro)
+            sent = set() if scored is None else set(scored[data_rank].rows.row_R.tolist())
+            row_R = np.array(trained, dtype=np.int64)
+            steps = tuple(
+                StepPlan(micros=_local_indices(micros, trained), denominator=denominator)
+                for micros, denominator in zip(own, denominators, strict=True)
+            )
+            shards.append(
+                UpdateShard(
+                    row_R=row_R,
+                    new_rows=rows.take([row for row in trained if row not in sent]),
+                    targets=PackedTargets.from_batch(batch, row_R, targets, kl_weight_BT),
+                    steps=steps,
+                )
+            )
+        return shards
+
+    def _plan(self, rows: PackedRows, numbers: Sequence[int]) -> list[MicroPlan]:
+        """Return the row numbers of the micro-batches of each data rank."""
+        length_R = rows.input_length_R
+        plan = plan_micro_batches(
+            [int(length_R[row]) for row in numbers],
+            num_data=self.num_data,
+            budget_tokens=self.budget_tokens,
+            num_multiple=self.num_multiple,
+        )
+        return [
+            tuple(tuple(numbers[index] for index in micro) for micro in micros) for micros in plan
+        ]
+
+
+def _local_indices(micros: MicroPlan, numbers: Sequence[int]) -> MicroPlan:
+    index_of = {row: index for index, row in enumerate(numbers)}
+    return tuple(tuple(index_of[row] for row in micro) for micro in micros)

@@ -1,0 +1,101 @@
+"""Sends a batch to the ranks of a model: each data rank its own rows, and each row once a step.
+
+What a data rank receives is one object in Ray's object store, which the ranks of a machine share.
+The rows that were sent for scoring stay there until the update, which refers to them and adds what
+is new: the targets, and rows that the data rank has not scored. `batch.row_sharding` decides which.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from mega_agentrl.batch.micro_batching import minibatch_masks
+from mega_agentrl.batch.packed_rows import PackedRows
+from mega_agentrl.batch.row_sharding import RowSharder
+from mega_agentrl.config.enums import LossAggregation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from mega_agentrl.batch.row_sharding import ScoringShard
+    from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.types.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScoredBatch:
+    """A batch whose rows the ranks were sent for scoring."""
+
+    response: weakref.ref[torch.Tensor]
+    """Its `response_BT`, which all later versions of the batch have too."""
+    rows: PackedRows
+    shards: list[ScoringShard]
+    refs: list[Any]
+    """Object refs of the shards."""
+
+
+class BatchSender:
+    """Sends the batches of one model's ranks; `put` returns a reference to an object."""
+
+    def __init__(self, config: TrainConfig, put: Callable[[Any], Any] = ray.put) -> None:
+        self._config = config
+        self._sharder = RowSharder.from_config(config)
+        self._put = put
+        self._scored: _ScoredBatch | None = None
+
+    def send_for_scoring(self, batch: TrainBatch) -> list[tuple[Any]]:
+        """Return for each data rank the reference to its `ScoringShard`."""
+        rows = PackedRows.from_batch(batch)
+        shards = self._sharder.scoring_shards(rows)
+        refs = [self._put(shard) for shard in shards]
+        self._scored = _ScoredBatch(
+            response=weakref.ref(batch.response_BT), rows=rows, shards=shards, refs=refs
+        )
+        return [(ref,) for ref in refs]
+
+    def send_last_tokens(self, batch: TrainBatch) -> list[tuple[Any]]:
+        """As `send_for_scoring`, for scores that are read at the last token of each row."""
+        rows = PackedRows.from_batch(batch).with_token_appended()
+        return [(self._put(shard),) for shard in self._sharder.scoring_shards(rows)]
+
+    def send_for_update(
+        self,
+        batch: TrainBatch,
+        targets: Sequence[str],
+        aggregation: str,
+        kl_weight_BT: torch.Tensor | None = None,
+    ) -> list[tuple[Any, Any]]:
+        """Return for each data rank the references to its `UpdateShard` and `ScoringShard`.
+
+        The latter is None if this batch was not scored. It is used up: another update sends all.
+        """
+        scored, self._scored = self._scored, None
+        if scored is not None and scored.response() is not batch.response_BT:
+            scored = None
+        shards = self._sharder.update_shards(
+            batch,
+            minibatch_masks(batch.mask_BT, self._config.optim.num_minibatches),
+            rows=PackedRows.from_batch(batch) if scored is None else scored.rows,
+            aggregation=aggregation,
+            targets=targets,
+            kl_weight_BT=kl_weight_BT,
+            scored=None if scored is None else scored.shards,
+        )
+        refs = [None] * len(shards) if scored is None else scored.refs
+        return [(self._put(shard), ref) for shard, ref in zip(shards, refs, strict=True)]
+
+    def send_demonstrations(self, batch: TrainBatch) -> list[tuple[Any]]:
+        """Return for each data rank the reference to its `UpdateShard` of a supervised step."""
+        shards = self._sharder.update_shards(
+            batch,
+            [batch.mask_BT],
+            rows=PackedRows.from_batch(batch),
+            aggregation=str(LossAggregation.token_mean),
+        )
+        return [(self._put(shard),) for shard in shards]

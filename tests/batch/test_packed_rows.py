@@ -1,0 +1,98 @@
+"""Rows and their values without padding: by hand, and back to the padded form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.batch.packed_rows import (
+    PackedRows,
+    PackedScores,
+    PackedTargets,
+    pack_values,
+    unpack_scores,
+)
+from tests.parallel.reference import make_batch
+from tests.train_batches import select_rows
+
+
+def two_rows():
+    """Return a batch whose rows have 8 + 1 and 1 + 12 tokens."""
+    return select_rows(make_batch(), [2, 1])
+
+
+def test_two_rows_by_hand():
+    batch = two_rows()
+    rows = PackedRows.from_batch(batch)
+    assert rows.start_R1.tolist() == [0, 9, 22]
+    assert rows.response_start_R1.tolist() == [0, 1, 13]
+    assert rows.input_length_R.tolist() == [8, 12]
+    assert rows.token_N.dtype == np.int32
+    first, second = batch.prompt_ids
+    response_BT = batch.response_BT.tolist()
+    assert rows.token_N.tolist() == [*first, response_BT[0][0], *second, *response_BT[1]]
+    longer = rows.with_token_appended()
+    assert longer.sequence(0).tolist() == [*rows.sequence(0), 0]
+    assert (longer.num_positions, longer.row_R.tolist()) == (13, [0, 1])
+
+
+def test_merged_rows_are_in_the_requested_order():
+    rows = PackedRows.from_batch(make_batch())
+    parts = [rows.take([4, 0]), rows.take([2, 5])]
+    merged, expected = PackedRows.merge(parts, np.array([5, 0, 2])), rows.take([5, 0, 2])
+    assert merged.row_R.tolist() == [5, 0, 2]
+    assert merged.token_N.tolist() == expected.token_N.tolist()
+    assert merged.prompt_length_R.tolist() == expected.prompt_length_R.tolist()
+
+
+def test_offsets_of_other_rows_are_refused():
+    rows = PackedRows.from_batch(two_rows())
+    with pytest.raises(ValueError, match="22 tokens"):
+        PackedRows(
+            row_R=rows.row_R,
+            start_R1=rows.start_R1,
+            prompt_length_R=rows.prompt_length_R,
+            token_N=rows.token_N[:9],
+            num_positions=12,
+        )
+
+
+def test_targets_are_padded_with_zeros_to_the_width_of_the_batch():
+    batch = make_batch()
+    row_R = np.array([1, 2, 4])
+    targets = PackedTargets.from_batch(batch, row_R, ("old_logp", "value"), batch.advantage_BT)
+    assert targets.value_M is targets.advantage_M is None
+    inside_RT = torch.arange(12)[None] < batch.length_B[[4, 2], None]
+    for name, value_BT in (
+        ("mask", batch.mask_BT),
+        ("old_logp", batch.old_logp_BT),
+        ("kl_weight", batch.advantage_BT),
+    ):
+        padded_RT = targets.padded(name, [2, 1], torch.device("cpu"))
+        assert torch.equal(padded_RT, value_BT[[4, 2]] * inside_RT)
+        assert padded_RT.dtype == value_BT.dtype
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.randoms(), st.integers(1, 4))
+def test_scores_of_any_division_of_the_rows_are_those_of_the_batch(lengths, random, num_parts):
+    length_B = torch.tensor(lengths)
+    value_BT = torch.rand(len(lengths), 6).masked_fill(torch.arange(6) >= length_B[:, None], 0.0)
+    rows = random.sample(range(len(lengths)), len(lengths))
+    parts = []
+    for number in range(num_parts):
+        row_R = np.array(rows[number::num_parts], dtype=np.int64)
+        value_M = pack_values(value_BT, row_R, length_B[row_R])
+        parts += [None, PackedScores(row_R=row_R, values=(value_M, -value_M))]
+    plus_BT, minus_BT = unpack_scores(parts, length_B, 6)
+    assert torch.equal(plus_BT, value_BT)
+    assert torch.equal(minus_BT, -value_BT)
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1, 1]], ids=["missing", "twice"])
+def test_every_row_must_be_answered_once(numbers):
+    scores = PackedScores(row_R=np.array(numbers), values=(np.zeros(len(numbers), np.float32),))
+    with pytest.raises(AssertionError, match="each row once"):
+        unpack_scores([scores], torch.ones(2, dtype=torch.int64), 1)

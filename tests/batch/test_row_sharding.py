@@ -1,0 +1,92 @@
+"""Which data rank gets which rows: every row once, and its tokens once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_agentrl.batch.micro_batching import minibatch_masks
+from mega_agentrl.batch.packed_rows import PackedRows
+from mega_agentrl.batch.row_sharding import RowSharder
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig
+from tests.parallel.reference import make_batch
+
+
+def shards_of(batch, sharder, num_steps):
+    """Return the shards for scoring and for an update in this number of steps."""
+    rows = PackedRows.from_batch(batch)
+    scored = sharder.scoring_shards(rows)
+    return scored, sharder.update_shards(
+        batch,
+        minibatch_masks(batch.mask_BT, num_steps),
+        rows=rows,
+        aggregation="token_mean",
+        targets=("old_logp",),
+        scored=scored,
+    )
+
+
+def test_only_rows_that_another_rank_has_scored_are_sent_again():
+    # The model reads 11, 12, 8, 7, 10 and 9 tokens; row 3 is not trained on.
+    sharder = RowSharder(num_data=2, budget_tokens=24, num_multiple=1)
+    scored, updates = shards_of(make_batch(), sharder, 2)
+    # 12 + 9 + 8 against 11 + 10 + 7.
+    assert [shard.rows.row_R.tolist() for shard in scored] == [[1, 2, 5], [0, 3, 4]]
+    # 12 against 11 + 8 in the first step, 10 against 9 in the second.
+    assert [shard.row_R.tolist() for shard in updates] == [[1, 4], [0, 2, 5]]
+    assert [shard.new_rows.row_R.tolist() for shard in updates] == [[4], [2, 5]]
+    plans = [[step.micros for step in shard.steps] for shard in updates]
+    assert plans == [[((0,),), ((1,),)], [((0, 1),), ((2,),)]]
+
+
+@given(
+    num_data=st.integers(1, 7),
+    budget_tokens=st.integers(12, 60),
+    num_multiple=st.integers(1, 3),
+    num_steps=st.integers(1, 7),
+)
+def test_every_row_is_scored_and_trained_on_once(num_data, budget_tokens, num_multiple, num_steps):
+    batch, sharder = (
+        make_batch(),
+        RowSharder(num_data=num_data, budget_tokens=budget_tokens, num_multiple=num_multiple),
+    )
+    rows = PackedRows.from_batch(batch)
+    scored, updates = shards_of(batch, sharder, num_steps)
+    numbers = [
+        int(shard.rows.row_R[index])
+        for shard in scored
+        for micro in shard.micros
+        for index in micro
+    ]
+    assert sorted(numbers) == list(range(batch.num_rows))
+    masks = [mask_BT for mask_BT in minibatch_masks(batch.mask_BT, num_steps) if mask_BT.any()]
+    for shard, before in zip(updates, scored, strict=True):
+        assert not set(shard.new_rows.row_R) & set(before.rows.row_R)
+        own, expected = shard.gather_rows(before), rows.take(shard.row_R)
+        assert own.token_N.tolist() == expected.token_N.tolist()
+        assert own.start_R1.tolist() == expected.start_R1.tolist()
+        assert [step.denominator for step in shard.steps] == [int(mask.sum()) for mask in masks]
+        assert {len(step.micros) % num_multiple for step in shard.steps} == {0}
+    for number, mask_BT in enumerate(masks):
+        trained = [
+            int(shard.row_R[index])
+            for shard in updates
+            for micro in shard.steps[number].micros
+            for index in micro
+        ]
+        assert sorted(trained) == mask_BT.any(dim=1).nonzero().flatten().tolist()
+
+
+def test_the_sharder_of_a_run_has_its_layout():
+    config = TrainConfig(
+        parallel=ParallelConfig(tensor=2, context=3, data=4, pipeline=5, virtual_pipeline=2),
+        optim=OptimConfig(micro_batch_tokens=100),
+    )
+    assert RowSharder.from_config(config) == RowSharder(
+        num_data=4, budget_tokens=300, num_multiple=5
+    )
+    config.parallel.virtual_pipeline = 1
+    assert RowSharder.from_config(config).num_multiple == 1
+    # Tensor ranks first, then context, data and pipeline.
+    assert [config.parallel.data_rank(rank) for rank in (0, 5, 6, 23, 24, 30)] == [0, 0, 1, 3, 0, 1]
