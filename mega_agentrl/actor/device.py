@@ -22,7 +22,7 @@ import importlib.util
 import logging
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,28 @@ def has_fused_grad_accumulation() -> bool:
     return has_cuda() and not _import_error("fused_weight_gradient_mlp_cuda")
 
 
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+
+def compile_on_gpu(function: _Function) -> _Function:
+    """Return the function as fused kernels on a GPU, and the function itself on a CPU.
+
+    Megatron's `jit_fuser` does so on every device. Here a kernel fits micro-batches of any length,
+    and bfloat16 values are rounded where the operations of the function do it.
+    """
+    if not has_cuda() or is_compiled(function):
+        return function
+    # Each combination of rank, strides and gradient mode is compiled once; torch stops at 8.
+    torch._dynamo.config.recompile_limit = 64
+    options = {"emulate_precision_casts": True}
+    return cast("_Function", torch.compile(function, dynamic=True, options=options))
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Return whether `compile_on_gpu` has compiled the function."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
 def distributed_backend() -> str:
     """Return the name of the `torch.distributed` backend."""
     return "nccl" if has_cuda() else "gloo"
@@ -172,7 +194,7 @@ def reduce_scatter_uneven(
 
 
 def _set_megatron_defaults() -> None:
-    """Set global state that Megatron normally sets in code that is not used here."""
+    """Set global state that Megatron normally sets elsewhere, and fuse its rotary embedding."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     state = importlib.import_module("megatron.core.parallel_state")
@@ -186,6 +208,8 @@ def _set_megatron_defaults() -> None:
     router = importlib.import_module("megatron.core.transformer.moe.router")
     # No supported model has an expert bias, and the original would start torch's compiler.
     router.TopKRouter._apply_expert_bias = lambda *_, **__: None
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope._apply_rotary_pos_emb_bshd = compile_on_gpu(rope._apply_rotary_pos_emb_bshd)
 
 
 def _maybe_move_tensor_to_cpu(

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.grouped_experts import GroupedExperts, supports_grouped_mm
-from mega_agentrl.actor.model.layer_spec import RMSNorm
+from mega_agentrl.actor.model.layer_spec import RMSNorm, rms_norm
 from mega_agentrl.actor.model.packed_attention import PackedAttention, supports_varlen_attention
 from mega_agentrl.actor.vocab.vocab_parallel import VocabKernel, default_kernel
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from mega_agentrl.actor.megatron_model import MegatronModel
@@ -27,10 +29,13 @@ _VOCAB_KERNELS = {VocabKernel.torch: "torch", VocabKernel.triton: "Triton"}
 
 def describe_kernels(model: MegatronModel) -> str:
     """Return a line such as `attention torch varlen, norm torch, optimizer torch AdamW, ...`."""
+    from megatron.core.models.common.embeddings import rope_utils  # only after `device`
+
     modules = [module for chunk in model.chunks for module in chunk.modules()]
     kernels = {
         "attention": _attention_kernel(model, modules),
-        "norm": "torch" if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
+        "norm": _name(rms_norm) if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
+        "rope": _name(rope_utils._apply_rotary_pos_emb_bshd),
         "optimizer": _optimizer_kernel(model),
         "experts": _expert_kernel(model, modules),
         "vocabulary head": _head_kernel(model),
@@ -38,6 +43,10 @@ def describe_kernels(model: MegatronModel) -> str:
     line = ", ".join(f"{part} {kernel}" for part, kernel in kernels.items() if kernel)
     error = device.transformer_engine_error
     return f"{line} ({_TRANSFORMER_ENGINE} cannot be imported: {error})" if error else line
+
+
+def _name(function: Callable[..., object]) -> str:
+    return "torch compiled" if device.is_compiled(function) else "torch"
 
 
 def _has_module(modules: list[torch.nn.Module], kind: type) -> bool:

@@ -15,6 +15,6 @@ def test_a_cpu_computes_with_the_kernels_of_torch(name, rank_pool, train_config,
     config = train_config(make_tiny_model(name, tmp_path / "model"))
     ((line,),) = rank_pool.run(run_calls, 1, config, [("kernels",)])
     assert line == (
-        "attention torch padded blocks, norm torch, optimizer torch AdamW, "
+        "attention torch padded blocks, norm torch, rope torch, optimizer torch AdamW, "
         f"{EXPERTS[name]}vocabulary head torch"
     )

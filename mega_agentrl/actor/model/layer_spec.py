@@ -31,16 +31,24 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm for Megatron's local layers, with Hugging Face's rounding.
+@device.compile_on_gpu
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise `[..., hidden_size]` by the root mean square, with Hugging Face's rounding.
 
         y = weight * round(x / sqrt(mean(x^2) + eps))
 
     Mean and division are in float32; the quotient is rounded to the input's dtype before it is
-    multiplied by the weight `[hidden_size]`, which is uninitialised. Megatron's wrapper of
-    torch's norm refuses sequence parallelism and Apex's norm has no RMS variant; this one works
-    on any subset of the tokens. The weight's gradient is then a partial sum, which
-    `gpt_model.set_grad_sync_flags` makes Megatron add up.
+    multiplied by the weight `[hidden_size]`.
+    """
+    return weight * functional.rms_norm(hidden, weight.shape, eps=eps)
+
+
+class RMSNorm(torch.nn.Module):
+    """`rms_norm` for Megatron's local layers, with an uninitialised weight `[hidden_size]`.
+
+    Megatron's wrapper of torch's norm refuses sequence parallelism and Apex's norm has no RMS
+    variant; this one works on any subset of the tokens. The weight's gradient is then a partial
+    sum, which `gpt_model.set_grad_sync_flags` makes Megatron add up.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -52,7 +60,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `[..., hidden_size]`; shape and dtype stay the same."""
-        return self.weight * functional.rms_norm(hidden, self.weight.shape, eps=self.eps)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 class GatheredKVAttention(SelfAttention):

@@ -1,1 +1,0 @@
-"""Exact token entropies, measured on the logits inside vLLM's workers."""
