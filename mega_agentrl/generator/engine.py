@@ -44,7 +44,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.generator.engine_args import engine_args
-from mega_agentrl.generator.entropy_tap.tap_reader import TapReader
+from mega_agentrl.generator.entropy_tap import read_measurements
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     check_request,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     import numpy as np
+    from vllm.logprobs import FlatLogprobs
 
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
@@ -84,20 +85,21 @@ class ProgressMonitor:
     """Detects an engine that answers calls but samples no tokens, because its core hangs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_tokens = -1
+        """Tokens at the last call of `stuck_s`."""
         self._clock = clock
-        self._num_tokens = -1
         self._last_progress_s = clock()
 
     def stuck_s(self, num_tokens: int, num_running: int) -> float | None:
         """Return the seconds without progress if they exceed the timeout, else None.
 
         Args:
-            num_tokens: Tokens that the engine has sampled in its lifetime.
+            num_tokens: Tokens that the engine has returned in its lifetime.
             num_running: Number of running requests.
         """
         now = self._clock()
-        if num_tokens != self._num_tokens or not num_running:
-            self._num_tokens, self._last_progress_s = num_tokens, now
+        if num_tokens != self.num_tokens or not num_running:
+            self.num_tokens, self._last_progress_s = num_tokens, now
             return None
         quiet_s = now - self._last_progress_s
         return quiet_s if quiet_s > STUCK_TIMEOUT_S else None
@@ -127,6 +129,7 @@ class Engine:
         self._serving_event, self._idle_event = asyncio.Event(), asyncio.Event()
         self._running: set[asyncio.Timeout] = set()
         self._num_blocking_calls = 0
+        self._num_finished_tokens = 0
         self._progress = ProgressMonitor()
         self._next_key = itertools.count()
         self._key_of: dict[str, str] = {}
@@ -178,7 +181,6 @@ class Engine:
         except RuntimeError as error:
             raise to_start_error(self.name, error) from error
         self._stop_table = StopTokenTable(self._llm.get_tokenizer())
-        self._tap_reader = TapReader(self._llm)
         self._sleep_controller = SleepController(
             self._llm,
             self._await_vllm,
@@ -190,6 +192,7 @@ class Engine:
         gc.collect()
         gc.freeze()
         await self._call_workers("finish_startup")
+        await self._call_workers("tap_install")
         await self._call_workers("weights_install_guard")
         if load_weights:
             await self._await_vllm(self._llm.update_weight_version(str(self._version)))
@@ -243,20 +246,17 @@ class Engine:
 
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
         stop_ids, stop_strings = self._stop_table.split_stop_strings(request.stop)
-        params = sampling_params(request, key, stop_ids, stop_strings)
+        params = sampling_params(request, stop_ids, stop_strings)
         prompt = {"type": "token", "prompt_token_ids": list(request.token_ids)}
         last = None
-        try:
-            async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
-                async for result in outputs:
-                    last = result
-        except BaseException:  # cancelled, past its deadline, or the engine died
-            self._tap_reader.discard(key)
-            raise
+        async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
+            async for result in outputs:
+                last = result
         assert last is not None, "vLLM ends every request with an output"
-        record = await self._tap_reader.take(key)
         num_cached = last.num_cached_tokens or 0
-        return to_generation(request, last.outputs[0], record, stop_ids, self._version, num_cached)
+        generation = to_generation(request, last.outputs[0], stop_ids, self._version, num_cached)
+        self._num_finished_tokens += len(generation.token_ids)
+        return generation
 
     async def abort(self, request_id: str) -> None:
         """End a running request early; do nothing if there is no such request."""
@@ -266,8 +266,16 @@ class Engine:
     async def entropies(self, request_id: str) -> tuple[float, ...]:  # noqa: D102
         if (key := self._key_of.get(request_id)) is None:
             raise ValueError(f"request_id={request_id}: expected a running request")
-        entropies, _, _ = await self._tap_reader.peek(key)
-        return tuple(entropies)
+        partial = self._partial_logprobs().get(key)
+        return read_measurements(partial).entropies
+
+    def _partial_logprobs(self) -> dict[str, FlatLogprobs]:
+        """Return what vLLM has returned up to now for running requests, by key."""
+        return {
+            state.external_req_id: state.logprobs_processor.logprobs
+            for state in self._llm.output_processor.request_states.values()
+            if state.logprobs_processor.logprobs is not None
+        }
 
     @property
     def can_serve(self) -> bool:
@@ -369,7 +377,10 @@ class Engine:
             ) from error
 
     async def check_health(self) -> None:
-        """Return when vLLM answers, or at once during a blocking call.
+        """Return when vLLM answers, or at once if it has returned tokens since the last check.
+
+        Workers are thus not called while they compute, which would interrupt asynchronous
+        scheduling. During a blocking call this returns at once, too.
 
         Raises:
             EngineLostError: If vLLM is dead or has stopped producing tokens for running requests.
@@ -377,7 +388,9 @@ class Engine:
         if self._num_blocking_calls:
             self._progress = ProgressMonitor()
             return
-        num_tokens = (await self._call_workers("tap_num_tokens"))[0]
+        num_tokens = self._num_finished_tokens + sum(map(len, self._partial_logprobs().values()))
+        if num_tokens <= max(self._progress.num_tokens, 0):
+            await self._call_workers("check_health")
         num_running = 0 if self._is_holding else len(self._running)
         if (stuck_s := self._progress.stuck_s(num_tokens, num_running)) is not None:
             raise EngineLostError(

@@ -59,7 +59,6 @@ def engine_args(
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": colocated,
         }
-    tap = "runner_v2:EntropyTapV2" if on_gpu else "runner_v1:EntropyTapV1"
     return AsyncEngineArgs(
         model=model_path,
         load_format="auto" if load_weights else "dummy",
@@ -75,7 +74,6 @@ def engine_args(
         enforce_eager=config.enforce_eager or not on_gpu,
         enable_prefix_caching=not deterministic,
         disable_log_stats=True,
-        logits_processors=[f"mega_agentrl.generator.entropy_tap.{tap}"],
         worker_extension_cls="mega_agentrl.generator.worker_extension.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         **options,

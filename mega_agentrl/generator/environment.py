@@ -59,7 +59,7 @@ def set_vllm_environment(
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
     if on_gpu:
-        # The runner that `entropy_tap.runner_v2` needs; vLLM would fall back to the other one.
+        # The runner of `TappedSamplerV2` for every model; vLLM would choose the other for some.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     else:
         variables |= _cpu_variables(config)

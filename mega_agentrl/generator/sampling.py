@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from mega_agentrl.generator.entropy_tap.tap_store import TAP_KEY_ARG
+from mega_agentrl.generator.entropy_tap import read_measurements
 from mega_agentrl.types.records import FinishReason, GenerateRequest, Generation
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
-
-    from mega_agentrl.generator.worker_extension import TapColumns
 
 
 @dataclass(slots=True)
@@ -59,9 +57,9 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
 
 
 def sampling_params(
-    request: GenerateRequest, key: str, stop_ids: dict[int, str], stop_strings: list[str]
+    request: GenerateRequest, stop_ids: dict[int, str], stop_strings: list[str]
 ) -> SamplingParams:
-    """Return vLLM's parameters; `key` identifies the request to the entropy tap."""
+    """Return vLLM's parameters; log-probs are always asked for, the entropy tap needs them."""
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -75,7 +73,6 @@ def sampling_params(
         logprobs=request.num_top_logps,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={TAP_KEY_ARG: key},
         skip_clone=True,
     )
 
@@ -94,18 +91,16 @@ def prompt_logp_params() -> SamplingParams:
 def to_generation(
     request: GenerateRequest,
     output: CompletionOutput,
-    record: TapColumns,
     stop_ids: dict[int, str],
     version: int,
     num_cached: int = 0,
 ) -> Generation:
-    """Combine vLLM's output with the tap's measurements; those past the last token are dropped.
+    """Return vLLM's output with the entropy tap's measurements in it.
 
     `version` is the weight version of a generation without tokens.
     """
     versions = _token_versions(output)
-    num_tokens = len(output.token_ids)
-    entropies, shifts, argmax_ids = (tuple(column[:num_tokens]) for column in record)
+    record = read_measurements(output.logprobs)
     raw_logps, top_logps = _raw_logps(request, output)
     inverse = 1.0 / request.temperature if request.temperature > 0 else 1.0
     finish_reason, stop_string = _finish_reason(output, stop_ids)
@@ -113,10 +108,11 @@ def to_generation(
         request_id=request.request_id,
         token_ids=tuple(output.token_ids),
         logps=tuple(
-            min(0.0, raw * inverse + shift) for raw, shift in zip(raw_logps, shifts, strict=False)
+            min(0.0, raw * inverse + shift)
+            for raw, shift in zip(raw_logps, record.logp_shifts, strict=True)
         ),
-        entropies=entropies,
-        argmax_ids=argmax_ids,
+        entropies=record.entropies,
+        argmax_ids=record.argmax_ids,
         finish_reason=finish_reason,
         stop_string=stop_string,
         version=versions[-1] if versions else version,
@@ -140,17 +136,18 @@ def _raw_logps(
 ) -> tuple[list[float], tuple[tuple[float, ...], ...]]:
     """Return the log-probs at temperature 1 of the sampled tokens, and of the most probable ones.
 
-    vLLM lists the sampled token first, and again if it is one of the most probable.
+    vLLM lists the sampled token first, and again if it is one of the most probable. The entropy tap
+    replaces the first id.
     """
     flat = output.logprobs
-    if flat is None:
+    if not flat:
         return [], ()
     if not request.num_top_logps:
         return flat.logprobs, ()
     slices = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
     listed = [
-        dict(zip(flat.token_ids[positions], flat.logprobs[positions], strict=True))
-        for positions in slices
+        dict(zip((token_id, *flat.token_ids[positions][1:]), flat.logprobs[positions], strict=True))
+        for token_id, positions in zip(output.token_ids, slices, strict=True)
     ]
     sampled = [flat.logprobs[positions.start] for positions in slices]
     return sampled, tuple(tuple(choices.values()) for choices in listed)

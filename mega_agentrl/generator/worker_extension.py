@@ -10,45 +10,35 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
+from vllm.platforms import current_platform
 
 from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
-from mega_agentrl.generator.entropy_tap.tap_store import TAP_STORE
+from mega_agentrl.generator.entropy_tap import tap_sampler
 from mega_agentrl.reshard.device_location import current_device_location
 from mega_agentrl.reshard.layout import PackedLayout
 
 CPU_NICENESS = 10
 """Niceness of a worker on a CPU."""
 
-TapColumns = tuple[Sequence[float], Sequence[float], Sequence[int]]
-"""Entropies, log-prob shifts and arg-max ids of one request."""
-
 
 class WorkerExtension:
     """Mixin of the vLLM worker; method names carry a prefix to avoid collisions."""
 
-    def tap_read(self, keys: list[str], take: bool) -> list[TapColumns] | None:
-        """Return the measurements of requests, in order; None except on tensor-parallel rank 0.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create the worker; on a CPU its memory counts from here on.
 
-        Args:
-            keys: Keys of the requests.
-            take: Whether to delete the measurements.
+        Its libraries are loaded, its model is not. vLLM has no hook at this point.
         """
-        if self.rank % self.parallel_config.tensor_parallel_size != 0:
-            return None
-        read = TAP_STORE.take if take else TAP_STORE.read
-        records = [read(key) for key in keys]
-        return [(record.entropies, record.logp_shifts, record.argmax_ids) for record in records]
+        if current_platform.is_cpu():
+            PROCESS_MEMORY.start()
+        return super().__new__(cls)
 
-    def tap_num_requests(self) -> int:
-        """Return the number of requests with measurements."""
-        return len(TAP_STORE)
-
-    def tap_num_tokens(self) -> int:
-        """Return the number of tokens measured in the lifetime of this worker."""
-        return TAP_STORE.num_measured_tokens
+    def tap_install(self) -> None:
+        """Make the sampler measure entropies; called once after the start."""
+        self.model_runner.sampler = tap_sampler(self.model_runner.sampler)
 
     def peak_memory_mib(self) -> dict[str, float]:
         """Return this worker's peak memory in MiB.

@@ -121,6 +121,8 @@ async def _answer_calls(
     extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
     extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)
     extra["generate_many"] = lambda requests: _generate_many(engine, requests)
+    extra["generate_counting_calls"] = lambda requests: _generate_counting_calls(engine, requests)
+    extra["num_open"] = lambda: _value(len(engine._llm.output_processor.request_states))
     tasks = set()
     while (call := await calls.get())[1] != "exit":
         number, method, args = call
@@ -140,6 +142,22 @@ async def _start_and_cancel(engine: Any, request: Any) -> bool:
 
 async def _generate_many(engine: Any, requests: Any) -> list[Any]:
     return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+async def _generate_counting_calls(engine: Any, requests: Any) -> tuple[list[Any], list[str]]:
+    """Return the results, and the methods of workers that were called until the last one."""
+    called = []
+    collective_rpc = engine._llm.collective_rpc
+
+    async def counting_rpc(method: str, *args: Any, **options: Any) -> Any:
+        called.append(method)
+        return await collective_rpc(method, *args, **options)
+
+    engine._llm.collective_rpc = counting_rpc
+    try:
+        return await _generate_many(engine, requests), called
+    finally:
+        engine._llm.collective_rpc = collective_rpc
 
 
 async def _value(value: Any) -> Any:

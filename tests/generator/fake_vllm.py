@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -16,6 +17,7 @@ class FakeVllm:
     def __init__(self, *answers):
         self.answers, self.calls = list(answers), []
         self.errored = self.is_dead = False
+        self.output_processor = SimpleNamespace(request_states={})
 
     async def collective_rpc(self, method, args=()):
         self.calls.append(method)

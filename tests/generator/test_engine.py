@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,6 +79,25 @@ async def test_an_engine_sleeps_when_nothing_runs_and_does_not_serve_without_wei
     with pytest.raises(RuntimeError, match="cannot serve"):
         await hollow.resume()
     assert not hollow.can_serve
+
+
+async def test_workers_are_asked_for_their_health_only_while_no_token_comes(hollow):
+    hollow._llm = vllm = FakeVllm()
+    await hollow.check_health()
+    assert vllm.calls == ["check_health"], "nothing runs"
+    logprobs = [-1.0]
+    vllm.output_processor.request_states["0-a"] = SimpleNamespace(
+        external_req_id="0", logprobs_processor=SimpleNamespace(logprobs=logprobs)
+    )
+    for num_calls in (1, 2):  # a first token, then none
+        await hollow.check_health()
+        assert len(vllm.calls) == num_calls
+    logprobs.append(-1.0)
+    await hollow.check_health()
+    assert len(vllm.calls) == 2
+    vllm.answers.append(EngineDeadError())
+    with pytest.raises(EngineLostError, match="engine 3 is dead"):
+        await hollow.check_health()
 
 
 def test_an_engine_is_stuck_if_requests_run_without_a_token():

@@ -260,13 +260,21 @@ async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine
     check_against_transformers(model_folder, request, got)
 
 
+def test_measurements_come_without_a_call_of_the_workers(engine, model_folder):
+    requests = make_requests("uncalled", 20, temperature=0.7)
+    results, called = engine.call("generate_counting_calls", requests)
+    assert called == []
+    for request, got in zip(requests, results, strict=True):
+        check_against_transformers(model_folder, request, got)
+
+
 def test_no_request_leaves_measurements_behind(engine):
     engine.call("generate_many", make_requests("clean", 20))
-    assert engine.call("rpc", "tap_num_requests") == [0]
+    assert engine.call("num_open") == 0
     long = make_requests("cancelled", 1, max_tokens=200, seed=1)[0]
     assert engine.call("start_and_cancel", long)
     engine.call("generate_many", make_requests("after", 3))
-    assert engine.call("rpc", "tap_num_requests") == [0]
+    assert engine.call("num_open") == 0
 
 
 def test_pause_holds_new_requests_back(engine):
@@ -494,7 +502,7 @@ def test_a_held_request_goes_on_with_the_new_weights(engine, update, model_folde
     # Its tokens of older weights are in no cache: the same prompt anew has those of the new ones.
     fork = replace(request("fork", LONG_PROMPT + got.token_ids[: num_before - 1]), max_tokens=4)
     check_against_transformers(new_folder, fork, engine.call("generate", fork))
-    assert engine.call("rpc", "tap_num_requests") == [0]
+    assert engine.call("num_open") == 0
 
 
 def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_folder):
@@ -508,7 +516,7 @@ def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_
     update.connect()
     update(new_folder, 3)
     check_serves(engine, new_folder, "after a failed hold")
-    assert engine.call("rpc", "tap_num_requests") == [0]
+    assert engine.call("num_open") == 0
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 3.0], ids=["running", "ended"])

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import WeightVersionSpan
 
@@ -32,18 +33,27 @@ def request(**settings):
     return GenerateRequest(**({"request_id": "r", "token_ids": (1, 2), "max_tokens": 5} | settings))
 
 
+def log_probs(*positions):
+    """vLLM's log-probs with the tap's measurements.
+
+    A position is (entropy, shift, ids, log-probs); the first id is the most probable token.
+    """
+    flat = FlatLogprobs()
+    for entropy, shift, ids, logps in positions:
+        (bits,) = np.array([shift, -entropy], dtype=np.float32).view(np.int64).tolist()
+        flat.append_fast(ids, logps, iter((bits, *range(1, len(ids)))), [None] * len(ids))
+    return flat
+
+
 def output(**settings):
     plain = {
         "token_ids": [4, 5],
-        "logprobs": SimpleNamespace(logprobs=[-1.0, -2.0]),
+        "logprobs": log_probs((0.25, 0.25, [4], [-1.0]), (0.5, 0.5, [7], [-2.0])),
         "finish_reason": "length",
         "stop_reason": None,
         "weight_versions": [WeightVersionSpan("3", 0, 2)],
     }
     return SimpleNamespace(**(plain | settings))
-
-
-COLUMNS = ([0.1, 0.2, 9.0], [0.25, 0.5, 9.0], [4, 7, 9])
 
 
 def test_single_tokens_stop_by_id_and_the_rest_by_text():
@@ -54,10 +64,10 @@ def test_single_tokens_stop_by_id_and_the_rest_by_text():
 
 
 def test_parameters_decode_text_only_where_a_stop_string_needs_it():
-    by_id = sampling_params(request(temperature=0.7, seed=3), "k", {9: "x"}, [])
+    by_id = sampling_params(request(temperature=0.7, seed=3), {9: "x"}, [])
     assert (by_id.detokenize, by_id.stop_token_ids) == (False, [9])
     assert (by_id.temperature, by_id.seed, by_id.logprobs) == (0.7, 3, 0)
-    by_text = sampling_params(request(num_top_logps=2), "k", {}, ["two words"])
+    by_text = sampling_params(request(num_top_logps=2), {}, ["two words"])
     assert (by_text.detokenize, by_text.include_stop_str_in_output) == (True, True)
     assert by_text.logprobs == 2
 
@@ -65,38 +75,39 @@ def test_parameters_decode_text_only_where_a_stop_string_needs_it():
 @pytest.mark.parametrize(
     ("temperature", "shifts", "expected"),
     [
-        (0.5, [0.25, 0.5, 9.0], (-1.0 / 0.5 + 0.25, -2.0 / 0.5 + 0.5)),
+        (0.5, [0.25, 0.5], (-1.0 / 0.5 + 0.25, -2.0 / 0.5 + 0.5)),
         (0.0, [0.0, 0.0], (-1.0, -2.0)),
-        (1.0, [1.0000001, 2.0], (0.0, 0.0)),
+        (1.0, [1.001, 2.0], (0.0, 0.0)),
     ],
     ids=["warm", "greedy", "rounded-above-zero"],
 )
 def test_log_probs_are_those_at_the_temperature(temperature, shifts, expected):
-    columns = ([0.1, 0.2, 9.0], shifts, [4, 7, 9])
-    found = to_generation(request(temperature=temperature), output(), columns, {}, version=9)
+    logprobs = log_probs((0.25, shifts[0], [4], [-1.0]), (0.5, shifts[1], [7], [-2.0]))
+    asked = request(temperature=temperature)
+    found = to_generation(asked, output(logprobs=logprobs), {}, version=9)
     assert found.logps == expected
-    assert found.entropies == (0.1, 0.2)
+    assert found.entropies == (0.25, 0.5)
     assert found.argmax_ids == (4, 7)
     assert (found.version, found.versions) == (3, ())
 
 
 def test_each_token_has_the_version_that_sampled_it():
     spans = [WeightVersionSpan("3", 0, 1), WeightVersionSpan("4", 1, 2)]
-    found = to_generation(request(), output(weight_versions=spans), COLUMNS, {}, version=9)
+    found = to_generation(request(), output(weight_versions=spans), {}, version=9)
     assert (found.version, found.versions) == (4, (3, 4))
     none = output(token_ids=[], logprobs=None, finish_reason="abort", weight_versions=[])
-    assert to_generation(request(), none, ([], [], []), {}, version=9).version == 9
+    assert to_generation(request(), none, {}, version=9).version == 9
 
 
 def test_the_most_probable_tokens_and_the_sampled_one_if_asked_for():
     # vLLM lists the sampled token first; at the first place it is among the two best as well.
-    flat = FlatLogprobs()
-    flat.append_fast([4, 4, 6], [-1.0, -1.0, -2.0], iter([1, 1, 2]), [None] * 3)
-    flat.append_fast([5, 6, 7], [-3.0, -0.5, -1.5], iter([9, 1, 2]), [None] * 3)
-    found = to_generation(request(num_top_logps=2), output(logprobs=flat), COLUMNS, {}, version=0)
+    flat = log_probs(
+        (0.25, 0.25, [4, 4, 6], [-1.0, -1.0, -2.0]), (0.5, 0.5, [6, 6, 7], [-3.0, -0.5, -1.5])
+    )
+    found = to_generation(request(num_top_logps=2), output(logprobs=flat), {}, version=0)
     assert found.logps == (-1.0 + 0.25, -3.0 + 0.5)
     assert found.top_logps == ((-1.0, -2.0), (-3.0, -0.5, -1.5))
-    assert to_generation(request(), output(), COLUMNS, {}, version=0).top_logps == ()
+    assert to_generation(request(), output(), {}, version=0).top_logps == ()
 
 
 @pytest.mark.parametrize(
@@ -113,18 +124,19 @@ def test_the_most_probable_tokens_and_the_sampled_one_if_asked_for():
 )
 def test_ends_are_told_apart(finish_reason, stop_reason, expected):
     ended = output(finish_reason=finish_reason, stop_reason=stop_reason)
-    found = to_generation(request(), ended, COLUMNS, {9: "</python>"}, version=0)
+    found = to_generation(request(), ended, {9: "</python>"}, version=0)
     assert (found.finish_reason, found.stop_string) == expected
 
 
 def test_missing_measurements_are_an_error_not_a_short_answer():
+    logprobs = log_probs((0.25, 0.25, [4], [-1.0]))
     with pytest.raises(ValueError, match="one length"):
-        to_generation(request(), output(), ([0.1], [0.2], [4]), {}, version=0)
+        to_generation(request(), output(logprobs=logprobs), {}, version=0)
 
 
 def test_an_aborted_request_may_be_empty():
     empty = output(token_ids=[], logprobs=None, finish_reason="abort", weight_versions=[])
-    assert to_generation(request(), empty, ([], [], []), {}, version=0).token_ids == ()
+    assert to_generation(request(), empty, {}, version=0).token_ids == ()
 
 
 @pytest.mark.parametrize(
