@@ -4,7 +4,8 @@ Columns: `data.prompt_key` (`prompt`: chat messages, or a text that becomes one 
 `data.reward_fn_key` (`data_source`), `reward_model` (a struct whose `ground_truth` is a string or a
 list of strings), and optionally `extra_info` (a struct with `index`, `tools_kwargs`,
 `need_tools_kwargs` and `interaction_kwargs`). The keys of `tools_kwargs` select the prompt's tools;
-without any it gets all tools, with a warning if `need_tools_kwargs` is set. The prompt id is
+without any it gets all tools, with a warning if `need_tools_kwargs` is set. `tools` (a JSON list of
+function schemas) replaces the schemas of the run's tools in the chat template. The prompt id is
 `data_source/index`; the index defaults to the row number over all files.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Truncation
+from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.config.sections.data import DataFile
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from mega_agentrl.data.prompt_template import PromptTemplate
@@ -65,7 +67,7 @@ class UnencodedPrompt:
     """A prompt before tokenization."""
 
     prompt: Prompt
-    """The prompt without token ids and tool schemas."""
+    """The prompt without token ids; its tool schemas are those of the row."""
     location: str
     """Setting, file and row, for error messages."""
     file_weight: float
@@ -131,35 +133,33 @@ def encode_prompts(
         codec: the chat template.
         config: length limit and truncation mode.
         key: configuration key of the files, for error messages.
-        tool_schemas: schemas by tool name; the chat template renders those of a prompt's tools.
+        tool_schemas: schemas by tool name; the chat template renders those of a prompt's tools,
+            unless its row has schemas of its own.
 
     Raises:
         ValueError: a prompt is too long under `Truncation.error`, or no prompt is left.
     """
     schemas = tool_schemas or {}
     prompts = [item.prompt for item in unencoded]
-    tools = [_prompt_tool_names(prompt, schemas) for prompt in prompts]
+    tools = [prompt.tool_schemas or _run_tool_schemas(prompt, schemas) for prompt in prompts]
     encoded = encode_conversations(
         codec,
-        [(prompt.messages, names) for prompt, names in zip(prompts, tools, strict=True)],
-        schemas,
+        [(prompt.messages, offered) for prompt, offered in zip(prompts, tools, strict=True)],
         key=key,
     )
     full = [
-        replace(
-            prompt,
-            token_ids=tuple(ids),
-            tool_schemas=tuple(schemas[name] for name in names),
-        )
-        for prompt, names, ids in zip(prompts, tools, encoded, strict=True)
+        replace(prompt, token_ids=tuple(ids), tool_schemas=offered)
+        for prompt, offered, ids in zip(prompts, tools, encoded, strict=True)
     ]
     return _apply_length_limit(full, unencoded, codec, config, key)
 
 
-def _prompt_tool_names(prompt: Prompt, schemas: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the tools that the chat template renders: the prompt's, or all."""
+def _run_tool_schemas(
+    prompt: Prompt, schemas: Mapping[str, Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of the run's tools that the prompt selects, or all."""
     chosen = [name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None]
-    return tuple(name for name in chosen or schemas if name in schemas)
+    return tuple(schemas[name] for name in chosen or schemas if name in schemas)
 
 
 def _iter_rows(
@@ -228,6 +228,7 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
         token_ids=(),
         tools_kwargs=tools_kwargs,
         extra_info=extra,
+        tool_schemas=parse_tool_schemas(row.values.get("tools"), f"{where}, column tools"),
     )
 
 
@@ -289,6 +290,27 @@ def validate_messages(value: Any, where: str) -> tuple[Message, ...]:
                 f"{where}: got message {message!r}, expected string members role and content"
             )
     return tuple(messages)
+
+
+def parse_tool_schemas(cell: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the function schemas of a cell, none for null.
+
+    They are JSON text, because parquet would merge the parameters of all functions into one type.
+
+    Raises:
+        ValueError: the cell holds something else; the message names `where`.
+    """
+    if cell is None:
+        return ()
+    try:
+        schemas = parse_json(cell) if isinstance(cell, str) else cell
+    except ValueError:
+        schemas = cell
+    if not isinstance(schemas, list) or not all(isinstance(item, dict) for item in schemas):
+        raise ValueError(
+            f"{where}: got {cell!r:.200}, expected JSON text, a list of function schemas"
+        )
+    return tuple(schemas)
 
 
 def _parse_struct(cell: Any, where: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 r"""Demonstrations for supervised fine-tuning: chat messages with exact token spans and loss masks.
 
-The table has a column `messages`. The messages before the first assistant message form the prompt,
+The table has a column `messages`, and optionally `tools`, the function schemas that the chat
+template renders, as in RL data. The messages before the first assistant message form the prompt,
 which is rendered by the chat template. Each later message is encoded on its own, exactly as a
 rollout would extend the context:
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.index_stream import ShuffledIndexStream
-from mega_agentrl.data.rl_dataset import validate_messages
+from mega_agentrl.data.rl_dataset import parse_tool_schemas, validate_messages
 from mega_agentrl.data.table_reader import read_rows
 from mega_agentrl.types.records import Message
 
@@ -34,6 +35,8 @@ class Conversation:
 
     messages: tuple[Message, ...]
     """The chat messages of the row."""
+    tool_schemas: tuple[Mapping[str, Any], ...]
+    """The function schemas that the chat template renders."""
     location: str
     """Setting, file and row, for error messages."""
 
@@ -64,7 +67,8 @@ def read_conversations(path: str | Path, *, key: str = "sft.train_data") -> list
     for row in read_rows(path, key=key, columns=("messages",)):
         where = f"{key}={path} {row.place}"
         messages = validate_messages(row.values["messages"], f"{where}, column messages")
-        conversations.append(Conversation(messages, where))
+        schemas = parse_tool_schemas(row.values.get("tools"), f"{where}, column tools")
+        conversations.append(Conversation(messages, schemas, where))
     return conversations
 
 
@@ -80,7 +84,9 @@ def encode_demonstrations(
     demonstrations: list[Demonstration] = []
     for conversation in conversations:
         where = conversation.location
-        demonstration = encode_demonstration(conversation.messages, codec, where)
+        demonstration = encode_demonstration(
+            conversation.messages, codec, where, conversation.tool_schemas
+        )
         num_tokens = len(demonstration.prompt_ids) + len(demonstration.response_ids)
         if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(
@@ -92,9 +98,12 @@ def encode_demonstrations(
 
 
 def encode_demonstration(
-    messages: Sequence[Message], codec: ChatCodec, where: str
+    messages: Sequence[Message],
+    codec: ChatCodec,
+    where: str,
+    tool_schemas: Sequence[Mapping[str, Any]] = (),
 ) -> Demonstration:
-    """Tokenize one conversation; `where` names it in errors."""
+    """Tokenize one conversation, which `where` names in errors, with its function schemas."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:] or roles[-1] != "assistant":
         raise ValueError(
@@ -120,7 +129,7 @@ def encode_demonstration(
             index = stop
         response.extend(ids)
         mask.extend([trained] * len(ids))
-    prompt_ids = tuple(codec.apply_chat_template(messages[:start]))
+    prompt_ids = tuple(codec.apply_chat_template(messages[:start], list(tool_schemas) or None))
     return Demonstration(prompt_ids, tuple(response), tuple(mask))
 
 

@@ -97,6 +97,19 @@ def test_without_a_choice_the_template_gets_all_schemas(tmp_path):
     assert load(tmp_path, [row()]).prompts[0].tool_schemas == ()
 
 
+def test_schemas_of_the_row_replace_those_of_the_runs_tools(tmp_path):
+    own = row("one", tools=json.dumps([{"name": "book"}, {"name": "cancel"}]))
+    (prompt,) = load(tmp_path, [own], schemas={"python": {"name": "python"}}).prompts
+    assert prompt.tool_schemas == ({"name": "book"}, {"name": "cancel"})
+    assert prompt.token_ids == (1, 100, 100)
+
+
+@pytest.mark.parametrize("cell", ["[", '{"name": "book"}', '["book"]'])
+def test_tools_that_are_no_list_of_schemas_are_refused(tmp_path, cell):
+    with pytest.raises(ValueError, match=r"row 0, column tools"):
+        load(tmp_path, [row(tools=cell)])
+
+
 def test_missing_tools_kwargs_are_a_warning_where_they_are_needed(tmp_path, caplog):
     rows = numbered("a", "b", "c", "d")
     for each, need in zip(rows, (None, False, True, True), strict=True):

@@ -65,6 +65,22 @@ def test_every_row_is_read_and_its_length_checked(tmp_path):
         read_conversations(path)
 
 
+class ToolCountCodec(LetterCodec):
+    """The template writes the number of tools in place of the messages."""
+
+    def apply_chat_template(self, messages, tools=None):
+        return [len(tools or ())]
+
+
+def test_the_template_renders_the_tools_of_the_row(tmp_path):
+    path = tmp_path / "demonstrations.jsonl"
+    tools = json.dumps([{"name": "book"}, {"name": "cancel"}])
+    rows = [{"messages": chat("uQ", "aA"), "tools": tools}, {"messages": chat("uQ", "aA")}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = encode_demonstrations(read_conversations(path), ToolCountCodec())
+    assert [item.prompt_ids for item in found] == [(2,), (0,)]
+
+
 SHORT = Demonstration((1, 2), (5, 6, 0), (1, 0, 1))
 LONG = Demonstration((1,), (7, 8, 9, 9, 0), (1, 1, 0, 0, 1))
 

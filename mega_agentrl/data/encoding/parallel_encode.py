@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -33,16 +34,13 @@ _CHUNK_CHARS = 2_000_000
 _TIMEOUT_S = 300.0
 _WORKER_FUNCTION = "mega_agentrl.data.encoding.parallel_encode:encode_chunk"
 
-ConversationWithTools = tuple[Sequence["Message"], Sequence[str]]
-"""Messages, and the names of the tools that the chat template renders."""
-
-ToolSchemas = Mapping[str, Mapping[str, Any]]
+ConversationWithTools = tuple[Sequence["Message"], Sequence[Mapping[str, Any]]]
+"""Messages, and the schemas of the tools that the chat template renders."""
 
 
 def encode_conversations(
     codec: ChatCodec,
     conversations: Sequence[ConversationWithTools],
-    schemas: ToolSchemas,
     *,
     key: str,
     min_rows: int = MIN_PARALLEL_ROWS,
@@ -52,8 +50,7 @@ def encode_conversations(
     Args:
         codec: the tokenizer and chat template; worker processes recreate it from its `folder`, and
             without one all conversations are encoded here.
-        conversations: messages with tool names.
-        schemas: tool schemas by name.
+        conversations: messages with tool schemas.
         key: configuration key of the conversations, for error messages.
         min_rows: number of conversations from which several processes are used.
 
@@ -63,14 +60,12 @@ def encode_conversations(
     num_workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     folder = getattr(codec, "folder", None)
     if len(conversations) < min_rows or num_workers < 2 or folder is None:
-        return [_encode_conversation(codec, messages, schemas) for messages in conversations]
+        return [_encode_conversation(codec, *conversation) for conversation in conversations]
     pool = WorkerPool(num_workers, _TIMEOUT_S)
     try:
         pool.start()
         answers = [
-            pool.submit(
-                _WORKER_FUNCTION, {"folder": folder, "chunk": chunk, "schemas": dict(schemas)}
-            )
+            pool.submit(_WORKER_FUNCTION, {"folder": folder, "chunk": chunk})
             for chunk in _iter_chunks(conversations)
         ]
         return [ids for answer in answers for ids in answer.result()]
@@ -83,12 +78,10 @@ def encode_conversations(
         pool.close()
 
 
-def encode_chunk(
-    folder: str, chunk: Sequence[ConversationWithTools], schemas: ToolSchemas
-) -> list[list[int]]:
+def encode_chunk(folder: str, chunk: Sequence[ConversationWithTools]) -> list[list[int]]:
     """Tokenize a chunk in a worker process; `folder` is the tokenizer's."""
     codec = _load_codec(folder)
-    return [_encode_conversation(codec, (messages, names), schemas) for messages, names in chunk]
+    return [_encode_conversation(codec, messages, schemas) for messages, schemas in chunk]
 
 
 @cache
@@ -97,10 +90,9 @@ def _load_codec(folder: str) -> HFCodec:
 
 
 def _encode_conversation(
-    codec: ChatCodec, conversation: ConversationWithTools, schemas: ToolSchemas
+    codec: ChatCodec, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    messages, names = conversation
-    return codec.apply_chat_template(messages, [schemas[name] for name in names] or None)
+    return codec.apply_chat_template(messages, list(schemas) or None)
 
 
 def _iter_chunks(
@@ -109,7 +101,9 @@ def _iter_chunks(
     chunk: list[ConversationWithTools] = []
     num_chars = 0
     for conversation in conversations:
-        size = sum(len(message["content"]) for message in conversation[0])
+        messages, schemas = conversation
+        size = sum(len(message["content"]) for message in messages)
+        size += sum(len(json.dumps(schema)) for schema in schemas)
         if chunk and (len(chunk) == _CHUNK_ROWS or num_chars + size > _CHUNK_CHARS):
             yield chunk
             chunk, num_chars = [], 0

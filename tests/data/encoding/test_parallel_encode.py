@@ -7,10 +7,10 @@ from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from tests.chat_models import save_tokenizer
 
-SCHEMAS = {
-    name: {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+SCHEMAS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("python", "search")
-}
+]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def conversations(number):
     return [
         (
             ({"role": "user", "content": f"Is {index} a prime? <|im_end|> é"},),
-            tuple(SCHEMAS)[: index % 3],
+            SCHEMAS[: index % 3],
         )
         for index in range(number)
     ]
@@ -35,10 +35,10 @@ def test_several_processes_return_the_ids_of_one(folder, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_ROWS", 5)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
     codec = HFCodec(folder)
-    expected = encode_conversations(codec, conversations(23), SCHEMAS, key="data.train")
+    expected = encode_conversations(codec, conversations(23), key="data.train")
     assert len({tuple(ids) for ids in expected}) == 23
     assert len(expected[1]) > len(expected[0])
-    found = encode_conversations(codec, conversations(23), SCHEMAS, key="data.train", min_rows=23)
+    found = encode_conversations(codec, conversations(23), key="data.train", min_rows=23)
     assert found == expected
 
 
@@ -47,7 +47,7 @@ def test_a_failed_process_is_an_error_with_the_key(folder, monkeypatch):
     codec = HFCodec(folder)
     codec.folder = str(folder / "nowhere")
     with pytest.raises(ValueError, match=r"data\.train: .*nowhere"):
-        encode_conversations(codec, conversations(2), SCHEMAS, key="data.train", min_rows=2)
+        encode_conversations(codec, conversations(2), key="data.train", min_rows=2)
 
 
 @pytest.mark.parametrize(("cpus", "min_rows", "folder"), [(1, 1, "x"), (2, 3, "x"), (2, 1, None)])
@@ -62,7 +62,7 @@ def test_few_rows_one_core_or_a_codec_without_files_start_nothing(
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cpus)))
     codec = Codec()
     codec.folder = folder
-    found = encode_conversations(codec, conversations(2), SCHEMAS, key="k", min_rows=min_rows)
+    found = encode_conversations(codec, conversations(2), key="k", min_rows=min_rows)
     assert found == [[26, 0], [26, 1]]
 
 
@@ -73,3 +73,5 @@ def test_chunks_are_limited_in_rows_and_characters(monkeypatch):
     chunks = [[len(one[0][0]["content"]) for one in chunk] for chunk in module._iter_chunks(given)]
     assert chunks == [[4, 4], [4], [30], [1, 1, 1], [1]]
     assert list(module._iter_chunks([])) == []
+    with_tools = [(({"role": "user", "content": "x"},), [{"name": "search"}])] * 2
+    assert len(list(module._iter_chunks(with_tools))) == 2
