@@ -1,8 +1,10 @@
-"""Creates the input of the smoke run: a tiny Qwen3, the tool-QA datasets and the knowledge base.
+"""Creates the input of a smoke run: a tiny Qwen3 and the data of a generated task.
 
     python tools/make_tiny_model.py --out runs/toolqa --seed 0
+    python tools/make_tiny_model.py --out runs/calls --task calls
 
-A second call with the same settings does nothing. The work is done by `mega_agentrl.data.toolqa`.
+A second call with the same settings does nothing. The work is done by `mega_agentrl.data.toolqa`
+and `mega_agentrl.data.calls`.
 """
 
 from __future__ import annotations
@@ -13,20 +15,22 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from mega_agentrl.data.toolqa.settings import ToolQASettings, is_written
+from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings, is_written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the folder unless it is up to date; return 2 for invalid settings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    for spec in fields(ToolQASettings):
+    for spec in fields(TaskSettings):
         flag = "--" + spec.name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=spec.default, help=f"default {spec.default}")
+        kind = {"type": GeneratedTask, "choices": list(GeneratedTask)}
+        kind = kind if spec.name == "task" else {"type": int}
+        parser.add_argument(flag, default=spec.default, help=f"default {spec.default}", **kind)
     options = vars(parser.parse_args(arguments))
     folder: Path = options.pop("out")
     try:
-        settings = ToolQASettings(**options)
+        settings = TaskSettings(**options)
         if is_written(folder, settings):
             print(f"{folder}: up to date")
             return 0
@@ -38,14 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(folder: Path, settings: ToolQASettings) -> None:
+def _write(folder: Path, settings: TaskSettings) -> None:
     # Imported here: torch and transformers take seconds, which a call without work can save.
     from transformers.utils.logging import disable_progress_bar
 
+    from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
     from mega_agentrl.data.toolqa.dataset_writer import write_toolqa_dataset
 
     disable_progress_bar()
-    write_toolqa_dataset(folder, settings)
+    match settings.task:
+        case GeneratedTask.toolqa:
+            write_toolqa_dataset(folder, settings)
+        case GeneratedTask.calls:
+            write_calls_dataset(folder, settings)
 
 
 if __name__ == "__main__":

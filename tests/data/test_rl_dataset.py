@@ -101,7 +101,7 @@ def test_schemas_of_the_row_replace_those_of_the_runs_tools(tmp_path):
     own = row("one", tools=json.dumps([{"name": "book"}, {"name": "cancel"}]))
     (prompt,) = load(tmp_path, [own], schemas={"python": {"name": "python"}}).prompts
     assert prompt.tool_schemas == ({"name": "book"}, {"name": "cancel"})
-    assert prompt.token_ids == (1, 100, 100)
+    assert prompt.token_ids == (3, 100, 100)
 
 
 @pytest.mark.parametrize("cell", ["[", '{"name": "book"}', '["book"]'])

@@ -18,7 +18,8 @@ from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.reward import RewardConfig
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.data.encoding.codec import HFCodec
-from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
+from mega_agentrl.data.generated.tokenizer import train_tokenizer
+from mega_agentrl.data.toolqa.demonstrations import TAGS, VOCABULARY
 from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.tool.base import Tool, ToolResponse
@@ -90,7 +91,7 @@ class Script:
 def codec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     talk = [[{"role": "user", "content": "What is 6*7 at the lake ?"}]] * 3
-    train_tokenizer(talk, vocab_size=400).save_pretrained(folder)
+    train_tokenizer(talk, VOCABULARY, vocab_size=400).save_pretrained(folder)
     return HFCodec(folder)
 
 

@@ -23,3 +23,14 @@ def test_settings_that_cannot_be_met_end_with_code_2(tmp_path, capsys):
     assert "num_questions=99999" in capsys.readouterr().err
     assert make_tiny_model.main(["--out", str(tmp_path), "--num-train", "0"]) == 2
     assert "num_train=0" in capsys.readouterr().err
+
+
+def test_the_task_of_function_calls_has_its_own_requests(tmp_path, capsys):
+    run = ["--out", str(tmp_path), "--task", "calls", *SIZES]
+    assert make_tiny_model.main(run) == 0
+    assert capsys.readouterr().out.endswith(": written\n")
+    assert {path.name for path in tmp_path.iterdir()} >= {"train.parquet", "model", "stamp.json"}
+    assert make_tiny_model.main(run) == 0
+    assert capsys.readouterr().out.endswith(": up to date\n")
+    assert make_tiny_model.main(["--out", str(tmp_path), *SIZES]) == 0
+    assert (tmp_path / "corpus.jsonl").is_file(), "another task replaces the folder"

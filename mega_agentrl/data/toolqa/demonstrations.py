@@ -13,10 +13,28 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mega_agentrl.data.toolqa.entity_splits import value_names
+from mega_agentrl.data.generated.entity_splits import (
+    ENTITY_PREFIXES,
+    ENTITY_SUFFIXES,
+    VALUE_PREFIXES,
+    VALUE_SUFFIXES,
+    value_names,
+)
+from mega_agentrl.data.generated.tokenizer import TaskVocabulary
 from mega_agentrl.data.toolqa.questions import Question, QuestionKind
 from mega_agentrl.types.records import Message
 
+TAGS = tuple(
+    f"<{slash}{name}>"
+    for name in ("think", "python", "search", "result", "answer")
+    for slash in ("", "/")
+)
+BOXED_PREFIX = "\\boxed{"
+VOCABULARY = TaskVocabulary(
+    tokens=(*TAGS, BOXED_PREFIX),
+    spaced_syllables=ENTITY_PREFIXES,
+    syllables=(*ENTITY_SUFFIXES, *VALUE_PREFIXES, *VALUE_SUFFIXES),
+)
 THOUGHT_BY_TOOL = {"python": "compute", "search": "look up", None: "guess"}
 
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import product
 from pathlib import Path
 
-from mega_agentrl.data.toolqa.entity_splits import Split, SplitInventory, value_names
+from mega_agentrl.data.generated.entity_splits import Split, SplitInventory, value_names
 
 NAME_ATTRIBUTES = ("home", "owner")
 NUMBER_ATTRIBUTES = ("price", "weight")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from mega_agentrl.data.encoding.codec import HFCodec
-from mega_agentrl.data.toolqa.tokenizer import TAGS, train_tokenizer
+from mega_agentrl.data.generated.tokenizer import train_tokenizer
+from mega_agentrl.data.toolqa.demonstrations import TAGS, VOCABULARY
 
 DIALOGUES = [[{"role": "user", "content": "What is 1*2 of the home ?"}]] * 3
 USER = {"role": "user", "content": "Hi <|im_end|>"}
@@ -19,7 +20,7 @@ KEEP_ALL = "{%- for m in messages %}{{ m.content + eos_token + '\\n' }}{%- endfo
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(DIALOGUES, vocab_size=400).save_pretrained(path)
+    train_tokenizer(DIALOGUES, VOCABULARY, vocab_size=400).save_pretrained(path)
     return path
 
 
@@ -108,7 +109,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    tokenizer = train_tokenizer(DIALOGUES, vocab_size=400)
+    tokenizer = train_tokenizer(DIALOGUES, VOCABULARY, vocab_size=400)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no eos_token"):

@@ -3,13 +3,13 @@
 import random
 import re
 
+from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
 from mega_agentrl.data.toolqa.demonstrations import (
     format_tool_result,
     make_demonstrations,
     make_guess_demonstration,
     make_tool_demonstration,
 )
-from mega_agentrl.data.toolqa.entity_splits import Split, make_split_inventories
 from mega_agentrl.data.toolqa.questions import (
     AnsweredToolCall,
     Question,

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from mega_agentrl.data.toolqa.entity_splits import (
+from mega_agentrl.data.generated.entity_splits import (
     Split,
     SplitInventory,
     make_split_inventories,

@@ -2,15 +2,20 @@
 
 import pytest
 
-from mega_agentrl.data.toolqa.demonstrations import make_demonstrations
-from mega_agentrl.data.toolqa.entity_splits import (
+from mega_agentrl.data.generated.entity_splits import (
     Split,
     entity_names,
     make_split_inventories,
     value_names,
 )
+from mega_agentrl.data.generated.tokenizer import train_tokenizer
+from mega_agentrl.data.toolqa.demonstrations import (
+    BOXED_PREFIX,
+    TAGS,
+    VOCABULARY,
+    make_demonstrations,
+)
 from mega_agentrl.data.toolqa.questions import make_facts, make_questions
-from mega_agentrl.data.toolqa.tokenizer import BOXED_PREFIX, TAGS, train_tokenizer
 
 
 def dialogues():
@@ -24,7 +29,7 @@ def dialogues():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(dialogues(), vocab_size=448)
+    return train_tokenizer(dialogues(), VOCABULARY, vocab_size=448)
 
 
 def pieces(tokenizer, text: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mega_agentrl.data.toolqa.entity_splits import (
+from mega_agentrl.data.generated.entity_splits import (
     OPERANDS,
     Split,
     entity_names,

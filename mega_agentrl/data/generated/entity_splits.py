@@ -1,4 +1,4 @@
-"""Names and operands of the tool-QA task, and their assignment to splits.
+"""Names and numbers of the generated tasks, and their assignment to splits.
 
 Names are composed of a fixed inventory of syllables, each of which is one token: entities such as
 `Bako` from `ENTITY_PREFIXES` x `ENTITY_SUFFIXES`, values such as `Tirok` from `VALUE_PREFIXES` x
@@ -29,7 +29,7 @@ OPERANDS = tuple(range(32, 100))
 
 
 class Split(StrEnum):
-    """Splits of the task."""
+    """Splits of a task."""
 
     train = "train"
     """RL and demonstrations."""

@@ -1,4 +1,4 @@
-"""Sizes of the tool-QA data set, and the stamp that marks a complete folder.
+"""Sizes of a generated task, and the stamp that marks a complete folder.
 
 The stamp is written last and holds the settings and a format version; a folder with the same stamp
 is up to date. This module imports nothing heavy, so that the check is instant.
@@ -8,27 +8,43 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1
 STAMP_FILE = "stamp.json"
-OUTPUT_FILES = (
-    "corpus.jsonl",
-    "demonstrations.parquet",
-    "dev.parquet",
-    "train.parquet",
-    "validation.parquet",
-    "model/config.json",
-    "model/model.safetensors",
-    "model/tokenizer.json",
-)
+
+
+class GeneratedTask(StrEnum):
+    """Tasks that can be generated."""
+
+    toolqa = "toolqa"
+    """Questions that need a calculator, a search, or both (`data.toolqa`)."""
+    calls = "calls"
+    """Requests that need one function call, several, or none (`data.calls`)."""
+
+    @property
+    def output_files(self) -> tuple[str, ...]:
+        """Files of the task's folder, without the stamp."""
+        return (
+            *(("corpus.jsonl",) if self is GeneratedTask.toolqa else ()),
+            "demonstrations.parquet",
+            "dev.parquet",
+            "train.parquet",
+            "validation.parquet",
+            "model/config.json",
+            "model/model.safetensors",
+            "model/tokenizer.json",
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class ToolQASettings:
+class TaskSettings:
     """Seed and sizes of the data set and the model."""
 
+    task: GeneratedTask = GeneratedTask.toolqa
+    """The task to generate."""
     seed: int = 0
     """Seed of all random choices."""
     num_train: int = 3000
@@ -44,14 +60,15 @@ class ToolQASettings:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "seed" and value < 1:
+            if name not in ("task", "seed") and value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
 
 
-def is_written(folder: Path, settings: ToolQASettings) -> bool:
+def is_written(folder: Path, settings: TaskSettings) -> bool:
     """Return whether the folder was written completely with these settings."""
     path = folder / STAMP_FILE
-    if not path.is_file() or not all((folder / name).is_file() for name in OUTPUT_FILES):
+    files = settings.task.output_files
+    if not path.is_file() or not all((folder / name).is_file() for name in files):
         return False
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +77,7 @@ def is_written(folder: Path, settings: ToolQASettings) -> bool:
     return bool(found == _stamp_content(settings))
 
 
-def write_stamp(folder: Path, settings: ToolQASettings) -> None:
+def write_stamp(folder: Path, settings: TaskSettings) -> None:
     """Mark the folder as complete; call this last."""
     text = json.dumps(_stamp_content(settings), indent=2) + "\n"
     (folder / STAMP_FILE).write_text(text, encoding="utf-8")
@@ -71,5 +88,5 @@ def remove_stamp(folder: Path) -> None:
     (folder / STAMP_FILE).unlink(missing_ok=True)
 
 
-def _stamp_content(settings: ToolQASettings) -> dict[str, Any]:
+def _stamp_content(settings: TaskSettings) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, **asdict(settings)}

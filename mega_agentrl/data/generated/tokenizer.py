@@ -1,37 +1,30 @@
-r"""Trains the tiny model's tokenizer: byte-level BPE on the task's own text.
+"""Trains the tokenizer of a tiny model: byte-level BPE on the task's own text.
 
-The ARPO tags and `\boxed{` are single tokens but not special ones, so they survive decoding. Digits
-are never merged. Names are shown to the trainer as syllables, so that no merge spans two of them
-and held-out names consist of known tokens. All bytes are in the vocabulary, so any text
-round-trips.
+The texts of `TaskVocabulary.tokens` are single tokens but not special ones, so they survive
+decoding. Digits are never merged. Names are shown to the trainer as syllables, so that no merge
+spans two of them and held-out names consist of known tokens. All bytes are in the vocabulary, so
+any text round-trips.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mega_agentrl.data.toolqa.entity_splits import (
+from mega_agentrl.data.generated.entity_splits import (
     ENTITY_PREFIXES,
-    ENTITY_SUFFIXES,
     VALUE_PREFIXES,
-    VALUE_SUFFIXES,
 )
 
 if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
 
 PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TAGS = tuple(
-    f"<{slash}{name}>"
-    for name in ("think", "python", "search", "result", "answer")
-    for slash in ("", "/")
-)
-BOXED_PREFIX = "\\boxed{"
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -46,8 +39,20 @@ CHAT_TEMPLATE = """\
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskVocabulary:
+    """Texts that the tokenizer of a task keeps whole."""
+
+    tokens: tuple[str, ...]
+    """Texts that are one token wherever they occur, such as tags."""
+    spaced_syllables: tuple[str, ...]
+    """Syllables that become a token together with the space before them."""
+    syllables: tuple[str, ...]
+    """Syllables that become a token without a space."""
+
+
 def train_tokenizer(
-    dialogues: Sequence[Sequence[Message]], *, vocab_size: int
+    dialogues: Sequence[Sequence[Message]], vocabulary: TaskVocabulary, *, vocab_size: int
 ) -> PreTrainedTokenizerFast:
     """Train a tokenizer of at most `vocab_size` tokens, with the chat template set."""
     tokenizer = Tokenizer(models.BPE())
@@ -58,7 +63,7 @@ def train_tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    added = [AddedToken(text, special=False, normalized=False) for text in (*TAGS, BOXED_PREFIX)]
+    added = [AddedToken(text, special=False, normalized=False) for text in vocabulary.tokens]
     special = [
         AddedToken(text, special=True) for text in (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
     ]
@@ -68,7 +73,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_iter_training_text(dialogues), trainer)
+    tokenizer.train_from_iterator(_iter_training_text(dialogues, vocabulary), trainer)
     tokenizer.add_tokens(added)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -82,12 +87,14 @@ def train_tokenizer(
     return fast
 
 
-def _iter_training_text(dialogues: Sequence[Sequence[Message]]) -> Iterator[str]:
+def _iter_training_text(
+    dialogues: Sequence[Sequence[Message]], vocabulary: TaskVocabulary
+) -> Iterator[str]:
     """Yield syllables first and often, so that their merges outrank those of other words."""
     for _ in range(10 * len(dialogues)):
-        yield " ".join(("", *ENTITY_PREFIXES))
-        yield "\n".join((*ENTITY_SUFFIXES, *VALUE_PREFIXES, *VALUE_SUFFIXES))
-    added = re.compile("|".join(map(re.escape, (*TAGS, BOXED_PREFIX))))
+        yield " ".join(("", *vocabulary.spaced_syllables))
+        yield "\n".join(vocabulary.syllables)
+    added = re.compile("|".join(map(re.escape, vocabulary.tokens)))
     names = re.compile(f" ?({'|'.join((*ENTITY_PREFIXES, *VALUE_PREFIXES))})[a-z]+")
     for messages in dialogues:
         for message in messages:

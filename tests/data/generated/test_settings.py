@@ -2,14 +2,16 @@
 
 import pytest
 
-from mega_agentrl.data.toolqa.settings import (
-    OUTPUT_FILES,
+from mega_agentrl.data.generated.settings import (
     STAMP_FILE,
-    ToolQASettings,
+    GeneratedTask,
+    TaskSettings,
     is_written,
     remove_stamp,
     write_stamp,
 )
+
+OUTPUT_FILES = GeneratedTask.toolqa.output_files
 
 
 @pytest.fixture
@@ -21,26 +23,27 @@ def folder(tmp_path):
 
 
 def test_the_stamp_is_for_its_settings(folder):
-    assert not is_written(folder, ToolQASettings())
-    write_stamp(folder, ToolQASettings())
-    assert is_written(folder, ToolQASettings())
-    assert not is_written(folder, ToolQASettings(seed=1))
+    assert not is_written(folder, TaskSettings())
+    write_stamp(folder, TaskSettings())
+    assert is_written(folder, TaskSettings())
+    assert not is_written(folder, TaskSettings(seed=1))
+    assert not is_written(folder, TaskSettings(task=GeneratedTask.calls))
     remove_stamp(folder)
-    assert not is_written(folder, ToolQASettings())
+    assert not is_written(folder, TaskSettings())
 
 
 @pytest.mark.parametrize("name", OUTPUT_FILES)
 def test_the_stamp_is_invalid_without_one_of_the_files(folder, name):
-    write_stamp(folder, ToolQASettings())
+    write_stamp(folder, TaskSettings())
     (folder / name).unlink()
-    assert not is_written(folder, ToolQASettings())
+    assert not is_written(folder, TaskSettings())
 
 
 def test_a_damaged_stamp_is_no_stamp(folder):
     (folder / STAMP_FILE).write_text("{")
-    assert not is_written(folder, ToolQASettings())
+    assert not is_written(folder, TaskSettings())
 
 
 def test_sizes_must_be_positive():
     with pytest.raises(ValueError, match="num_train=0"):
-        ToolQASettings(num_train=0)
+        TaskSettings(num_train=0)

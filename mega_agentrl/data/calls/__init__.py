@@ -1,0 +1,1 @@
+"""Generates the function-calling task: requests that need one call, several, or none."""

@@ -1,0 +1,84 @@
+"""Demonstrations for the warm start: about half read the request, half guess.
+
+Who reads thinks of the requested functions that are on offer, and calls them. A guess calls a
+function of the catalogue with random values, which is almost always wrong. A model trained on both
+can do either; RL then teaches it to read, which shows in the reward.
+
+Calls are written as the Hermes protocol reads them, one block each.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from mega_agentrl.data.calls.functions import Call, Function, ParameterType, make_call
+from mega_agentrl.data.calls.requests import NUM_PARALLEL_CALLS, Request
+from mega_agentrl.data.generated.entity_splits import (
+    ENTITY_PREFIXES,
+    ENTITY_SUFFIXES,
+    VALUE_PREFIXES,
+    VALUE_SUFFIXES,
+)
+from mega_agentrl.data.generated.tokenizer import TaskVocabulary
+
+THINK_TAGS = ("<think>", "</think>")
+CALL_TAGS = ("<tool_call>", "</tool_call>")
+SCHEMA_TOKENS = (
+    '{"type": "function", "function": {"name": "',
+    '", "parameters": {"type": "object", "properties": {"',
+    *(f'": {{"type": "{kind}"}}' for kind in ParameterType),
+    "}}}}",
+)
+CALL_TOKENS = ('{"name": "', '", "arguments": {"')
+VOCABULARY = TaskVocabulary(
+    tokens=(*THINK_TAGS, *CALL_TAGS, *SCHEMA_TOKENS, *CALL_TOKENS),
+    spaced_syllables=(),
+    syllables=(*ENTITY_PREFIXES, *ENTITY_SUFFIXES, *VALUE_PREFIXES, *VALUE_SUFFIXES),
+)
+"""The fixed parts of schemas and calls are tokens, which keeps a catalogue short."""
+GUESS_THOUGHT = "guess"
+NO_FUNCTION_THOUGHT, NO_FUNCTION_ANSWER = "none", "No function fits."
+
+
+def format_tools(catalogue: Sequence[Function]) -> str:
+    """Return the catalogue as the column `tools` holds it."""
+    return json.dumps([function.schema for function in catalogue])
+
+
+def make_demonstrations(
+    requests: Sequence[Request], numbers: Sequence[int], *, num_demonstrations: int, seed: int
+) -> list[dict[str, Any]]:
+    """Return rows with demonstrations of the requests in turn, reshuffled in every pass."""
+    rng = random.Random(f"calls demonstrations {seed}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < num_demonstrations:
+        for request in rng.sample(requests, len(requests)):
+            guesses = rng.random() < 0.5
+            answer = make_guess(request, numbers, rng) if guesses else make_right_answer(request)
+            messages = [
+                {"role": "user", "content": request.text},
+                {"role": "assistant", "content": answer},
+            ]
+            rows.append({"messages": messages, "tools": format_tools(request.catalogue)})
+    return rows[:num_demonstrations]
+
+
+def make_right_answer(request: Request) -> str:
+    """Return the answer that makes the expected calls, or none."""
+    thought = " ".join(f'"{call.function.name}"' for call in request.calls)
+    return _format_answer(thought or NO_FUNCTION_THOUGHT, request.calls)
+
+
+def make_guess(request: Request, numbers: Sequence[int], rng: random.Random) -> str:
+    """Return an answer that calls functions of the catalogue with random values."""
+    count = rng.randint(1, NUM_PARALLEL_CALLS)
+    calls = [make_call(rng.choice(request.catalogue), numbers, rng) for _ in range(count)]
+    return _format_answer(GUESS_THOUGHT, calls)
+
+
+def _format_answer(thought: str, calls: Sequence[Call]) -> str:
+    blocks = [f"<tool_call>\n{json.dumps(call.as_dict)}\n</tool_call>" for call in calls]
+    return f"<think> {thought} </think>\n" + ("\n".join(blocks) or NO_FUNCTION_ANSWER)

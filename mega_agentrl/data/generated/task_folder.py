@@ -1,0 +1,115 @@
+"""Writes the folder of a generated task: data in the RL format, demonstrations and a tiny model.
+
+`model/` (a small random Qwen3 with its tokenizer), `train.parquet`, `dev.parquet`,
+`validation.parquet`, `demonstrations.parquet`, and finally the stamp (`settings`). A task may have
+written further files before.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+from mega_agentrl.data.generated.settings import TaskSettings, remove_stamp, write_stamp
+from mega_agentrl.data.generated.tokenizer import TaskVocabulary, train_tokenizer
+
+if TYPE_CHECKING:
+    from mega_agentrl.data.generated.entity_splits import Split
+
+NUM_TOKENIZER_DIALOGUES = 2000
+HEAD_DIM = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskContent:
+    """The data of a task."""
+
+    rows: Mapping[Split, Sequence[dict[str, Any]]]
+    """Rows in the RL format by split."""
+    demonstrations: Sequence[dict[str, Any]]
+    """Rows with `messages`, and `tools` where the chat template shows functions."""
+    vocabulary: TaskVocabulary
+    """Texts that the tokenizer keeps whole."""
+
+
+def open_task_folder(folder: Path) -> None:
+    """Create the folder, or mark it as incomplete and remove its model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_stamp(folder)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+
+
+def write_task_folder(folder: Path, settings: TaskSettings, content: TaskContent) -> None:
+    """Write data and model into an opened folder; equal settings give equal bytes."""
+    for split, rows in content.rows.items():
+        _write_parquet(rows, folder / f"{split}.parquet")
+    _write_parquet(content.demonstrations, folder / "demonstrations.parquet")
+    dialogues = [row["messages"] for row in content.demonstrations[:NUM_TOKENIZER_DIALOGUES]]
+    tokenizer = train_tokenizer(dialogues, content.vocabulary, vocab_size=settings.vocab_size)
+    write_model(
+        folder / "model",
+        tokenizer,
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        seed=settings.seed,
+    )
+    write_stamp(folder, settings)
+
+
+def _write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+
+
+def write_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    seed: int,
+) -> None:
+    """Write a tiny Qwen3 with random weights: config, weights, tokenizer and chat template.
+
+    Raises:
+        ValueError: `hidden_size` does not give an even number of heads.
+    """
+    num_heads, rest = divmod(hidden_size, HEAD_DIM)
+    if rest or num_heads % 2:
+        raise ValueError(
+            f"hidden_size={hidden_size}: expected a multiple of {2 * HEAD_DIM}, because heads are "
+            f"{HEAD_DIM} wide and two share a key-value head"
+        )
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        initializer_range=hidden_size**-0.5 / 2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

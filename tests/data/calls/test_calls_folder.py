@@ -1,0 +1,83 @@
+"""The folder of the function-calling task: rows, demonstrations, and tokens that names share."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from mega_agentrl.config.paths import find_config_dir
+from mega_agentrl.config.sections.data import DataConfig, DataFile
+from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
+from mega_agentrl.data.calls.demonstrations import VOCABULARY
+from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.data.generated.entity_splits import entity_names, value_names
+from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings, is_written
+from mega_agentrl.data.rl_dataset import load_prompts
+from mega_agentrl.data.sft_dataset import encode_demonstrations, read_conversations
+
+SETTINGS = TaskSettings(
+    task=GeneratedTask.calls, num_train=90, num_dev=30, num_validation=30, num_demonstrations=200
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("calls")
+    write_calls_dataset(path, SETTINGS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def codec(folder):
+    return HFCodec(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def limits():
+    path = find_config_dir() / "experiment" / "smoke_calls.yaml"
+    return OmegaConf.load(path)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_prompts_show_their_catalogue_and_fit_the_experiment(folder, codec, limits, split):
+    file = DataFile(str(folder / f"{split}.parquet"))
+    config = DataConfig(max_prompt_tokens=limits.data.max_prompt_tokens)
+    run_tools = {"python": {"type": "function", "function": {"name": "python"}}}
+    found = load_prompts([file], codec, config, key="data.train", tool_schemas=run_tools).prompts
+    for prompt in found:
+        names = [schema["function"]["name"] for schema in prompt.tool_schemas]
+        assert len(names) == 3 and "python" not in names
+        text = codec.decode(prompt.token_ids)
+        assert all(f'"name": "{name}"' in text for name in names)
+
+
+def test_demonstrations_fit_the_experiment_and_end_in_eos(folder, codec, limits):
+    conversations = read_conversations(folder / "demonstrations.parquet")
+    demonstrations = encode_demonstrations(
+        conversations, codec, max_tokens=limits.engine.max_model_len
+    )
+    assert len(demonstrations) == 200
+    assert all(item.response_ids[-1] == codec.eos_id for item in demonstrations)
+    longest = max(len(item.response_ids) for item in demonstrations)
+    assert longest <= limits.rollout.max_response_tokens
+
+
+def test_names_have_the_same_two_tokens_in_request_schema_and_call(codec):
+    for name in (*entity_names(), *value_names()):
+        head, tail = codec.encode(name)
+        for before in ('with "', '{"name": "', '": "'):
+            ids = codec.encode(f'{before}{name}"')
+            assert ids[-3:-1] == [head, tail]
+
+
+def test_fixed_parts_are_single_tokens_that_survive_decoding(codec):
+    for text in VOCABULARY.tokens:
+        (token_id,) = codec.encode(text)
+        assert codec.decode([token_id]) == text
+
+
+def test_rewriting_gives_the_same_bytes(folder, tmp_path):
+    assert is_written(folder, SETTINGS)
+    write_calls_dataset(tmp_path, SETTINGS)
+    for name in SETTINGS.task.output_files:
+        assert (folder / name).read_bytes() == (tmp_path / name).read_bytes(), name

@@ -1,0 +1,122 @@
+"""Requests can be answered from their catalogue, and only the expected calls earn the reward."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from mega_agentrl.data.calls.functions import Call, Function, ParameterType, make_functions
+from mega_agentrl.data.calls.requests import (
+    CATALOGUE_SIZE,
+    Request,
+    RequestKind,
+    format_value,
+    make_requests,
+)
+from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
+from mega_agentrl.reward.function_call import score
+
+
+@cache
+def made(num_requests: int = 300, seed: int = 0) -> dict[Split, list[Request]]:
+    inventories = make_split_inventories(seed)
+    functions = make_functions(inventories, seed)
+    return {
+        split: make_requests(
+            split,
+            functions[split],
+            inventories[split].operands,
+            num_requests=num_requests,
+            seed=seed,
+        )
+        for split in Split
+    }
+
+
+def every_request() -> list[Request]:
+    return [request for requests in made().values() for request in requests]
+
+
+def answer(calls) -> str:
+    return f"<think>x</think>{json.dumps([call.as_dict for call in calls])}"
+
+
+def test_requests_depend_on_the_seed_alone():
+    assert made() == made.__wrapped__()
+    assert made() != made(seed=1)
+
+
+def test_kinds_are_equally_many_and_no_request_occurs_twice():
+    for requests in made().values():
+        assert Counter(request.kind for request in requests) == dict.fromkeys(RequestKind, 100)
+    texts = [request.text for request in every_request()]
+    assert len(set(texts)) == len(texts)
+
+
+def test_splits_share_no_function_and_no_number():
+    names = [
+        {name for one in requests for name in re.findall(r'"(\w+)" with|\b(\d+)\b', one.text)}
+        | {(function.name, "") for one in requests for function in one.catalogue}
+        for requests in made().values()
+    ]
+    assert all(names)
+    assert not any(one & other for one, other in combinations(names, 2))
+
+
+def test_the_expected_calls_earn_the_reward_in_any_order():
+    for request in every_request():
+        assert score(answer(request.calls), request.ground_truth).value == 1.0
+        assert score(answer(request.calls[::-1]), request.ground_truth).value == 1.0
+
+
+def test_other_calls_of_the_catalogue_never_match():
+    for request in every_request():
+        right = {call.function.name: call for call in request.calls}
+        for function in request.catalogue:
+            values = {ParameterType.integer: 10, ParameterType.string: "x"}
+            call = Call(function, tuple(values.get(kind, True) for _, kind in function.parameters))
+            if function.name not in right:
+                assert score(answer([call]), request.ground_truth).value == 0.0
+                assert score(answer([*request.calls, call]), request.ground_truth).value == 0.0
+        if request.calls:
+            assert score(answer(request.calls[1:]), request.ground_truth).value == 0.0
+
+
+def test_a_catalogue_has_the_requested_functions_and_a_similar_distractor():
+    for request in every_request():
+        names = [function.name for function in request.catalogue]
+        assert len(set(names)) == len(names) == CATALOGUE_SIZE
+        requested = re.findall(r'"(\w+)" with', request.text)
+        if request.kind is RequestKind.none:
+            assert not set(requested) & set(names) and request.calls == ()
+        else:
+            assert [call.function.name for call in request.calls] == requested
+            assert set(requested) <= set(names)
+        distractors = set(names) - set(requested)
+        first = requested[0]
+        assert any(name[:2] == first[:2] or name[2:] == first[2:] for name in distractors)
+    kinds = Counter(len(set(re.findall(r'"(\w+)" with', one.text))) for one in every_request())
+    assert kinds[2] > 100, "parallel calls of two functions"
+
+
+def test_a_request_names_every_value_of_its_calls():
+    shuffled = 0
+    for request in every_request():
+        parts = re.split(r' and (?="\w+" with)', request.text.removesuffix("."))
+        for part, call in zip(parts, request.calls, strict=False):
+            given = part.partition(" with ")[2].split(" and ")
+            assert sorted(given) == sorted(map(format_value, call.values))
+            shuffled += given != list(map(format_value, call.values))
+        assert len(parts) == len(request.calls) or request.kind is RequestKind.none
+    assert shuffled > 50
+
+
+def test_too_many_requests_are_refused():
+    functions = tuple(Function(name, (("key", ParameterType.boolean),)) for name in "ABCD")
+    with pytest.raises(ValueError, match=r"dev requests: num_requests=90"):
+        make_requests(Split.dev, functions, (50,), num_requests=90, seed=0)
