@@ -128,6 +128,8 @@ class FunctionCallMatch(StrEnum):
     """Calls are parsed and compared as sets."""
     ast_ordered = "ast_ordered"
     """Calls are parsed and compared in order."""
+    bfcl = "bfcl"
+    """As `ast`, with texts compared as BFCL does: without case, spaces and some punctuation."""
     string = "string"
     """Calls are compared as text."""
 

@@ -5,6 +5,9 @@ expected ones as a multiset, or in order with `ordered`. The reasoning must be c
 opening tag may be part of the chat template. If the ground truth holds no calls, the answer must
 hold none.
 
+`match="bfcl"` compares texts in arguments as BFCL's checker does: without case, without spaces and
+the characters `,./-_*^`, and with either quote.
+
 `match="string"` is the published rule: the response contains `<think>`, `</think>` and text that
 matches `_CALL_PATTERN`, and the text after the last `</think>` equals the ground truth up to
 whitespace. Key order and quotes matter.
@@ -19,7 +22,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import FunctionCallMatch
-from mega_agentrl.reward.call_parser import CallParseError, FunctionCall, parse_calls
+from mega_agentrl.reward.call_parser import (
+    CallParseError,
+    FunctionCall,
+    NormalizedValue,
+    parse_calls,
+)
 from mega_agentrl.reward.registry import assistant_text, register_reward
 from mega_agentrl.types.records import Score
 
@@ -29,7 +37,8 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.types.records import Prompt, Trajectory
 
-MATCH_MODES = ("ast", "string")
+MATCH_MODES = ("ast", "bfcl", "string")
+_BFCL_IGNORED = re.compile(r"[ ,./\-_*^]")
 _THINK_START, _THINK_END = "<think>", "</think>"
 _CALL_PATTERN = re.compile(
     r"\[\w+\s*\([^)]*\)\]" r"|\{\s*[\"']name[\"']\s*:" r"|[\"']function[\"']\s*:", re.IGNORECASE
@@ -48,8 +57,8 @@ def score(
     Args:
         solution: the decoded response.
         ground_truth: the expected calls as text, or several texts of which any one counts.
-        match: `ast` or `string`.
-        ordered: whether the calls must come in the expected order (`ast` only).
+        match: one of `MATCH_MODES`.
+        ordered: whether the calls must come in the expected order (not with `string`).
 
     Raises:
         ValueError: `match` is unknown, or the ground truth cannot be parsed.
@@ -67,7 +76,8 @@ def score(
         calls = parse_calls(answer)
     except CallParseError as error:
         return _binary_score(False, answer, f"bad format: {error}")
-    if any(_calls_match(calls, wanted, ordered=ordered) for wanted in expected):
+    lenient = match == "bfcl"
+    if any(_calls_match(calls, one, ordered=ordered, lenient=lenient) for one in expected):
         return _binary_score(True, answer, f"the {len(calls)} expected calls")
     names = ", ".join(call.name for call in calls) or "none"
     return _binary_score(False, answer, f"wrong calls: got {names}")
@@ -87,7 +97,7 @@ def _function_call_part(trajectory: Trajectory, config: RewardConfig) -> Score:
     return score(
         assistant_text(trajectory),
         trajectory.prompt.ground_truth,
-        match="string" if match is FunctionCallMatch.string else "ast",
+        match="ast" if match is FunctionCallMatch.ast_ordered else str(match),
         ordered=match is FunctionCallMatch.ast_ordered,
     )
 
@@ -112,8 +122,28 @@ def _parse_ground_truth(truth: str) -> list[FunctionCall]:
     return calls
 
 
-def _calls_match(calls: list[FunctionCall], wanted: list[FunctionCall], *, ordered: bool) -> bool:
+def _calls_match(
+    calls: list[FunctionCall], wanted: list[FunctionCall], *, ordered: bool, lenient: bool
+) -> bool:
+    if lenient:
+        calls, wanted = ([_fold_call(call) for call in one] for one in (calls, wanted))
     return calls == wanted if ordered else Counter(calls) == Counter(wanted)
+
+
+def _fold_call(call: FunctionCall) -> FunctionCall:
+    return FunctionCall(call.name, tuple((name, _fold(value)) for name, value in call.arguments))
+
+
+def _fold(value: NormalizedValue) -> NormalizedValue:
+    """Return the value with all texts in it reduced to what BFCL's checker compares."""
+    match value:
+        case ("text", str(text)):
+            return ("text", _BFCL_IGNORED.sub("", text).lower().replace("'", '"'))
+        case ("list", *items):
+            return ("list", *map(_fold, items))
+        case ("map", *items):
+            return ("map", *((key, _fold(item)) for key, item in items))
+    return value
 
 
 def _binary_score(right: bool, answer: str, reason: str) -> Score:

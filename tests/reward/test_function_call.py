@@ -83,6 +83,27 @@ def test_order_matters_where_it_is_asked_for_and_any_truth_will_do():
     assert score(THINK + "b", ["a", "b"], match="string").value == 0  # nothing like a call
 
 
+@pytest.mark.parametrize(
+    ("solution", "truth", "ast", "bfcl"),
+    [
+        ("[f(city='new-york, NY')]", "[f(city='New York NY')]", 0, 1),
+        ("[f(date='2024/01/05')]", "[f(date='2024-01-05')]", 0, 1),
+        ("[f(who=['bob', 'ANN'])]", "[f(who=['Bob', 'Ann'])]", 0, 1),
+        ("[f(o={'k': [{'a': 'x.y'}]})]", "[f(o={'k': [{'a': 'XY'}]})]", 0, 1),
+        ("""[f(q="it's")]""", """[f(q='it\\"s')]""", 0, 1),
+        ("[F(a='x')]", "[f(a='x')]", 0, 0),
+        ("[f(A='x')]", "[f(a='x')]", 0, 0),
+        ("[f(o={'K': 1})]", "[f(o={'k': 1})]", 0, 0),
+        ("[f(city='New Jersey')]", "[f(city='New York')]", 0, 0),
+        ("[f(a=1.0)]", "[f(a=1)]", 1, 1),
+        ("[f(a=1.5)]", "[f(a=15)]", 0, 0),
+    ],
+)
+def test_bfcl_ignores_case_spaces_and_punctuation_of_texts_only(solution, truth, ast, bfcl):
+    assert score(THINK + solution, truth).value == ast
+    assert score(THINK + solution, truth, match="bfcl").value == bfcl
+
+
 @given(st.permutations(["f(a=1)", "g(b='x', c=[1, 2])", "f(a=2)", "h()"]))
 def test_any_order_is_the_same_set(calls):
     truth = "[f(a=1), f(a=2), g(c=[1, 2], b='x'), h()]"

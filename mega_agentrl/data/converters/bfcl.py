@@ -21,8 +21,9 @@ their members in the same way, also inside lists. The expansion is the product o
     [{"name": "area", "arguments": {"base": 10, "unit": "cm"}}]
     [{"name": "area", "arguments": {"base": 10}}]
 
-BFCL's own checker is more lenient with texts (it ignores case, spaces and some punctuation) and
-accepts an empty text for an omitted argument; here only the listed values count.
+BFCL's own checker is more lenient with texts (it ignores case, spaces and some punctuation):
+`reward.function_call_match=bfcl` compares as it does. It also accepts an empty text for an omitted
+argument; here only the listed values count.
 """
 
 from __future__ import annotations
