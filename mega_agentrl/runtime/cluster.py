@@ -188,7 +188,8 @@ class ClusterConnection:
         Raises:
             ValueError: The layout does not fit the joined cluster, or this environment cannot use
                 its GPUs.
-            Exception: Ray could not start or be joined.
+            RuntimeError: Ray could not start.
+            Exception: Ray could not be joined.
         """
         self.begin()
         self._is_settled.wait()
@@ -203,6 +204,12 @@ class ClusterConnection:
             self._has_gpus = _connect(self._config)
         except BaseException as error:  # noqa: BLE001 - raised again by `wait`
             self._error = error
+            if type(error) is Exception:  # Ray's error for servers that do not come up in time
+                self._error = RuntimeError(
+                    f"Ray did not start: {' '.join(str(error).split())} Probable cause: the "
+                    "machine is overloaded by other processes; start the same command again"
+                )
+                self._error.__cause__ = error
         finally:
             self._is_settled.set()
         self._is_closed.wait()

@@ -183,6 +183,18 @@ def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_neede
     assert "ray-cluster" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_servers_of_ray_that_do_not_come_up_are_an_error_of_the_run(monkeypatch):
+    def fail(config):
+        raise Exception("The current node timed out\nduring startup.")  # noqa: TRY002 - as Ray
+
+    monkeypatch.setattr(cluster, "_connect", fail)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests use this process's Ray
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with ClusterConnection(make_config()) as connection:
+        with pytest.raises(RuntimeError, match=r"Ray did not start: .*timed out during startup"):
+            connection.wait()
+
+
 @pytest.mark.parametrize("num_gpus", [0, 2])
 def test_the_object_store_is_small_only_where_batches_are(monkeypatch, num_gpus):
     """512 MiB would spill the batches of a GPU machine; None is Ray's share of the memory."""
