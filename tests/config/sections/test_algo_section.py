@@ -1,10 +1,6 @@
 """Presets of algorithms are valid and have the values of their papers."""
 
-from functools import cache
-
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from mega_agentrl.config.checks.algo import check_algo
 from mega_agentrl.config.enums import (
@@ -15,19 +11,8 @@ from mega_agentrl.config.enums import (
     KlPlacement,
     LossAggregation,
 )
-from mega_agentrl.config.override_keys import known_groups
-from mega_agentrl.config.paths import find_config_dir
-from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig, EgpoConfig
-
-PRESETS = known_groups(find_config_dir())["algo"]
-
-
-@cache
-def preset(name):
-    with initialize_config_dir(str(find_config_dir()), version_base="1.3"):
-        composed = compose(overrides=[f"+algo={name}"])
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), composed))
+from tests.config.presets import PRESETS, preset
 
 
 def test_which_objectives_need_a_reference():
