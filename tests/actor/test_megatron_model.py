@@ -112,12 +112,12 @@ def test_a_summary_weights_metrics_by_tokens_and_leaves_skipped_norms_out():
         sums = {"loss": loss, "num_tokens": num_tokens, "entropy": entropy}
         return StepResult(metric_sums=sums, grad_norm=norm, learning_rate=norm / 10, applied=taken)
 
-    steps = [step(1.0, 2, 6.0, 3.0), None, step(4.0, 6, 2.0, math.nan, taken=False)]
+    steps = [step(1.0, 2, 6.0, 3.0), step(4.0, 6, 2.0, math.nan, taken=False)]
     stats = summarize_steps(steps, ("entropy",))
     assert (stats.loss, stats.grad_norm) == (2.5, 3.0)
     assert (stats.num_tokens, stats.num_skipped_steps) == (8, 1)
     assert stats.metrics == {"entropy": 1.0}
-    nothing = summarize_steps([None], ("entropy",))
+    nothing = summarize_steps([], ("entropy",))
     assert (nothing.loss, nothing.num_tokens, nothing.metrics["entropy"]) == (0.0, 0, 0.0)
     assert math.isnan(nothing.grad_norm)
 

@@ -106,7 +106,7 @@ def test_schemas_of_the_row_replace_those_of_the_runs_tools(tmp_path):
 
 @pytest.mark.parametrize("cell", ["[", '{"name": "book"}', '["book"]'])
 def test_tools_that_are_no_list_of_schemas_are_refused(tmp_path, cell):
-    with pytest.raises(ValueError, match=r"row 0, column tools"):
+    with pytest.raises(ValueError, match=r"row 1, column tools"):
         load(tmp_path, [row(tools=cell)])
 
 
