@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mega_agentrl.data.calls.functions import Call, Function, ParameterType, make_call
-from mega_agentrl.data.calls.requests import NUM_PARALLEL_CALLS, Request
+from mega_agentrl.data.calls.requests import Request
 from mega_agentrl.data.generated.entity_splits import (
     ENTITY_PREFIXES,
     ENTITY_SUFFIXES,
@@ -73,10 +73,9 @@ def make_right_answer(request: Request) -> str:
 
 
 def make_guess(request: Request, numbers: Sequence[int], rng: random.Random) -> str:
-    """Return an answer that calls functions of the catalogue with random values."""
-    count = rng.randint(1, NUM_PARALLEL_CALLS)
-    calls = [make_call(rng.choice(request.catalogue), numbers, rng) for _ in range(count)]
-    return _format_answer(GUESS_THOUGHT, calls)
+    """Return an answer that calls a function of the catalogue with random values."""
+    call = make_call(rng.choice(request.catalogue), numbers, rng)
+    return _format_answer(GUESS_THOUGHT, [call])
 
 
 def _format_answer(thought: str, calls: Sequence[Call]) -> str:
