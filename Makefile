@@ -20,9 +20,9 @@ help: ## print this list
 env: ## create .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTHON=..., WITH_TE=1, ...: tools/setup_env.sh)
 	@tools/setup_env.sh
 
-model: env ## create the tiny models and the data of the smoke runs under runs/toolqa and runs/calls
+model: env ## create the tiny model and the data of the smoke run under runs/toolqa
 	@$(PY) tools/make_tiny_model.py --out runs/toolqa
-	@$(PY) tools/make_tiny_model.py --out runs/calls --task calls
+	@$(if $(findstring experiment=smoke_calls,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/calls --task calls)
 
 smoke: model ## run the main job on this machine: an agent learns to use its tools
 	@$(PY) -m mega_agentrl experiment=$(EXPERIMENT) $(ARGS)
