@@ -184,6 +184,10 @@ def test_steps_below_the_resolution_add_up_in_the_masters_and_arrive(chain, tmp_
     batch = batch_of_generations(chain.generate())
     initial = large_weights(chain.folder)
 
+    def sft_step(lr):
+        shards = chain.policy._sender.send_demonstrations(batch)
+        chain.policy.call_data_ranks("sft_step", shards, lr)
+
     def share_moved(folder):
         after = load_file(folder / "model.safetensors")
         moved = [(after[name].float() != old)[large] for name, (old, large) in initial.items()]
@@ -191,14 +195,14 @@ def test_steps_below_the_resolution_add_up_in_the_masters_and_arrive(chain, tmp_
 
     before = chain.ask_engine("compute_prompt_log_probs", PROMPT)
     # Adam moves a weight by about the learning rate, here a tenth of the distance.
-    chain.policy.call_all("sft_step", batch, 1e-4)
+    sft_step(1e-4)
     assert share_moved(chain.exported(tmp_path / "one")) == 0
     for _ in range(19):
-        chain.policy.call_all("sft_step", batch, 1e-4)
+        sft_step(1e-4)
     assert share_moved(chain.exported(tmp_path / "twenty")) > 0.5
 
     for _ in range(2):
-        chain.policy.call_all("sft_step", batch, 3e-2)
+        sft_step(3e-2)
     trained = chain.exported(tmp_path / "trained")
     report = chain.sync()
     bound = bound_of(trained)

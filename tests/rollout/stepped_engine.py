@@ -58,6 +58,10 @@ class HeldGenerator(FakeGenerator):
         for _ in whole.token_ids:
             await asyncio.sleep(0.001)
             versions.append(self.version)
+            # Leave an update time to come while the request runs, also on a busy machine.
+            for _ in range(0 if len(versions) > 1 else 50):
+                if self.version == versions[0]:
+                    await asyncio.sleep(0.001)
         self.num_changed += versions[0] != versions[-1]
         return replace(whole, version=versions[-1], versions=tuple(versions))
 

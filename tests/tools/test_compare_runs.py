@@ -19,8 +19,8 @@ def test_any_runs_can_be_compared(tmp_path, capsys):
     folders = [str(tmp_path / name) for name in ("one", "two", "out")]
     assert main([*folders[:2], "--out", folders[2]]) == 0
     said = capsys.readouterr().out
-    assert "| optim.lr=0.1 | 1 | 0.100 | 1.100 | 0.100 | 0.100 | - | 0 | 0 | 1.0 |" in said
-    assert "| optim.lr=0.2 | 1 | 0.200 | 1.200 | 0.200 | 0.200 | - | 0 | 0 | 1.0 |" in said
+    assert "| optim.lr=0.1 | 1 | 0.100 | 1.100 | 0.100 | 0.100 | - | - | 0 | 0 | 1.0 |" in said
+    assert "| optim.lr=0.2 | 1 | 0.200 | 1.200 | 0.200 | 0.200 | - | - | 0 | 0 | 1.0 |" in said
     kinds = {"comparison.md", "comparison.json", "comparison.png"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == kinds
 
