@@ -151,7 +151,7 @@ def read_inputs(
         validation=validation.prompts,
         dev=dev.prompts,
         demonstrations=demonstrations,
-        cot_markers=_load_cot_markers(config, codec),
+        cot_markers=load_cot_markers(config, codec),
         trigger_ids=_load_trigger_ids(config, codec),
         read_time_s=time.perf_counter() - start_s,
     )
@@ -272,7 +272,7 @@ def _check_tag_tokens(codec: HFCodec, markers: Iterable[str]) -> None:
         )
 
 
-def _load_cot_markers(
+def load_cot_markers(
     config: TrainConfig, codec: HFCodec
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the chain-of-thought markers if EGPO uses them."""

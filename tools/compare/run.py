@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
+from mega_agentrl.runtime.inputs import load_cot_markers
 from mega_agentrl.train.controllers import Controllers, initial_controllers
 from mega_agentrl.train.evaluate import evaluate_validation_set
 from mega_agentrl.train.resume import run_state
@@ -131,7 +132,13 @@ def run_once(
         return evaluations
     prompts = PromptSampler(setup.components.prompt_source.prompts, config.seed)
     progress, controllers = _restore(setup, config, prompts)
-    parts = replace(setup.components, run_dir=folder, prompt_source=prompts)
+    parts = replace(
+        setup.components,
+        run_dir=folder,
+        prompt_source=prompts,
+        # The components were built for another algorithm.
+        cot_marker_ids=load_cot_markers(config, setup.components.codec),
+    )
     progress = _train(parts, setup.base_config, config, progress, controllers, budget, save_every)
     write_json(folder / RESULT, {"evaluations": progress.evaluations})
     return progress.evaluations
