@@ -1,5 +1,6 @@
 """Children of a process and their ends, seen from outside; a process may vanish at any moment."""
 
+import contextlib
 import time
 
 import psutil
@@ -19,6 +20,16 @@ def is_alive(pid):
         return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def cpu_s(pids):
+    """Return the seconds of processor time that those of `pids` that are alive have used."""
+    total_s = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(int(pid)).cpu_times()
+            total_s += times.user + times.system
+    return total_s
 
 
 def wait_until_gone(pids, timeout_s=60.0):

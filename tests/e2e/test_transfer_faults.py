@@ -20,7 +20,6 @@ from tests.reshard.faults import (
     FRAME_FAULTS,
     TOLD_FAULTS,
     Fault,
-    aimed,
     can_hit,
     cut,
 )
@@ -206,16 +205,21 @@ def hit_by(fault, setup):
     messages = [str(error) for error in errors]
     if fault.kind == "kill":
         assert setup.trainer.processes[fault.rank].exitcode == 9
-        check_named(fault, aimed(fault, plan)[1], messages)
+        # Whichever rank waits for it first names it, and need not be the frame's own receiver.
+        names_it = f" could not receive from rank {fault.rank} "
+        assert any(names_it in message for message in messages), messages
         return "gone"
     hit = setup.rollout.hit if fault.rank >= NUM_TRAINER else setup.trainer.hit
     assert hit is not None
     if errors:
         assert fault.kind not in (*CONTENT_FAULTS, "names")
-        # Two ranks that pass buckets on to each other wait for ever if one is dropped, or held back
-        # until the next is sent.
-        is_held_back = fault.kind in ("drop", "reorder") and fault.rank >= NUM_TRAINER
-        check_named(fault, hit, messages, ["expected", *(["deadline"] if is_held_back else [])])
+        # Ranks wait for each other for ever if a bucket is dropped, or held back until the next is
+        # sent, and the next goes to a rank that waits for the receiver. The same happens with a
+        # bucket too many between two ranks that pass buckets on to each other: neither receives
+        # before it has sent, and the sender names it.
+        reasons = ["expected", *(["deadline"] if fault.kind in ("drop", "reorder") else [])]
+        is_mutual = fault.kind == "twice" and fault.rank >= NUM_TRAINER
+        check_named(fault, hit, messages, reasons, sender_may=is_mutual)
         return "header"
     assert fault.kind in (*CONTENT_FAULTS, *TOLD_FAULTS)
     check_proof(fault, hit, setup.rollout, wrong)
@@ -236,15 +240,18 @@ def check_refusal(fault, plan, layout, refused):
     assert f"rank {fault.rank}" in str(error)
 
 
-def check_named(fault, hit, messages, reasons=None):
-    """One of the ranks that were hit names itself and the sender, and the bucket with a reason."""
+def check_named(fault, hit, messages, reasons, *, sender_may):
+    """One of the ranks that were hit names itself and the sender, and the bucket with a reason.
+
+    With `sender_may` it may also be the sender, which could not send in time.
+    """
     for target in hit.targets:
         start = f"rank {target} could not receive from rank {fault.rank} "
+        blocked = f"rank {fault.rank} could not send to rank {target} "
         for message in messages:
-            if start in message and (
-                reasons is None
-                or (named(hit, message) and any(reason in message for reason in reasons))
-            ):
+            if sender_may and blocked in message and named(hit, message) and "deadline" in message:
+                return
+            if start in message and named(hit, message) and any(r in message for r in reasons):
                 return
     raise AssertionError(f"{fault} hit {hit}, but the messages are\n" + "\n".join(messages))
 

@@ -20,10 +20,11 @@ from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool, Remote
 from mega_agentrl.sandbox.pool import SandboxPool
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE, SandboxSession
 from mega_agentrl.types.records import ToolStatus
-from tests.processes import descendants, is_alive
+from tests.processes import cpu_s, descendants, is_alive
 
 HOST_TIMEOUT_S = 5.0
 SLEEP = "import time; time.sleep(600)"
+SPIN = "while True: pass"
 
 
 def make_pool(folder, **changes):
@@ -112,8 +113,11 @@ async def test_sessions_stay_on_their_host_and_new_ones_spread(pool):
 async def test_cancellation_ends_the_call_on_its_host(pool):
     session = await pool.open()
     await session.run("x = 1")
-    calls = [asyncio.create_task(pool.run(SLEEP, 600)) for _ in range(6)]
-    calls.append(asyncio.create_task(session.run(SLEEP, 600)))
+    calls = [asyncio.create_task(session.run(SPIN, 600))]
+    host = pid_of(session._client)
+    before_s = cpu_s(descendants(host))
+    await until(lambda: cpu_s(descendants(host)) > before_s + 1.0)  # it is running
+    calls += [asyncio.create_task(pool.run(SLEEP, 600)) for _ in range(6)]
     await asyncio.sleep(1.0)
     for call in calls:
         call.cancel()
