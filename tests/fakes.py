@@ -226,9 +226,6 @@ class FakeGenerator:
     async def abort(self, request_id):
         self.aborted.append(request_id)
 
-    async def entropies(self, request_id):
-        return ()
-
     async def pause(self):
         pass
 

@@ -44,7 +44,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.generator.engine_args import engine_args
-from mega_agentrl.generator.entropy_tap import read_measurements
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     check_request,
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     import numpy as np
-    from vllm.logprobs import FlatLogprobs
 
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
@@ -263,19 +261,10 @@ class Engine:
         if (key := self._key_of.get(request_id)) is not None:
             await self._llm.abort(key)
 
-    async def entropies(self, request_id: str) -> tuple[float, ...]:  # noqa: D102
-        if (key := self._key_of.get(request_id)) is None:
-            raise ValueError(f"request_id={request_id}: expected a running request")
-        partial = self._partial_logprobs().get(key)
-        return read_measurements(partial).entropies
-
-    def _partial_logprobs(self) -> dict[str, FlatLogprobs]:
-        """Return what vLLM has returned up to now for running requests, by key."""
-        return {
-            state.external_req_id: state.logprobs_processor.logprobs
-            for state in self._llm.output_processor.request_states.values()
-            if state.logprobs_processor.logprobs is not None
-        }
+    def _num_partial_tokens(self) -> int:
+        """Return how many tokens vLLM has returned up to now for running requests."""
+        states = self._llm.output_processor.request_states.values()
+        return sum(len(state.logprobs_processor.logprobs or ()) for state in states)
 
     @property
     def can_serve(self) -> bool:
@@ -388,7 +377,7 @@ class Engine:
         if self._num_blocking_calls:
             self._progress = ProgressMonitor()
             return
-        num_tokens = self._num_finished_tokens + sum(map(len, self._partial_logprobs().values()))
+        num_tokens = self._num_finished_tokens + self._num_partial_tokens()
         if num_tokens <= max(self._progress.num_tokens, 0):
             await self._call_workers("check_health")
         num_running = 0 if self._is_holding else len(self._running)

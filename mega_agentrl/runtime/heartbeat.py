@@ -68,17 +68,12 @@ class HeartbeatEndpoint:
 
 
 class HeartbeatSender:
-    """Sends heartbeats of this process from construction until `stop`."""
+    """Sends heartbeats of this process from construction on."""
 
     def __init__(self, endpoint: HeartbeatEndpoint, name: str) -> None:
         self._endpoint = endpoint
         self._name = name
-        self._stop_event = threading.Event()
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop sending."""
-        self._stop_event.set()
 
     def _run(self) -> None:
         address = (self._endpoint.host, self._endpoint.port)
@@ -88,8 +83,7 @@ class HeartbeatSender:
                     sock.sendto(self._encode_heartbeat(), address)
                 except OSError as error:  # a network failure: the next heartbeat may get through
                     _logger.debug("heartbeat of %s not sent: %s", self._name, error)
-                if self._stop_event.wait(HEARTBEAT_INTERVAL_S):
-                    return
+                time.sleep(HEARTBEAT_INTERVAL_S)
 
     def _encode_heartbeat(self) -> bytes:
         now = time.monotonic()

@@ -57,9 +57,6 @@ class Generator(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a running request; its `generate` returns the partial result as `aborted`."""
 
-    async def entropies(self, request_id: str) -> tuple[float, ...]:
-        """Return exact entropies in nats of the tokens sampled so far by a running request."""
-
     async def pause(self) -> None:
         """Finish or freeze running requests, admit no new ones and drop the prefix cache."""
 

@@ -122,6 +122,7 @@ async def _answer_calls(
     extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)
     extra["generate_many"] = lambda requests: _generate_many(engine, requests)
     extra["generate_counting_calls"] = lambda requests: _generate_counting_calls(engine, requests)
+    extra["num_sampled"] = lambda: _value(engine._num_partial_tokens())
     extra["num_open"] = lambda: _value(len(engine._llm.output_processor.request_states))
     tasks = set()
     while (call := await calls.get())[1] != "exit":

@@ -39,7 +39,6 @@ class InterruptibleGenerator:
         self._run_allowed.set()
         self._running_ids: set[str] = set()
         self._interrupted_ids: set[str] = set()
-        self._pieces: dict[str, list[Generation]] = {}
 
     @property
     def version(self) -> int:
@@ -71,32 +70,21 @@ class InterruptibleGenerator:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Run one request to its end, over any number of interruptions."""
-        pieces = self._pieces[request.request_id] = []
-        try:
-            while True:
-                await self._wait_until_allowed()
-                piece = self._remaining_request(request, pieces)
-                generation, was_interrupted = await self._run_piece(piece)
-                pieces.append(generation)
-                finish, stop = self._combined_finish(
-                    request, pieces, piece.max_tokens, was_interrupted=was_interrupted
-                )
-                if finish is not None:
-                    return _merge_generations(pieces, finish, stop)
-        finally:
-            del self._pieces[request.request_id]
+        pieces: list[Generation] = []
+        while True:
+            await self._wait_until_allowed()
+            piece = self._remaining_request(request, pieces)
+            generation, was_interrupted = await self._run_piece(piece)
+            pieces.append(generation)
+            finish, stop = self._combined_finish(
+                request, pieces, piece.max_tokens, was_interrupted=was_interrupted
+            )
+            if finish is not None:
+                return _merge_generations(pieces, finish, stop)
 
     async def abort(self, request_id: str) -> None:
         """End a running request."""
         await self._generator.abort(request_id)
-
-    async def entropies(self, request_id: str) -> tuple[float, ...]:
-        """Return the entropies of all pieces of a running request so far, nats."""
-        pieces = self._pieces.get(request_id, ())
-        before = tuple(entropy for piece in pieces for entropy in piece.entropies)
-        if request_id in self._pieces and request_id not in self._running_ids:
-            return before
-        return (*before, *await self._generator.entropies(request_id))
 
     async def pause(self) -> None:
         """Pause the engine."""

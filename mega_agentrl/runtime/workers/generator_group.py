@@ -303,14 +303,6 @@ class GeneratorGroup:
         if (index := self._engine_of_request.get(request_id)) is not None:
             await self._call_engine(index, "abort", request_id)
 
-    async def entropies(self, request_id: str) -> tuple[float, ...]:
-        """Return the entropies so far of a running request, in nats per sampled token."""
-        index = self._engine_of_request.get(request_id)
-        if index is None:
-            raise ValueError(f"request_id={request_id}: expected a running request")
-        result: tuple[float, ...] = await self._call_engine(index, "entropies", request_id)
-        return result
-
     async def pause(self) -> None:
         """Pause all routable engines."""
         await asyncio.gather(*(self._call_engine(i, "pause") for i in self.routable_engines))

@@ -147,19 +147,3 @@ async def test_cancelling_an_interrupted_request_leaves_nothing():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert interruptible.num_waiting == 0 and not engine.running
-
-
-async def test_entropies_of_all_pieces_are_known_while_it_runs():
-    class Open(SteppedGenerator):
-        async def entropies(self, request_id):
-            return (9.0,)
-
-    interruptible, task = _start(Open(turns("0123456789" + EOS)), _request())
-    await _run(4)
-    await _wait_until_interrupted(interruptible, task)
-    before = await interruptible.entropies("p/0/0/0.0")
-    interruptible.continue_requests()
-    await _run(1)
-    now = await interruptible.entropies("p/0/0/0.0")
-    whole = (await task).entropies
-    assert before == whole[: len(before)] and now == (*before, 9.0)

@@ -157,12 +157,6 @@ async def test_abort_reaches_the_engine_that_runs_the_request(actors):
     assert not ray.get(actors[1].recorded_calls.remote())
 
 
-async def test_entropies_of_a_request_that_does_not_run(actors):
-    engines = group_of(actors[:1])
-    with pytest.raises(ValueError, match="request_id=ghost"):
-        await engines.entropies("ghost")
-
-
 def test_engines_sleep_together_and_one_that_fails_is_lost(ray_local):
     engines, actors = new_group(3)
     engines.registry.routable.discard(1)
