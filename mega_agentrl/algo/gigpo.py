@@ -50,14 +50,3 @@ def gigpo(
     turn_S = grpo(return_S.to(reward_B.dtype), state_S, norm_by_std=norm_by_std)
     _, num_turns_S = group_index_and_size(state_S)
     return advantage_B[trajectory_S] + weight * turn_S.where(num_turns_S > 1, 0.0)
-
-
-def number_turns(mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the number of each unmasked token's turn in its row, from 0, [B, T]; -1 where masked.
-
-    A turn is a run of unmasked tokens.
-    """
-    on_BT = mask_BT.bool()
-    is_start_BT = on_BT.clone()
-    is_start_BT[:, 1:] &= ~on_BT[:, :-1]
-    return torch.where(on_BT, is_start_BT.cumsum(1) - 1, -1)

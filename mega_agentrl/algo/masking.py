@@ -1,4 +1,4 @@
-"""Masked sums, means and log-ratios, shifts, and chunks of rows.
+"""Masked sums, means and log-ratios, shifts, turns, and chunks of rows.
 
 A masked position never changes a result, even if its value is NaN or infinite, and its gradient is
 0. Masks are bool or 0/1. Where nothing is unmasked the result is 0, not NaN.
@@ -55,6 +55,17 @@ def shift(x_RT: torch.Tensor, by: int) -> torch.Tensor:
     if by < 0:
         return torch.nn.functional.pad(x_RT[:, gap:], (0, gap))
     return torch.nn.functional.pad(x_RT[:, : width - gap], (gap, 0))
+
+
+def number_turns(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the number of each unmasked token's turn in its row, from 0, [B, T]; -1 where masked.
+
+    A turn is a run of unmasked tokens.
+    """
+    on_BT = mask_BT.bool()
+    is_start_BT = on_BT.clone()
+    is_start_BT[:, 1:] &= ~on_BT[:, :-1]
+    return torch.where(on_BT, is_start_BT.cumsum(1) - 1, -1)
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:

@@ -5,6 +5,7 @@ With r = exp(logp - old_logp), advantage A and clip range [1 - low, 1 + high]:
     clipped: max(-A r, -A clip(r))              (PPO, arXiv 1707.06347)
              min(-A c, the above)               for A < 0 with a dual clip c > 1 (arXiv 1912.09729)
     gspo:    clipped, with one ratio per trajectory, exp(mean log-ratio) (arXiv 2507.18071)
+    atpo:    clipped, with one ratio per turn, exp(mean log-ratio of the turn) (arXiv 2601.04767)
     cispo:   -sg(clip(r)) A logp                (arXiv 2506.13585)
 
 `balanced` selects AEPO's clip (arXiv 2510.14545): above the range the bound is (1 + high) r /
@@ -13,8 +14,8 @@ sg(r), which has PPO's value but keeps a gradient with the factor 1 + high. `dr_
 aggregation.
 
 B trajectories, T response positions; float32, or float64 if the log-probs are. The functions do not
-depend on how a batch was split: with the global `denominator` the values of the shards add up. Only
-`gspo` needs whole trajectories, because its ratio is a mean over one.
+depend on how a batch was split: with the global `denominator` the values of the shards add up.
+`gspo` needs whole trajectories and `atpo` whole turns, because their ratios are means over those.
 
 `actor.training.losses` registers the losses that `algo.loss` can name.
 """
@@ -30,6 +31,7 @@ from mega_agentrl.algo.masking import (
     masked_log_ratio,
     masked_mean,
     masked_sum,
+    number_turns,
     upcast,
     zero_masked,
 )
@@ -113,6 +115,42 @@ def gspo(
     return loss_BT, {
         "clipfrac": masked_mean(higher_BT.float(), on_BT),
         "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+    }
+
+
+def atpo(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return loss and metrics like `clipped`, with one ratio for all tokens of a turn.
+
+    A turn is a run of unmasked tokens. As in the code that was released with the paper, a token's
+    ratio has the value of the turn's, sg(s) r / sg(r) with s = exp(mean log-ratio of the turn), and
+    its gradient reaches this token alone (GSPO-token, arXiv 2507.18071), so that the advantages of
+    a turn's tokens may differ. If they are equal, the sum over the turn has the same gradient as
+    with s itself.
+
+    Returns:
+        The loss, [B, T], and `clipfrac` (fraction of tokens in clipped turns) and `approx_kl`.
+    """
+    check_same_shape(
+        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
+    )
+    on_BT = mask_BT.bool()
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
+    frozen_BT = log_ratio_BT.detach()
+    ratio_BT = bounded_exp(_turn_means(frozen_BT, on_BT)) * (log_ratio_BT - frozen_BT).exp()
+    weight_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
+    bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
+    loss_BT, higher_BT, _ = _surrogate(ratio_BT, bounded_BT, weight_BT, None)
+    return loss_BT, {
+        "clipfrac": masked_mean(higher_BT.float(), on_BT),
+        "approx_kl": masked_mean(-frozen_BT, on_BT),
     }
 
 
@@ -228,6 +266,14 @@ def loss_denominator(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
         case _:
             raise ValueError(f"mode={mode}: expected one of {', '.join(AGGREGATION_MODES)}")
     return number.clamp(min=1).float()
+
+
+def _turn_means(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `x_BT`, 0 where masked, over each unmasked token's turn, [B, T]."""
+    turn_BT = number_turns(mask_BT).clamp(min=0)
+    total_BT = torch.zeros_like(x_BT).scatter_add(1, turn_BT, x_BT)
+    count_BT = torch.zeros_like(x_BT).scatter_add(1, turn_BT, mask_BT.to(x_BT.dtype))
+    return (total_BT / count_BT.clamp(min=1)).gather(1, turn_BT)
 
 
 def _clipped_ratio(

@@ -123,12 +123,12 @@ def fork_advantages(
     check_rank(parent_N=parent_N)
     if shrinkage is not None and not shrinkage >= 0:
         raise ValueError(f"shrinkage={shrinkage}: expected None or a number of leaves from 0")
-    _check_nodes(leaf_node_L, parent_N)
+    check_nodes(leaf_node_L, parent_N)
     reward64_L = reward_L.double()
     family_L, size_L = group_index_and_size(group_L)  # the parent; above the roots, the prompt
     above_L = group_sum(reward64_L, family_L) / size_L  # the parent's value
     advantage_N = reward64_L.new_zeros(len(parent_N))
-    for on_L, node_M in _ancestors_from_roots(leaf_node_L, parent_N):
+    for on_L, node_M in ancestors_from_roots(leaf_node_L, parent_N):
         advantage_M = _shrunk_differences(
             reward64_L[on_L], above_L[on_L], node_M, family_L[on_L], shrinkage
         )
@@ -194,7 +194,7 @@ def _shrunk_differences(
     return difference_M * factor_M.clamp(min=0).where(is_known_M, 1.0)
 
 
-def _ancestors_from_roots(
+def ancestors_from_roots(
     leaf_node_L: torch.Tensor, parent_N: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield, by depth, which leaves have an ancestor there, [L], and the ancestors of those, [M].
@@ -217,8 +217,8 @@ def _ancestors_from_roots(
         yield on_L, path_HL.gather(0, up_L.unsqueeze(0)).squeeze(0)[on_L]
 
 
-def _check_nodes(leaf_node_L: torch.Tensor, parent_N: torch.Tensor) -> None:
-    """Raise `ValueError` unless every leaf's node and every parent exist."""
+def check_nodes(leaf_node_L: torch.Tensor, parent_N: torch.Tensor) -> None:
+    """Raise `ValueError` unless the node of each leaf and each parent exist."""
     num_nodes = len(parent_N)
     for name, node, low in (("leaf_node_L", leaf_node_L, 0), ("parent_N", parent_N, -1)):
         if node.numel() and not low <= int(node.min()) <= int(node.max()) < num_nodes:

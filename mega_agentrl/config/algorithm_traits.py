@@ -81,6 +81,14 @@ class LossTraits:
     """Names of its metrics, each a mean over the unmasked positions."""
     per_trajectory: bool = False
     """Whether it takes advantages [B], and rows that are whole trajectories, instead of [B, T]."""
+    needs_whole_turns: bool = False
+    """Whether a token's loss depends on the other tokens of its turn, so that no turn may be cut.
+    """
+
+    @property
+    def needs_uncut_rows(self) -> bool:
+        """Whether context ranks may not divide a row."""
+        return self.per_trajectory or self.needs_whole_turns
 
     def __post_init__(self) -> None:
         if taken := sorted(set(self.metrics) & set(OBJECTIVE_METRICS)):

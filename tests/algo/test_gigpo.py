@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mega_agentrl.algo.advantage import grpo
-from mega_agentrl.algo.gigpo import gigpo, number_turns
+from mega_agentrl.algo.gigpo import gigpo
 
 REWARD, GROUP = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 0])
 # All start alike; the second turns of the first two follow the same answer.
@@ -27,12 +27,3 @@ def test_a_turn_without_its_like_has_the_trajectory_s_advantage():
     alone = {**TURNS, "state_S": torch.arange(5)}
     got = gigpo(REWARD, GROUP, **alone)
     torch.testing.assert_close(got, grpo(REWARD, GROUP)[TURNS["trajectory_S"]])
-
-
-def test_turns_are_runs_of_sampled_tokens():
-    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 1, 1], [0] * 7])
-    assert number_turns(mask).tolist() == [
-        [0, 0, -1, 1, -1, -1, 2],
-        [-1, 0, -1, -1, -1, 1, 1],
-        [-1] * 7,
-    ]

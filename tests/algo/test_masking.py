@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_agentrl.algo.masking import masked_mean, masked_sum, masked_whiten, shift, upcast
+from mega_agentrl.algo.masking import (
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    number_turns,
+    shift,
+    upcast,
+)
 
 
 def test_sum_and_mean_by_hand():
@@ -59,3 +66,12 @@ def test_upcast_returns_float32_or_float64(dtype):
     x = torch.ones(2, 3, dtype=dtype)
     want = torch.float64 if dtype == torch.float64 else torch.float32
     assert upcast(x).dtype == want and upcast(x).tolist() == [[1.0] * 3] * 2
+
+
+def test_turns_are_runs_of_sampled_tokens():
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1], [0, 1, 0, 0, 0, 1, 1], [0] * 7])
+    assert number_turns(mask).tolist() == [
+        [0, 0, -1, 1, -1, -1, 2],
+        [-1, 0, -1, -1, -1, 1, 1],
+        [-1] * 7,
+    ]

@@ -11,6 +11,7 @@ from mega_agentrl.algo import advantage
 from mega_agentrl.algo.policy_loss import (
     AGGREGATION_MODES,
     aggregate,
+    atpo,
     cispo,
     clipped,
     dapo,
@@ -153,6 +154,45 @@ def test_gspo_by_hand():
     assert logp.grad[1].tolist() == [0.0] * 3
 
 
+def test_atpo_by_hand():
+    # Turns of mean log-ratios 0.1 and 0.5: ratios 1.105 and 1.649; the second is cut at 1.2.
+    logp = torch.tensor([[0.3, -0.1, 9.0, 0.5, 0.5]], requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 1, 1]])
+    gain = torch.tensor([[-2.0, 1.0, 9.0, 3.0, -1.0]])
+    loss, info = atpo(logp, torch.zeros(1, 5), gain, mask, **RANGE)
+    first, second = 2.718281828**0.1, 2.718281828**0.5
+    expected = [2 * first, -first, 0, -3.6, second]
+    assert loss[0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert info["clipfrac"].item() == pytest.approx(1 / 4)
+    assert info["approx_kl"].item() == pytest.approx(-1.2 / 4)
+    loss.sum().backward()
+    assert logp.grad is not None
+    # The ratio is the turn's, the gradient the token's own.
+    assert logp.grad[0].tolist() == pytest.approx([2 * first, -first, 0, 0, second], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_atpo_s_gradient_is_that_of_the_turn_s_ratio_if_its_tokens_have_equal_advantages(seed):
+    """Each row of gspo is one turn; in one row of atpo, turns are separated by a masked token."""
+    logp, old, gain, _ = _random(seed, spread=0.8)
+    gain, joined = gain[:, 0], torch.ones(4, 7, dtype=torch.bool)
+    joined[:, 6] = False
+
+    def in_turns(grid_BT):
+        return torch.nn.functional.pad(grid_BT, (0, 1)).reshape(1, -1)
+
+    gradients = []
+    for loss_of, parts in (
+        (gspo, (old, gain, torch.ones(4, 6))),
+        (atpo, (in_turns(old), in_turns(gain[:, None].expand(4, 6)), joined.reshape(1, -1))),
+    ):
+        point = logp.clone().requires_grad_()
+        loss, info = loss_of(point if loss_of is gspo else in_turns(point), *parts, **RANGE)
+        gradients += torch.autograd.grad(loss.sum(), point)
+    assert 0 < info["clipfrac"] < 1
+    torch.testing.assert_close(*gradients)
+
+
 def test_cispo_by_hand():
     # Ratios 1, e^7 and e^-2, the last two clipped to 1.2 and 0.8; the fourth token is masked.
     logp = torch.tensor([[-1.0, -2.0, -3.0, float("nan")]], requires_grad=True)
@@ -166,7 +206,7 @@ def test_cispo_by_hand():
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
-@pytest.mark.parametrize("loss_of", [clipped, gspo, cispo])
+@pytest.mark.parametrize("loss_of", [clipped, gspo, atpo, cispo])
 def test_masked_values_do_not_change_the_losses(loss_of, junk):
     logp, old, gain, mask = (value.float() for value in _random(7))
     gain = gain[:, 0] if loss_of is gspo else gain

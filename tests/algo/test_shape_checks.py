@@ -78,6 +78,7 @@ CALLS = {
     "clipped, mask": lambda: policy_loss.clipped(GRID, GRID, GRID, WIDE, **RANGE),
     "gspo": lambda: policy_loss.gspo(GRID, CELL, ONE, GRID, **RANGE),
     "gspo, rows": lambda: policy_loss.gspo(GRID, GRID, TWO, GRID, **RANGE),
+    "atpo": lambda: policy_loss.atpo(GRID, CELL, GRID, GRID, **RANGE),
     "cispo": lambda: policy_loss.cispo(GRID, CELL, GRID, GRID, **RANGE),
     "aggregate": lambda: policy_loss.aggregate(TWO, TWO, "token_mean"),
     "clipped_value_loss": lambda: clipped_value_loss(GRID, GRID, CELL, GRID, clip=0.5),

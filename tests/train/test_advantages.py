@@ -112,6 +112,32 @@ def test_advantages_by_hand(name, expected):
     }
 
 
+def test_at2po_weighs_a_fork_by_the_entropies_of_its_first_turns():
+    """A shared turn; after a tool's token one leaf has a turn of entropy ln 3 and one of 9, the
+    other a turn of entropy 0."""
+    log3 = math.log(3)
+    entropy_BT = torch.tensor([[1, 0, 2 * log3, 0, 0, 9], [1, 0, 0, 0, 0, 0]])
+    given = batch(
+        prompt_ids=((1,),) * 2,
+        response_BT=torch.ones(2, 6, dtype=torch.int64),
+        length_B=torch.tensor([6, 4]),
+        mask_BT=torch.tensor([[1, 0, 1, 1, 0, 1], [1, 0, 1, 1, 0, 0]]).bool(),
+        group_B=torch.tensor([0, 0]),
+        reward_B=torch.tensor([1.0, 0.0]),
+        tree_token_BT=torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 6, 7, 8, 9]]),
+        rollout_logp_BT=-entropy_BT,
+        rollout_entropy_BT=torch.zeros(2, 6),
+        version_BT=torch.zeros(2, 6, dtype=torch.int64),
+        baseline_B=None,
+        value_BT=None,
+    )
+    got_BT, _ = advantages(given, AlgoConfig(advantage="at2po"))
+    expected = [[0.5, 0, 1, 1, 0, 1], [0.5, 0, -1, -1, 0, 0]]
+    assert_close(got_BT, torch.tensor(expected), atol=1e-5, rtol=0)
+    exact = AlgoConfig(advantage="at2po", advantage_options={"exact_entropy": True})
+    assert advantages(given, exact)[0][:, 0].tolist() == [0, 0]
+
+
 def test_gigpo_compares_turns_after_equal_answers_of_the_tool():
     """A tool's token between two sampled ones: 7 for the first three rows, 8 for the last."""
     response_BT = torch.tensor([[1, 7, 2], [3, 7, 4], [5, 7, 6], [1, 8, 2]])
@@ -130,6 +156,39 @@ def test_gigpo_compares_turns_after_equal_answers_of_the_tool():
     # The first turns of a prompt start alike, with half the return; of the second turns, rows 2 and
     # 3 differ in the answer.
     assert got_BT.tolist() == [[0.75, 0, 1], [-0.75, 0, -1], [1.5, 0, 1], [-1.5, 0, -1]]
+
+
+def test_hgpo_compares_turns_by_how_many_answers_they_have_in_common():
+    """Sampled a, tool x, sampled b, tool y, sampled c; three rows of one prompt."""
+    response_BT = torch.tensor([[1, 7, 2, 9, 3], [1, 7, 2, 9, 4], [5, 8, 2, 9, 6], [1, 7, 2, 9, 3]])
+    given = batch(
+        response_BT=response_BT,
+        length_B=torch.full((4,), 5),
+        mask_BT=torch.tensor([[1, 0, 1, 0, 1]] * 4).bool(),
+        group_B=torch.tensor([0, 0, 0, 1]),
+        reward_B=torch.tensor([3.0, 0.0, 0.0, 1.0]),
+        tree_token_BT=torch.arange(20).view(4, 5),
+        rollout_logp_BT=torch.zeros(4, 5),
+        rollout_entropy_BT=torch.zeros(4, 5),
+        version_BT=torch.zeros(4, 5, dtype=torch.int64),
+        value_BT=None,
+    )
+
+    def rows(**options):
+        algo = AlgoConfig(advantage="hgpo", advantage_options={"gamma": 1.0} | options)
+        return advantages(given, algo)[0][:, ::2]
+
+    # Depth 0 compares with a mean of 1 the first and the last turns, with 1.5 the middle ones after
+    # answer 7. Depth 1, of weight 3 to 2: answers 7 and 9 have a mean of 1.5.
+    last = [(2 * 2 + 3 * 1.5) / 5, (2 * -1 + 3 * -1.5) / 5, -1]
+    expected_BT = torch.tensor([[2, 1.5, last[0]], [-1, -1.5, last[1]], [-1, 0, -1], [0, 0, 0]])
+    assert_close(rows(history=1, exact_history=False), expected_BT)
+    # The first two rows' last turns have equal tokens before them: one more depth, of weight 3 to
+    # 2 without earlier answers; the first turns' mean is the same at either depth.
+    assert_close(rows(history=0), expected_BT)
+    # All of weight 2 to 4, 3 to 4.
+    exact = rows(history=1)
+    assert exact[0].tolist() == pytest.approx([2, 1.5, (2 * 2 + (3 + 4) * 1.5) / 9])
 
 
 def test_reinforce_plus_plus_by_hand():
@@ -167,8 +226,11 @@ def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
         trajectory_B=torch.tensor([7, 7, 3, 3, 5, 5, 6, 6]),
         length_B=torch.ones(8, dtype=torch.int64),
     )
+    # Cut into rows, a turn counts as two, so no turn may be discounted.
+    options = {"gamma": 1.0} if "gamma" in ESTIMATORS.find(name).options else {}
     algo = AlgoConfig(
         advantage=name,
+        advantage_options=options,
         kl_coef=0.1,
         kl_estimator=KlEstimator.k1,
         kl_placement=KlPlacement.reward,

@@ -83,10 +83,16 @@ _REGISTERED: dict[str, RegisteredLoss] = {}
 
 
 def register_loss(
-    name: str, *, metrics: tuple[str, ...], per_trajectory: bool = False
+    name: str,
+    *,
+    metrics: tuple[str, ...],
+    per_trajectory: bool = False,
+    needs_whole_turns: bool = False,
 ) -> Callable[[LossFunctionT], LossFunctionT]:
     """Register the decorated function as the loss `name` with the traits of `LossTraits`."""
-    traits = LossTraits(metrics=metrics, per_trajectory=per_trajectory)
+    traits = LossTraits(
+        metrics=metrics, per_trajectory=per_trajectory, needs_whole_turns=needs_whole_turns
+    )
 
     def register(function: LossFunctionT) -> LossFunctionT:
         _REGISTERED[name] = RegisteredLoss(function, traits)
@@ -189,3 +195,19 @@ def _cispo(
         clip_high: Width of the clip range of the weight above a ratio of 1.
     """
     return policy_loss.cispo(*tensors, clip_low=clip_low, clip_high=clip_high)
+
+
+@register_loss("atpo", metrics=("clipfrac", "approx_kl"), needs_whole_turns=True)
+def _atpo(
+    *tensors: torch.Tensor,
+    clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.003,
+    clip_high: Annotated[float, Range(above=0)] = 0.004,
+) -> LossResult:
+    """AT2PO's loss, with one ratio per turn (arXiv 2601.04767).
+
+    Args:
+        *tensors: Log-probs, old log-probs, advantages and mask.
+        clip_low: Width of the clip range below a ratio of 1; the default is the released setting.
+        clip_high: Width of the clip range above a ratio of 1; the default is the released setting.
+    """
+    return policy_loss.atpo(*tensors, clip_low=clip_low, clip_high=clip_high)

@@ -70,8 +70,8 @@ class PolicyObjective:
         pad = partial(self.targets.padded, indices=micro.rows, device=logp_RT.device)
         mask_RT = pad("mask")
         own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
-        assert micro.context_size == 1 or not find_loss(self.algo).traits.per_trajectory, (
-            "check_algo refuses losses per trajectory with context parallelism"
+        assert micro.context_size == 1 or not find_loss(self.algo).traits.needs_uncut_rows, (
+            "check_algo refuses losses per trajectory or turn with context parallelism"
         )
         loss_RT, info = compute_policy_loss(
             self.algo,
@@ -158,7 +158,7 @@ def compute_policy_loss(
 
     A loss per trajectory (gspo) has one ratio per row and uses the mean advantage over the row's
     trained tokens, so it needs whole rows with one advantage each; the config checks refuse
-    settings that violate this.
+    settings that violate this. A loss per turn (atpo) needs whole turns.
 
     Args:
         algo: Loss and its options.

@@ -36,6 +36,13 @@ def check_algo(config: TrainConfig) -> None:
     algo = config.algo
     ESTIMATORS.check_options(algo.advantage, algo.advantage_options)
     LOSSES.check_options(algo.loss, algo.loss_options)
+    if algo.loss_traits.needs_uncut_rows and config.parallel.context > 1:
+        raise ConfigError(
+            "parallel.context",
+            config.parallel.context,
+            f"1 with algo.loss={algo.loss}, which needs whole rows",
+            "the parallel layout was chosen for another loss",
+        )
     if algo.loss_traits.per_trajectory:
         _check_whole_trajectories(config)
     _check_correction(config)
@@ -49,13 +56,6 @@ def check_algo(config: TrainConfig) -> None:
 def _check_whole_trajectories(config: TrainConfig) -> None:
     """Check that rows are whole trajectories with one advantage each."""
     algo, with_loss = config.algo, f"with algo.loss={config.algo.loss}"
-    if config.parallel.context > 1:
-        raise ConfigError(
-            "parallel.context",
-            config.parallel.context,
-            f"1 {with_loss}, which needs whole rows",
-            "the parallel layout was chosen for another loss",
-        )
     if config.rollout.use_inference_chat_template:
         raise ConfigError(
             INFERENCE_TEMPLATE_KEY,

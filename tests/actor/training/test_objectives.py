@@ -14,7 +14,7 @@ from mega_agentrl.actor.training.objectives import (
     compute_policy_loss,
     policy_metrics,
 )
-from mega_agentrl.config.algorithm_traits import LOSSES
+from mega_agentrl.config.algorithm_traits import LOSSES, LossTraits
 from mega_agentrl.config.enums import KlPlacement, LossAggregation
 from mega_agentrl.config.sections.algo import AlgoConfig
 from tests.actor.training.objective_jobs import gradients
@@ -30,6 +30,9 @@ LOG_RATIO_RT = torch.tensor([[1.0, 0.0, 9.0], [-1.0, -1.0, 0.0]])
 ADVANTAGE_RT = torch.tensor([[2.0, 2.0, 99.0], [-1.0, -1.0, -1.0]])
 MASK_RT = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
 OLD_RT = torch.full((2, 3), -2.0)
+UNCUT_ROWS = [
+    one for one in LOSSES.registered() if LOSSES.find_traits(one, LossTraits).needs_uncut_rows
+]
 
 
 def value_of(piece, batch, cut):
@@ -111,7 +114,7 @@ def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected,
     )
     assert expected[0][batch.mask_BT].abs().sum() > 0.1
     piece = policy_objective(algo, batch)
-    for num_context in (1, 2) if loss != "gspo" else (1,):
+    for num_context in (1, 2) if loss not in UNCUT_ROWS else (1,):
         total = 0.0
         for rank in range(num_context):
             for rows in ([4], [], [5, 0], [1, 2, 3]):
@@ -124,8 +127,9 @@ def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected,
         torch.testing.assert_close(got, expected)
 
 
-def test_gspo_over_a_divided_row_is_a_bug(batch):
-    piece = policy_objective(objective("gspo"), batch)
+@pytest.mark.parametrize("loss", UNCUT_ROWS)
+def test_a_ratio_over_a_divided_row_is_a_bug(loss, batch):
+    piece = policy_objective(objective(loss), batch)
     micro = pack_rows(batch, [0], batch.mask_BT, CPU, context_rank=0, context_size=2)
     with pytest.raises(AssertionError, match="check_algo"):
         piece(micro, batch.old_logp_BT[:1], batch.old_logp_BT[:1])
@@ -149,7 +153,8 @@ def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
 
     The example's loss is loaded in each rank's process.
     """
-    losses = [one for one in LOSSES.registered() if one != "gspo" or "context" not in layout]
+    cut = UNCUT_ROWS if "context" in layout else []
+    losses = [one for one in LOSSES.registered() if one not in cut]
     algos = [objective(loss) for loss in (*losses, EXAMPLE)]
     config = train_config(checkpoints[True], **layout)
     model = load_model(checkpoints[True])
@@ -196,6 +201,8 @@ def term(loss, correction_RT=None):
         ("balanced", [[-2.6, -2, 0], [0.8, 0.8, 1]], [[-2.6, -2, 0], [0, 0, 1]]),
         # Row 0: ratio exp(1/2) = 1.65 above 1.3. Row 1: exp(-2/3) = .51 below .8.
         ("gspo", [[-2.6, -2.6, 0], [0.8, 0.8, 0.8]], [[0, 0, 0], [0, 0, 0]]),
+        # Each row is one turn, whose ratio is that of the row.
+        ("atpo", [[-2.6, -2.6, 0], [0.8, 0.8, 0.8]], [[0, 0, 0], [0, 0, 0]]),
         # Weights 1.3 and 1, .8, .8, 1 on the log-probs -1, -2 and -3, -3, -2.
         ("cispo", [[2.6, 4, 0], [-2.4, -2.4, -2]], [[-2.6, -2, 0], [0.8, 0.8, 1]]),
     ],
@@ -211,7 +218,7 @@ def test_every_loss_reports_the_same_metrics(loss):
     _, info, _ = term(loss)
     assert tuple(info) == CLIP_METRICS
     assert all(value.ndim == 0 and not value.requires_grad for value in info.values())
-    clipfrac = 1.0 if loss == "gspo" else 0.6
+    clipfrac = 1.0 if loss in UNCUT_ROWS else 0.6
     assert float(info["clipfrac"]) == pytest.approx(clipfrac)
     assert float(info["approx_kl"]) == pytest.approx(1 / 5)
     assert float(info["clipfrac_lower"]) == 0

@@ -5,6 +5,8 @@ Every split into micro-batches, data ranks or context ranks must add up to it.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 
 from mega_agentrl.config.algorithm_traits import LOSSES
@@ -40,14 +42,15 @@ def _row(algo, batch, row, logp_T, entropy_T):
     on_T = batch.mask_BT[row]
     logp_N, old_N = logp_T[on_T], batch.old_logp_BT[row][on_T]
     advantage_N = batch.advantage_BT[row][on_T]
-    loss_N = _policy(algo, logp_N, old_N, advantage_N)
+    turns = [len(list(run)) for on, run in groupby(on_T.tolist()) if on]
+    loss_N = _policy(algo, logp_N, old_N, advantage_N, turns)
     if batch.importance_weight_BT is not None:
         loss_N = batch.importance_weight_BT[row][on_T] * loss_N
     gap_N = batch.ref_logp_BT[row][on_T] - logp_N
     return loss_N + algo.kl_coef * (gap_N.exp() - 1 - gap_N) - algo.entropy_coef * entropy_T[on_T]
 
 
-def _policy(algo, logp_N, old_N, advantage_N):
+def _policy(algo, logp_N, old_N, advantage_N, turns):
     options = algo.loss_options
     ratio_N = (logp_N - old_N).exp()
     if algo.has_user_loss:  # that of examples/my_loss.py
@@ -55,13 +58,16 @@ def _policy(algo, logp_N, old_N, advantage_N):
     low, high = 1 - options["clip_low"], 1 + options["clip_high"]
     if algo.loss_traits.per_trajectory and len(logp_N):
         ratio_N = (logp_N - old_N).mean().exp().expand_as(logp_N)
+    if algo.loss == "atpo" and turns:
+        means = [one_K.mean().expand_as(one_K) for one_K in (logp_N - old_N).detach().split(turns)]
+        ratio_N = torch.cat(means).exp() * (logp_N - logp_N.detach() + 1)
     bound_N = ratio_N.clamp(low, high)
     match algo.loss:
         case "cispo":
             return -bound_N.detach() * advantage_N * logp_N
         case "balanced":
             bound_N = torch.where(ratio_N > high, high * ratio_N / ratio_N.detach(), bound_N)
-        case "clipped" | "gspo":
+        case "clipped" | "gspo" | "atpo":
             pass
         case _:
             raise ValueError(f"loss={algo.loss}: expected a loss with a formula here")

@@ -61,6 +61,14 @@ def test_gspo_needs_whole_rows_with_one_advantage():
     passes(**GSPO, **REWARD_KL)
 
 
+def test_atpo_needs_whole_turns_but_not_whole_trajectories():
+    atpo = {"loss": "atpo"}
+    assert refused_algo(atpo, parallel__context=2) == ("parallel.context", 2)
+    config = TrainConfig(algo=AlgoConfig(**atpo, advantage="at2po"))
+    config.rollout.use_inference_chat_template = True
+    check_algo(config)
+
+
 @pytest.mark.parametrize(
     ("loss", "option", "value", "expected"),
     [

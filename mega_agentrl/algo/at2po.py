@@ -1,0 +1,72 @@
+"""AT2PO: values of the turns of a rollout tree, from the leaves up (arXiv 2601.04767).
+
+The leaves' rewards are normalised over the tree, and the value of a turn is the mean of its
+children's values, weighted by the softmax of their entropies. The paper uses the value itself as
+the turn's advantage. Weights, normalisation and the choice of the value are those of the code that
+was released with the paper, with its published settings.
+
+L leaves, that is trajectories; N nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.advantage import group_index_and_size, group_sum
+from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.algo.tree_credit import ancestors_from_roots, check_nodes
+
+STD_FLOOR = 1e-6
+
+
+def at2po(
+    reward_L: torch.Tensor,
+    group_L: torch.Tensor,
+    leaf_node_L: torch.Tensor,
+    parent_N: torch.Tensor,
+    entropy_N: torch.Tensor,
+) -> torch.Tensor:
+    """Return the value of each node, [N], 0 for nodes without a leaf below.
+
+    Leaves have (r - mean) / (std + 1e-6), with the biased std of all leaves of the prompt, and a
+    node has sum_c softmax(H)_c V_c over its children c. A turn that is not the first one after a
+    fork has the value of the next one, so nodes may hold several turns (`tree_credit.token_tree`);
+    their entropy is then that of the first.
+
+    In the paper only turns without children are leaves. Here a leaf may end in a node that others
+    continue; it counts as a child with entropy 0.
+
+    Args:
+        reward_L: [L] reward of each leaf.
+        group_L: [L] prompt of each leaf, whose roots make up one tree.
+        leaf_node_L: [L] int64 node that each leaf ends in.
+        parent_N: [N] int64 parent of each node, -1 for roots.
+        entropy_N: [N] entropy of each node in nats.
+
+    Raises:
+        ValueError: A shape is wrong, a node does not exist, or a parent is its own descendant.
+    """
+    check_same_shape(reward_L=reward_L, group_L=group_L, leaf_node_L=leaf_node_L)
+    check_same_shape(parent_N=parent_N, entropy_N=entropy_N)
+    check_nodes(leaf_node_L, parent_N)
+    weight_N = entropy_N.double().exp()
+    total_N = torch.zeros_like(weight_N).index_add(0, leaf_node_L, _normalised(reward_L, group_L))
+    norm_N = torch.zeros_like(weight_N).index_add(
+        0, leaf_node_L, torch.ones_like(leaf_node_L, dtype=torch.float64)
+    )
+    for _, node_M in reversed(list(ancestors_from_roots(leaf_node_L, parent_N))):
+        child_C = node_M.unique()
+        child_C = child_C[parent_N[child_C] >= 0]
+        value_C = total_N[child_C] / norm_N[child_C]
+        total_N = total_N.index_add(0, parent_N[child_C], weight_N[child_C] * value_C)
+        norm_N = norm_N.index_add(0, parent_N[child_C], weight_N[child_C])
+    return (total_N / norm_N.where(norm_N > 0, 1.0)).to(reward_L.dtype)
+
+
+def _normalised(reward_L: torch.Tensor, group_L: torch.Tensor) -> torch.Tensor:
+    """Return (r - mean) / (std + 1e-6) within each group, [L] float64, with the biased std."""
+    index_L, size_L = group_index_and_size(group_L)
+    reward64_L = reward_L.double()
+    centred_L = reward64_L - group_sum(reward64_L, index_L) / size_L
+    variance_L = group_sum(centred_L.square(), index_L) / size_L
+    return centred_L / (variance_L.sqrt() + STD_FLOOR)

@@ -1,0 +1,59 @@
+"""HGPO: turns compared at several depths of common history (arXiv 2602.22817).
+
+GiGPO compares all turns that start from an equal state, whatever came before. HGPO also compares
+those among them that had the same state before, the same two before, and so on: fewer turns, but
+more alike. A turn's advantage is the weighted mean over the depths.
+
+K depths, S turns of all trajectories.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.advantage import group_index_and_size, grpo
+
+
+def hgpo(
+    return_S: torch.Tensor,
+    context_KS: torch.Tensor,
+    *,
+    weight_power: float = 1.0,
+    norm_by_std: bool = False,
+) -> torch.Tensor:
+    """Return the advantage of each turn, [S].
+
+        A = sum_k w_k A_k / sum_k w_k,    w_k = (k + 2)^weight_power
+
+    A_k is the turn's return less the mean of the turns with an equal context at depth k. The sums
+    are over the depths at which there is another turn; A is 0 if there is none. Depth k has weight
+    k + 2, not the k + 1 of a count from one, because the released code leaves 1 to the group of
+    whole trajectories, which is off by default and left out here. That code also leaves out depths
+    where A_k is exactly 0; here they count, since "no better than the others" is an answer.
+
+    Args:
+        return_S: [S] discounted return of each turn.
+        context_KS: [K, S] int64 context of each turn: at depth 0 the state before it, at depth k
+            this state and the k before. Negative where a turn has fewer states before it. Turns of
+            different prompts have different contexts.
+        weight_power: Power of the weights; 0 weighs all depths alike.
+        norm_by_std: Whether to divide A_k by the standard deviation.
+
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    if context_KS.ndim != 2 or context_KS.shape[1:] != return_S.shape:
+        raise ValueError(
+            f"context_KS: got shape {tuple(context_KS.shape)}, expected (K, S) with return_S of "
+            f"shape (S,), which has {tuple(return_S.shape)}"
+        )
+    total_S = torch.zeros_like(return_S, dtype=torch.float64)
+    norm_S = torch.zeros_like(total_S)
+    for depth, context_S in enumerate(context_KS):
+        _, size_S = group_index_and_size(context_S)
+        has_others_S = (context_S >= 0) & (size_S > 1)
+        own_S = grpo(return_S.double(), context_S, norm_by_std=norm_by_std)
+        weight = float(depth + 2) ** weight_power
+        total_S = total_S + weight * own_S.where(has_others_S, 0.0)
+        norm_S = norm_S + weight * has_others_S
+    return (total_S / norm_S.where(norm_S > 0, 1.0)).to(return_S.dtype)
