@@ -19,7 +19,9 @@ Three cases for each game, estimator and way of sampling, less is better:
 
 The baseline is GRPO on flat samples. `gae` has a critic whose values are wrong by 0.05 (standard
 deviation of a fixed error for each state), `remax` the greedy answer's expected reward.
-`gigpo` sees equal answers wherever the tool has only one, as in all games but `luck`.
+`gigpo` and `hgpo` see equal answers wherever the tool has only one, as in all games but `luck`.
+`appo_released` reads how the engine's log-probs differ from the trainer's, here by independent
+errors of standard deviation 0.02.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ NUM_GROUPS = 16
 BASELINE = ("grpo", "flat")
 METRICS = ("bias", "noise", "error")
 CRITIC_ERROR = 0.1
+ENGINE_ERROR = 0.02
 
 
 @dataclass
@@ -124,7 +127,9 @@ class Sampler:
         return int(np.searchsorted(cumulative, self._random.random() * cumulative[-1]))
 
 
-def make_batch(game: Game, groups: list[Group], critic_DS: list[np.ndarray]) -> TrainBatch:
+def make_batch(
+    game: Game, groups: list[Group], critic_DS: list[np.ndarray], random: np.random.Generator
+) -> TrainBatch:
     """Return the training batch of the trajectories: an action and an answer for each turn."""
     rows = [
         (number, group.level, path)
@@ -155,6 +160,13 @@ def make_batch(game: Game, groups: list[Group], critic_DS: list[np.ndarray]) -> 
             for _, level, path in rows
         ]
     )
+    logp_BT, entropy_BT = torch.zeros(shape), torch.zeros(shape)
+    for turn, policy_SA in enumerate(game.policy_DSA):
+        policy_BA = policy_SA[[path.states[turn] for _, _, path in rows]]
+        action_B = [path.actions[turn] for _, _, path in rows]
+        logp_BT[:, 2 * turn] = torch.tensor(np.log(policy_BA[range(len(rows)), action_B]))
+        entropy_BT[:, 2 * turn] = torch.tensor(-(policy_BA * np.log(policy_BA)).sum(1))
+    noise_BT = torch.tensor(random.standard_normal(shape), dtype=torch.float32)
     return TrainBatch(
         prompt_ids=((0,),) * len(rows),
         response_BT=response_BT,
@@ -163,8 +175,9 @@ def make_batch(game: Game, groups: list[Group], critic_DS: list[np.ndarray]) -> 
         group_B=torch.tensor([number for number, _, _ in rows]),
         reward_B=torch.tensor([path.reward for _, _, path in rows]),
         tree_token_BT=token_BT,
-        rollout_logp_BT=torch.zeros(shape),
-        rollout_entropy_BT=torch.zeros(shape),
+        rollout_logp_BT=logp_BT,
+        rollout_entropy_BT=entropy_BT,
+        old_logp_BT=logp_BT + ENGINE_ERROR * noise_BT,
         version_BT=torch.zeros(shape, dtype=torch.int64),
         value_BT=value_BT,
         baseline_B=torch.tensor([level + 0.5 * game.greedy_value() for _, level, _ in rows]),
@@ -198,7 +211,7 @@ def measure(
     gradients = []
     for _ in range(args.batches):
         groups = sampler.sample(way)
-        batch = make_batch(game, groups, critic_DS)
+        batch = make_batch(game, groups, critic_DS, random)
         filled, _ = add_advantages(batch, algo, kl_coef=0.0, cot_marker_ids=None)
         assert filled.advantage_BT is not None
         gradients.append(estimate_gradient(game, groups, filled.advantage_BT))

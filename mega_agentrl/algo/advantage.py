@@ -62,6 +62,21 @@ def grpo(
     return centred_B.to(reward_B.dtype)
 
 
+def group_z_score(
+    reward_B: torch.Tensor, group_B: torch.Tensor, *, eps: float = 1e-6
+) -> torch.Tensor:
+    """Return (r - mean) / (std + eps) within each group, [B] float64, with the biased std.
+
+    A group of one has 0.
+    """
+    check_same_shape(reward_B=reward_B, group_B=group_B)
+    index_B, size_B = group_index_and_size(group_B)
+    reward64_B = reward_B.double()
+    centred_B = reward64_B - group_sum(reward64_B, index_B) / size_B
+    variance_B = group_sum(centred_B.square(), index_B) / size_B
+    return centred_B / (variance_B.sqrt() + eps)
+
+
 def rloo(reward_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
     """Return the reward minus the mean of the other group members, [B] (arXiv 2402.14740).
 

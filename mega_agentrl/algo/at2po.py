@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.algo.advantage import group_index_and_size, group_sum
+from mega_agentrl.algo.advantage import group_z_score
 from mega_agentrl.algo.shape_checks import check_same_shape
 from mega_agentrl.algo.tree_credit import ancestors_from_roots, check_nodes
-
-STD_FLOOR = 1e-6
 
 
 def at2po(
@@ -50,7 +48,7 @@ def at2po(
     check_same_shape(parent_N=parent_N, entropy_N=entropy_N)
     check_nodes(leaf_node_L, parent_N)
     weight_N = entropy_N.double().exp()
-    total_N = torch.zeros_like(weight_N).index_add(0, leaf_node_L, _normalised(reward_L, group_L))
+    total_N = torch.zeros_like(weight_N).index_add(0, leaf_node_L, group_z_score(reward_L, group_L))
     norm_N = torch.zeros_like(weight_N).index_add(
         0, leaf_node_L, torch.ones_like(leaf_node_L, dtype=torch.float64)
     )
@@ -61,12 +59,3 @@ def at2po(
         total_N = total_N.index_add(0, parent_N[child_C], weight_N[child_C] * value_C)
         norm_N = norm_N.index_add(0, parent_N[child_C], weight_N[child_C])
     return (total_N / norm_N.where(norm_N > 0, 1.0)).to(reward_L.dtype)
-
-
-def _normalised(reward_L: torch.Tensor, group_L: torch.Tensor) -> torch.Tensor:
-    """Return (r - mean) / (std + 1e-6) within each group, [L] float64, with the biased std."""
-    index_L, size_L = group_index_and_size(group_L)
-    reward64_L = reward_L.double()
-    centred_L = reward64_L - group_sum(reward64_L, index_L) / size_L
-    variance_L = group_sum(centred_L.square(), index_L) / size_L
-    return centred_L / (variance_L.sqrt() + STD_FLOOR)

@@ -98,6 +98,8 @@ def advantages(given_batch, algo, kl_coef=None, cot_marker_ids=((OPEN,), (CLOSE,
         # One leaf counts half; the token that two leaves share has the value of the group.
         ("fork_credit", [[0, 0.25], [0, -0.25], [0.5, 0.5], [-0.5, 0]]),
         ("tree_grpo", [[1, 1], [-1, -1], [1, 1], [-1, 0]]),
+        # GRPO's, and beside it those of fork_credit.
+        ("appo", [[0.5, 0.75], [-0.5, -0.75], [1.5, 1.5], [-1.5, 0]]),
     ],
 )
 def test_advantages_by_hand(name, expected):
@@ -136,6 +138,22 @@ def test_at2po_weighs_a_fork_by_the_entropies_of_its_first_turns():
     assert_close(got_BT, torch.tensor(expected), atol=1e-5, rtol=0)
     exact = AlgoConfig(advantage="at2po", advantage_options={"exact_entropy": True})
     assert advantages(given, exact)[0][:, 0].tolist() == [0, 0]
+
+
+def test_appo_released_trains_the_first_trajectory_of_a_tree_alone():
+    """Two roots of one prompt; the first one has two forks. Engine and trainer agree but for the
+    last token of row 0, by ln 1.1."""
+    given = batch(
+        group_B=torch.zeros(4, dtype=torch.int64),
+        reward_B=torch.tensor([1.0, 3.0, 1.0, 0.0]),
+        tree_token_BT=torch.tensor([[0, 1], [0, 2], [0, 3], [4, 5]]),
+        old_logp_BT=torch.tensor([[0, math.log(1.1)], [0, 0], [0, 0], [0, 0]]),
+    )
+    options = {"decay_tokens": 1e9, "weight": 2.0}
+    got_BT, _ = advantages(given, AlgoConfig(advantage="appo_released", advantage_options=options))
+    # The initial ones have 1 and -1, the forks 1 and -1, whose mean of 0 the shared token gets.
+    expected = [[1 + 2 * 1.1] * 2, [0, 0], [0, 0], [-3, 0]]
+    assert_close(got_BT, torch.tensor(expected), atol=1e-4, rtol=0)
 
 
 def test_gigpo_compares_turns_after_equal_answers_of_the_tool():
@@ -249,12 +267,14 @@ def test_a_failed_row_changes_nothing(name):
         reward_B=torch.tensor([1.0, 0.0, 3.0, 1.0, 0.0]),
         mask_BT=torch.cat([plain.mask_BT, torch.zeros(1, 2).bool()]),
         entropy_BT=torch.ones(5, 2),
+        old_logp_BT=torch.zeros(5, 2),
     )
     is_per_trajectory = AlgoConfig(advantage=name).estimator.per_trajectory
     settings = {"lam": 0.4} if is_per_trajectory else {}
     egpo = EgpoConfig(cot_blocks=CotBlocks.response, **settings)
     algo = AlgoConfig(advantage=name, egpo=egpo, entropy_advantage_weight=0.2)
-    expected_BT, expected = advantages(plain.with_fields(entropy_BT=torch.ones(4, 2)), algo)
+    scored = {"entropy_BT": torch.ones(4, 2), "old_logp_BT": torch.zeros(4, 2)}
+    expected_BT, expected = advantages(plain.with_fields(**scored), algo)
     got_BT, got = advantages(failed, algo)
     assert torch.equal(got_BT[:4], expected_BT) and not got_BT[4].any()
     assert got == pytest.approx(expected)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 
 from mega_agentrl.algo import advantage as estimators
-from mega_agentrl.algo import at2po, tree_credit
+from mega_agentrl.algo import appo, at2po, tree_credit
 from mega_agentrl.algo.masking import number_turns
 from mega_agentrl.config.ranges import Range
 from mega_agentrl.train.estimators.registry import AdvantageResult, register_advantage
@@ -43,15 +43,8 @@ def _fork_credit(
     """
     tree = _token_tree(inputs)
     reward_A = estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=norm_by_std)
-    is_leaf_A = tree.leaf_node_B >= 0
-    advantage_N = tree_credit.fork_advantages(
-        reward_A[is_leaf_A],
-        tree.leaf_node_B[is_leaf_A],
-        tree.parent_N,
-        shrinkage=shrinkage,
-        group_L=inputs.group_A[is_leaf_A],
-    )
-    return _give_to_tokens(inputs, tree, advantage_N)
+    advantage_N = _fork_advantages(inputs, tree, reward_A, shrinkage)
+    return AdvantageResult(inputs.rows.split_rows(_of_tokens(tree, advantage_N), inputs.batch))
 
 
 @register_advantage("tree_grpo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
@@ -99,7 +92,96 @@ def _at2po(
         tree.parent_N,
         _first_turn_means(tree, rows.concat_rows(entropy_BT, batch.length_B)),
     )
-    return _give_to_tokens(inputs, tree, value_N)
+    return AdvantageResult(rows.split_rows(_of_tokens(tree, value_N), batch))
+
+
+@register_advantage("appo", needs_groups=True, supports_kl_in_reward=True)
+def _appo(
+    inputs: AdvantageInputs,
+    algo: AlgoConfig,
+    *,
+    weight: Annotated[float, Range(at_least=0, at_most=1000)] = 1.0,
+    shrinkage: Annotated[float | None, Range(at_least=0)] = 1.0,
+    norm_by_std: bool = True,
+) -> AdvantageResult:
+    """APPO with values: GRPO plus the gain in value at each node of the tree (arXiv 2606.12384).
+
+    The paper multiplies by a future value; adding lets a node that lost value count against the
+    trajectory that went through it.
+
+    Args:
+        inputs: The batch.
+        algo: Settings of the algorithm.
+        weight: Weight of the gain in value.
+        shrinkage: Number of leaves at which the value of a node is half that of its parent; null
+            for the James-Stein estimate.
+        norm_by_std: Divide by the standard deviation of the group's rewards.
+    """
+    tree = _token_tree(inputs)
+    reward_A = estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=norm_by_std)
+    gain_N = _fork_advantages(inputs, tree, reward_A, shrinkage)
+    on_AL = tree.node_BT >= 0
+    total_AL = estimators.broadcast(reward_A, on_AL) + weight * _of_tokens(tree, gain_N)
+    return AdvantageResult(inputs.rows.split_rows(total_AL, inputs.batch))
+
+
+@register_advantage("appo_released", needs_groups=True, supports_kl_in_reward=True)
+def _appo_released(
+    inputs: AdvantageInputs,
+    algo: AlgoConfig,
+    *,
+    weight: Annotated[float, Range(at_least=0, at_most=1000)] = 1.0,
+    decay_tokens: Annotated[float, Range(above=0)] = 128.0,
+    bound: Annotated[float, Range(at_least=0, at_most=10)] = 0.2,
+) -> AdvantageResult:
+    """APPO's code, whose value is the mismatch of engine and trainer (arXiv 2606.12384).
+
+    The first trajectory of a tree is the initial one, all others are its forks, which are not
+    trained on. The release divides its losses by trained tokens only; here those of the forks are
+    counted, with advantage 0. Its scale of rewards before the branching point is left out, since it
+    multiplies tokens that have no reward.
+
+    Args:
+        inputs: The batch.
+        algo: Settings of the algorithm.
+        weight: Weight of the value: advantages are multiplied by 1 + weight * value.
+        decay_tokens: Number of tokens over which the mismatch counts half.
+        bound: The value is between 1 and 1 + bound.
+    """
+    rows, batch = inputs.rows, inputs.batch
+    assert batch.old_logp_BT is not None, "the policy scores a batch before its advantages"
+    tree = _token_tree(inputs)
+    is_leaf_A, is_fork_A = tree.leaf_node_B >= 0, _is_fork(tree)
+    base_A = inputs.reward_A.new_zeros(is_leaf_A.shape)
+    base_A[is_leaf_A], added_N = appo.dual_group(
+        inputs.reward_A[is_leaf_A],
+        inputs.group_A[is_leaf_A],
+        is_fork_A[is_leaf_A],
+        tree.leaf_node_B[is_leaf_A],
+        tree.parent_N,
+    )
+    on_AL = tree.node_BT >= 0
+    total_AL = estimators.broadcast(base_A, on_AL) + _of_tokens(tree, added_N)
+    value_AL = appo.mismatch_value(
+        rows.concat_rows(batch.old_logp_BT, batch.length_B),
+        rows.concat_rows(batch.rollout_logp_BT, batch.length_B),
+        on_AL,
+        gamma=0.5 ** (1 / decay_tokens),
+        bound=bound,
+    )
+    trained_AL = total_AL * (1 + weight * value_AL)
+    trained_AL = trained_AL.masked_fill(is_fork_A.unsqueeze(1), 0.0)
+    return AdvantageResult(rows.split_rows(trained_AL, batch))
+
+
+def _is_fork(tree: tree_credit.TokenTree) -> torch.Tensor:
+    """Return whether an earlier trajectory has the same root, [A]."""
+    is_leaf_A = tree.root_B >= 0
+    place_L = is_leaf_A.nonzero().squeeze(1)
+    first_N = torch.full_like(tree.parent_N, len(is_leaf_A)).scatter_reduce(
+        0, tree.root_B[is_leaf_A], place_L, "amin"
+    )
+    return is_leaf_A.masked_scatter(is_leaf_A, first_N[tree.root_B[is_leaf_A]] < place_L)
 
 
 def _first_turn_means(tree: tree_credit.TokenTree, value_AL: torch.Tensor) -> torch.Tensor:
@@ -115,14 +197,29 @@ def _first_turn_means(tree: tree_credit.TokenTree, value_AL: torch.Tensor) -> to
     return total_N / zero_N.index_add(0, node_M, torch.ones_like(value_M))
 
 
-def _give_to_tokens(
-    inputs: AdvantageInputs, tree: tree_credit.TokenTree, advantage_N: torch.Tensor
-) -> AdvantageResult:
-    """Return the advantage of each token's node."""
+def _fork_advantages(
+    inputs: AdvantageInputs,
+    tree: tree_credit.TokenTree,
+    reward_A: torch.Tensor,
+    shrinkage: float | None,
+) -> torch.Tensor:
+    """Return `tree_credit.fork_advantages` of the trajectories that are leaves, [N]."""
+    is_leaf_A = tree.leaf_node_B >= 0
+    return tree_credit.fork_advantages(
+        reward_A[is_leaf_A],
+        tree.leaf_node_B[is_leaf_A],
+        tree.parent_N,
+        shrinkage=shrinkage,
+        group_L=inputs.group_A[is_leaf_A],
+    )
+
+
+def _of_tokens(tree: tree_credit.TokenTree, advantage_N: torch.Tensor) -> torch.Tensor:
+    """Return the advantage of each token's node, 0 where masked, [A, L]."""
     on_AL = tree.node_BT >= 0
     advantage_AL = advantage_N.new_zeros(on_AL.shape)
     advantage_AL[on_AL] = advantage_N[tree.node_BT[on_AL]]
-    return AdvantageResult(inputs.rows.split_rows(advantage_AL, inputs.batch))
+    return advantage_AL
 
 
 def _token_tree(inputs: AdvantageInputs) -> tree_credit.TokenTree:

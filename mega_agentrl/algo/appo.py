@@ -1,0 +1,80 @@
+"""APPO: credit for the decision points of a tree (arXiv 2606.12384), as released and with values.
+
+The paper scales a token's advantage by how much likelier the policy finds what follows it than the
+policy that sampled it, the "future value". The released code compares the trainer's log-probs with
+the engine's before the update, when both have the same weights: what it calls a value is their
+numerical mismatch (`mismatch_value`). `dual_group` is the release's estimate from two groups of
+rewards. The estimator `appo` replaces the mismatch by the gain in value along the tree
+(`tree_credit.fork_advantages`), which is our own reading of what the value should tell.
+
+L leaves, that is trajectories; N nodes; B rows; T response positions.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega_agentrl.algo.advantage import apply_to_sampled_tokens, discounted_sum, group_z_score
+from mega_agentrl.algo.masking import bounded_exp, masked_log_ratio
+from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.algo.tree_credit import ancestors_from_roots, check_nodes
+
+
+def mismatch_value(
+    train_logp_BT: torch.Tensor,
+    rollout_logp_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    gamma: float,
+    bound: float,
+) -> torch.Tensor:
+    """Return exp(sum_{j >= t} gamma^(j - t) (train_logp_j - rollout_logp_j)), [B, T].
+
+    It is clamped to [1, 1 + bound], the released setting, and 1 where masked. Masked tokens do not
+    discount; in the released code they do.
+    """
+    check_same_shape(train_logp_BT=train_logp_BT, rollout_logp_BT=rollout_logp_BT, mask_BT=mask_BT)
+    log_ratio_BT = masked_log_ratio(train_logp_BT, rollout_logp_BT, mask_BT)
+    sum_BT = apply_to_sampled_tokens(
+        lambda ratio_RL: discounted_sum(ratio_RL, gamma), mask_BT, log_ratio_BT
+    )
+    return bounded_exp(sum_BT).clamp(1, 1 + bound).to(log_ratio_BT.dtype)
+
+
+def dual_group(
+    reward_L: torch.Tensor,
+    group_L: torch.Tensor,
+    is_fork_L: torch.Tensor,
+    leaf_node_L: torch.Tensor,
+    parent_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the advantage of each leaf, [L], and what the forks add to each node, [N].
+
+    The rewards of a prompt's first trajectories are normalised among themselves, and so are those
+    of its forks (mean 0, biased std 1). A fork is not trained on: its advantage is 0. The mean of
+    the forks below a node is added to the advantages of the tokens in it.
+
+    Args:
+        reward_L: [L] reward of each leaf.
+        group_L: [L] prompt of each leaf.
+        is_fork_L: [L] bool, whether the leaf is a fork of another one.
+        leaf_node_L: [L] int64 node that each leaf ends in.
+        parent_N: [N] int64 parent of each node, -1 for roots.
+
+    Raises:
+        ValueError: A shape is wrong, a node does not exist, or a parent is its own descendant.
+    """
+    check_same_shape(
+        reward_L=reward_L, group_L=group_L, is_fork_L=is_fork_L, leaf_node_L=leaf_node_L
+    )
+    check_nodes(leaf_node_L, parent_N)
+    _, prompt_L = torch.unique(group_L, return_inverse=True)
+    score_L = group_z_score(reward_L, 2 * prompt_L + is_fork_L)
+    total_N = torch.zeros_like(parent_N, dtype=torch.float64)
+    count_N = torch.zeros_like(total_N)
+    for on_L, node_M in ancestors_from_roots(leaf_node_L, parent_N):
+        is_fork_M = is_fork_L[on_L].double()
+        total_N = total_N.index_add(0, node_M, score_L[on_L] * is_fork_M)
+        count_N = count_N.index_add(0, node_M, is_fork_M)
+    added_N = total_N / count_N.clamp(min=1)
+    return score_L.where(~is_fork_L, 0.0).to(reward_L.dtype), added_N.to(reward_L.dtype)
