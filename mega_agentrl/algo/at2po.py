@@ -53,7 +53,7 @@ def at2po(
         0, leaf_node_L, torch.ones_like(leaf_node_L, dtype=torch.float64)
     )
     for _, node_M in reversed(list(ancestors_from_roots(leaf_node_L, parent_N))):
-        child_C = node_M.unique()
+        child_C = torch.unique(node_M)
         child_C = child_C[parent_N[child_C] >= 0]
         value_C = total_N[child_C] / norm_N[child_C]
         total_N = total_N.index_add(0, parent_N[child_C], weight_N[child_C] * value_C)
