@@ -22,6 +22,8 @@ class Branching(StrEnum):
     """ARPO's rule (arXiv 2507.19849)."""
     aepo = "aepo"
     """AEPO's rule, which penalizes consecutive forks."""
+    at2po = "at2po"
+    """AT2PO's rule, which samples the turns of highest entropy anew when the roots have ended."""
     released = "released"
     """ARPO's published code."""
 

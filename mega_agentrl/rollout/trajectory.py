@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -80,8 +80,8 @@ class ForkSnapshot:
     """Forked tools, or the error that forking them raised."""
     num_calls: int
     """Tool calls of the parent so far."""
-    baseline_entropy: float
-    """Baseline entropy of the root, nats."""
+    baseline_entropy: float | None
+    """Baseline entropy of the root, nats; None if its first turn has none."""
     num_consecutive_forks: int
     """Number of most recent consecutive decisions on the path that forked."""
     user_session: InteractionSession | RuntimeError | OSError | None = None
@@ -147,6 +147,7 @@ class TrajectoryRunner:
         self._baseline_entropy = snapshot.baseline_entropy if snapshot else None
         self._tool_rewards: dict[str, float] = {}
         self._num_children = 0
+        self._turn_starts: dict[int, ForkSnapshot] = {}
 
     @property
     def trajectory_id(self) -> str:
@@ -170,14 +171,51 @@ class TrajectoryRunner:
 
     async def release(self) -> None:
         """Release tools and user; safe to call twice."""
-        for session in (self._tool_session, self._user_session):
-            if session is None:
+        await self._release_sessions(self._tool_session, self._user_session)
+        self._tool_session = self._user_session = None
+
+    async def release_turn_starts(self) -> None:
+        """Release the copies of tools and user that were made for `fork_ended`."""
+        while self._turn_starts:
+            _, snapshot = self._turn_starts.popitem()
+            await self._release_sessions(snapshot.tool_session, snapshot.user_session)
+
+    async def fork_ended(self, position: int, budget: ForkBudget) -> None:
+        """Start a path that leaves this one, which has ended, at the start of a turn.
+
+        Nothing starts if tools or user could not be copied at this turn.
+
+        Args:
+            position: Number of response tokens before the turn.
+            budget: Fork slots of the new path.
+        """
+        snapshot = self._turn_starts.get(position)
+        if snapshot is None:
+            return
+        assert not isinstance(snapshot.tool_session, INFRA_ERRORS)
+        assert not isinstance(snapshot.user_session, INFRA_ERRORS)
+        session, user = await fork_sessions(
+            snapshot.tool_session, snapshot.user_session, self.trajectory_id
+        )
+        copied = replace(
+            snapshot,
+            token_buffer=snapshot.token_buffer.prefix(position),
+            tool_session=session,
+            user_session=user,
+            deadline_s=None,  # of a path that has ended
+        )
+        self._start_fork(copied, budget)
+
+    async def _release_sessions(
+        self, *sessions: ToolSession | InteractionSession | RuntimeError | OSError | None
+    ) -> None:
+        for session in sessions:
+            if session is None or isinstance(session, INFRA_ERRORS):
                 continue
             try:
                 await session.release()
             except INFRA_ERRORS as error:
                 _log.warning("%s: release failed: %s", self.trajectory_id, error)
-        self._tool_session = self._user_session = None
 
     async def _run_with_timeout(self) -> StopReason:
         limit_s = self._context.config.trajectory_timeout_s
@@ -270,6 +308,8 @@ class TrajectoryRunner:
         if self._turn_generator.num_tokens_left < 1:
             return FinishReason.length, ""
         num_probe_tokens = self._num_probe_tokens(start)
+        if self._context.policy.expansion_rounds:
+            await self._keep_turn_start(start)
         if num_probe_tokens:
             finish = await self._generate_turn_with_probe(start, num_probe_tokens)
         else:
@@ -302,34 +342,53 @@ class TrajectoryRunner:
     async def _maybe_fork(self, start: int) -> None:
         """Ask the branch policy how many forks to start at token `start`, and start them."""
         baseline = self._baseline_entropy
-        assert self._tool_session is not None and baseline is not None
+        assert baseline is not None
         for budget in self._fork_decider.decide(
             start, baseline, self._token_buffer.entropies[start:]
         ):
-            copies = fork_sessions(self._tool_session, self._user_session, self.trajectory_id)
-            session, user = await self._spans.trace_wait("fork", copies)
-            snapshot = ForkSnapshot(
-                parent_id=self.trajectory_id,
-                token_buffer=self._token_buffer.prefix(start),
-                tool_session=session,
-                num_calls=self._num_calls,
-                baseline_entropy=baseline,
-                num_consecutive_forks=self._fork_decider.num_consecutive_forks,
-                user_session=user,
-                deadline_s=self._deadline_s,
-                context_resets=self._turn_generator.context_resets,
-            )
-            child = TrajectoryRunner(
-                self._context,
-                self._prompt,
-                self._prompt_key,
-                (*self.path, self._num_children),
-                budget=budget,
-                on_fork=self._on_fork,
-                snapshot=snapshot,
-            )
-            self._num_children += 1
-            self._on_fork(child)
+            self._start_fork(await self._copy_state(start), budget)
+
+    async def _keep_turn_start(self, start: int) -> None:
+        """Copy the state at the start of a turn for `fork_ended`."""
+        if start == self._fork_len or (self._user_session and not self._user_session.can_fork):
+            return  # a root's first turn, or the parent has the copy
+        snapshot = await self._copy_state(start)
+        sessions = (snapshot.tool_session, snapshot.user_session)
+        if any(isinstance(session, INFRA_ERRORS) for session in sessions):
+            await self._release_sessions(*sessions)
+        else:
+            self._turn_starts[start] = snapshot
+
+    async def _copy_state(self, start: int) -> ForkSnapshot:
+        """Return the state at token `start`, where the tools and the user are now."""
+        assert self._tool_session is not None
+        copies = fork_sessions(self._tool_session, self._user_session, self.trajectory_id)
+        session, user = await self._spans.trace_wait("fork", copies)
+        return ForkSnapshot(
+            parent_id=self.trajectory_id,
+            token_buffer=self._token_buffer.prefix(start),
+            tool_session=session,
+            num_calls=self._num_calls,
+            baseline_entropy=self._baseline_entropy,
+            num_consecutive_forks=self._fork_decider.num_consecutive_forks,
+            user_session=user,
+            deadline_s=self._deadline_s,
+            context_resets=self._turn_generator.context_resets,
+        )
+
+    def _start_fork(self, snapshot: ForkSnapshot, budget: ForkBudget) -> None:
+        """Hand a child that starts from `snapshot` to `on_fork`."""
+        child = TrajectoryRunner(
+            self._context,
+            self._prompt,
+            self._prompt_key,
+            (*self.path, self._num_children),
+            budget=budget,
+            on_fork=self._on_fork,
+            snapshot=snapshot,
+        )
+        self._num_children += 1
+        self._on_fork(child)
 
     async def _run_tools(
         self,

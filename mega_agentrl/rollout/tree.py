@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.branching.policy import PathBudget, make_root_budgets
+from mega_agentrl.rollout.branching.policy import PathBudget, make_root_budgets, split_evenly
 from mega_agentrl.rollout.trajectory import TrajectoryRunner
 from mega_agentrl.types.records import RolloutTree
 
@@ -43,19 +43,26 @@ async def sample_tree(
             monitored = tree.tasks[0].result()
         slots = policy.fork_slots(num_trajectories, monitored)
         await tree.run_roots(make_root_budgets(context.config.branch.fork_budget, slots))
+        num_planned = len(slots) + (monitored is not None)
+        num_left = num_trajectories - len(tree.tasks)
+        if policy.expansion_rounds:
+            for num_forks in split_evenly(num_left, policy.expansion_rounds):
+                await tree.expand(num_forks)
         num_missing = num_trajectories - len(tree.tasks)
         await tree.run_roots([PathBudget(0)] * num_missing)
     finally:
         for runner in tree.runners:
             # A task that is cancelled before its first step never reaches its own release.
             await runner.release()
+            await runner.release_turn_starts()
     trajectories = [task.result() for task in tree.tasks]
+    num_forks = sum(trajectory.parent_id is not None for trajectory in trajectories)
     assert len(trajectories) == num_trajectories, f"{len(trajectories)} of {num_trajectories}"
     return RolloutTree(
         prompt=prompt,
         trajectories=sorted(trajectories, key=lambda trajectory: trajectory.path),
-        num_forks=sum(trajectory.parent_id is not None for trajectory in trajectories),
-        num_extra_roots=num_missing,
+        num_forks=num_forks,
+        num_extra_roots=num_trajectories - num_forks - num_planned,
     )
 
 
@@ -75,23 +82,43 @@ class _TreeSampler:
         self._prompt = prompt
         self._prompt_key = prompt_key
         self._num_roots = 0
+        self._group = asyncio.TaskGroup()
 
     async def run_roots(self, budgets: Sequence[ForkBudget]) -> None:
         """Run one new root per budget, and all their forks, to the end."""
-        async with asyncio.TaskGroup() as group:
-
-            def start(runner: TrajectoryRunner) -> None:
-                self.runners.append(runner)
-                self.tasks.append(group.create_task(runner.run()))
-
+        async with asyncio.TaskGroup() as self._group:
             for budget in budgets:
-                root = TrajectoryRunner(
-                    self._context,
-                    self._prompt,
-                    self._prompt_key,
-                    (self._num_roots,),
-                    budget=budget,
-                    on_fork=start,
-                )
-                self._num_roots += 1
-                start(root)
+                self._start_root(budget)
+
+    async def expand(self, num_forks: int) -> None:
+        """Run up to `num_forks` paths from turns of the paths so far, and their forks, to the end.
+
+        Where a turn has no copy of its tools and user, no path starts.
+        """
+        ended = sorted((task.result() for task in self.tasks), key=lambda one: one.path)
+        runners = {runner.path: runner for runner in self.runners}
+        async with asyncio.TaskGroup() as self._group:
+            for path, position in self._context.policy.choose_expansions(ended, num_forks):
+                if path:
+                    await runners[path].fork_ended(position, PathBudget(0))
+                else:
+                    self._start_root(PathBudget(0))
+
+    def _start_root(self, budget: ForkBudget) -> None:
+        path = (self._num_roots,)
+        self._num_roots += 1
+        self._start(
+            TrajectoryRunner(
+                self._context,
+                self._prompt,
+                self._prompt_key,
+                path,
+                budget=budget,
+                on_fork=self._start,
+            )
+        )
+
+    def _start(self, runner: TrajectoryRunner) -> None:
+        """Run a path in the task group of the current round."""
+        self.runners.append(runner)
+        self.tasks.append(self._group.create_task(runner.run()))

@@ -9,6 +9,7 @@ import asyncio
 
 import pytest
 
+from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.tree import sample_tree
 from tests.fakes import FakeGenerator, FakeTools, make_context, make_prompt, turns
@@ -65,11 +66,12 @@ def test_unused_slots_become_fresh_roots_at_once():
     assert generator.most >= 5
 
 
+@pytest.mark.parametrize("branching", [Branching.after_result, Branching.at2po])
 @pytest.mark.parametrize("num_requests", [0, 1, 4, 6, 9, 12])
-async def test_cancelling_a_tree_releases_every_session(num_requests):
+async def test_cancelling_a_tree_releases_every_session(num_requests, branching):
     writes = turns("thinkhard" + CALL, "more words" + END)
     generator, tools = FakeGenerator(writes, entropy=RISE, delays=1), FakeTools(delays=2)
-    config = _config(group_size=8)
+    config = _config(group_size=8, branching=branching)
     context = make_context(config, generator=generator, tools=tools, max_model_len=140)
     task = asyncio.create_task(sample_tree(context, make_prompt(), "p0"))
     while len(generator.requests) < num_requests:

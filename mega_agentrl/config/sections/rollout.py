@@ -48,6 +48,12 @@ class BranchConfig(Section, key="rollout.branch"):
     consecutive_penalty: Annotated[float, Range(at_least=0, at_most=1)] = 0.05
     """Fraction by which `rollout.branching=aepo` lowers the probability for every consecutive
     fork."""
+    sibling_penalty: Annotated[float, Range(at_least=0, at_most=100, unit="nats")] = 0.05
+    """Entropy that `rollout.branching=at2po` takes off a turn for every other turn sampled from the
+    same state."""
+    num_expansion_rounds: Annotated[int, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = 2
+    """Rounds in which `rollout.branching=at2po` starts its forks; each one chooses among the turns
+    of all paths that have ended."""
     num_probe_tokens: Annotated[int, Range(at_least=0, at_most=MAX_TOKENS, unit="tokens")] = 20
     """Tokens sampled after a tool's answer whose mean entropy in nats is H; 0 never forks."""
     initial_rollouts: Annotated[int | None, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = None

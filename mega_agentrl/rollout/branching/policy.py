@@ -9,8 +9,9 @@ at the end (see `rollout.tree`).
 A rule answers two questions: where to ask (`BranchPolicy.asks_at`, by default at every turn after
 a tool answer), and how many forks to make there (`BranchPolicy.num_forks`). In between the
 trajectory samples a probe of k = `rollout.branch.num_probe_tokens` tokens; 0 never asks. Policies
-only decide; the trajectory probes and forks. `rollout.branching=released` runs in lock-step without
-a policy (see `lockstep_arpo`).
+only decide; the trajectory probes and forks. Or a rule chooses among the turns of paths that have
+ended (`BranchPolicy.choose_expansions`), and the tree starts the forks.
+`rollout.branching=released` runs in lock-step without a policy (see `lockstep_arpo`).
 
 A rule is a subclass of `BranchPolicy` with `num_forks` and, if it asks elsewhere, `asks_at`. It can
 stay in a file of your own: `rollout.branching=FILE.py`, see `examples/my_branching.py`; if it is a
@@ -25,12 +26,13 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from mega_agentrl.algo.aepo import branch_penalty, initial_rollouts
 from mega_agentrl.algo.branching import branch_probability, should_branch
@@ -79,6 +81,15 @@ class ForkPoint:
     """Exact entropies of the tokens sampled after the position, nats."""
     num_consecutive_forks: int = 0
     """Most recent consecutive decisions on the path from the root that forked."""
+
+
+class Expansion(NamedTuple):
+    """The start of a turn of a path that has ended, from which another path is to start."""
+
+    path: tuple[int, ...]
+    """The path that got there first; () for a fresh root."""
+    position: int
+    """Number of response tokens before the turn."""
 
 
 class ForkBudget(Protocol):
@@ -165,6 +176,24 @@ class BranchPolicy(ABC):
         first one, and only if the session of the simulated user can fork.
         """
         return turn.previous_role is Role.tool
+
+    @property
+    def expansion_rounds(self) -> int:
+        """Rounds of forks from paths that have ended, for which turns keep a copy of their tools.
+
+        With more than 0 the slots that `fork_slots` leaves out are used by `choose_expansions`.
+        """
+        return 0
+
+    def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
+        """Return where to start paths in a round, at most `num_forks`.
+
+        Args:
+            ended: All trajectories so far, in path order.
+            num_forks: Number of paths to start.
+        """
+        del ended, num_forks
+        return ()
 
     @abstractmethod
     def num_forks(self, point: ForkPoint) -> int:
@@ -320,6 +349,60 @@ class AepoBranching(ArpoBranching):
         ]
         known = [mean for mean in means if mean is not None]
         return fmean(known) if known else None
+
+
+@register_branch_policy(Branching.at2po)
+class At2poBranching(NoBranching):
+    """AT2PO's rule (arXiv 2601.04767): sample the turns of highest entropy anew.
+
+    N roots run to their end. Then, in each of a few rounds, the turns with the highest score get
+    another path, which leaves before the turn:
+
+        mean entropy of the turn - sibling_penalty * number of its siblings
+
+    Siblings are the other turns that were sampled from the same state; all first turns of the roots
+    are. As in the code released with the paper, a path's last turn is not sampled anew, a first
+    turn becomes a fresh root, and turns are chosen again if there are fewer than forks. The paper
+    estimates the entropy from the log-probs of the turn's tokens; here it is exact.
+    """
+
+    @property
+    def expansion_rounds(self) -> int:
+        """`rollout.branch.num_expansion_rounds`."""
+        return self.config.num_expansion_rounds
+
+    def fork_slots(
+        self, num_trajectories: int, monitored: Trajectory | None = None
+    ) -> tuple[int, ...]:
+        """Return N roots without slots of their own."""
+        del monitored
+        return (0,) * num_configured_roots(self.config, num_trajectories)
+
+    def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
+        """Return where the turns with the highest scores start; equal ones in path order."""
+        by_path = {one.path: one for one in ended}
+        num_turns: Counter[Expansion] = Counter()
+        turns: list[tuple[float, Expansion]] = []
+        for one in ended:
+            for turn in one.turns:
+                if turn.role is not Role.assistant or not one.fork_len <= turn.start < turn.stop:
+                    continue
+                state = _find_state(one.path, turn.start, by_path)
+                num_turns[state] += 1
+                if not one.failed and turn.index < len(one.turns) - 1:
+                    turns.append((fmean(one.entropies[turn.start : turn.stop]), state))
+        penalty = self.config.sibling_penalty
+        turns.sort(key=lambda turn: penalty * (num_turns[turn[1]] - 1) - turn[0])
+        return [state for _, state in islice(cycle(turns), num_forks)]
+
+
+def _find_state(
+    path: tuple[int, ...], position: int, by_path: Mapping[tuple[int, ...], Trajectory]
+) -> Expansion:
+    """Return the state after `position` tokens, as one of the path that was there first."""
+    while len(path) > 1 and position <= by_path[path].fork_len:
+        path = path[:-1]
+    return Expansion(path if position else (), position)
 
 
 def mean_probe_entropy(entropies: Sequence[float], num_probe_tokens: int) -> float | None:

@@ -25,7 +25,7 @@ from mega_agentrl.rollout.branching.policy import (
 )
 from mega_agentrl.rollout.tree import sample_tree
 from mega_agentrl.types.records import Role
-from tests.fakes import FakeGenerator, make_context, make_prompt, turns
+from tests.fakes import FakeGenerator, FakeTools, make_context, make_prompt, turns
 from tests.rollout.grown_trees import CALL, END, entropy_levels
 from tests.rollout.virtual_time import run_virtually
 
@@ -135,7 +135,7 @@ def test_budgets_of_the_roots():
 TALK = turns("thinkhard" + CALL, "more words" + CALL, "and so on" + CALL, "at last" + END)
 
 
-def _grow(generator, *, num_trajectories=12, branching=Branching.aepo, **branch):
+def _grow(generator, *, num_trajectories=12, branching=Branching.aepo, tools=None, **branch):
     config = RolloutConfig(
         group_size=num_trajectories,
         branching=branching,
@@ -144,7 +144,7 @@ def _grow(generator, *, num_trajectories=12, branching=Branching.aepo, **branch)
         max_turns=20,
         max_response_tokens=400,
     )
-    context = make_context(config, generator=generator)
+    context = make_context(config, generator=generator, tools=tools or FakeTools())
     return run_virtually(asyncio.wait_for(sample_tree(context, make_prompt(), "p0"), 20))
 
 
@@ -246,3 +246,49 @@ def test_consecutive_forks_count_along_the_path_and_are_inherited():
     assert made[(0, 0)] == [0, 1]
     assert [round(d.probability, 6) for d in tree.trajectories[0].decisions] == [0.6, 0.45, 0.6]
     assert {d.threshold for one in tree.trajectories for d in one.decisions} == {0.5}
+
+
+def _turn_entropies(*levels):
+    """An engine's entropies that depend on the turn, counted by the tool's answers."""
+    return lambda response, request: levels[response.count("</result>")]
+
+
+def _starts(tree):
+    """The turn that each path starts with, and its own path, for the forks."""
+    return [
+        (one.path, sum(turn.role is Role.assistant for turn in one.turns if turn.stop <= size))
+        for one in tree.trajectories
+        if (size := one.fork_len)
+    ]
+
+
+AT2PO = {"branching": Branching.at2po, "initial_rollouts": 1, "num_trajectories": 5}
+
+
+def test_the_turn_of_highest_entropy_is_sampled_anew_until_others_are_higher():
+    # Of four turns the third has most; each sibling costs .4, so that the second is next.
+    generator = FakeGenerator(TALK, entropy=_turn_entropies(1.0, 2.0, 2.5, 9.0))
+    tree = _grow(generator, **AT2PO, sibling_penalty=0.4, num_expansion_rounds=4)
+    # The third turn has 2.5, with one sibling 2.1 and with two 1.7, the second one 2.0. Sampled
+    # anew, the second turn leads to a third one without siblings.
+    assert _starts(tree) == [((0, 0), 2), ((0, 1), 2), ((0, 2), 1), ((0, 2, 0), 2)]
+    assert tree.num_forks == 4 and tree.num_extra_roots == 0
+    # Each path's tools saw its own calls and no others.
+    assert all(one.tool_rewards == {"python": 3.0} for one in tree.trajectories)
+
+
+def test_a_round_takes_the_highest_turns_and_repeats_them_if_there_are_too_few():
+    generator = FakeGenerator(TALK, entropy=_turn_entropies(1.0, 3.0, 2.0, 9.0))
+    tree = _grow(generator, **AT2PO, num_expansion_rounds=1)
+    # The first turn becomes a fresh root; the last one is never sampled anew.
+    assert _starts(tree) == [((0, 0), 1), ((0, 1), 2), ((0, 2), 1)]
+    assert [one.path for one in tree.trajectories] == [(0,), (0, 0), (0, 1), (0, 2), (1,)]
+    assert (tree.num_forks, tree.num_extra_roots) == (3, 1)
+
+
+def test_without_copies_of_the_tools_fresh_roots_take_the_slots():
+    tools = FakeTools(fork_fails=True)
+    tree = _grow(FakeGenerator(TALK), tools=tools, **AT2PO)
+    assert tree.num_forks == 0 and tree.num_extra_roots == 4
+    assert not any(one.failed for one in tree.trajectories)
+    assert all(session.released == 1 for session in tools.sessions)
