@@ -1,17 +1,22 @@
-"""Compares GRPO, ARPO soft and hard, ARPO + EGPO and ARES on the smoke task with equal budgets.
+"""The scoreboard: trains all algorithms on up to three tasks, with equal budgets of tokens.
 
-    python tools/compare_algos.py [--algos NAME,...] [--seeds K,...] [--tokens N | --steps N]
-                                  [--marks N] [--save-every N] [--out FOLDER] [key=value ...]
+    python tools/compare_algos.py [--tasks NAME,...] [--algos NAME,...] [--seeds K,...]
+                                  [--rates LR,...] [--tuning-seed K] [--tokens N | --steps N]
+                                  [--marks N] [--save-every N] [--out FOLDER] [--page FILE]
+                                  [--list] [key=value ...]
 
-All runs start from the same warm-started checkpoint and share one policy, one engine and one set of
-tools, which are started once. Each run trains until it has generated `--tokens` tokens; the shared
-prefix of forks counts once, since it is generated once. The held-out reward is evaluated at
-`--marks` equal fractions of the budget, on the same questions with the same seeds. Input: `make
-model`.
+All runs of a task start from the same warm-started checkpoint. Each algorithm first gets one run
+for each learning rate, with a seed that is not scored, and then runs all seeds with the rate that
+was best on the development questions; `--rates 2e-4` skips that. Each run trains until it has
+generated `--tokens` tokens; the shared prefix of forks counts once, since it is generated once. The
+held-out reward is evaluated at `--marks` equal fractions of the budget, on the same questions with
+the same seeds. An algorithm is a preset of `algo=`, to which `+` adds overrides:
+`arpo+algo.egpo.lam=0.4`. `--list` says what would run, and what is skipped and why.
 
-Writes `comparison.md`, `comparison.json` and `comparison.png` to the folder after every run, and
-prints the table. It can be interrupted at any time: the same command continues, and finished runs
-are not repeated. The folder of a run is described in `compare/run.py`.
+After each scored run it writes `scoreboard.md`, `scoreboard.svg` and `scoreboard.json`, and for
+each task `comparison.md` and `comparison.png`, to the folder; page and figure also to `--page`. It
+can be interrupted at any time: the same command continues, and finished runs are not repeated. The
+folders are described in `compare/run.py`. Input: `tools/make_tiny_model.py`, which `--list` names.
 
 Exit codes: 0 done, 2 bad input, 1 a failure, 130 interrupted.
 """
@@ -21,14 +26,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 import signal
+import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -37,151 +44,148 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mega_agentrl.report.compare.algorithms import (  # noqa: E402
-    RunCostCurve,
     algorithms_markdown,
     summarize_algorithms,
     write_cost_plot,
 )
-from mega_agentrl.report.progress import format_duration  # noqa: E402
-from tools.compare.budget import Budget  # noqa: E402
-from tools.compare.variants import (  # noqa: E402
-    BASELINE,
-    VARIANTS,
-    Variant,
-    check_run,
-    make_config,
+from mega_agentrl.report.compare.scoreboard import (  # noqa: E402
+    score_rows,
+    scoreboard_markdown,
+    write_scoreboard_figure,
 )
+from tools.compare.budget import Budget  # noqa: E402
+from tools.compare.plan import (  # noqa: E402
+    BASELINE,
+    TASKS,
+    CompareOptions,
+    check_overrides,
+    list_presets,
+)
+from tools.compare.task_runner import TaskRunner  # noqa: E402
 
-if TYPE_CHECKING:
-    from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.report.compare.algorithms import EvalCostPoint
-
-BUDGET_TOKENS = 200_000
-NUM_EVALUATIONS = 10
+BUDGET_TOKENS = 100_000
+NUM_EVALUATIONS = 5
+SEEDS, TUNING_SEED, LEARNING_RATES = "1,2,3,4,5", 101, "1e-4,2e-4,4e-4"
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+ItemT = TypeVar("ItemT")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the comparison and return the exit code."""
     args = _parse(arguments)
-    out = args.out.resolve()
+    command = f"tools/compare_algos.py {shlex.join(arguments)}".strip()
     try:
-        base, settings = make_config(args.overrides, run_dir=out)
-        plan = [_make_run(name, seed, args, base) for seed in args.seeds for name in args.algos]
+        check_overrides(args.overrides)
+        options = _make_options(args)
+        runners = [TaskRunner.plan(TASKS[key], options, args.algos) for key in args.tasks]
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"compare_algos: {error}", file=sys.stderr)
         return BAD_INPUT
-    _log_to_file(out)
+    if args.list:
+        print("\n".join(line for runner in runners for line in _describe(runner)))
+        return 0
+    _log_to_file(options.out)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        _compare(args, base, settings, plan, out)
+        _compare(runners, lambda: _write_all(options, runners, command, args.page))
     except KeyboardInterrupt:
         print("compare_algos: interrupted; the same command continues from here", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as error:
         logging.exception("the comparison failed")
-        print(f"compare_algos: {error}\nmessages: {out / 'logs'}", file=sys.stderr)
+        messages = options.out / "logs"
+        print(f"compare_algos: {error}\nmessages: {messages}", file=sys.stderr)
         return FAILED
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """One algorithm with one seed."""
-
-    variant: Variant
-    seed: int
-    config: TrainConfig
-    settings: dict[str, Any]
-    """The settings stored in the run's folder; the folder refuses a run with others."""
-
-    def curve(self, evaluations: tuple[EvalCostPoint, ...]) -> RunCostCurve:
-        return RunCostCurve(algorithm=self.variant.title, seed=self.seed, eval_points=evaluations)
+def _compare(runners: Sequence[TaskRunner], write: Callable[[], str]) -> None:
+    for runner in runners:
+        runner.read_finished()
+        runner.on_result = write
+    for runner in runners:
+        runner.run_missing()
+    print(write())
 
 
-def _compare(
-    args: argparse.Namespace,
-    base: TrainConfig,
-    settings: dict[str, Any],
-    plan: Sequence[_Run],
-    out: Path,
-) -> None:
-    # Imported here: torch is loaded only after the configurations have been checked.
-    from tools.compare.run import read_result
-
-    results = [(run, read_result(Path(run.config.run_dir), run.settings)) for run in plan]
-    curves = [run.curve(evaluations) for run, evaluations in results if evaluations is not None]
-    missing = [run for run, evaluations in results if evaluations is None]
-    if missing:
-        _run_all(args, base, settings, missing, curves, out)
-    print(write_comparison(out, curves, args))
-    print(f"plot: {out / 'comparison.png'}")
-
-
-def _run_all(
-    args: argparse.Namespace,
-    base: TrainConfig,
-    settings: dict[str, Any],
-    missing: Sequence[_Run],
-    curves: list[RunCostCurve],
-    out: Path,
-) -> None:
-    """Run the missing runs and append their curves."""
-    from mega_agentrl.runtime.build import build
-    from mega_agentrl.runtime.cluster import ClusterConnection
-    from mega_agentrl.runtime.inputs import read_inputs
-    from tools.compare.run import ComparisonSetup, evaluate_warm, make_warm_start, run_once
-
-    start_s = time.monotonic()
-    with ClusterConnection(base) as cluster, build(base, read_inputs(base), cluster) as parts:
-        warm = make_warm_start(parts, base, settings, out / "warm")
-        before = evaluate_warm(parts, base, warm, out / "warm")
-        setup = ComparisonSetup(
-            components=parts, base_config=base, warm_start_folder=warm, initial_evaluation=before
-        )
-        print(f"warm start: held-out reward {before.reward:.3f}, success {before.success:.3f}")
-        for run in missing:
-            evaluations = run_once(setup, run.config, run.settings, _budget(args), args.save_every)
-            curves.append(run.curve(evaluations))
-            last = evaluations[-1]
-            print(
-                f"{run.variant.title}, seed {run.seed}: held-out reward {last.reward:.3f} after "
-                f"{last.num_tokens:,} tokens and {last.num_tool_calls:,} tool calls; "
-                f"{format_duration(time.monotonic() - start_s)} since the start",
-                flush=True,
-            )
-            write_comparison(out, curves, args)
-
-
-def write_comparison(out: Path, curves: Sequence[RunCostCurve], args: argparse.Namespace) -> str:
-    """Write table, plot and numbers of the finished runs; return the table."""
-    ordered = sorted(curves, key=lambda curve: (_title_order(curve.algorithm), curve.seed))
-    rows = summarize_algorithms(ordered, baseline=BASELINE.title)
-    notes = [f"Budget: {_budget(args)} per run; all runs start from the same warm start."]
-    notes += [VARIANTS[name].note for name in args.algos if VARIANTS[name].note]
-    text = algorithms_markdown(rows, baseline=BASELINE.title) + "\n" + "\n".join(notes) + "\n"
-    (out / "comparison.md").write_text(text, encoding="utf-8")
-    numbers = {"rows": [asdict(row) for row in rows], "runs": [asdict(curve) for curve in ordered]}
-    (out / "comparison.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    write_cost_plot(out / "comparison.png", ordered, baseline=BASELINE.title)
+def _write_all(
+    options: CompareOptions, runners: Sequence[TaskRunner], command: str, page: Path | None
+) -> str:
+    """Write page, figure, numbers and the tables of the tasks; return the page."""
+    tasks = [runner.scores() for runner in runners]
+    text = scoreboard_markdown(
+        tasks,
+        baseline=BASELINE,
+        introduction=_introduction(options, command),
+        figure="scoreboard.svg",
+    )
+    for path in (options.out / "scoreboard.md", *([page] if page else [])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        write_scoreboard_figure(path.with_name("scoreboard.svg"), tasks, baseline=BASELINE)
+    numbers = {}
+    for runner, task in zip(runners, tasks, strict=True):
+        rows = [asdict(row) for row in score_rows(task, baseline=BASELINE)]
+        numbers[runner.task.key] = {"rows": rows, "runs": [asdict(run) for run in task.curves]}
+        if task.curves:
+            folder = options.out / runner.task.key
+            costs = summarize_algorithms(task.curves, baseline=BASELINE)
+            table = algorithms_markdown(costs, baseline=BASELINE)
+            (folder / "comparison.md").write_text(table, encoding="utf-8")
+            write_cost_plot(folder / "comparison.png", task.curves, baseline=BASELINE)
+    (options.out / "scoreboard.json").write_text(json.dumps(numbers, indent=1) + "\n")
     return text
 
 
-def _title_order(title: str) -> int:
-    return [variant.title for variant in VARIANTS.values()].index(title)
+def _introduction(options: CompareOptions, command: str) -> str:
+    tuning = (
+        f"each algorithm has the best of {len(options.learning_rates)} learning rates, chosen with "
+        f"seed {options.tuning_seed} on other questions, and then seeds "
+        if len(options.learning_rates) > 1
+        else "each algorithm has the same learning rate, and seeds "
+    )
+    return (
+        f"{datetime.now(tz=UTC):%Y-%m-%d}, commit {_commit()}:\n\n    {command}\n\n"
+        f"All runs of a task start from one warm-started checkpoint and sample {options.budget}; "
+        f"{tuning}{', '.join(map(str, options.seeds))}. Intervals are 95 % percentile bootstrap "
+        f"intervals over the seeds. A difference to `{BASELINE}`, taken seed by seed, counts only "
+        "if its interval excludes 0. The vertical lines of the figure are the reward before "
+        f"training (dashed) and `{BASELINE}`'s (dotted)."
+    )
 
 
-def _make_run(name: str, seed: int, args: argparse.Namespace, base: TrainConfig) -> _Run:
-    folder = args.out / f"{name}-seed{seed}"
-    overrides = (*args.overrides, *VARIANTS[name].overrides)
-    config, settings = make_config(overrides, run_dir=folder, seed=seed)
-    check_run(config, base)
-    settings["budget"] = asdict(_budget(args))
-    return _Run(variant=VARIANTS[name], seed=seed, config=config, settings=settings)
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
-def _budget(args: argparse.Namespace) -> Budget:
-    return Budget(num_tokens=args.tokens, num_steps=args.steps, num_evaluations=args.marks)
+def _describe(runner: TaskRunner) -> list[str]:
+    """Return lines that say what would run on a task."""
+    options, task = runner.options, runner.task
+    num_tuning = len(options.learning_rates) if len(options.learning_rates) > 1 else 0
+    num_runs = len(runner.algorithms) * (num_tuning + len(options.seeds))
+    return [
+        f"{task.key}: {num_runs} runs of {options.budget}; experiment={task.experiment}, input: "
+        f"tools/make_tiny_model.py {task.generated}",
+        f"  algorithms: {', '.join(runner.algorithms)}",
+        *(f"  skipped: {name}: {reason}" for name, reason in runner.skipped.items()),
+    ]
+
+
+def _make_options(args: argparse.Namespace) -> CompareOptions:
+    return CompareOptions(
+        out=args.out.resolve(),
+        seeds=tuple(args.seeds),
+        learning_rates=tuple(args.rates),
+        tuning_seed=args.tuning_seed,
+        budget=Budget(num_tokens=args.tokens, num_steps=args.steps, num_evaluations=args.marks),
+        save_every=args.save_every,
+        overrides=tuple(args.overrides),
+    )
 
 
 def _log_to_file(out: Path) -> None:
@@ -198,9 +202,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = ",".join(VARIANTS)
-    parser.add_argument("--algos", type=_names, default=list(VARIANTS), help=f"some of {known}")
-    parser.add_argument("--seeds", type=_seeds, default=[1, 2, 3], help="such as 1,2,3")
+    parser.add_argument(
+        "--tasks", type=_list_of(_task), default=list(TASKS), help=f"some of {','.join(TASKS)}"
+    )
+    presets = list_presets()
+    parser.add_argument(
+        "--algos", type=_list_of(_algorithm), default=presets, help=f"some of {','.join(presets)}"
+    )
+    parser.add_argument("--seeds", type=_list_of(_positive), default=SEEDS)
+    parser.add_argument("--rates", type=_list_of(_learning_rate), default=LEARNING_RATES)
+    parser.add_argument("--tuning-seed", type=_positive, default=TUNING_SEED)
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--tokens", type=_positive, default=BUDGET_TOKENS, help="tokens that each run generates"
@@ -211,27 +222,47 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--save-every", type=_positive, default=10, help="steps per checkpoint")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--page", type=Path, help="a copy of the page, such as docs/scoreboard.md")
+    parser.add_argument("--list", action="store_true", help="say what would run, and end")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all runs")
-    return parser.parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    if args.tuning_seed in args.seeds:
+        parser.error(f"--tuning-seed {args.tuning_seed}: expected a seed that is not in --seeds")
+    return args
 
 
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        raise argparse.ArgumentTypeError(
-            f"got {', '.join(map(repr, unknown))}, expected some of {', '.join(VARIANTS)}"
-        )
-    return list(dict.fromkeys(names))
+def _list_of(parse: Callable[[str], ItemT]) -> Callable[[str], list[ItemT]]:
+    def parse_list(text: str) -> list[ItemT]:
+        return list(dict.fromkeys(parse(part) for part in text.split(",")))
+
+    return parse_list
 
 
-def _seeds(text: str) -> list[int]:
-    return list(dict.fromkeys(_positive(part) for part in text.split(",")))
+def _task(text: str) -> str:
+    return _one_of(text, text, TASKS)
+
+
+def _algorithm(text: str) -> str:
+    return _one_of(text, text.split("+")[0], list_presets())
+
+
+def _one_of(text: str, name: str, known: Sequence[str]) -> str:
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(known)}")
+    return text
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+def _learning_rate(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"got {value:g}, expected a learning rate below 1")
     return value
 
 

@@ -2,9 +2,10 @@
 
     python tools/make_tiny_model.py --out runs/toolqa --seed 0
     python tools/make_tiny_model.py --out runs/calls --task calls
+    python tools/make_tiny_model.py --out runs/orders --task orders
 
-A second call with the same settings does nothing. The work is done by `mega_agentrl.data.toolqa`
-and `mega_agentrl.data.calls`.
+A second call with the same settings does nothing. The work is done by `mega_agentrl.data.toolqa`,
+`mega_agentrl.data.calls` and `mega_agentrl.data.orders`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def _write(folder: Path, settings: TaskSettings) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
+    from mega_agentrl.data.orders.dataset_writer import write_orders_dataset
     from mega_agentrl.data.toolqa.dataset_writer import write_toolqa_dataset
 
     disable_progress_bar()
@@ -55,6 +57,8 @@ def _write(folder: Path, settings: TaskSettings) -> None:
             write_toolqa_dataset(folder, settings)
         case GeneratedTask.calls:
             write_calls_dataset(folder, settings)
+        case GeneratedTask.orders:
+            write_orders_dataset(folder, settings)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ SMALL = (
 def test_a_killed_comparison_goes_on(assets, tmp_path):
     out = tmp_path / "out"
     given = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir")]
-    choice = ("--algos", "arpo", "--seeds", "3", "--steps", "6", "--marks", "3")
+    choice = ("--tasks", "toolqa", "--algos", "arpo", "--seeds", "3", "--rates", "2e-4")
+    choice += ("--steps", "6", "--marks", "3")
     command = [sys.executable, "-u", str(ROOT / "tools" / "compare_algos.py"), *choice]
     command += ["--save-every", "2", "--out", str(out), *given, *SMALL]
-    run = out / "arpo-seed3"
+    run = out / "toolqa" / "runs" / "arpo-lr0.0002-seed3"
     # A session of its own, so that everything it started is killed with it, as a host would be.
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
@@ -45,10 +46,10 @@ def test_a_killed_comparison_goes_on(assets, tmp_path):
     assert not (run / "result.json").exists()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"arpo-seed3: continuing after step [24]", done.stdout)
+    assert re.search(r"arpo-lr0.0002-seed3: continuing after step [24]", done.stdout)
     assert [line["step"] for line in metric_lines(run)] == [1, 2, 3, 4, 5, 6]
     points = json.loads((run / "result.json").read_text())["evaluations"]
     spent = [point["num_tokens"] for point in points]
     assert spent[0] == 0 < spent[1] < spent[2] < spent[3]
-    assert len(metric_lines(out / "warm")) == 20, "the warm start was made again"
+    assert len(metric_lines(out / "toolqa" / "warm")) == 20, "the warm start was made again"
     assert len(list((run / "checkpoints").iterdir())) == 2

@@ -1,7 +1,7 @@
 """The command line of `tools/compare_algos.py`, without a run."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,9 @@ import pytest
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tests.e2e.overrides import asset_overrides
 from tools import compare_algos
-from tools.compare.run import RESULT, claim_folder, write_json
+from tools.compare.plan import TASKS
+from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
+from tools.compare.task_runner import TaskRunner
 
 
 def exit_code(arguments):
@@ -22,20 +24,33 @@ def exit_code(arguments):
 @pytest.fixture
 def inputs(assets, tmp_path):
     overrides = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir")]
-    return ["--out", str(tmp_path / "out"), *overrides]
+    return ["--out", str(tmp_path / "out"), "--tasks", "toolqa", *overrides]
 
 
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
         (["--algos", "grpo,arpoo"], "'arpoo'"),
+        (["--tasks", "toolqb"], "'toolqb'"),
         (["--seeds", "0"], "got 0"),
+        (["--seeds", "1,2", "--tuning-seed", "2"], "--tuning-seed 2"),
+        (["--rates", "2"], "got 2"),
         (["--tokens", "9", "--steps", "2"], "not allowed"),
         (["optm.lr=1"], "'optim.lr'"),
+        (["optim.lr=1e-4"], "--rates"),
         (["model.path=/nowhere"], "config.json"),
-        (["algo.ares.bootstrap=true", "algo.ares.mode=paper"], "algo.ares.bootstrap=True"),
     ],
-    ids=["algorithm", "seed", "two budgets", "key", "model", "bootstrap"],
+    ids=[
+        "algorithm",
+        "task",
+        "seed",
+        "tuning seed",
+        "rate",
+        "two budgets",
+        "key",
+        "learning rate",
+        "model",
+    ],
 )
 def test_bad_input_is_refused_before_anything_starts(arguments, fact, inputs, tmp_path, capsys):
     assert exit_code([*inputs, *arguments]) == 2
@@ -44,48 +59,58 @@ def test_bad_input_is_refused_before_anything_starts(arguments, fact, inputs, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_a_list_names_runs_input_and_reasons(inputs, tmp_path, capsys):
+    arguments = [*inputs, "--algos", "grpo,ppo", "--seeds", "1,2,3", "--rates", "1e-4,2e-4"]
+    assert compare_algos.main([*arguments, "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "toolqa: 5 runs of 100,000 tokens" in printed and "--out runs/toolqa" in printed
+    assert "algorithms: grpo\n" in printed
+    assert "skipped: ppo: algo.advantage=gae trains a critic" in printed
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def arguments(inputs):
-    return ["--algos", "arpo_egpo,grpo", "--seeds", "1,2", "--steps", "2", *inputs]
+    return ["--algos", "arpo,grpo", "--seeds", "1,2", "--rates", "2e-4", "--steps", "2", *inputs]
 
 
 def finish_all(arguments):
     """Write the results of all runs: GRPO ends at 0.5, the other at 0.7."""
     args = compare_algos._parse(arguments)
-    base, _ = compare_algos.make_config(args.overrides, run_dir=args.out)
-    for name in args.algos:
-        for seed in args.seeds:
-            run = compare_algos._make_run(name, seed, args, base)
-            end = EvalCostPoint(
-                num_tokens=900, num_tool_calls=50, reward=0.5 + 0.2 * (name != "grpo"), success=0
-            )
-            marks = [EvalCostPoint(num_tokens=0, num_tool_calls=0, reward=0.2, success=0), end]
-            claim_folder(Path(run.config.run_dir), run.settings)
-            write_json(
-                Path(run.config.run_dir) / RESULT, {"evaluations": [asdict(mark) for mark in marks]}
-            )
+    options = compare_algos._make_options(args)
+    runner = TaskRunner.plan(TASKS["toolqa"], options, args.algos)
+    for run in runner.scored_runs:
+        reward = 0.5 + 0.2 * (run.algorithm != "grpo")
+        end = EvalCostPoint(num_tokens=900, num_tool_calls=50, reward=reward, success=0)
+        start = replace(end, num_tokens=0, num_tool_calls=0, reward=0.2)
+        folder = Path(run.config.run_dir)
+        claim_folder(folder, run.settings)
+        write_json(folder / RESULT, FinishedRun(evaluations=(start, end)))
 
 
-def test_finished_runs_make_table_and_plot_at_once(arguments, tmp_path, capsys):
+def test_finished_runs_make_page_figure_and_tables_at_once(arguments, tmp_path, capsys):
     finish_all(arguments)
-    assert compare_algos.main(arguments) == 0
+    page = tmp_path / "docs" / "scoreboard.md"
+    assert compare_algos.main([*arguments, "--page", str(page)]) == 0
     out = tmp_path / "out"
-    table = (out / "comparison.md").read_text()
-    lines = table.splitlines()
-    assert lines[2].startswith("| GRPO | 2 | 0.500 ± 0.000 |")
+    text = page.read_text()
+    assert "`arpo` is better than `grpo`" in text
+    assert "    tools/compare_algos.py --algos arpo,grpo --seeds 1,2" in text
+    assert text in capsys.readouterr().out
+    assert text == (out / "scoreboard.md").read_text()
+    assert page.with_name("scoreboard.svg").read_bytes() == (out / "scoreboard.svg").read_bytes()
+    lines = (out / "toolqa" / "comparison.md").read_text().splitlines()
     # 0.5 on the way from 0.2 to 0.7 is 3/5 of 50 calls.
-    assert lines[3].startswith("| ARPO + EGPO | 2 | 0.700 ± 0.000 |")
-    assert lines[3].endswith("| 30 | 60% |")
-    assert "entropy of the first chain of thought" in table
-    assert "Budget: 2 steps per run" in table
-    assert table in capsys.readouterr().out
-    assert (out / "comparison.png").stat().st_size > 10_000
-    numbers = json.loads((out / "comparison.json").read_text())
+    assert lines[2].startswith("| arpo | 2 | 0.700 ± 0.000 |")
+    assert lines[2].endswith("| 30 | 60% |")
+    assert (out / "toolqa" / "comparison.png").stat().st_size > 10_000
+    numbers = json.loads((out / "scoreboard.json").read_text())["toolqa"]
+    assert [row["verdict"] for row in numbers["rows"]] == ["better", "baseline"]
     assert [(run["algorithm"], run["seed"]) for run in numbers["runs"]] == [
-        ("GRPO", 1),
-        ("GRPO", 2),
-        ("ARPO + EGPO", 1),
-        ("ARPO + EGPO", 2),
+        ("arpo", 1),
+        ("arpo", 2),
+        ("grpo", 1),
+        ("grpo", 2),
     ]
 
 

@@ -1,8 +1,9 @@
 """One run of the comparison, from the shared warm start until its budget is spent.
 
-    out/warm/                     checkpoint that all runs start from, and its evaluation
-    out/<algorithm>-seed<k>/      settings.json, metrics.jsonl, checkpoints/, progress.json, at the
-                                  end result.json
+    out/<task>/warm/        checkpoint that all runs of the task start from, and its evaluations
+    out/<task>/runs/<run>/  settings.json, metrics.jsonl, checkpoints/, progress.json, at the end
+                            result.json
+    out/<task>/tuning/<run>/  the same, evaluated on the development questions
 
 A killed run continues from its newest checkpoint; a run with a result is not repeated. The settings
 are stored in each folder, and reusing a folder with other settings is an error. `progress.json` has
@@ -10,7 +11,8 @@ the cost and the evaluations until each checkpoint, and is written before it.
 
 The budget is a number of tokens that the policy generates in training, or of steps. Held-out
 evaluations take place at equal fractions of the budget, on the same questions with the same seeds
-in all runs, and do not count towards it. A run ends with the step that exhausts the budget.
+in all runs, and do not count towards it. A run ends with the step that exhausts the budget, or with
+one that the algorithm cannot make, such as one whose filter finds no group to train on.
 """
 
 from __future__ import annotations
@@ -33,14 +35,13 @@ from mega_agentrl.train.warm_start import run_warm_start
 from mega_agentrl.types.atomic_file import atomic_write
 from mega_agentrl.types.serialization import from_builtins, to_builtins
 from tools.compare.budget import Budget, RolloutCost
-from tools.compare.variants import differing
+from tools.compare.plan import differing
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.components import Components
 
-SETTINGS, RESULT, EVALUATION = "settings.json", "result.json", "evaluation.json"
-PROGRESS = "progress.json"
+SETTINGS, RESULT, PROGRESS = "settings.json", "result.json", "progress.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,17 @@ class ComparisonSetup:
     warm_start_folder: Path
     """The checkpoint that all runs start from."""
     initial_evaluation: EvalCostPoint
-    """The evaluation of that checkpoint."""
+    """The evaluation of that checkpoint on the components' validation questions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    """Result of a run."""
+
+    evaluations: tuple[EvalCostPoint, ...]
+    """At equal fractions of the budget; the first before training."""
+    stop_reason: str = ""
+    """Why the run ended before its budget was spent, whose evaluations the last one replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +120,8 @@ def make_warm_start(
     return run_state.save_checkpoint(parts.policy, folder, RunState(step=0, sampler_state={}))
 
 
-def evaluate_warm(parts: Components, base: TrainConfig, warm: Path, folder: Path) -> EvalCostPoint:
-    """Return the held-out evaluation of the warm start, which is made once and stored."""
-    path = folder / EVALUATION
+def evaluate_warm(parts: Components, base: TrainConfig, warm: Path, path: Path) -> EvalCostPoint:
+    """Return the evaluation of the warm start, which is made once and stored in the file."""
     if not path.is_file():
         parts.policy.load_checkpoint(warm)
         _serve(parts)
@@ -125,11 +135,11 @@ def run_once(
     settings: dict[str, Any],
     budget: Budget,
     save_every: int,
-) -> tuple[EvalCostPoint, ...]:
-    """Start, continue or read one run; return its evaluations, the first before training."""
+) -> FinishedRun:
+    """Start, continue or read one run."""
     folder = Path(config.run_dir)
-    if (evaluations := read_result(folder, settings)) is not None:
-        return evaluations
+    if (finished := read_result(folder, settings)) is not None:
+        return finished
     prompts = PromptSampler(setup.components.prompt_source.prompts, config.seed)
     progress, controllers = _restore(setup, config, prompts)
     parts = replace(
@@ -139,13 +149,13 @@ def run_once(
         # The components were built for another algorithm.
         cot_marker_ids=load_cot_markers(config, setup.components.codec),
     )
-    progress = _train(parts, setup.base_config, config, progress, controllers, budget, save_every)
-    write_json(folder / RESULT, {"evaluations": progress.evaluations})
-    return progress.evaluations
+    finished = _train(parts, setup.base_config, config, progress, controllers, budget, save_every)
+    write_json(folder / RESULT, finished)
+    return finished
 
 
-def read_result(folder: Path, settings: dict[str, Any]) -> tuple[EvalCostPoint, ...] | None:
-    """Return the evaluations of a finished run, or None if it is not finished.
+def read_result(folder: Path, settings: dict[str, Any]) -> FinishedRun | None:
+    """Return the result of a finished run, or None if it is not finished.
 
     Raises:
         ValueError: the folder belongs to a run with other settings.
@@ -154,8 +164,7 @@ def read_result(folder: Path, settings: dict[str, Any]) -> tuple[EvalCostPoint, 
     path = folder / RESULT
     if not path.is_file():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
-    return from_builtins(tuple[EvalCostPoint, ...], values, str(path))
+    return from_builtins(FinishedRun, json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
 def _restore(
@@ -186,7 +195,7 @@ def _train(
     controllers: Controllers,
     budget: Budget,
     save_every: int,
-) -> Progress:
+) -> FinishedRun:
     folder = Path(config.run_dir)
     with (
         CostCountingLogger(folder, config, progress.cost) as logger,
@@ -197,7 +206,11 @@ def _train(
             logger.print_line(f"{folder.name}: continuing after step {progress.step}")
         while budget.fraction_spent(progress.step, progress.cost) < 1:
             step, evaluations = progress.step + 1, progress.evaluations
-            trainer.step(step)
+            try:
+                trainer.step(step)
+            except ValueError as error:  # such as no group that the filter accepts
+                logger.print_line(f"{folder.name} ends in step {step}: {error}")
+                return _stopped_run(parts, base, logger.rollout_cost, evaluations, budget, error)
             due = budget.num_evaluations_due(step, logger.rollout_cost)
             if due >= len(evaluations):
                 evaluation = measure_held_out(parts, base, logger.rollout_cost)
@@ -212,7 +225,21 @@ def _train(
                     controllers=trainer.algorithm.controllers,
                 )
                 run_state.save_checkpoint(parts.policy, folder, state)
-    return progress
+    return FinishedRun(evaluations=progress.evaluations)
+
+
+def _stopped_run(
+    parts: Components,
+    base: TrainConfig,
+    spent: RolloutCost,
+    evaluations: tuple[EvalCostPoint, ...],
+    budget: Budget,
+    error: ValueError,
+) -> FinishedRun:
+    """Return the result of a run that cannot go on, with its last weights at all later points."""
+    num_missing = 1 + budget.num_evaluations - len(evaluations)
+    last = measure_held_out(parts, base, spent)
+    return FinishedRun(evaluations=evaluations + (last,) * num_missing, stop_reason=str(error))
 
 
 def measure_held_out(parts: Components, base: TrainConfig, spent: RolloutCost) -> EvalCostPoint:

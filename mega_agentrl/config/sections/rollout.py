@@ -56,6 +56,8 @@ class BranchConfig(Section, key="rollout.branch"):
     of all paths that have ended."""
     num_probe_tokens: Annotated[int, Range(at_least=0, at_most=MAX_TOKENS, unit="tokens")] = 20
     """Tokens sampled after a tool's answer whose mean entropy in nats is H; 0 never forks."""
+    after_user_messages: bool = False
+    """Ask also after a message of the simulated user, which is an answer like a tool's."""
     initial_rollouts: Annotated[int | None, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = None
     """Roots per prompt, N in ARPO; null is half of `rollout.group_size`, or, with aepo, a number
     computed from a first monitored root."""

@@ -23,12 +23,19 @@ class GeneratedTask(StrEnum):
     """Questions that need a calculator, a search, or both (`data.toolqa`)."""
     calls = "calls"
     """Requests that need one function call, several, or none (`data.calls`)."""
+    orders = "orders"
+    """A game of questions to a simulated customer, and an order (`data.orders`)."""
 
     @property
     def output_files(self) -> tuple[str, ...]:
         """Files of the task's folder, without the stamp."""
+        own_files = {
+            GeneratedTask.toolqa: ("corpus.jsonl",),
+            GeneratedTask.calls: (),
+            GeneratedTask.orders: ("interaction.yaml",),
+        }
         return (
-            *(("corpus.jsonl",) if self is GeneratedTask.toolqa else ()),
+            *own_files[self],
             "demonstrations.parquet",
             "dev.parquet",
             "train.parquet",

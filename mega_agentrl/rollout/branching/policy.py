@@ -175,7 +175,11 @@ class BranchPolicy(ABC):
         It is called for every turn of a path that has slots and a baseline, except for the path's
         first one, and only if the session of the simulated user can fork.
         """
-        return turn.previous_role is Role.tool
+        return self.forks_after(turn.previous_role)
+
+    def forks_after(self, role: Role) -> bool:
+        """Return whether a turn after one of this author may fork."""
+        return role is Role.tool or (role is Role.user and self.config.after_user_messages)
 
     @property
     def expansion_rounds(self) -> int:
@@ -345,7 +349,7 @@ class AepoBranching(ArpoBranching):
         means = [
             mean_probe_entropy(trajectory.entropies[turn.start : turn.stop], self.num_probe_tokens)
             for previous, turn in pairwise(trajectory.turns)
-            if previous.role is Role.tool and turn.role is Role.assistant
+            if self.forks_after(previous.role) and turn.role is Role.assistant
         ]
         known = [mean for mean in means if mean is not None]
         return fmean(known) if known else None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,13 @@ from mega_agentrl.types.records import Score
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, unit
 from tests.train.file_policy import FilePolicy
 from tools.compare.budget import Budget
-from tools.compare.run import ComparisonSetup, evaluate_warm, make_warm_start, run_once
+from tools.compare.run import (
+    ComparisonSetup,
+    evaluate_warm,
+    make_warm_start,
+    read_result,
+    run_once,
+)
 
 PROMPTS = [make_prompt(f"p{number}", f"Q{number}") for number in range(10)]
 BUDGET = Budget(num_tokens=3000, num_steps=None, num_evaluations=4)
@@ -33,7 +40,7 @@ class Learner(FilePolicy):
         super().__init__()
         self.verbs = []
         self.served = 0.0
-        self.dies_at = None
+        self.dies_at = self.runs_dry_at = None
 
     def compute_log_probs(self, batch):
         return batch.with_fields(
@@ -44,6 +51,8 @@ class Learner(FilePolicy):
         self.verbs.append("update")
         if self.verbs.count("update") == self.dies_at:
             raise KeyboardInterrupt
+        if self.verbs.count("update") == self.runs_dry_at:
+            raise ValueError("no group is left")
         return self._learn(batch, 0.01)
 
     def sft_step(self, batch):
@@ -124,7 +133,7 @@ def make_setup(tmp_path, base):
             run_coroutine=runner.run,
         )
         warm = make_warm_start(parts, base, SETTINGS, tmp_path / "warm")
-        before = evaluate_warm(parts, base, warm, tmp_path / "warm")
+        before = evaluate_warm(parts, base, warm, tmp_path / "warm" / "validation.json")
         policy.verbs.clear()
         return ComparisonSetup(
             components=parts, base_config=base, warm_start_folder=warm, initial_evaluation=before
@@ -146,7 +155,7 @@ def steps_of(config):
 
 def test_evaluations_come_at_equal_fractions_and_the_last_at_the_end(make_setup, base):
     setup, config = make_setup(), config_of(base, "a")
-    evaluations = run_once(setup, config, SETTINGS, BUDGET, 2)
+    evaluations = run_once(setup, config, SETTINGS, BUDGET, 2).evaluations
     assert len(evaluations) == 5
     assert evaluations[0] == setup.initial_evaluation
     tokens = [evaluation.num_tokens for evaluation in evaluations]
@@ -196,15 +205,28 @@ def test_runs_of_one_process_do_not_see_each_other(make_setup, base):
     other = run_once(setup, config_of(base, "b", seed=2), SETTINGS, BUDGET, 2)
     again = run_once(setup, config_of(base, "c"), SETTINGS, BUDGET, 2)
     assert first == again != other
-    assert first[0] == other[0]
+    assert first.evaluations[0] == other.evaluations[0]
 
 
 def test_a_finished_run_is_read(make_setup, base):
     config = config_of(base, "a")
-    evaluations = run_once(make_setup(), config, SETTINGS, BUDGET, 2)
+    assert read_result(Path(config.run_dir), SETTINGS) is None
+    finished = run_once(make_setup(), config, SETTINGS, BUDGET, 2)
     setup = make_setup()
-    assert run_once(setup, config, SETTINGS, BUDGET, 2) == evaluations
+    assert run_once(setup, config, SETTINGS, BUDGET, 2) == finished
+    assert read_result(Path(config.run_dir), SETTINGS) == finished
     assert setup.components.policy.verbs == []
+
+
+def test_a_run_that_cannot_go_on_ends_with_its_last_weights(make_setup, base):
+    setup, config = make_setup(), config_of(base, "a")
+    setup.components.policy.runs_dry_at = 2
+    finished = run_once(setup, config, SETTINGS, BUDGET, 2)
+    assert finished.stop_reason == "no group is left"
+    assert len(finished.evaluations) == 5
+    assert len(set(finished.evaluations[-3:])) == 1 < len(set(finished.evaluations))
+    assert finished.evaluations[-1].reward > setup.initial_evaluation.reward
+    assert read_result(Path(config.run_dir), SETTINGS) == finished
 
 
 def test_other_settings_in_the_same_folder_are_refused(make_setup, base):
@@ -225,7 +247,7 @@ def test_the_warm_start_is_made_and_evaluated_once(make_setup, base, tmp_path):
     assert (tmp_path / "warm" / "metrics.jsonl").read_text().splitlines() == lines
     assert len(lines) == 4
     assert read_weight(setup) > 0
-    assert json.loads((tmp_path / "warm" / "evaluation.json").read_text()) == asdict(
+    assert json.loads((tmp_path / "warm" / "validation.json").read_text()) == asdict(
         setup.initial_evaluation
     )
     assert setup.initial_evaluation.reward > read_weight(setup)
@@ -234,7 +256,7 @@ def test_the_warm_start_is_made_and_evaluated_once(make_setup, base, tmp_path):
 
 def test_a_budget_of_steps(make_setup, base):
     budget = Budget(num_tokens=1, num_steps=2, num_evaluations=5)
-    evaluations = run_once(make_setup(), config_of(base, "a"), SETTINGS, budget, 10)
+    evaluations = run_once(make_setup(), config_of(base, "a"), SETTINGS, budget, 10).evaluations
     # Two steps for five evaluations: those of a step are the same.
     assert len(evaluations) == 6
     assert len(set(evaluations[1:3])) == len(set(evaluations[3:])) == 1

@@ -1,0 +1,90 @@
+"""Demonstrations for the warm start: about half of the questions are about any attribute.
+
+The other half are about the next wanted attribute that is still missing. An order has the values
+that the customer told, and random ones for wanted attributes that were never asked for, which is
+almost always wrong. A model trained on both can do either; RL then teaches it to ask for what is
+missing, which shows in the reward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from mega_agentrl.data.generated.entity_splits import ENTITY_PREFIXES, ENTITY_SUFFIXES
+from mega_agentrl.data.generated.tokenizer import TaskVocabulary
+from mega_agentrl.data.orders.orders import (
+    ATTRIBUTES,
+    NUM_WANTED,
+    Order,
+    format_order,
+    format_question,
+    format_request,
+    format_value,
+)
+from mega_agentrl.types.records import Message
+
+GREETINGS = (
+    "Good day. What may I order?",
+    "Welcome. What may I order?",
+    "Hello. Tell me what you need.",
+)
+THINK_TAGS = ("<think>", "</think>")
+VOCABULARY = TaskVocabulary(
+    tokens=(*THINK_TAGS, *(format_value(attribute, "") for attribute in ATTRIBUTES)),
+    spaced_syllables=ATTRIBUTES,
+    syllables=(*ENTITY_PREFIXES, *ENTITY_SUFFIXES),
+)
+
+
+def make_demonstrations(
+    orders: Sequence[Order], entities: Sequence[str], *, num_demonstrations: int, seed: int
+) -> list[list[Message]]:
+    """Return demonstrations of the orders in turn, reshuffled in every pass.
+
+    Args:
+        orders: The orders.
+        entities: Values to guess from.
+        num_demonstrations: How many to return.
+        seed: Seed of all choices.
+    """
+    rng = random.Random(f"orders demonstrations {seed}")
+    demonstrations: list[list[Message]] = []
+    while len(demonstrations) < num_demonstrations:
+        for order in rng.sample(orders, len(orders)):
+            questions_wander = [rng.random() < 0.5 for _ in range(NUM_WANTED)]
+            demonstrations.append(make_demonstration(order, questions_wander, entities, rng))
+    return demonstrations[:num_demonstrations]
+
+
+def make_demonstration(
+    order: Order, questions_wander: Sequence[bool], entities: Sequence[str], rng: random.Random
+) -> list[Message]:
+    """Return a game in which some questions are about any attribute."""
+    messages = [
+        _user(order.greeting),
+        _assistant(rng.choice(GREETINGS)),
+        _user(format_request(order.wanted)),
+    ]
+    known: dict[str, str] = {}
+    for wanders in questions_wander:
+        missing = next((one for one in order.wanted if one not in known), order.wanted[0])
+        attribute = rng.choice(ATTRIBUTES) if wanders else missing
+        known[attribute] = order.values[attribute]
+        messages.append(_thoughtful("any" if wanders else "missing", format_question(attribute)))
+        messages.append(_user(format_value(attribute, order.values[attribute])))
+    thought = "known" if known.keys() >= set(order.wanted) else "guess"
+    values = {one: known.get(one) or rng.choice(entities) for one in order.wanted}
+    return [*messages, _thoughtful(thought, format_order(values))]
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _thoughtful(thought: str, text: str) -> Message:
+    return _assistant(f"<think> {thought} </think> {text}")

@@ -1,0 +1,106 @@
+"""Orders of the order game, and the messages of its two sides.
+
+A game has four turns of the assistant: a greeting, `NUM_WANTED` questions, and the order. The
+customer names the wanted attributes after the greeting, and tells the value of each attribute that
+is asked for, wanted or not:
+
+    user       Customer 47 here.
+    assistant  Good day. What may I order?
+    user       I need street and brand.
+    assistant  <think> missing </think> ask street
+    user       street=Bako
+    assistant  <think> missing </think> ask brand
+    user       brand=Dumi
+    assistant  <think> known </think> order street=Bako brand=Dumi
+
+The order is right if it has all wanted attributes with their values. The greeting does not matter,
+and a question about another attribute cannot be made good, since the customer answers no more than
+`NUM_WANTED` questions. Values are entities of the split.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mega_agentrl.data.generated.entity_splits import Split, SplitInventory
+
+ATTRIBUTES = ("brand", "city", "colour", "model", "shop", "street")
+NUM_WANTED = 2
+DATA_SOURCE = "orders"
+
+_QUESTION = re.compile(rf"ask ({'|'.join(ATTRIBUTES)})$")
+_ORDER = re.compile(r"order((?: [a-z]+=[A-Za-z]+)+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a customer wants, and what the customer answers."""
+
+    customer: int
+    """Number of the customer, which does not matter."""
+    values: Mapping[str, str]
+    """Value of each attribute."""
+    wanted: tuple[str, ...]
+    """Attributes that must be ordered, in the order in which the customer names them."""
+
+    @property
+    def greeting(self) -> str:
+        """First message of the customer."""
+        return f"Customer {self.customer} here."
+
+    @property
+    def wanted_values(self) -> dict[str, str]:
+        """The values that must be ordered."""
+        return {attribute: self.values[attribute] for attribute in self.wanted}
+
+
+def make_orders(
+    split: Split, inventory: SplitInventory, *, num_orders: int, seed: int
+) -> list[Order]:
+    """Return random orders with values of the split."""
+    rng = random.Random(f"orders {split} {seed}")
+    return [
+        Order(
+            customer=rng.choice(inventory.operands),
+            values=dict(
+                zip(ATTRIBUTES, rng.sample(inventory.entities, len(ATTRIBUTES)), strict=True)
+            ),
+            wanted=tuple(rng.sample(ATTRIBUTES, NUM_WANTED)),
+        )
+        for _ in range(num_orders)
+    ]
+
+
+def format_request(wanted: Sequence[str]) -> str:
+    """Return the customer's message after the greeting."""
+    return f"I need {' and '.join(wanted)}."
+
+
+def format_value(attribute: str, value: str) -> str:
+    """Return the customer's answer to a question."""
+    return f"{attribute}={value}"
+
+
+def format_question(attribute: str) -> str:
+    """Return the assistant's question."""
+    return f"ask {attribute}"
+
+
+def format_order(values: Mapping[str, str]) -> str:
+    """Return the assistant's order."""
+    return f"order {' '.join(format_value(*item) for item in values.items())}"
+
+
+def parse_question(message: str) -> str | None:
+    """Return the attribute that a message ends with a question about, or None."""
+    match = _QUESTION.search(message)
+    return match[1] if match else None
+
+
+def parse_order(message: str) -> dict[str, str] | None:
+    """Return the values that a message ends with an order of, or None."""
+    match = _ORDER.search(message)
+    return dict(item.split("=") for item in match[1].split()) if match else None

@@ -1,0 +1,139 @@
+"""Which runs a task needs, which are missing, and what the finished ones add up to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.report.compare.algorithms import EvalCostPoint
+from tools.compare.budget import Budget
+from tools.compare.plan import TASKS, CheckedConfig, CompareOptions
+from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
+from tools.compare.task_runner import TaskRunner, choose_learning_rate
+
+BEST = {"grpo": 1e-4, "arpo": 4e-4}
+
+
+@pytest.fixture
+def make_runner(tmp_path):
+    def make(**changes):
+        options = CompareOptions(
+            out=tmp_path,
+            seeds=(1, 2),
+            learning_rates=(1e-4, 4e-4),
+            tuning_seed=9,
+            budget=Budget(num_tokens=500, num_steps=None, num_evaluations=1),
+            save_every=2,
+            overrides=(),
+        )
+        config = TrainConfig(run_dir=str(tmp_path / "orders"))
+        checked = CheckedConfig(config=config, settings={"optim": {"lr": 1.0}})
+        return TaskRunner(
+            task=TASKS["orders"],
+            options=replace(options, **changes),
+            base=checked,
+            algorithms={"grpo": checked, "arpo": checked},
+            skipped={"ppo": "a critic"},
+        )
+
+    return make
+
+
+def finish(run, reward):
+    end = EvalCostPoint(num_tokens=510, num_tool_calls=0, reward=reward, success=reward)
+    start = replace(end, num_tokens=0, reward=0.3)
+    folder = Path(run.config.run_dir)
+    claim_folder(folder, run.settings)
+    write_json(folder / RESULT, FinishedRun(evaluations=(start, end)))
+
+
+def names(runs):
+    return [(run.algorithm, run.learning_rate, run.seed) for run in runs]
+
+
+def finish_tuning(runner, num_runs=4):
+    for run in runner.tuning_runs[:num_runs]:
+        finish(run, 0.8 if run.learning_rate == BEST[run.algorithm] else 0.4)
+
+
+def test_the_highest_reward_wins_and_among_equal_ones_the_lowest_rate():
+    assert choose_learning_rate({4e-4: 0.5, 1e-4: 0.4, 2e-4: 0.6}) == 2e-4
+    assert choose_learning_rate({4e-4: 0.5, 1e-4: 0.5, 2e-4: 0.4}) == 1e-4
+
+
+def test_every_algorithm_is_tuned_alike_before_it_is_scored(make_runner):
+    runner = make_runner()
+    assert names(runner.tuning_runs) == [
+        ("grpo", 1e-4, 9),
+        ("arpo", 1e-4, 9),
+        ("grpo", 4e-4, 9),
+        ("arpo", 4e-4, 9),
+    ]
+    assert runner.scored_runs == []
+    finish_tuning(runner)
+    runner.read_finished()
+    assert runner.learning_rates == BEST
+    assert names(runner.scored_runs) == [
+        ("grpo", 1e-4, 1),
+        ("arpo", 4e-4, 1),
+        ("grpo", 1e-4, 2),
+        ("arpo", 4e-4, 2),
+    ]
+
+
+def test_an_algorithm_whose_tuning_is_not_complete_is_not_scored(make_runner):
+    runner = make_runner()
+    finish_tuning(runner, num_runs=3)
+    runner.read_finished()
+    assert names(runner.scored_runs) == [("grpo", 1e-4, 1), ("grpo", 1e-4, 2)]
+
+
+def test_one_learning_rate_needs_no_tuning(make_runner):
+    runner = make_runner(learning_rates=(3e-4,))
+    assert runner.tuning_runs == []
+    assert len(runner.scored_runs) == 4
+
+
+def test_only_missing_runs_are_run_and_those_of_a_rate_together(make_runner, monkeypatch):
+    groups = []
+    monkeypatch.setattr(
+        TaskRunner, "_run_group", lambda self, runs, rate: groups.append((rate, names(runs)))
+    )
+    first = make_runner()
+    finish_tuning(first)
+    first.read_finished()
+    finish(first.scored_runs[1], 0.7)
+    again = make_runner()
+    again.read_finished()
+    again.run_missing()
+    assert groups == [(1e-4, [("grpo", 1e-4, 1), ("grpo", 1e-4, 2)]), (4e-4, [("arpo", 4e-4, 2)])]
+
+
+def test_scores_have_the_scored_runs_only(make_runner):
+    runner = make_runner()
+    finish_tuning(runner)
+    runner.read_finished()
+    for run in runner.scored_runs:
+        finish(run, 0.5 + 0.1 * run.seed)
+    again = make_runner()
+    again.read_finished()
+    scores = again.scores()
+    assert [(curve.algorithm, curve.seed) for curve in scores.curves] == [
+        ("grpo", 1),
+        ("grpo", 2),
+        ("arpo", 1),
+        ("arpo", 2),
+    ]
+    assert [curve.eval_points[-1].reward for curve in scores.curves] == [0.6, 0.7, 0.6, 0.7]
+    assert scores.tuning_rewards == {"grpo": {1e-4: 0.8, 4e-4: 0.4}, "arpo": {1e-4: 0.4, 4e-4: 0.8}}
+    assert scores.skipped == {"ppo": "a critic"}
+
+
+def test_results_of_another_budget_are_refused(make_runner):
+    finish_tuning(make_runner())
+    other = make_runner(budget=Budget(num_tokens=900, num_steps=None, num_evaluations=1))
+    with pytest.raises(ValueError, match=r"budget\.num_tokens"):
+        other.read_finished()
