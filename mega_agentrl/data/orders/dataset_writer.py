@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
+from mega_agentrl.data.generated.entity_splits import Split
 from mega_agentrl.data.generated.settings import TaskSettings
 from mega_agentrl.data.generated.task_folder import (
     TaskContent,
@@ -23,19 +23,17 @@ INTERACTION_FILE = "- class_name: mega_agentrl.rollout.interaction.customer.Cust
 
 def write_orders_dataset(folder: Path, settings: TaskSettings) -> None:
     """Write the folder, replacing its files; equal settings give equal bytes."""
-    inventories = make_split_inventories(settings.seed)
     sizes = {
         Split.train: settings.num_train,
         Split.dev: settings.num_dev,
         Split.validation: settings.num_validation,
     }
     orders = {
-        split: make_orders(split, inventories[split], num_orders=size, seed=settings.seed)
+        split: make_orders(split, num_orders=size, seed=settings.seed)
         for split, size in sizes.items()
     }
     demonstrations = make_demonstrations(
         orders[Split.train],
-        inventories[Split.train].entities,
         num_demonstrations=settings.num_demonstrations,
         seed=settings.seed,
     )

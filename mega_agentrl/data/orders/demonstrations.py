@@ -11,7 +11,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mega_agentrl.data.generated.entity_splits import ENTITY_PREFIXES, ENTITY_SUFFIXES
+from mega_agentrl.data.generated.entity_splits import (
+    VALUE_PREFIXES,
+    VALUE_SUFFIXES,
+    value_names,
+)
 from mega_agentrl.data.generated.tokenizer import TaskVocabulary
 from mega_agentrl.data.orders.orders import (
     ATTRIBUTES,
@@ -33,32 +37,25 @@ THINK_TAGS = ("<think>", "</think>")
 VOCABULARY = TaskVocabulary(
     tokens=(*THINK_TAGS, *(format_value(attribute, "") for attribute in ATTRIBUTES)),
     spaced_syllables=ATTRIBUTES,
-    syllables=(*ENTITY_PREFIXES, *ENTITY_SUFFIXES),
+    syllables=(*VALUE_PREFIXES, *VALUE_SUFFIXES),
 )
 
 
 def make_demonstrations(
-    orders: Sequence[Order], entities: Sequence[str], *, num_demonstrations: int, seed: int
+    orders: Sequence[Order], *, num_demonstrations: int, seed: int
 ) -> list[list[Message]]:
-    """Return demonstrations of the orders in turn, reshuffled in every pass.
-
-    Args:
-        orders: The orders.
-        entities: Values to guess from.
-        num_demonstrations: How many to return.
-        seed: Seed of all choices.
-    """
+    """Return demonstrations of the orders in turn, reshuffled in every pass."""
     rng = random.Random(f"orders demonstrations {seed}")
     demonstrations: list[list[Message]] = []
     while len(demonstrations) < num_demonstrations:
         for order in rng.sample(orders, len(orders)):
             questions_wander = [rng.random() < 0.5 for _ in range(NUM_WANTED)]
-            demonstrations.append(make_demonstration(order, questions_wander, entities, rng))
+            demonstrations.append(make_demonstration(order, questions_wander, rng))
     return demonstrations[:num_demonstrations]
 
 
 def make_demonstration(
-    order: Order, questions_wander: Sequence[bool], entities: Sequence[str], rng: random.Random
+    order: Order, questions_wander: Sequence[bool], rng: random.Random
 ) -> list[Message]:
     """Return a game in which some questions are about any attribute."""
     messages = [
@@ -68,13 +65,13 @@ def make_demonstration(
     ]
     known: dict[str, str] = {}
     for wanders in questions_wander:
-        missing = next((one for one in order.wanted if one not in known), order.wanted[0])
+        missing = next(one for one in order.wanted if one not in known)
         attribute = rng.choice(ATTRIBUTES) if wanders else missing
         known[attribute] = order.values[attribute]
         messages.append(_thoughtful("any" if wanders else "missing", format_question(attribute)))
         messages.append(_user(format_value(attribute, order.values[attribute])))
     thought = "known" if known.keys() >= set(order.wanted) else "guess"
-    values = {one: known.get(one) or rng.choice(entities) for one in order.wanted}
+    values = {one: known.get(one) or rng.choice(value_names()) for one in order.wanted}
     return [*messages, _thoughtful(thought, format_order(values))]
 
 

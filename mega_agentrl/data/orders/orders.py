@@ -8,14 +8,15 @@ is asked for, wanted or not:
     assistant  Good day. What may I order?
     user       I need street and brand.
     assistant  <think> missing </think> ask street
-    user       street=Bako
+    user       street=Tirok
     assistant  <think> missing </think> ask brand
-    user       brand=Dumi
-    assistant  <think> known </think> order street=Bako brand=Dumi
+    user       brand=Lamok
+    assistant  <think> known </think> order street=Tirok brand=Lamok
 
 The order is right if it has all wanted attributes with their values. The greeting does not matter,
 and a question about another attribute cannot be made good, since the customer answers no more than
-`NUM_WANTED` questions. Values are entities of the split.
+`NUM_WANTED` questions. Values are drawn from all of `value_names` in every split: games are held
+out, not names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mega_agentrl.data.generated.entity_splits import Split, SplitInventory
+from mega_agentrl.data.generated.entity_splits import OPERANDS, Split, value_names
 
 ATTRIBUTES = ("brand", "city", "colour", "model", "shop", "street")
 NUM_WANTED = 2
@@ -57,17 +58,14 @@ class Order:
         return {attribute: self.values[attribute] for attribute in self.wanted}
 
 
-def make_orders(
-    split: Split, inventory: SplitInventory, *, num_orders: int, seed: int
-) -> list[Order]:
-    """Return random orders with values of the split."""
+def make_orders(split: Split, *, num_orders: int, seed: int) -> list[Order]:
+    """Return the random orders of a split."""
     rng = random.Random(f"orders {split} {seed}")
+    names = value_names()
     return [
         Order(
-            customer=rng.choice(inventory.operands),
-            values=dict(
-                zip(ATTRIBUTES, rng.sample(inventory.entities, len(ATTRIBUTES)), strict=True)
-            ),
+            customer=rng.choice(OPERANDS),
+            values=dict(zip(ATTRIBUTES, rng.sample(names, len(ATTRIBUTES)), strict=True)),
             wanted=tuple(rng.sample(ATTRIBUTES, NUM_WANTED)),
         )
         for _ in range(num_orders)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
+from mega_agentrl.data.generated.entity_splits import Split, value_names
 from mega_agentrl.data.orders.demonstrations import (
     GREETINGS,
     make_demonstration,
@@ -22,7 +22,7 @@ from mega_agentrl.data.orders.orders import (
 )
 from mega_agentrl.rollout.interaction.customer import Customer
 
-NAMES = ("Bako", "Dumi", "Gavo", "Hilu", "Jota", "Kudi")
+NAMES = ("Lalak", "Milok", "Nuruk", "Silak", "Tolik", "Vamuk")
 ORDER = Order(
     customer=47,
     values=dict(zip(ATTRIBUTES, NAMES, strict=True)),
@@ -31,7 +31,7 @@ ORDER = Order(
 
 
 def make(split=Split.dev, num_orders=60):
-    return make_orders(split, make_split_inventories(0)[split], num_orders=num_orders, seed=0)
+    return make_orders(split, num_orders=num_orders, seed=0)
 
 
 def texts(messages, role):
@@ -39,30 +39,31 @@ def texts(messages, role):
 
 
 def test_a_game_by_hand():
-    messages = make_demonstration(ORDER, [False, False], NAMES, random.Random(0))
+    messages = make_demonstration(ORDER, [False, False], random.Random(0))
     assert texts(messages, "user") == [
         "Customer 47 here.",
         "I need street and brand.",
-        "street=Kudi",
-        "brand=Bako",
+        "street=Vamuk",
+        "brand=Lalak",
     ]
     greeting, *rest = texts(messages, "assistant")
     assert greeting in GREETINGS
     assert rest == [
         "<think> missing </think> ask street",
         "<think> missing </think> ask brand",
-        "<think> known </think> order street=Kudi brand=Bako",
+        "<think> known </think> order street=Vamuk brand=Lalak",
     ]
 
 
 def test_what_was_never_asked_is_guessed():
     for seed in range(20):
-        messages = make_demonstration(ORDER, [True, True], ("Zulu",), random.Random(seed))
+        messages = make_demonstration(ORDER, [True, True], random.Random(seed))
         asked = {parse_question(text) for text in texts(messages, "assistant")[1:3]}
         last = texts(messages, "assistant")[-1]
         assert (" known " in last) == (asked >= set(ORDER.wanted))
         for name, value in parse_order(last).items():
-            assert value == (ORDER.values[name] if name in asked else "Zulu")
+            assert value in value_names()
+            assert (value == ORDER.values[name]) == (name in asked)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ async def test_the_customer_answers_as_in_the_demonstrations():
     rewards = {True: [], False: []}
     for order in make():
         for wanders in (True, False):
-            demonstration = make_demonstration(order, [wanders] * NUM_WANTED, NAMES, rng)
+            demonstration = make_demonstration(order, [wanders] * NUM_WANTED, rng)
             answers, reward = await play(order, demonstration)
             assert answers == texts(demonstration, "user")[1:]
             rewards[wanders].append(reward)
@@ -108,18 +109,20 @@ async def test_the_customer_answers_as_in_the_demonstrations():
 
 
 def test_half_of_the_questions_wander_and_every_order_is_used():
-    made = make_demonstrations(make(), NAMES, num_demonstrations=600, seed=0)
+    made = make_demonstrations(make(), num_demonstrations=600, seed=0)
     assert len(made) == 600
     thoughts = [text for messages in made for text in texts(messages, "assistant")[1:-1]]
     assert 520 < sum(" any " in text for text in thoughts) < 680
     assert len({str(texts(messages, "user")[1:2]) for messages in made}) > 20
-    assert made == make_demonstrations(make(), NAMES, num_demonstrations=600, seed=0)
+    assert made == make_demonstrations(make(), num_demonstrations=600, seed=0)
 
 
-def test_values_are_of_the_split():
-    inventories = make_split_inventories(0)
-    for split in (Split.train, Split.validation):
-        for order in make(split):
-            assert set(order.values) == set(ATTRIBUTES)
-            assert set(order.values.values()) <= set(inventories[split].entities)
-            assert len(set(order.wanted)) == NUM_WANTED
+def test_splits_have_games_of_their_own():
+    train, held_out = (
+        {str(order.values) for order in make(split)} for split in (Split.train, Split.validation)
+    )
+    assert len(train) == len(held_out) == 60
+    assert not train & held_out
+    for order in make():
+        assert set(order.values) == set(ATTRIBUTES)
+        assert len(set(order.wanted)) == NUM_WANTED

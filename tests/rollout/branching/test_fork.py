@@ -53,10 +53,11 @@ def test_a_shared_budget_is_shared():
     [
         (ArpoBranching(BranchConfig(num_probe_tokens=7)), Role.tool, 7),
         (ArpoBranching(BranchConfig(num_probe_tokens=7)), Role.user, 0),
+        (ArpoBranching(BranchConfig(num_probe_tokens=7, after_user_messages=True)), Role.user, 7),
         (ArpoBranching(BranchConfig(num_probe_tokens=0)), Role.tool, 0),
         (NoBranching(), Role.tool, 0),
     ],
-    ids=["after_tool", "after_user", "zero_probe_tokens", "no_branching"],
+    ids=["after_tool", "after_user", "after_user_if_set", "zero_probe_tokens", "no_branching"],
 )
 def test_where_policies_ask(policy, role, num_tokens):
     assert ForkDecider(policy, (0,), PathBudget(3), 0).num_probe_tokens(9, role) == num_tokens
