@@ -1,9 +1,9 @@
 """Demonstrations for the warm start: about half of the questions are about any attribute.
 
-The other half are about the next wanted attribute that is still missing. An order has the values
-that the customer told, and random ones for wanted attributes that were never asked for, which is
-almost always wrong. A model trained on both can do either; RL then teaches it to ask for what is
-missing, which shows in the reward.
+The other half are about the wanted attribute whose turn it is. An order has the values that the
+customer told, and random ones for wanted attributes that were never asked for, which is almost
+always wrong. A model trained on both can do either; RL then teaches it to ask for what is wanted,
+which shows in the reward.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ GREETINGS = (
     "Welcome. What may I order?",
     "Hello. Tell me what you need.",
 )
+QUESTION_THOUGHTS = ("first", "second")
+"""Thoughts before questions about the wanted attributes."""
 THINK_TAGS = ("<think>", "</think>")
 VOCABULARY = TaskVocabulary(
     tokens=(*THINK_TAGS, *(format_value(attribute, "") for attribute in ATTRIBUTES)),
@@ -64,11 +66,12 @@ def make_demonstration(
         _user(format_request(order.wanted)),
     ]
     known: dict[str, str] = {}
-    for wanders in questions_wander:
-        missing = next(one for one in order.wanted if one not in known)
-        attribute = rng.choice(ATTRIBUTES) if wanders else missing
+    plan = zip(QUESTION_THOUGHTS, order.wanted, questions_wander, strict=True)
+    for thought, attribute, wanders in plan:
+        if wanders:
+            thought, attribute = "any", rng.choice(ATTRIBUTES)
         known[attribute] = order.values[attribute]
-        messages.append(_thoughtful("any" if wanders else "missing", format_question(attribute)))
+        messages.append(_thoughtful(thought, format_question(attribute)))
         messages.append(_user(format_value(attribute, order.values[attribute])))
     thought = "known" if known.keys() >= set(order.wanted) else "guess"
     values = {one: known.get(one) or rng.choice(value_names()) for one in order.wanted}

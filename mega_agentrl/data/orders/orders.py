@@ -7,9 +7,9 @@ is asked for, wanted or not:
     user       Customer 47 here.
     assistant  Good day. What may I order?
     user       I need street and brand.
-    assistant  <think> missing </think> ask street
+    assistant  <think> first </think> ask street
     user       street=Tirok
-    assistant  <think> missing </think> ask brand
+    assistant  <think> second </think> ask brand
     user       brand=Lamok
     assistant  <think> known </think> order street=Tirok brand=Lamok
 

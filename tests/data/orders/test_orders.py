@@ -49,8 +49,8 @@ def test_a_game_by_hand():
     greeting, *rest = texts(messages, "assistant")
     assert greeting in GREETINGS
     assert rest == [
-        "<think> missing </think> ask street",
-        "<think> missing </think> ask brand",
+        "<think> first </think> ask street",
+        "<think> second </think> ask brand",
         "<think> known </think> order street=Vamuk brand=Lalak",
     ]
 
