@@ -12,7 +12,7 @@ LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
 # With PY=python3 they need only torch, Triton, transformers, megatron-core, pytest and hypothesis.
 GPU_TESTS := tests/gpu tests/actor tests/reshard/transports
 
-.PHONY: help env model smoke train preflight report compare test test-gpu test-slurm test-slow lint clean
+.PHONY: help env model smoke train preflight report compare scoreboard test test-gpu test-slurm test-slow lint clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -39,6 +39,12 @@ report: env ## write the report page of a run: make report RUN=runs/smoke
 
 compare: env ## print one table over runs or sweeps: make compare RUNS="runs/a runs/b"
 	@$(PY) tools/compare_runs.py $(RUNS)
+
+scoreboard: env ## train every algorithm on every task, for hours, into docs/scoreboard.md (ARGS="..." to compare_algos)
+	@$(PY) tools/make_tiny_model.py --out runs/toolqa
+	@$(PY) tools/make_tiny_model.py --out runs/calls --task calls
+	@$(PY) tools/make_tiny_model.py --out runs/orders --task orders
+	@$(PY) tools/compare_algos.py --page docs/scoreboard.md $(ARGS)
 
 test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=3 processes)
 	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)

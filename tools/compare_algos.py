@@ -30,7 +30,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -246,7 +246,7 @@ def _algorithm(text: str) -> str:
     return _one_of(text, text.split("+")[0], list_presets())
 
 
-def _one_of(text: str, name: str, known: Sequence[str]) -> str:
+def _one_of(text: str, name: str, known: Collection[str]) -> str:
     if name not in known:
         raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(known)}")
     return text

@@ -46,7 +46,7 @@ class TaskRunner:
     """Configurations of the algorithms that can run on the task."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Reason by algorithm that cannot."""
-    on_result: Callable[[], None] = lambda: None
+    on_result: Callable[[], object] = lambda: None
     """Called after each scored run."""
     finished: list[tuple[PlannedRun, FinishedRun]] = field(default_factory=list)
 
