@@ -148,9 +148,10 @@ def _introduction(options: CompareOptions, command: str) -> str:
         f"{datetime.now(tz=UTC):%Y-%m-%d}, commit {_commit()}:\n\n    {command}\n\n"
         f"All runs of a task start from one warm-started checkpoint and sample {options.budget}; "
         f"{tuning}{', '.join(map(str, options.seeds))}. Intervals are 95 % percentile bootstrap "
-        f"intervals over the seeds. A difference to `{BASELINE}`, taken seed by seed, counts only "
-        "if its interval excludes 0. The vertical lines of the figure are the reward before "
-        f"training (dashed) and `{BASELINE}`'s (dotted)."
+        "intervals over the seeds; they do not cover another warm start. A difference to "
+        f"`{BASELINE}`, taken seed by seed, counts only if its interval excludes 0. "
+        "The vertical lines of the figure are the reward before training (dashed) "
+        f"and `{BASELINE}`'s (dotted)."
     )
 
 
