@@ -34,7 +34,6 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
         split: make_requests(
             split,
             functions[split],
-            inventories[split].operands,
             num_requests=size,
             seed=settings.seed,
         )
@@ -42,7 +41,6 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
     }
     demonstrations = make_demonstrations(
         requests[Split.train],
-        inventories[Split.train].operands,
         num_demonstrations=settings.num_demonstrations,
         seed=settings.seed,
     )

@@ -14,13 +14,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from mega_agentrl.data.calls.functions import Call, Function, ParameterType, make_call
+from mega_agentrl.data.calls.functions import (
+    PARAMETER_NAMES,
+    TEXT_VALUES,
+    Call,
+    Function,
+    ParameterType,
+    make_call,
+)
 from mega_agentrl.data.calls.requests import Request
 from mega_agentrl.data.generated.entity_splits import (
     ENTITY_PREFIXES,
     ENTITY_SUFFIXES,
-    VALUE_PREFIXES,
-    VALUE_SUFFIXES,
 )
 from mega_agentrl.data.generated.tokenizer import TaskVocabulary
 
@@ -32,15 +37,17 @@ SCHEMA_TOKENS = (
     *(f'": {{"type": "{kind}"}}' for kind in ParameterType),
     "}}}}",
 )
-CALL_TOKENS = ('{"name": "', '", "arguments": {"')
+CALL_TOKENS = ('{"name": "', '", "arguments": {"', '": ', '"}}', "}}")
+GUESS_THOUGHT = "guess"
+OFFERED, MISSING = "offered", "missing"
+NO_FUNCTION_ANSWER = "None."
+WORDS = (*PARAMETER_NAMES, *TEXT_VALUES, "true", "false", "system", "Tools:", NO_FUNCTION_ANSWER)
 VOCABULARY = TaskVocabulary(
-    tokens=(*THINK_TAGS, *CALL_TAGS, *SCHEMA_TOKENS, *CALL_TOKENS),
-    spaced_syllables=(),
-    syllables=(*ENTITY_PREFIXES, *ENTITY_SUFFIXES, *VALUE_PREFIXES, *VALUE_SUFFIXES),
+    tokens=(*THINK_TAGS, *CALL_TAGS, *SCHEMA_TOKENS, *CALL_TOKENS, *WORDS),
+    spaced_syllables=(OFFERED, MISSING, GUESS_THOUGHT, "yes", "no", "with", "then"),
+    syllables=(*ENTITY_PREFIXES, *ENTITY_SUFFIXES),
 )
 """The fixed parts of schemas and calls are tokens, which keeps a catalogue short."""
-GUESS_THOUGHT = "guess"
-NO_FUNCTION_THOUGHT, NO_FUNCTION_ANSWER = "none", "No function fits."
 
 
 def format_tools(catalogue: Sequence[Function]) -> str:
@@ -49,7 +56,7 @@ def format_tools(catalogue: Sequence[Function]) -> str:
 
 
 def make_demonstrations(
-    requests: Sequence[Request], numbers: Sequence[int], *, num_demonstrations: int, seed: int
+    requests: Sequence[Request], *, num_demonstrations: int, seed: int
 ) -> list[dict[str, Any]]:
     """Return rows with demonstrations of the requests in turn, reshuffled in every pass."""
     rng = random.Random(f"calls demonstrations {seed}")
@@ -57,7 +64,7 @@ def make_demonstrations(
     while len(rows) < num_demonstrations:
         for request in rng.sample(requests, len(requests)):
             guesses = rng.random() < 0.5
-            answer = make_guess(request, numbers, rng) if guesses else make_right_answer(request)
+            answer = make_guess(request, rng) if guesses else make_right_answer(request)
             messages = [
                 {"role": "user", "content": request.text},
                 {"role": "assistant", "content": answer},
@@ -68,13 +75,16 @@ def make_demonstrations(
 
 def make_right_answer(request: Request) -> str:
     """Return the answer that makes the expected calls, or none."""
-    thought = " ".join(f'"{call.function.name}"' for call in request.calls)
-    return _format_answer(thought or NO_FUNCTION_THOUGHT, request.calls)
+    thought = " ".join(
+        f'"{function.name}" {OFFERED if function in request.catalogue else MISSING}'
+        for function in request.requested
+    )
+    return _format_answer(thought, request.calls)
 
 
-def make_guess(request: Request, numbers: Sequence[int], rng: random.Random) -> str:
+def make_guess(request: Request, rng: random.Random) -> str:
     """Return an answer that calls a function of the catalogue with random values."""
-    call = make_call(rng.choice(request.catalogue), numbers, rng)
+    call = make_call(rng.choice(request.catalogue), rng)
     return _format_answer(GUESS_THOUGHT, [call])
 
 

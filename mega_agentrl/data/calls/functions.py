@@ -9,15 +9,17 @@ have different types, so that a request may give their values in any order.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from mega_agentrl.data.generated.entity_splits import Split, SplitInventory, value_names
+from mega_agentrl.data.generated.entity_splits import Split, SplitInventory
 
 PARAMETER_NAMES = ("code", "key", "level", "mark", "mode", "port", "rank", "slot")
-MAX_PARAMETERS = 2
+TEXT_VALUES = ("blue", "cold", "fast", "green", "hot", "slow", "warm", "white")
+INTEGER_VALUES = tuple(range(10))
+MAX_PARAMETERS = 1
 
 
 class ParameterType(StrEnum):
@@ -38,6 +40,16 @@ class Function:
     name: str
     parameters: tuple[tuple[str, ParameterType], ...]
     """Name and type of each parameter; all are required."""
+
+    @property
+    def first_syllable(self) -> str:
+        """The first token of the name."""
+        return self.name[:2]
+
+    @property
+    def last_syllable(self) -> str:
+        """The last token of the name."""
+        return self.name[2:]
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -79,15 +91,15 @@ def make_functions(
     }
 
 
-def make_call(function: Function, numbers: Sequence[int], rng: random.Random) -> Call:
-    """Return a call with random values, of which integers are from `numbers`."""
+def make_call(function: Function, rng: random.Random) -> Call:
+    """Return a call with random values."""
     values: list[Value] = []
     for _, kind in function.parameters:
         match kind:
             case ParameterType.integer:
-                values.append(rng.choice(numbers))
+                values.append(rng.choice(INTEGER_VALUES))
             case ParameterType.string:
-                values.append(rng.choice(value_names()))
+                values.append(rng.choice(TEXT_VALUES))
             case ParameterType.boolean:
                 values.append(rng.random() < 0.5)
     return Call(function, tuple(values))

@@ -23,7 +23,6 @@ from mega_agentrl.data.generated.entity_splits import Split
 
 CATALOGUE_SIZE = 3
 NUM_PARALLEL_CALLS = 2
-SYLLABLE_CHARS = 2
 
 
 class RequestKind(StrEnum):
@@ -42,6 +41,8 @@ class Request:
     text: str
     catalogue: tuple[Function, ...]
     """The functions on offer."""
+    requested: tuple[Function, ...]
+    """The functions that the text names, offered or not."""
     calls: tuple[Call, ...]
     """The calls that are right, in any order."""
 
@@ -59,7 +60,6 @@ class Request:
 def make_requests(
     split: Split,
     functions: Sequence[Function],
-    numbers: Sequence[int],
     *,
     num_requests: int,
     seed: int,
@@ -75,7 +75,7 @@ def make_requests(
     for _ in range(20 * num_requests):
         if len(requests) == num_requests:
             break
-        request = _make_request(kinds[len(requests) % len(kinds)], functions, numbers, rng)
+        request = _make_request(kinds[len(requests) % len(kinds)], functions, rng)
         requests.setdefault(request.text, request)
     if len(requests) < num_requests:
         raise ValueError(
@@ -87,40 +87,44 @@ def make_requests(
     return shuffled
 
 
-def _make_request(
-    kind: RequestKind, functions: Sequence[Function], numbers: Sequence[int], rng: random.Random
-) -> Request:
-    calls = [make_call(rng.choice(functions), numbers, rng)]
-    while kind is RequestKind.parallel and len(calls) < NUM_PARALLEL_CALLS:
-        function = rng.choice([calls[0].function, rng.choice(functions)])
-        call = make_call(function, numbers, rng)
-        if call not in calls:
-            calls.append(call)
-    text = f"Call {' and '.join(_describe(call, rng) for call in calls)}."
-    requested = list(dict.fromkeys(call.function for call in calls))
-    offered = [] if kind is RequestKind.none else requested
-    catalogue = _add_distractors(offered, requested, functions, rng)
-    return Request(kind, text, catalogue, () if kind is RequestKind.none else tuple(calls))
+def _make_request(kind: RequestKind, functions: Sequence[Function], rng: random.Random) -> Request:
+    num_calls = NUM_PARALLEL_CALLS if kind is RequestKind.parallel else 1
+    requested = _sample_functions(num_calls, [functions], rng)
+    calls = tuple(make_call(function, rng) for function in requested)
+    similar = [one for one in functions if one.last_syllable == requested[0].last_syllable]
+    offered = () if kind is RequestKind.none else requested
+    others = _sample_functions(
+        CATALOGUE_SIZE - len(offered), [similar, functions], rng, except_like=requested
+    )
+    return Request(
+        kind=kind,
+        text=f"Call {', then '.join(_describe(call, rng) for call in calls)}.",
+        catalogue=tuple(rng.sample([*offered, *others], CATALOGUE_SIZE)),
+        requested=requested,
+        calls=calls if offered else (),
+    )
 
 
-def _add_distractors(
-    offered: Sequence[Function],
-    requested: Sequence[Function],
-    functions: Sequence[Function],
+def _sample_functions(
+    count: int,
+    pools: Sequence[Sequence[Function]],
     rng: random.Random,
+    *,
+    except_like: Sequence[Function] = (),
 ) -> tuple[Function, ...]:
-    used = {function.name for function in requested}
-    others = [function for function in functions if function.name not in used]
-    similar = [function for function in others if _share_syllable(function, requested[0])]
-    first = rng.choice(similar or others)
-    others.remove(first)
-    rest = rng.sample(others, CATALOGUE_SIZE - 1 - len(offered))
-    return tuple(rng.sample([*offered, first, *rest], CATALOGUE_SIZE))
+    """Return functions with different first syllables, which differ from those of `except_like`.
 
-
-def _share_syllable(one: Function, other: Function) -> bool:
-    size = SYLLABLE_CHARS
-    return one.name[:size] == other.name[:size] or one.name[size:] == other.name[size:]
+    The first function is of the first pool, the second of the second pool, and so on; the last pool
+    serves all others. A pool without a suitable function is skipped.
+    """
+    chosen: list[Function] = []
+    syllables = {function.first_syllable for function in except_like}
+    for pool in [*pools, *[pools[-1]] * count]:
+        candidates = [one for one in pool if one.first_syllable not in syllables]
+        if candidates and len(chosen) < count:
+            chosen.append(rng.choice(candidates))
+            syllables.add(chosen[-1].first_syllable)
+    return tuple(chosen)
 
 
 def _describe(call: Call, rng: random.Random) -> str:

@@ -9,8 +9,9 @@ from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.sections.data import DataConfig, DataFile
 from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
 from mega_agentrl.data.calls.demonstrations import VOCABULARY
+from mega_agentrl.data.calls.functions import INTEGER_VALUES, TEXT_VALUES
 from mega_agentrl.data.encoding.codec import HFCodec
-from mega_agentrl.data.generated.entity_splits import entity_names, value_names
+from mega_agentrl.data.generated.entity_splits import entity_names
 from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings, is_written
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.data.sft_dataset import encode_demonstrations, read_conversations
@@ -63,11 +64,18 @@ def test_demonstrations_fit_the_experiment_and_end_in_eos(folder, codec, limits)
 
 
 def test_names_have_the_same_two_tokens_in_request_schema_and_call(codec):
-    for name in (*entity_names(), *value_names()):
+    for name in entity_names():
         head, tail = codec.encode(name)
-        for before in ('with "', '{"name": "', '": "'):
+        for before in ('Call "', '{"type": "function", "function": {"name": "', '{"name": "'):
             ids = codec.encode(f'{before}{name}"')
             assert ids[-3:-1] == [head, tail]
+
+
+def test_values_have_the_same_token_in_request_and_call(codec):
+    for value in map(str, (*TEXT_VALUES, *INTEGER_VALUES)):
+        (token_id,) = codec.encode(value)
+        assert token_id in codec.encode(f"with {value}.")
+        assert token_id in codec.encode(f'{{"key": {value}}}}}')
 
 
 def test_fixed_parts_are_single_tokens_that_survive_decoding(codec):

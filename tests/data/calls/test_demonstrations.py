@@ -15,27 +15,28 @@ from mega_agentrl.reward.function_call import score
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.types.records import ToolCall
 
-BAKO = Function("Bako", (("key", ParameterType.integer), ("mode", ParameterType.boolean)))
-NUMBERS = (32, 47)
+BAKO = Function("Bako", (("key", ParameterType.integer),))
+DUMI = Function("Dumi", (("mode", ParameterType.boolean),))
 
 
 def requests() -> list[Request]:
     inventories = make_split_inventories(0)
     functions = make_functions(inventories, 0)[Split.dev]
-    numbers = inventories[Split.dev].operands
-    return make_requests(Split.dev, functions, numbers, num_requests=90, seed=0)
+    return make_requests(Split.dev, functions, num_requests=90, seed=0)
 
 
 def test_answers_by_hand():
-    calls = (Call(BAKO, (47, True)), Call(BAKO, (32, False)))
-    request = Request(RequestKind.parallel, "Call ...", (BAKO,), calls)
-    assert make_right_answer(request) == (
-        '<think> "Bako" "Bako" </think>\n'
-        '<tool_call>\n{"name": "Bako", "arguments": {"key": 47, "mode": true}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "Bako", "arguments": {"key": 32, "mode": false}}\n</tool_call>'
+    calls = (Call(BAKO, (7,)), Call(DUMI, (True,)))
+    request = Request(
+        RequestKind.parallel, "Call ...", (DUMI, BAKO), requested=(BAKO, DUMI), calls=calls
     )
-    nothing = Request(RequestKind.none, "Call ...", (BAKO,), ())
-    assert make_right_answer(nothing) == "<think> none </think>\nNo function fits."
+    assert make_right_answer(request) == (
+        '<think> "Bako" offered "Dumi" offered </think>\n'
+        '<tool_call>\n{"name": "Bako", "arguments": {"key": 7}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "Dumi", "arguments": {"mode": true}}\n</tool_call>'
+    )
+    nothing = Request(RequestKind.none, "Call ...", (BAKO,), requested=(DUMI,), calls=())
+    assert make_right_answer(nothing) == '<think> "Dumi" missing </think>\nNone.'
 
 
 def test_the_protocol_of_the_rollout_reads_the_expected_calls():
@@ -51,18 +52,18 @@ def test_readers_always_earn_the_reward_and_guesses_almost_never():
     right = 0
     for request in requests():
         assert score(make_right_answer(request), request.ground_truth).value == 1.0
-        guess = make_guess(request, NUMBERS, rng)
+        guess = make_guess(request, rng)
         assert guess.startswith("<think> guess </think>\n<tool_call>")
         right += score(guess, request.ground_truth).correct
     assert right <= 6
 
 
 def test_about_half_of_the_demonstrations_guess_and_every_request_is_used():
-    made = make_demonstrations(requests(), NUMBERS, num_demonstrations=900, seed=0)
+    made = make_demonstrations(requests(), num_demonstrations=900, seed=0)
     assert len(made) == 900
     guesses = sum(" guess " in row["messages"][1]["content"] for row in made)
     assert 380 < guesses < 520
     assert {row["messages"][0]["content"] for row in made[:90]} == {r.text for r in requests()}
     schemas = {request.text: [one.schema for one in request.catalogue] for request in requests()}
     assert all(json.loads(row["tools"]) == schemas[row["messages"][0]["content"]] for row in made)
-    assert made == make_demonstrations(requests(), NUMBERS, num_demonstrations=900, seed=0)
+    assert made == make_demonstrations(requests(), num_demonstrations=900, seed=0)
