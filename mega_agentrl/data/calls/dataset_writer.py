@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from mega_agentrl.data.calls.demonstrations import VOCABULARY, format_tools, make_demonstrations
-from mega_agentrl.data.calls.functions import make_functions
 from mega_agentrl.data.calls.requests import Request, make_requests
 from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
 from mega_agentrl.data.generated.settings import TaskSettings
@@ -24,7 +23,6 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
         ValueError: the settings ask for more requests than exist.
     """
     inventories = make_split_inventories(settings.seed)
-    functions = make_functions(inventories, settings.seed)
     sizes = {
         Split.train: settings.num_train,
         Split.dev: settings.num_dev,
@@ -33,7 +31,7 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
     requests = {
         split: make_requests(
             split,
-            functions[split],
+            inventories[split].entities,
             num_requests=size,
             seed=settings.seed,
         )

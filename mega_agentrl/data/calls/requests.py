@@ -1,13 +1,13 @@
 """Requests of the function-calling task, each with its catalogue and the expected calls.
 
-* `one`: a call of one function: `Call "Bako" with 47 and "Tirok".`
-* `parallel`: two calls, of one function or of two: `Call "Bako" with 47 and "Dumi" with no.`
+* `one`: a call of one function: `Call "Bako" with 7.`
+* `parallel`: calls of two functions: `Call "Bako" with "warm", then "Dumi" with no.`
 * `none`: a function that the catalogue lacks; no call is right.
 
 A catalogue has `CATALOGUE_SIZE` functions in random order: those that are called, and distractors,
-the first of which shares a syllable with a requested function. The values of a call are in random
-order, told apart by their types; truth values are `yes` and `no`. All functions and numbers are of
-the split of the request.
+the first of which ends like a requested function. The names in a request and its catalogue begin
+differently, so that a tiny model finds a function by its first token. Truth values are `yes` and
+`no`. All functions are of the split of the request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mega_agentrl.data.calls.functions import Call, Function, Value, make_call
+from mega_agentrl.data.calls.functions import (
+    Call,
+    Function,
+    Value,
+    first_syllable,
+    last_syllable,
+    make_call,
+    make_function,
+)
 from mega_agentrl.data.generated.entity_splits import Split
 
 CATALOGUE_SIZE = 3
@@ -59,12 +67,18 @@ class Request:
 
 def make_requests(
     split: Split,
-    functions: Sequence[Function],
+    names: Sequence[str],
     *,
     num_requests: int,
     seed: int,
 ) -> list[Request]:
     """Return `num_requests` requests with different texts, about equally many of each kind.
+
+    Args:
+        split: the split, on which the random choices depend.
+        names: names of the functions of the split.
+        num_requests: number of requests.
+        seed: seed of all splits.
 
     Raises:
         ValueError: the split has too few functions and values.
@@ -75,7 +89,7 @@ def make_requests(
     for _ in range(20 * num_requests):
         if len(requests) == num_requests:
             break
-        request = _make_request(kinds[len(requests) % len(kinds)], functions, rng)
+        request = _make_request(kinds[len(requests) % len(kinds)], names, rng)
         requests.setdefault(request.text, request)
     if len(requests) < num_requests:
         raise ValueError(
@@ -87,53 +101,48 @@ def make_requests(
     return shuffled
 
 
-def _make_request(kind: RequestKind, functions: Sequence[Function], rng: random.Random) -> Request:
+def _make_request(kind: RequestKind, names: Sequence[str], rng: random.Random) -> Request:
     num_calls = NUM_PARALLEL_CALLS if kind is RequestKind.parallel else 1
-    requested = _sample_functions(num_calls, [functions], rng)
+    num_offered = 0 if kind is RequestKind.none else num_calls
+    requested_names = _sample_names([names] * num_calls, rng)
+    similar = [
+        name
+        for name in names
+        if last_syllable(name) == last_syllable(requested_names[0])
+        and first_syllable(name) not in map(first_syllable, requested_names)
+    ]
+    pools = [similar or names, *[names] * CATALOGUE_SIZE][: CATALOGUE_SIZE - num_offered]
+    distractors = [
+        make_function(name, rng) for name in _sample_names(pools, rng, unlike=requested_names)
+    ]
+    requested = tuple(make_function(name, rng) for name in requested_names)
     calls = tuple(make_call(function, rng) for function in requested)
-    similar = [one for one in functions if one.last_syllable == requested[0].last_syllable]
-    offered = () if kind is RequestKind.none else requested
-    others = _sample_functions(
-        CATALOGUE_SIZE - len(offered), [similar, functions], rng, except_like=requested
-    )
     return Request(
         kind=kind,
-        text=f"Call {', then '.join(_describe(call, rng) for call in calls)}.",
-        catalogue=tuple(rng.sample([*offered, *others], CATALOGUE_SIZE)),
+        text=f"Call {', then '.join(map(_describe, calls))}.",
+        catalogue=tuple(rng.sample([*requested[:num_offered], *distractors], CATALOGUE_SIZE)),
         requested=requested,
-        calls=calls if offered else (),
+        calls=calls[:num_offered],
     )
 
 
-def _sample_functions(
-    count: int,
-    pools: Sequence[Sequence[Function]],
-    rng: random.Random,
-    *,
-    except_like: Sequence[Function] = (),
-) -> tuple[Function, ...]:
-    """Return functions with different first syllables, which differ from those of `except_like`.
-
-    The first function is of the first pool, the second of the second pool, and so on; the last pool
-    serves all others. A pool without a suitable function is skipped.
-    """
-    chosen: list[Function] = []
-    syllables = {function.first_syllable for function in except_like}
-    for pool in [*pools, *[pools[-1]] * count]:
-        candidates = [one for one in pool if one.first_syllable not in syllables]
-        if candidates and len(chosen) < count:
-            chosen.append(rng.choice(candidates))
-            syllables.add(chosen[-1].first_syllable)
-    return tuple(chosen)
+def _sample_names(
+    pools: Sequence[Sequence[str]], rng: random.Random, *, unlike: Sequence[str] = ()
+) -> list[str]:
+    """Return a name of each pool; they and those of `unlike` have different first syllables."""
+    names: list[str] = []
+    for pool in pools:
+        used = {first_syllable(name) for name in (*names, *unlike)}
+        names.append(rng.choice([name for name in pool if first_syllable(name) not in used]))
+    return names
 
 
-def _describe(call: Call, rng: random.Random) -> str:
-    values = rng.sample(call.values, len(call.values))
-    return f'"{call.function.name}" with {" and ".join(map(format_value, values))}'
+def _describe(call: Call) -> str:
+    return f'"{call.function.name}" with {format_value(call.value)}'
 
 
 def format_value(value: Value) -> str:
-    """Return a value as requests write it; the quotes give a name the same tokens as in JSON."""
+    """Return a value as requests write it; the quotes give a text the same token as in JSON."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, int) else f'"{value}"'

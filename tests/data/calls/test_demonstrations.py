@@ -8,25 +8,24 @@ from mega_agentrl.data.calls.demonstrations import (
     make_guess,
     make_right_answer,
 )
-from mega_agentrl.data.calls.functions import Call, Function, ParameterType, make_functions
+from mega_agentrl.data.calls.functions import Call, Function, ParameterType
 from mega_agentrl.data.calls.requests import Request, RequestKind, make_requests
 from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
 from mega_agentrl.reward.function_call import score
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.types.records import ToolCall
 
-BAKO = Function("Bako", (("key", ParameterType.integer),))
-DUMI = Function("Dumi", (("mode", ParameterType.boolean),))
+BAKO = Function("Bako", "key", ParameterType.integer)
+DUMI = Function("Dumi", "mode", ParameterType.boolean)
 
 
 def requests() -> list[Request]:
     inventories = make_split_inventories(0)
-    functions = make_functions(inventories, 0)[Split.dev]
-    return make_requests(Split.dev, functions, num_requests=90, seed=0)
+    return make_requests(Split.dev, inventories[Split.dev].entities, num_requests=90, seed=0)
 
 
 def test_answers_by_hand():
-    calls = (Call(BAKO, (7,)), Call(DUMI, (True,)))
+    calls = (Call(BAKO, 7), Call(DUMI, True))
     request = Request(
         RequestKind.parallel, "Call ...", (DUMI, BAKO), requested=(BAKO, DUMI), calls=calls
     )
