@@ -1,10 +1,13 @@
 """Demonstrations for the warm start: about half read the request, half guess.
 
-Who reads thinks of the requested functions that are on offer, and calls them. A guess calls a
-function of the catalogue with random values, which is almost always wrong. A model trained on both
-can do either; RL then teaches it to read, which shows in the reward.
+Who reads thinks of each requested function and of its parameter, or of `none` if the function is
+not on offer, and makes the calls. A guess calls a function of the catalogue with a random value,
+which is almost always wrong. A model trained on both can do either; RL then teaches it to read,
+which shows in the reward.
 
-Calls are written as the Hermes protocol reads them, one block each.
+Calls are written as the Hermes protocol reads them, one block each. The chat template shows a
+function as `Bako key: integer`, and every name has the same tokens in the catalogue, in the request
+and in the answer, so that a model of two layers can look up what follows a name.
 """
 
 from __future__ import annotations
@@ -23,31 +26,35 @@ from mega_agentrl.data.calls.functions import (
     make_call,
 )
 from mega_agentrl.data.calls.requests import Request
-from mega_agentrl.data.generated.entity_splits import (
-    ENTITY_PREFIXES,
-    ENTITY_SUFFIXES,
-)
+from mega_agentrl.data.generated.entity_splits import ENTITY_PREFIXES, ENTITY_SUFFIXES
 from mega_agentrl.data.generated.tokenizer import TaskVocabulary
 
 THINK_TAGS = ("<think>", "</think>")
 CALL_TAGS = ("<tool_call>", "</tool_call>")
-SCHEMA_TOKENS = (
-    '{"type": "function", "function": {"name": "',
-    '", "parameters": {"type": "object", "properties": {"',
-    *(f'": {{"type": "{kind}"}}' for kind in ParameterType),
-    "}}}}",
-)
 CALL_TOKENS = ('{"name": "', '", "arguments": {"', '": ', '"}}', "}}")
-GUESS_THOUGHT = "guess"
-OFFERED, MISSING = "offered", "missing"
+GUESS_THOUGHT, NO_FUNCTION_THOUGHT = "guess", " none"
 NO_FUNCTION_ANSWER = "None."
-WORDS = (*PARAMETER_NAMES, *TEXT_VALUES, "true", "false", "system", "Tools:", NO_FUNCTION_ANSWER)
 VOCABULARY = TaskVocabulary(
-    tokens=(*THINK_TAGS, *CALL_TAGS, *SCHEMA_TOKENS, *CALL_TOKENS, *WORDS),
-    spaced_syllables=(OFFERED, MISSING, GUESS_THOUGHT, "yes", "no", "with", "then"),
+    tokens=(
+        *THINK_TAGS,
+        *CALL_TAGS,
+        *CALL_TOKENS,
+        *(f": {kind}" for kind in ParameterType),
+        *(f" {name}" for name in PARAMETER_NAMES),
+        *PARAMETER_NAMES,
+        *TEXT_VALUES,
+        *("system", "Tools:", "Call:", " with ", "yes", "no", "true", "false"),
+        *(GUESS_THOUGHT, NO_FUNCTION_THOUGHT, NO_FUNCTION_ANSWER),
+    ),
+    spaced_syllables=(),
     syllables=(*ENTITY_PREFIXES, *ENTITY_SUFFIXES),
+    tool_template="""\
+{{- tool.function.name }}
+{%- for name, schema in tool.function.parameters.properties.items() -%}
+{{- ' ' + name + ': ' + schema.type }}
+{%- endfor %}""",
 )
-"""The fixed parts of schemas and calls are tokens, which keeps a catalogue short."""
+"""All words but the names are tokens, which keeps a conversation short."""
 
 
 def format_tools(catalogue: Sequence[Function]) -> str:
@@ -75,11 +82,12 @@ def make_demonstrations(
 
 def make_right_answer(request: Request) -> str:
     """Return the answer that makes the expected calls, or none."""
-    thought = " ".join(
-        f'"{function.name}" {OFFERED if function in request.catalogue else MISSING}'
+    thoughts = [
+        function.name
+        + (f" {function.parameter}" if function in request.catalogue else NO_FUNCTION_THOUGHT)
         for function in request.requested
-    )
-    return _format_answer(thought, request.calls)
+    ]
+    return _format_answer("\n".join(thoughts), request.calls)
 
 
 def make_guess(request: Request, rng: random.Random) -> str:
@@ -90,4 +98,4 @@ def make_guess(request: Request, rng: random.Random) -> str:
 
 def _format_answer(thought: str, calls: Sequence[Call]) -> str:
     blocks = [f"<tool_call>\n{json.dumps(call.as_dict)}\n</tool_call>" for call in calls]
-    return f"<think> {thought} </think>\n" + ("\n".join(blocks) or NO_FUNCTION_ANSWER)
+    return f"<think>\n{thought}\n</think>\n" + ("\n".join(blocks) or NO_FUNCTION_ANSWER)

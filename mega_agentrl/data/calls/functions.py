@@ -79,13 +79,3 @@ def make_call(function: Function, rng: random.Random) -> Call:
             return Call(function, rng.choice(TEXT_VALUES))
         case ParameterType.boolean:
             return Call(function, rng.random() < 0.5)
-
-
-def first_syllable(name: str) -> str:
-    """Return the first token of a function's name."""
-    return name[:SYLLABLE_CHARS]
-
-
-def last_syllable(name: str) -> str:
-    """Return the last token of a function's name."""
-    return name[SYLLABLE_CHARS:]

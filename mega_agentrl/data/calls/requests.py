@@ -1,13 +1,12 @@
 """Requests of the function-calling task, each with its catalogue and the expected calls.
 
-* `one`: a call of one function: `Call "Bako" with 7.`
-* `parallel`: calls of two functions: `Call "Bako" with "warm", then "Dumi" with no.`
+* `one`: a call of one function, written `Bako with 7` on a line below `Call:`.
+* `parallel`: calls of two functions, one a line: `Bako with "warm"` and `Dumi with no`.
 * `none`: a function that the catalogue lacks; no call is right.
 
-A catalogue has `CATALOGUE_SIZE` functions in random order: those that are called, and distractors,
-the first of which ends like a requested function. The names in a request and its catalogue begin
-differently, so that a tiny model finds a function by its first token. Truth values are `yes` and
-`no`. All functions are of the split of the request.
+A catalogue has `CATALOGUE_SIZE` functions in random order: those that are called, and distractors.
+The names in a request and its catalogue share no syllable, so that each token of a name says which
+function it is. Truth values are `yes` and `no`. All functions are of the split of the request.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mega_agentrl.data.calls.functions import (
+    SYLLABLE_CHARS,
     Call,
     Function,
     Value,
-    first_syllable,
-    last_syllable,
     make_call,
     make_function,
 )
@@ -104,41 +102,35 @@ def make_requests(
 def _make_request(kind: RequestKind, names: Sequence[str], rng: random.Random) -> Request:
     num_calls = NUM_PARALLEL_CALLS if kind is RequestKind.parallel else 1
     num_offered = 0 if kind is RequestKind.none else num_calls
-    requested_names = _sample_names([names] * num_calls, rng)
-    similar = [
-        name
-        for name in names
-        if last_syllable(name) == last_syllable(requested_names[0])
-        and first_syllable(name) not in map(first_syllable, requested_names)
-    ]
-    pools = [similar or names, *[names] * CATALOGUE_SIZE][: CATALOGUE_SIZE - num_offered]
-    distractors = [
-        make_function(name, rng) for name in _sample_names(pools, rng, unlike=requested_names)
-    ]
-    requested = tuple(make_function(name, rng) for name in requested_names)
+    num_functions = CATALOGUE_SIZE - num_offered + num_calls
+    functions = [make_function(name, rng) for name in _sample_names(num_functions, names, rng)]
+    requested = tuple(functions[:num_calls])
     calls = tuple(make_call(function, rng) for function in requested)
     return Request(
         kind=kind,
-        text=f"Call {', then '.join(map(_describe, calls))}.",
-        catalogue=tuple(rng.sample([*requested[:num_offered], *distractors], CATALOGUE_SIZE)),
+        text="\n".join(["Call:", *map(_describe, calls)]),
+        catalogue=tuple(rng.sample(functions[num_calls - num_offered :], CATALOGUE_SIZE)),
         requested=requested,
         calls=calls[:num_offered],
     )
 
 
-def _sample_names(
-    pools: Sequence[Sequence[str]], rng: random.Random, *, unlike: Sequence[str] = ()
-) -> list[str]:
-    """Return a name of each pool; they and those of `unlike` have different first syllables."""
-    names: list[str] = []
-    for pool in pools:
-        used = {first_syllable(name) for name in (*names, *unlike)}
-        names.append(rng.choice([name for name in pool if first_syllable(name) not in used]))
-    return names
+def _sample_names(count: int, names: Sequence[str], rng: random.Random) -> list[str]:
+    """Return names of which no two share their first or their last syllable."""
+    chosen: list[str] = []
+    for name in rng.sample(names, len(names)):
+        if len(chosen) < count and not any(_share_syllable(name, other) for other in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _share_syllable(name: str, other: str) -> bool:
+    size = SYLLABLE_CHARS
+    return name[:size] == other[:size] or name[size:] == other[size:]
 
 
 def _describe(call: Call) -> str:
-    return f'"{call.function.name}" with {format_value(call.value)}'
+    return f"{call.function.name} with {format_value(call.value)}"
 
 
 def format_value(value: Value) -> str:

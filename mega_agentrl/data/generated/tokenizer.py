@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
+# TOOL stands for `TaskVocabulary.tool_template`.
 CHAT_TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\\nTools:' }}
-{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{%- for tool in tools %}{{- '\\n' }}TOOL{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
@@ -49,6 +50,8 @@ class TaskVocabulary:
     """Syllables that become a token together with the space before them."""
     syllables: tuple[str, ...]
     """Syllables that become a token without a space."""
+    tool_template: str = "{{- tool | tojson }}"
+    """Jinja text by which the chat template shows the schema `tool`."""
 
 
 def train_tokenizer(
@@ -83,7 +86,7 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATE.replace("TOOL", vocabulary.tool_template)
     return fast
 
 

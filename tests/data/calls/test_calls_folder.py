@@ -46,10 +46,13 @@ def test_prompts_show_their_catalogue_and_fit_the_experiment(folder, codec, limi
     run_tools = {"python": {"type": "function", "function": {"name": "python"}}}
     found = load_prompts([file], codec, config, key="data.train", tool_schemas=run_tools).prompts
     for prompt in found:
-        names = [schema["function"]["name"] for schema in prompt.tool_schemas]
-        assert len(names) == 3 and "python" not in names
-        text = codec.decode(prompt.token_ids)
-        assert all(f'"name": "{name}"' in text for name in names)
+        functions = [schema["function"] for schema in prompt.tool_schemas]
+        assert len(functions) == 3
+        head, *shown = codec.decode(prompt.token_ids).partition("user\n")[0].split("\n")[1:5]
+        assert head == "Tools:"
+        for function, line in zip(functions, shown, strict=True):
+            ((name, schema),) = function["parameters"]["properties"].items()
+            assert line == f"{function['name']} {name}: {schema['type']}"
 
 
 def test_demonstrations_fit_the_experiment_and_end_in_eos(folder, codec, limits):
@@ -63,18 +66,23 @@ def test_demonstrations_fit_the_experiment_and_end_in_eos(folder, codec, limits)
     assert longest <= limits.rollout.max_response_tokens
 
 
-def test_names_have_the_same_two_tokens_in_request_schema_and_call(codec):
+def test_names_have_the_same_two_tokens_in_catalogue_request_and_answer(codec):
     for name in entity_names():
         head, tail = codec.encode(name)
-        for before in ('Call "', '{"type": "function", "function": {"name": "', '{"name": "'):
-            ids = codec.encode(f'{before}{name}"')
-            assert ids[-3:-1] == [head, tail]
+        for before, after in [
+            ("Tools:\n", " key: string"),
+            ("Call:\n", " with 3"),
+            ("\n", " none"),
+        ]:
+            ids = codec.encode(f"{before}{name}{after}")
+            assert ids[ids.index(head) + 1] == tail and ids[-1] != tail
+        assert codec.encode(f'{{"name": "{name}"')[1:3] == [head, tail]
 
 
 def test_values_have_the_same_token_in_request_and_call(codec):
     for value in map(str, (*TEXT_VALUES, *INTEGER_VALUES)):
         (token_id,) = codec.encode(value)
-        assert token_id in codec.encode(f"with {value}.")
+        assert token_id in codec.encode(f"Bako with {value}")
         assert token_id in codec.encode(f'{{"key": {value}}}}}')
 
 

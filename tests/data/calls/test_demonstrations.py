@@ -30,12 +30,12 @@ def test_answers_by_hand():
         RequestKind.parallel, "Call ...", (DUMI, BAKO), requested=(BAKO, DUMI), calls=calls
     )
     assert make_right_answer(request) == (
-        '<think> "Bako" offered "Dumi" offered </think>\n'
+        "<think>\nBako key\nDumi mode\n</think>\n"
         '<tool_call>\n{"name": "Bako", "arguments": {"key": 7}}\n</tool_call>\n'
         '<tool_call>\n{"name": "Dumi", "arguments": {"mode": true}}\n</tool_call>'
     )
     nothing = Request(RequestKind.none, "Call ...", (BAKO,), requested=(DUMI,), calls=())
-    assert make_right_answer(nothing) == '<think> "Dumi" missing </think>\nNone.'
+    assert make_right_answer(nothing) == "<think>\nDumi none\n</think>\nNone."
 
 
 def test_the_protocol_of_the_rollout_reads_the_expected_calls():
@@ -52,7 +52,7 @@ def test_readers_always_earn_the_reward_and_guesses_almost_never():
     for request in requests():
         assert score(make_right_answer(request), request.ground_truth).value == 1.0
         guess = make_guess(request, rng)
-        assert guess.startswith("<think> guess </think>\n<tool_call>")
+        assert guess.startswith("<think>\nguess\n</think>\n<tool_call>")
         right += score(guess, request.ground_truth).correct
     assert right <= 6
 
@@ -60,7 +60,7 @@ def test_readers_always_earn_the_reward_and_guesses_almost_never():
 def test_about_half_of_the_demonstrations_guess_and_every_request_is_used():
     made = make_demonstrations(requests(), num_demonstrations=900, seed=0)
     assert len(made) == 900
-    guesses = sum(" guess " in row["messages"][1]["content"] for row in made)
+    guesses = sum("guess" in row["messages"][1]["content"] for row in made)
     assert 380 < guesses < 520
     assert {row["messages"][0]["content"] for row in made[:90]} == {r.text for r in requests()}
     schemas = {request.text: [one.schema for one in request.catalogue] for request in requests()}

@@ -11,8 +11,6 @@ from mega_agentrl.data.calls.functions import (
     Call,
     Function,
     ParameterType,
-    first_syllable,
-    last_syllable,
     make_call,
     make_function,
 )
@@ -29,7 +27,6 @@ def test_a_schema_and_a_call_by_hand():
         },
     }
     assert Call(BAKO, "warm").as_dict == {"name": "Bako", "arguments": {"mode": "warm"}}
-    assert (first_syllable("Bako"), last_syllable("Bako")) == ("Ba", "ko")
 
 
 def test_a_function_takes_every_parameter_in_turn():
