@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.sections.data import DataConfig, DataFile
 from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
-from mega_agentrl.data.calls.demonstrations import VOCABULARY
+from mega_agentrl.data.calls.demonstrations import GUESS_THOUGHT, VOCABULARY
 from mega_agentrl.data.calls.functions import INTEGER_VALUES, TEXT_VALUES
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.generated.entity_splits import entity_names
 from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings, is_written
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.data.sft_dataset import encode_demonstrations, read_conversations
+from mega_agentrl.reward.function_call import score
 
 SETTINGS = TaskSettings(
     task=GeneratedTask.calls, num_train=90, num_dev=30, num_validation=30, num_demonstrations=200
@@ -64,6 +66,23 @@ def test_demonstrations_fit_the_experiment_and_end_in_eos(folder, codec, limits)
     assert all(item.response_ids[-1] == codec.eos_id for item in demonstrations)
     longest = max(len(item.response_ids) for item in demonstrations)
     assert longest <= limits.rollout.max_response_tokens
+
+
+def test_demonstrations_that_read_earn_the_reward_of_their_row_and_no_other(folder):
+    truths = {
+        row["prompt"][0]["content"]: row["reward_model"]["ground_truth"]
+        for row in pq.read_table(folder / "train.parquet").to_pylist()
+    }
+    readers = [
+        tuple(message["content"] for message in row["messages"])
+        for row in pq.read_table(folder / "demonstrations.parquet").to_pylist()
+        if GUESS_THOUGHT not in row["messages"][1]["content"]
+    ]
+    assert len(readers) > 60
+    for request, answer in readers:
+        assert score(answer, truths[request]).value == 1.0
+        wrong = {truth for truth in truths.values() if truth != truths[request]}
+        assert score(answer, sorted(wrong)).value == 0.0
 
 
 def test_names_have_the_same_two_tokens_in_catalogue_request_and_answer(codec):
