@@ -65,7 +65,7 @@ class FinishedRun:
     evaluations: tuple[EvalCostPoint, ...]
     """At equal fractions of the budget; the first before training."""
     stop_reason: str = ""
-    """Why the run ended before its budget was spent, whose evaluations the last one replaces."""
+    """Why the run ended before its budget was spent; its later evaluations are those of its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
