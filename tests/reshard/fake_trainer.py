@@ -248,7 +248,8 @@ class _Rank:
         self._store: Any = None
         self._executor: Any = None
         self._reported: Any = None
-        self._last_step: Any = None
+        self._last_sent: dict[Any, Any] = {}
+        """Tensors last sent of each model."""
         self.hit: Hit | None = None
 
     def open_store(self, timeout_s: float) -> int | None:
@@ -273,8 +274,9 @@ class _Rank:
     def send(self, folder: str, version: int, fault: Fault | None) -> Any:
         tensors = load_file(Path(folder) / "model.safetensors")
         layout = self._layouts[self._rank]
-        shards, last = cut(layout, tensors), self._last_step or tensors
-        self._last_step = tensors
+        shards = cut(layout, tensors)
+        model = tuple((name, tensor.shape) for name, tensor in tensors.items())
+        last, self._last_sent[model] = self._last_sent.get(model, tensors), tensors
         injected = nullcontext()
         if fault is not None and fault.rank == self._rank:
             if fault.kind in TOLD_FAULTS:
